@@ -1,0 +1,32 @@
+"""The pass protocol (docs/design.md): a named pure function from graph and plan to a new graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import fx
+
+from zc.plan import Plan
+
+
+class Pass(NamedTuple):
+    """One pass. ``run`` returns a new graph and leaves its input alone; no dist call, clock, environment, random number
+    or rank inside."""
+
+    name: str
+    run: Callable[[fx.Graph, Plan], fx.Graph]
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset()
+
+
+def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy with the same node names and metadata, and the map from old nodes to new ones."""
+    new = fx.Graph(owning_module=graph.owning_module)
+    where: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: where[n])
+        copied = new.create_node(node.op, node.target, args, kwargs, name=node.name, type_expr=node.type)
+        copied.meta = dict(node.meta)
+        where[node] = copied
+    return new, where

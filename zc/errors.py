@@ -1,0 +1,30 @@
+"""Errors that zc raises for its users. Each names the object and both values; none is raised after a state has changed,
+unless its text says so."""
+
+from __future__ import annotations
+
+__all__ = ["ZcError", "PlanError", "PassError", "RaceError", "RankMismatchError", "UncoveredGradientError"]
+
+
+class ZcError(RuntimeError):
+    """Base of all errors that zc raises while a program trains. (Bad arguments raise ``ValueError`` / ``TypeError``.)"""
+
+
+class PlanError(ValueError):
+    """The model, the optimizer or an option can't be planned. Raised by ``zc.compile`` before anything is changed."""
+
+
+class PassError(ZcError):
+    """A pass met a graph that breaks its contract. A bug in zc, or a graph that needs a new rule."""
+
+
+class RaceError(ZcError):
+    """A schedule is not proved: a needed wait is missing, a wait is not needed, or a gradient does not arrive exactly once."""
+
+
+class RankMismatchError(ZcError):
+    """Ranks disagree about the model, the plan or the order of their reductions."""
+
+
+class UncoveredGradientError(ZcError):
+    """A gradient came in by a way that the plan does not know."""

@@ -1,0 +1,33 @@
+"""The stage is data: what each ZeRO stage keeps partial, sharded or replicated between microbatches.
+
+Partial: every rank holds a full-size sum of its own gradients, not yet reduced. Shard: each rank holds 1/W of the sum
+over all ranks. No code outside this table asks which stage it is. Source: ZeRO, arXiv:1910.02054, sections 5.1 and 5.2.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Between(enum.Enum):
+    """What a gradient is between two microbatches of one update."""
+
+    PARTIAL = "partial"
+    SHARD = "shard"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One row of the stage table."""
+
+    stage: int
+    gradient: Between
+    reduces_every_backward: bool  # otherwise: at the boundary only
+    gradient_in_ring: bool  # gradients pass through a flat_grad of the ring, else they are added to acc_flat at once
+
+
+PLACEMENTS: dict[int, Placement] = {
+    1: Placement(1, Between.PARTIAL, reduces_every_backward=False, gradient_in_ring=False),
+    2: Placement(2, Between.SHARD, reduces_every_backward=True, gradient_in_ring=True),
+}

@@ -1,0 +1,131 @@
+"""The plan: buckets and their layouts, the same on every rank, decided before anything runs. No tensors.
+
+Parameters are grouped by (dtype, device), taken in reverse order of registration (the order in which a backward pass
+tends to finish them; PyTorch DDP, arXiv:2006.15704), and packed into buckets of about ``bucket_nbytes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from zc.layout import ALIGN_NBYTES, FlatLayout, Slot, flat_layout
+from zc.placement import Placement
+
+Layout = Callable[[Sequence[tuple[str, tuple[int, ...]]], int, int], FlatLayout]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What the plan needs to know of one trainable parameter: fully qualified name, shape, dtype after
+    ``param_dtype``, device."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are reduced together. A record, no tensors.
+
+    ``param_dtype`` is that of flat_param, ``reduce_dtype`` travels between ranks, ``acc_dtype`` is that of the
+    accumulator and of the master weights: fp32, or the parameters' own where that is wider.
+    """
+
+    index: int
+    layout: FlatLayout
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    acc_dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return self.layout.slots
+
+    @property
+    def numel(self) -> int:
+        """P, padded."""
+        return self.layout.numel_padded
+
+    @property
+    def has_master(self) -> bool:
+        """False where the parameters are as wide as the accumulator: the master is then a slice of flat_param."""
+        return self.param_dtype != self.acc_dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that the passes may know. ``is_boundary`` is False for the schedule of a microbatch inside no_sync."""
+
+    buckets: tuple[Bucket, ...]
+    world_size: int
+    placement: Placement
+    reduce: str  # "exact" | "native"
+    num_buffers: int
+    overlap: bool
+    is_boundary: bool = True
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward under this plan reduces, or only accumulates."""
+        return self.placement.reduces_every_backward or self.is_boundary
+
+    def microbatch(self) -> Plan:
+        return replace(self, is_boundary=False)
+
+    def __str__(self) -> str:
+        rows = [
+            f"bucket {b.index}: {len(b.slots)} parameters, P={b.numel} S={b.layout.numel_shard} "
+            f"padding={b.layout.numel_padding} {b.param_dtype}->{b.reduce_dtype}->{b.acc_dtype} {b.device}"
+            for b in self.buckets
+        ]
+        return "\n".join([f"stage {self.placement.stage}, W={self.world_size}, reduce={self.reduce}", *rows])
+
+
+def make_plan(
+    params: Sequence[ParamSpec],
+    *,
+    world_size: int,
+    placement: Placement,
+    reduce: str,
+    reduce_dtype: torch.dtype | None,
+    bucket_nbytes: int,
+    num_buffers: int,
+    overlap: bool,
+    layout: Layout = flat_layout,
+) -> Plan:
+    """Packs ``params`` (in order of registration) into buckets. A bucket closes once it holds ``bucket_nbytes`` bytes.
+
+    ``reduce_dtype`` None: the parameters' own dtype where every backward is reduced (a gradient has no more bits than
+    that), the accumulator's where a sum is reduced (PR#7985: rounding the sum would lose what fp32 has kept).
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[ParamSpec]] = {}
+    for spec in reversed(params):
+        groups.setdefault((spec.dtype, spec.device), []).append(spec)
+    buckets: list[Bucket] = []
+    for (dtype, device), specs in groups.items():
+        acc_dtype = torch.promote_types(dtype, torch.float32)
+        wire = reduce_dtype or (dtype if placement.reduces_every_backward else acc_dtype)
+        align = ALIGN_NBYTES // min(dtype.itemsize, wire.itemsize)
+        for members in _split(specs, dtype.itemsize, bucket_nbytes):
+            shapes = [(spec.name, spec.shape) for spec in members]
+            record = Bucket(len(buckets), layout(shapes, world_size, align), dtype, wire, acc_dtype, device)
+            buckets.append(record)
+    return Plan(tuple(buckets), world_size, placement, reduce, num_buffers, overlap)
+
+
+def _split(specs: Sequence[ParamSpec], itemsize: int, bucket_nbytes: int) -> list[list[ParamSpec]]:
+    chunks: list[list[ParamSpec]] = [[]]
+    nbytes = 0
+    for spec in specs:
+        if nbytes >= bucket_nbytes:
+            chunks.append([])
+            nbytes = 0
+        chunks[-1].append(spec)
+        nbytes += Slot(spec.name, spec.shape, 0).numel * itemsize
+    return chunks

@@ -1,0 +1,150 @@
+"""The schedule: what a backward pass becomes. Node kinds, and what each reads and writes.
+
+A schedule is an ``fx.Graph`` whose call_function nodes have one of the targets below. Nothing runs these functions: they
+are names. `zc.codegen` prints a schedule as Python that runs it, and `zc.verify` proves it; both look at the same graph.
+
+    placeholder                                   a value that exists on the home stream at entry
+    segment(key, *inputs) -> tuple                compiled pure compute; outputs are taken by operator.getitem
+    flatten_cast(bucket, buffer, slots, grads)    buffer <- grads, cast; everything else in it 0      (stage 2)
+    accumulate_cast(bucket, buffer, slots, grads) buffer += grads, in fp32; the first write of an update overwrites (stage 1)
+    deposit(bucket, slot, grad)                   keeps the gradient until the bucket is reduced at the end of the backward
+    launch_reduce(bucket, dst, src) -> work       starts the exchange of src into dst
+    wait_reduce(bucket, work, dst, src)           its completion
+    accumulate(bucket, acc, src)                  acc (+)= mean over ranks of the rows in src
+    record_event(event) / wait_event(event)       on the node's stream
+    release(*values)                              gives the values' storage back, on the stream that made them
+    output
+
+Every node but placeholder, getitem and output has ``meta["stream"]``. Buffers that the plan owns are named
+``flat_grad[i]`` and ``recv[i]`` (the ring), ``acc[b]``; values are named after their nodes, with a ``%``.
+
+Across schedules: a plan-owned buffer may still be in use by an earlier schedule when this one starts. After the last use on
+a side stream every schedule records the *carried* event ``done/<buffer>``, and the first use on another stream in a later
+schedule waits for it. Waiting for an event that was never recorded is no wait (as in CUDA).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import fx
+
+COMPUTE, COMM, COPY = "compute", "comm", "copy"
+HOME = COMPUTE  # the stream on which autograd calls the schedule; its program order goes on across schedules
+
+
+def _never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a schedule's nodes are names; zc.codegen runs them")
+
+
+def segment(key: str, *inputs: Any) -> Any: _never()
+def flatten_cast(bucket: int, buffer: str, slots: tuple[int, ...], grads: Any) -> Any: _never()
+def accumulate_cast(bucket: int, buffer: str, slots: tuple[int, ...], grads: Any) -> Any: _never()
+def deposit(bucket: int, slot: int, grad: Any) -> Any: _never()
+def launch_reduce(bucket: int, dst: str, src: str) -> Any: _never()
+def wait_reduce(bucket: int, work: Any, dst: str, src: str) -> Any: _never()
+def accumulate(bucket: int, acc: str, src: str) -> Any: _never()
+def record_event(event: str) -> Any: _never()
+def wait_event(event: str) -> Any: _never()
+def release(*values: Any) -> Any: _never()
+
+
+GRADIENT_OPS = (flatten_cast, accumulate_cast, deposit, launch_reduce, wait_reduce, accumulate)
+SYNC_OPS = (record_event, wait_event, release)
+KINDS = (segment, *GRADIENT_OPS, *SYNC_OPS)
+
+
+class Access(NamedTuple):
+    """A touch of elements [start, stop) of a buffer; WHOLE where the extent does not matter."""
+
+    buffer: str
+    start: int = 0
+    stop: int = 1 << 62
+
+
+def overlap(a: Access, b: Access) -> bool:
+    return a.buffer == b.buffer and a.start < b.stop and b.start < a.stop
+
+
+def is_schedule_node(node: fx.Node) -> bool:
+    """True for nodes of the kinds above: what runs on a stream."""
+    return node.op == "call_function" and node.target in KINDS
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def stream_of(node: fx.Node) -> str:
+    """The node's stream; values at entry and outputs are on the home stream."""
+    return HOME if node.op in ("placeholder", "output") else str(node.meta["stream"])
+
+
+def carried_event(buffer: str) -> str:
+    """The event that later schedules wait for before they touch a plan-owned buffer."""
+    return f"done/{buffer}"
+
+
+def is_plan_buffer(buffer: str) -> bool:
+    return not buffer.startswith("%")
+
+
+def value(node: fx.Node) -> Access:
+    return Access(f"%{node.name}")
+
+
+def results(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The value nodes that a node makes: a segment's getitems, else the node itself where somebody uses it."""
+    if node.target is segment:
+        return tuple(user for user in node.users if is_getitem(user))
+    return (node,) if node.op == "placeholder" or node.target is launch_reduce else ()
+
+
+def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
+    """(reads, writes) of one node, from its kind and arguments alone."""
+    inputs = tuple(value(n) for n in node.all_input_nodes)
+    made = tuple(value(n) for n in results(node))
+    if node.op != "call_function" or node.target in (segment, deposit):
+        return inputs, made
+    if node.target is flatten_cast:
+        return inputs, (Access(str(node.args[1])),)
+    if node.target is accumulate_cast:
+        return (*inputs, Access(str(node.args[1]))), (Access(str(node.args[1])),)
+    if node.target is launch_reduce:
+        return (Access(str(node.args[2])),), (Access(str(node.args[1])), *made)
+    if node.target is wait_reduce:
+        return (*inputs, Access(str(node.args[3]))), (Access(str(node.args[2])),)
+    if node.target is accumulate:
+        return (Access(str(node.args[2])), Access(str(node.args[1]))), (Access(str(node.args[1])),)
+    if node.target is release:
+        return (), inputs
+    return (), ()
+
+
+def steps(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that run on a stream, in program order."""
+    return (node for node in graph.nodes if is_schedule_node(node))
+
+
+def summary(graph: fx.Graph) -> dict[str, int]:
+    """Counts for explain: nodes, streams, events, waits."""
+    nodes = list(steps(graph))
+    return {
+        "nodes": len(nodes),
+        "streams": len({stream_of(n) for n in nodes}),
+        "events": len({n.args[0] for n in nodes if n.target is record_event}),
+        "waits": sum(n.target is wait_event for n in nodes),
+    }
+
+
+def text(graph: fx.Graph) -> str:
+    """The schedule, one line a node: stream, kind, arguments."""
+    lines = []
+    for node in steps(graph):
+        name = getattr(node.target, "__name__", str(node.target))
+        made = ", ".join(f"%{n.name}" for n in results(node))
+        args = ", ".join(str(a) for a in node.args)
+        lines.append(f"{stream_of(node):>10} | {made + ' = ' if made else ''}{name}({args})")
+    return "\n".join(lines)
