@@ -1,0 +1,133 @@
+"""Maximal runs of ordinary ATen nodes become segments, cut where a gradient operation stands.
+
+Before and after::
+
+    %mm = aten.mm(%x, %y)                      %segment_0 = segment("segment_0", %x, %y)
+    %add = aten.add(%mm, %x)                   %getitem = %segment_0[0]
+    flatten_cast(2, "flat_grad[0]", (0,), [%mm])   %getitem_1 = %segment_0[1]
+    %mul = aten.mul(%add, %x)          ->      flatten_cast(2, "flat_grad[0]", (0,), [%getitem])
+    output (%mul,)                             %segment_1 = segment("segment_1", %getitem_1, %x)
+                                               %getitem_2 = %segment_1[0]
+                                               output (%getitem_2,)
+
+Each segment is a GraphModule in ``node.meta["segment"]``, with canonical names (``arg0``, ``n1``, ...): identical layers then
+have identical text, and are compiled once. A graph without ATen nodes is left alone. Results of a multi-output node
+stay with it; get_attr nodes are repeated in each segment that uses them; symbolic sizes that a segment needs come in as
+inputs of their own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from zc.passes.base import Pass
+from zc.plan import Plan
+from zc.schedule import is_getitem, is_schedule_node, segment
+
+_KEPT_META = ("val", "tensor_meta")  # the rest (stack traces, names) differs between layers that are otherwise the same
+
+
+def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
+    symbols = _symbol_inputs(graph)
+    new = fx.Graph(owning_module=graph.owning_module)
+    where: dict[fx.Node, fx.Node] = {}
+    pending: list[fx.Node] = []
+    num_segments = sum(node.op == "call_function" and node.target is segment for node in graph.nodes)
+
+    def flush() -> None:
+        nonlocal num_segments
+        if any(node.op != "get_attr" for node in pending):
+            where.update(_outline(new, pending, where, symbols, f"segment_{num_segments}"))
+            num_segments += 1
+        pending.clear()
+
+    for node in _keep_getitems_close(graph):
+        if node.op in ("placeholder", "output") or is_schedule_node(node) or _of_segment(node):
+            if node.op != "placeholder" and not _of_segment(node):
+                flush()
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: where[n])
+            copied = new.create_node(node.op, node.target, args, kwargs, name=node.name, type_expr=node.type)
+            copied.meta = dict(node.meta)
+            where[node] = copied
+        else:
+            pending.append(node)
+    return new
+
+
+def _of_segment(node: fx.Node) -> bool:
+    return is_getitem(node) and isinstance(node.args[0], fx.Node) and node.args[0].target is segment
+
+
+def _keep_getitems_close(graph: fx.Graph) -> list[fx.Node]:
+    """Program order, but the results of a multi-output node follow it at once: a tuple can't leave a segment."""
+    order: list[fx.Node] = []
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node in seen:
+            continue
+        order.append(node)
+        for user in node.users:
+            if is_getitem(user) and not isinstance(node.meta.get("val"), torch.Tensor) and user not in seen:
+                order.append(user)
+                seen.add(user)
+    return order
+
+
+def _symbol_inputs(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.SymInt)]
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    sizes = (*val.shape, *val.stride()) if isinstance(val, torch.Tensor) and val.layout == torch.strided else (val,)
+    return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
+
+
+def _outline(
+    outer: fx.Graph, nodes: Sequence[fx.Node], where: dict[fx.Node, fx.Node], symbols: list[fx.Node], key: str
+) -> dict[fx.Node, fx.Node]:
+    inside = set(nodes)
+    inputs: dict[fx.Node, None] = {}
+    for node in nodes:
+        inputs.update(dict.fromkeys(n for n in node.all_input_nodes if n not in inside and n.op != "get_attr"))
+    outputs = [n for n in nodes if n.op != "get_attr" and any(user not in inside for user in n.users)]
+    if any(_is_symbolic(n) for n in (*nodes, *inputs)):
+        # Inductor takes a size only from an input that *is* the symbol, or from a dimension that is no expression
+        inputs = {**dict.fromkeys(symbols), **inputs}
+    body = _canonical(outer, nodes, list(inputs), outputs)
+    call = outer.create_node("call_function", segment, (key, *(where[n] for n in inputs)), name=key)
+    call.meta = {"segment": body}
+    made: dict[fx.Node, fx.Node] = {}
+    for k, node in enumerate(outputs):
+        made[node] = outer.call_function(operator.getitem, (call, k))
+        made[node].meta = {"val": node.meta.get("val")}
+    return made
+
+
+def _canonical(
+    outer: fx.Graph, nodes: Sequence[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]
+) -> fx.GraphModule:
+    root: torch.nn.Module = outer.owning_module or torch.nn.Module()
+    body = fx.Graph(owning_module=outer.owning_module)
+    names: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(inputs):
+        names[node] = body.create_node("placeholder", f"arg{i}", name=f"arg{i}")
+    needed = {n for node in nodes for n in node.all_input_nodes if n.op == "get_attr"}
+    todo = [n for n in needed if n not in nodes] + list(nodes)
+    todo = sorted((n for n in todo if n.op == "get_attr"), key=lambda n: str(n.target)) + [
+        n for n in todo if n.op != "get_attr"
+    ]
+    for i, node in enumerate(todo):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: names[n])
+        names[node] = body.create_node(node.op, node.target, args, kwargs, name=f"n{i}")
+    for old, copied in names.items():
+        copied.meta = {k: old.meta[k] for k in _KEPT_META if k in old.meta}
+    body.output(tuple(names[n] for n in outputs))
+    return fx.GraphModule(root, body, class_name="Segment")
+
+
+PASS = Pass("outline_segments", run, requires=frozenset({"reductions"}), provides=frozenset({"segments"}))

@@ -1,0 +1,24 @@
+"""The order of the passes. Each is described in its own file, with its IR before and after."""
+
+from __future__ import annotations
+
+from zc.passes import (
+    bucket_gradients,
+    insert_events,
+    outline_segments,
+    place_on_streams,
+    reduce_buckets,
+    tag_gradients,
+    verify,
+)
+from zc.passes.base import Pass
+
+PIPELINE: tuple[Pass, ...] = (
+    tag_gradients.PASS,
+    bucket_gradients.PASS,
+    reduce_buckets.PASS,
+    outline_segments.PASS,
+    place_on_streams.PASS,
+    insert_events.PASS,
+    verify.PASS,
+)

@@ -1,0 +1,57 @@
+"""Each complete bucket is reduced right after its write, if this backward reduces (stage 2, or the boundary in stage 1).
+
+Stage 2, bucket 2 in ring buffer 0::
+
+    flatten_cast(2, "flat_grad[0]", ...)    ->    flatten_cast(2, "flat_grad[0]", ...)
+                                                  %w = launch_reduce(2, "recv[0]", "flat_grad[0]")
+                                                  wait_reduce(2, %w, "recv[0]", "flat_grad[0]")
+                                                  accumulate(2, "acc[2]", "recv[0]")
+
+Stage 1 sends acc_flat itself. A write that fills only a part of its bucket is left alone: it is reduced at the boundary.
+With one rank there is nothing to send: stage 2 accumulates from the flat_grad, stage 1 is done.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zc.passes.base import Pass, copy_graph
+from zc.plan import Plan
+from zc.schedule import accumulate, accumulate_cast, flatten_cast, launch_reduce, wait_reduce
+
+
+def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
+    new, _ = copy_graph(graph)
+    if not plan.reduces:
+        return new
+    complete = [n for n in new.nodes if n.op == "call_function" and n.target in (flatten_cast, accumulate_cast)]
+    complete = [n for n in complete if len(n.args[2]) == len(plan.buckets[n.args[0]].slots) and not _reduced(n)]
+    for k, write in enumerate(complete):
+        insert_reduction(new, plan, write, int(write.args[0]), k % plan.num_buffers)
+    return new
+
+
+def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, ring: int) -> None:
+    """Launch, completion and accumulation of one bucket, behind ``after``."""
+    acc, src, dst = f"acc[{bucket}]", f"flat_grad[{ring}]", f"recv[{ring}]"
+    if not plan.placement.gradient_in_ring:
+        src = acc
+    if plan.world_size == 1:
+        if src != acc:
+            with graph.inserting_after(after):
+                graph.call_function(accumulate, (bucket, acc, src))
+        return
+    with graph.inserting_after(after):
+        work = graph.call_function(launch_reduce, (bucket, dst, src))
+    with graph.inserting_after(work):
+        done = graph.call_function(wait_reduce, (bucket, work, dst, src))
+    with graph.inserting_after(done):
+        graph.call_function(accumulate, (bucket, acc, dst))
+
+
+def _reduced(write: fx.Node) -> bool:
+    """Whether a reduction follows already: a second run of the pass then changes nothing."""
+    return write.next.op == "call_function" and write.next.target in (launch_reduce, accumulate)
+
+
+PASS = Pass("reduce_buckets", run, requires=frozenset({"writes"}), provides=frozenset({"reductions"}))

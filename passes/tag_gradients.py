@@ -1,0 +1,56 @@
+"""Which output is which parameter's gradient; that output becomes None, and the gradient a deposit.
+
+The backend has written the names into the output node: ``output.meta["grad_of"][i]`` is the fully qualified name of the
+parameter whose gradient output i is, or None. Before and after, ``w`` in slot 0 of bucket 2::
+
+    %mm : bf16[64, 32] = aten.mm(...)              %mm : bf16[64, 32] = aten.mm(...)
+    %relu : bf16[8, 64] = aten.relu(...)           deposit(2, 0, %mm)
+    output (%mm, %relu)  grad_of=("w", None)       %relu : bf16[8, 64] = aten.relu(...)
+                                                   output (None, %relu)
+
+An output that is no parameter's gradient (here ``%relu``) is left alone, as is a gradient output that AOTAutograd has
+already made None. With None autograd's AccumulateGrad keeps nothing, so ``param.grad`` holds no full gradient.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zc.errors import PassError
+from zc.passes.base import Pass, copy_graph
+from zc.plan import Plan
+from zc.schedule import deposit
+
+
+def slot_of(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Parameter name -> (bucket, index of its slot)."""
+    return {slot.name: (bucket.index, k) for bucket in plan.buckets for k, slot in enumerate(bucket.slots)}
+
+
+def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
+    new, _ = copy_graph(graph)
+    output = new.output_node()
+    where = slot_of(plan)
+    returned = list(output.args[0]) if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
+    names = output.meta.get("grad_of", ())
+    for i, name in enumerate(names):
+        grad = returned[i]
+        if name is None or not isinstance(grad, fx.Node):
+            continue
+        bucket, slot = where[name]
+        expected, got = plan.buckets[bucket].slots[slot].shape, tuple(grad.meta["val"].shape)
+        if expected != got:
+            raise PassError(f"gradient of {name}: the plan has shape {expected}, the graph {got}")
+        with new.inserting_after(_last_placeholder(new) if grad.op == "placeholder" else grad):
+            new.call_function(deposit, (bucket, slot, grad))
+        returned[i] = None
+    output.args = (tuple(returned),)
+    output.meta = {key: item for key, item in output.meta.items() if key != "grad_of"}
+    return new
+
+
+def _last_placeholder(graph: fx.Graph) -> fx.Node:
+    return [node for node in graph.nodes if node.op == "placeholder"][-1]
+
+
+PASS = Pass("tag_gradients", run, provides=frozenset({"deposits"}))

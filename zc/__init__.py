@@ -1,0 +1,23 @@
+"""zc: ZeRO, compiled. ``model, optimizer = zc.compile(model, optimizer)`` and the loop stays as it is."""
+
+from zc.api import clip_grad_norm_, compile, full_grad, no_sync, persistent_nbytes  # noqa: A004
+from zc.errors import PassError, PlanError, RaceError, RankMismatchError, UncoveredGradientError, ZcError
+from zc.explain import explain
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PassError",
+    "PlanError",
+    "RaceError",
+    "RankMismatchError",
+    "UncoveredGradientError",
+    "ZcError",
+    "__version__",
+    "clip_grad_norm_",
+    "compile",
+    "explain",
+    "full_grad",
+    "no_sync",
+    "persistent_nbytes",
+]

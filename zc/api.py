@@ -1,0 +1,224 @@
+"""`zc.compile` and the functions beside it: config -> checks -> plan -> buffers -> backend -> optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zc import backend as compiler
+from zc.buffers import Buffers
+from zc.checks import check
+from zc.comm import Group, check_initialized
+from zc.config import Config
+from zc.errors import PlanError
+from zc.layout import whole_layout
+from zc.optimizer import ShardedOptimizer, choose_layout
+from zc.plan import ParamSpec, Plan, make_plan
+from zc.runtime import Runtime
+from zc.streams import Streams, make_streams
+
+# Not an attribute of the module: a deepcopy of the module must not share its gradients with the original.
+_COMPILED: weakref.WeakKeyDictionary[nn.Module, ShardedOptimizer] = weakref.WeakKeyDictionary()
+
+
+def compile(  # noqa: A001  (the name users know from torch.compile)
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    stage: int = 2,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    reduce: str = "exact",
+    bucket_nbytes: int = 25 * 2**20,
+    num_buffers: int = 2,
+    overlap: bool = True,
+    group: dist.ProcessGroup | None = None,
+    backend: str = "inductor",
+    offload: str | None = None,
+    verify: bool = True,
+    dump_dir: str | Path | None = None,
+) -> tuple[nn.Module, Optimizer]:
+    """ZeRO stage 1 or 2 for ``model`` and ``optimizer``: the same two objects come back, and the loop stays as it is.
+
+    Gradients are the mean over the ranks of ``group`` and the sum over backward calls, as in DDP. Without an initialised
+    process group it works as one rank. Parameters and buffers are first broadcast from rank 0.
+
+    Args:
+        stage: 1 keeps full-size fp32 gradients and shards masters and optimizer state; 2 shards the gradients as well.
+        param_dtype: casts the trainable parameters, after their fp32 masters were taken from the given values.
+        reduce_dtype: what travels between ranks; None: the parameters' dtype (stage 2), the accumulator's (stage 1).
+        reduce: "exact": all-to-all, then a sum in rank order in fp32, bitwise the same for every bucket size and overlap
+            setting; "native": the backend's reduce-scatter in ``reduce_dtype``.
+        bucket_nbytes: a bucket closes once its parameters fill this many bytes.
+        num_buffers: flat_grad buffers in the ring (stage 2), each as large as the largest bucket.
+        overlap: False runs the reductions on the compute stream.
+        group: the ranks that share the model; None: the default group.
+        backend: "inductor"; "aot_eager", the same schedule with its segments run op by op; "eager", hooks only.
+        offload: None (a host offload is not there yet).
+        verify: False skips the proof of each schedule, and explain says so.
+        dump_dir: a folder for each graph before and after every pass, and the schedule as Python.
+
+    Raises:
+        PlanError (a ValueError), TypeError: an option, the model or the optimizer can't be planned; nothing has changed.
+        RankMismatchError: the ranks' models or options differ, on every rank; nothing has changed.
+    """
+    if isinstance(model, nn.Module) and model in _COMPILED:
+        raise PlanError(f"this {type(model).__name__} is compiled already: call zc.compile once, before the loop")
+    config = Config(
+        stage, param_dtype, reduce_dtype, reduce, bucket_nbytes, num_buffers, overlap, backend, offload, verify, dump_dir
+    )
+    params = check(model, optimizer)
+    layout, note = choose_layout(optimizer)
+    check_initialized()
+    compiler.refuse_compiled_autograd()
+    device = next(iter(params.values())).device
+    ranks = Group(group, device)
+    specs = [ParamSpec(n, tuple(p.shape), config.param_dtype or p.dtype, p.device) for n, p in params.items()]
+    plan = make_plan(
+        specs,
+        world_size=ranks.world_size,
+        placement=config.placement,
+        reduce=config.reduce,
+        reduce_dtype=config.reduce_dtype,
+        bucket_nbytes=config.bucket_nbytes,
+        num_buffers=config.num_buffers,
+        overlap=config.overlap,
+        layout=layout,
+    )
+    _check_wire(plan)
+    ranks.same_everywhere("the model or an option", _fingerprint(model, config))
+
+    buffers = Buffers(plan, ranks.rank)
+    streams = make_streams(device)
+    runtime = Runtime(config, plan, buffers, ranks, streams, params)
+    if note is not None and ranks.world_size > 1:
+        runtime.say_once(note)
+    if not verify:
+        runtime.say_once("verify=False: schedules run without their proof")
+    _fill(model, plan, buffers, params, ranks)
+    sharded = ShardedOptimizer(runtime, optimizer, whole=layout is whole_layout)
+    runtime.install_hooks()
+    _COMPILED[model] = sharded
+    _clear_both(model, optimizer, sharded)
+    if config.backend != "eager":
+        compiler.raise_recompile_limit(model)
+        model.compile(backend=compiler.make_backend(runtime))
+    return model, optimizer
+
+
+def _check_wire(plan: Plan) -> None:
+    for bucket in plan.buckets:
+        if not plan.placement.reduces_every_backward and bucket.reduce_dtype != bucket.acc_dtype:
+            raise PlanError(
+                f"stage 1 reduces sums in {bucket.acc_dtype}; reduce_dtype={bucket.reduce_dtype} would round them: leave "
+                "reduce_dtype at None, or use stage 2"
+            )
+
+
+def _fingerprint(model: nn.Module, config: Config) -> list[str]:
+    """What must be the same on every rank, a line an item, so that a difference can be named."""
+    options = [f"{k}={v}" for k, v in vars(config).items() if k != "dump_dir"]
+    params = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
+    buffers = [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
+    return options + params + buffers
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, plan: Plan, buffers: Buffers, params: dict[str, nn.Parameter], ranks: Group) -> None:
+    """Broadcasts from rank 0, takes the masters from the given values, and makes each parameter a view of flat_param."""
+    planned = {id(p) for p in params.values()}
+    for tensor in [*(p for p in model.parameters() if id(p) not in planned), *model.buffers()]:
+        given = tensor.detach().contiguous()
+        ranks.broadcast_(given)
+        tensor.copy_(given)
+    for bucket in plan.buckets:
+        flat, master = buffers.flat_param[bucket.index], buffers.master_shard[bucket.index]
+        start, _ = bucket.layout.shard_range(ranks.rank)
+        for slot in bucket.slots:
+            param = params[slot.name]
+            given = param.detach().contiguous()
+            ranks.broadcast_(given)
+            first, stop = bucket.layout.owned(slot, ranks.rank)
+            if bucket.has_master:
+                master[first - start : stop - start] = given.view(-1)[first - slot.offset : stop - slot.offset]
+            view = flat[slot.offset : slot.stop].view(slot.shape)
+            view.copy_(given)
+            param.data = view
+
+
+def _clear_both(model: nn.Module, optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
+    """zero_grad of either object clears the shards. Instance attributes: the classes stay the caller's."""
+    runtime = weakref.proxy(sharded)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        runtime.zero_grad(set_to_none=set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    model.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def sharded(model: nn.Module) -> ShardedOptimizer:
+    """What zc keeps for a compiled model; raises where ``model`` is none."""
+    found = _COMPILED.get(model)
+    if found is None:
+        raise PlanError(f"this {type(model).__name__} was not compiled: call zc.compile(model, optimizer) first")
+    return found
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Declares that the backward calls inside are not the last before an update.
+
+    Stage 1 then skips their reduction. Stage 2 reduces every backward, since it keeps no full-size gradient, so there it
+    changes nothing. Forgetting it changes no number, it only costs communication.
+    """
+    with sharded(model).runtime.no_sync():
+        yield
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales the gradients so that their joint 2-norm is at most ``max_norm``; one collective.
+
+    Returns the norm before, fp32, 0-d: the norm of the mean gradient over all ranks, each element counted once, as
+    `torch.nn.utils.clip_grad_norm_` gives it under DDP. A NaN or infinity stays one.
+    """
+    return sharded(model).clip_grad_norm_(float(max_norm))
+
+
+def full_grad(model: nn.Module) -> dict[str, Tensor | None]:
+    """Every trainable parameter's reduced gradient, gathered on all ranks, in the parameter's shape and the accumulator's
+    dtype; None where no rank has one. For looking at, not for training: it holds all gradients at once."""
+    runtime = sharded(model).runtime
+    runtime.finish_gradients()
+    gathered: dict[str, Tensor | None] = {}
+    for bucket in runtime.plan.buckets:
+        shard = runtime.buffers.acc_shard(bucket)
+        flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
+        if runtime.group.world_size > 1:
+            work = runtime.group.all_gather(flat, shard.contiguous())
+            if work is not None:
+                work.wait()
+        else:
+            flat.copy_(shard)
+        for slot, touched in zip(bucket.slots, runtime.ops.touched[bucket.index], strict=True):
+            gathered[slot.name] = flat[slot.offset : slot.stop].view(slot.shape) if touched else None
+    return {name: gathered[name] for name in runtime.params}
+
+
+def persistent_nbytes(model: nn.Module) -> dict[str, int]:
+    """Bytes that this rank holds for the model between steps, by kind, counted from the tensors themselves."""
+    found = sharded(model)
+    nbytes = found.runtime.buffers.nbytes()
+    states = [v for state in found.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    nbytes["optimizer_state"] = sum(v.untyped_storage().nbytes() for v in states if v.dim() > 0)
+    return nbytes
+
+
+__all__ = ["Streams", "clip_grad_norm_", "compile", "full_grad", "no_sync", "persistent_nbytes", "sharded"]

@@ -1,0 +1,247 @@
+"""The one file that touches private torch APIs: the Dynamo backend, its guards, and compiled segments.
+
+Dynamo calls `make_backend`'s function with a graph; it calls Inductor's ``compile_fx`` with a hook in place of the inner
+compiler. AOTAutograd traces, decomposes and partitions as always; where the hook gets the backward graph, that goes
+through zc's passes, and only the segments between gradient operations go on to Inductor.
+
+Relied on, and looked up in the sources of torch 2.11, 2.13 and 2.15: see the comment at each use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from zc.errors import PassError, ZcError
+from zc.passes.base import copy_graph
+from zc.program import Program, build
+
+if TYPE_CHECKING:
+    from zc.ops import Segment
+    from zc.runtime import Runtime
+
+InnerCompile = Callable[..., Callable[[list[Any]], Any]]
+
+
+# --- autograd ---
+
+
+def current_graph_task() -> int:
+    """Id of the backward that runs in this thread, -1 outside of one. (torch._C: used by torch's own hooks since 2.0.)"""
+    return int(torch._C._current_graph_task_id())
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Calls ``callback`` when the running backward ends without an error. (DDP and FSDP rely on the same call.)"""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def refuse_compiled_autograd() -> None:
+    """Compiled autograd traces through the backward's side effects and would drop them, so it is refused, not ignored."""
+    from torch._dynamo import compiled_autograd
+
+    # a module flag, True while a region of compiled autograd is active
+    if compiled_autograd.compiled_autograd_enabled or compiled_autograd.in_compiled_autograd_region:
+        raise ZcError(
+            "compiled autograd is on: it bypasses the compiled backward's schedule. Turn it off "
+            "(torch._dynamo.config.compiled_autograd = False); zc compiles the backward itself"
+        )
+
+
+# --- the Dynamo backend ---
+
+
+def make_backend(runtime: Runtime) -> Callable[..., Any]:
+    """A backend for ``torch.compile`` whose backward graphs reduce gradients as ``runtime``'s plan says."""
+    name_of = {id(param): name for name, param in runtime.params.items()}
+
+    def zc_backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        from torch._functorch import config as functorch_config
+        from torch._inductor.compile_fx import compile_fx
+
+        refuse_compiled_autograd()
+        names = [name_of.get(id(value)) for value in inputs]
+        _guard_identity(gm, names)
+        # The AOTAutograd cache's key ignores inner_compile: an entry of a plain run would replace our schedule
+        # (functorch config, all of 2.11 to 2.15). The FX graph cache below it stays on.
+        with functorch_config.patch(enable_autograd_cache=False):
+            return compile_fx(gm, list(inputs), inner_compile=partial(_inner_compile, runtime, names))
+
+    return zc_backend
+
+
+def raise_recompile_limit(model: nn.Module) -> None:
+    """Identity guards compile one graph for each module instance: 8, the default, would leave the rest eager."""
+    needed = 8 + 2 * sum(1 for _ in model.modules())
+    dynamo_config: Any = torch._dynamo.config
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, needed)
+    dynamo_config.accumulated_recompile_limit = max(dynamo_config.accumulated_recompile_limit, 8 * needed)
+
+
+def _guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
+    """One compiled graph may serve several module instances; ours belongs to these very parameters.
+
+    Relies on ``meta["grapharg"].source`` of Dynamo's placeholders and on the guards still being open while the backend
+    runs (TracingContext.guards_context): both as in 2.11 to 2.15.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._guards import TracingContext
+
+    guards = TracingContext.get().guards_context.dynamo_guards
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node, name in zip(placeholders, names, strict=True):
+        if name is not None:
+            guards.add(node.meta["grapharg"].source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _inner_compile(
+    runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+) -> Any:
+    if not kwargs.get("is_backward"):
+        return _whole(runtime, gm, example_inputs, kwargs)
+    backward = CompiledBackward(runtime, names, gm, kwargs)
+
+    def run(args: list[Any]) -> tuple[Any, ...]:
+        return runtime.run_program(backward.program(), args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
+    return run
+
+
+def _whole(runtime: Runtime, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A forward or inference graph: Inductor's as it is, or op by op."""
+    if runtime.config.backend == "aot_eager":
+        return _interpret(gm)
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+class CompiledBackward:
+    """One backward graph: its program at a boundary, and the one for microbatches where that is another."""
+
+    def __init__(
+        self, runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule, kwargs: dict[str, Any]
+    ) -> None:
+        self.runtime, self.gm = runtime, gm
+        self.compile_segment = _segment_compiler(runtime, kwargs)
+        self.graph = _annotate(gm, names)
+        self._programs: dict[bool, Program] = {}
+        self.program()
+
+    def program(self) -> Program:
+        plan = self.runtime.current_plan
+        if plan.reduces not in self._programs:
+            name = f"backward_{len(self.runtime.programs)}"
+            built = build(
+                self.graph,
+                plan,
+                self.runtime.passes,
+                self.runtime.ops,
+                self.compile_segment,
+                name=name,
+                dump_dir=self.runtime.config.dump_dir,
+            )
+            self.runtime.programs.append(built)
+            self._programs[plan.reduces] = built
+        return self._programs[plan.reduces]
+
+
+def _annotate(gm: fx.GraphModule, names: Sequence[str | None]) -> fx.Graph:
+    """A copy of the graph whose output node says which parameter's gradient each output is.
+
+    Relies on AOTAutograd's descriptors: ``output.meta["desc"][i]`` is ``GradAOTOutput(grad_of=PlainAOTInput(idx))`` with idx
+    an index into the inputs of the backend call (torch >= 2.9).
+    """
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    graph, _ = copy_graph(gm.graph)
+    graph.owning_module = gm
+    output = graph.output_node()
+    grad_of: list[str | None] = []
+    for desc in output.meta.get("desc", ()):
+        source = desc.grad_of if isinstance(desc, GradAOTOutput) else None
+        grad_of.append(names[source.idx] if isinstance(source, PlainAOTInput) else None)
+    if len(grad_of) != len(output.args[0]):  # type: ignore[arg-type]
+        raise PassError(f"the backward graph has {len(output.args[0])} outputs and {len(grad_of)} descriptors")  # type: ignore[arg-type]
+    output.meta["grad_of"] = tuple(grad_of)
+    return graph
+
+
+# --- segments ---
+
+
+def _interpret(gm: fx.GraphModule) -> Segment:
+    def run(args: list[Any]) -> Any:
+        taken = list(args)
+        args.clear()
+        return gm.forward(*taken)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _segment_compiler(runtime: Runtime, kwargs: dict[str, Any]) -> Callable[[fx.GraphModule], Segment]:
+    if runtime.config.backend == "aot_eager":
+        return _interpret
+    return partial(_compile_segment, runtime, kwargs)
+
+
+def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModule) -> Segment:
+    """Inductor on one segment. Identical segments (layers of one shape) are compiled once.
+
+    Relies on ``compile_fx_inner(gm, example_inputs, **kwargs)``; on its returning a boxed callable; and on
+    ``output.meta["user_visible_output_idxs"]`` and ``["original_output_strides"]``, by which Inductor keeps the strides that
+    the next segment was traced with (2.11 to 2.15).
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    key = _canonical_key(gm)
+    if key is not None and key in runtime.compiled_segments:
+        return runtime.compiled_segments[key]
+    output = gm.graph.output_node()
+    outputs: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
+    output.meta["original_output_strides"] = [_strides(n) for n in outputs]
+    example_inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    accepted = inspect.signature(compile_fx_inner).parameters
+    passed = {k: v for k, v in kwargs.items() if k in accepted or "kwargs" in accepted}
+    passed.update(static_input_idxs=(), is_backward=True)
+    passed.pop("boxed_forward_device_index", None)  # tells a forward about its device; no segment is one
+    compiled: Segment = compile_fx_inner(gm, example_inputs, **passed)
+    if key is not None:
+        runtime.compiled_segments[key] = compiled  # pure code, no state: layers of one shape can share it
+    return compiled
+
+
+def _strides(node: fx.Node) -> Any:
+    val = node.meta.get("val")
+    return val.stride() if isinstance(val, torch.Tensor) and val.layout == torch.strided else None
+
+
+def _canonical_key(gm: fx.GraphModule) -> str | None:
+    """Hash of a segment's text and of every value's shape, stride, dtype and device; None where sizes are symbolic or
+    constants are attached (the FX graph cache knows how to compare those)."""
+    lines = []
+    for node in gm.graph.nodes:
+        val = node.meta.get("val")
+        if node.op == "get_attr":
+            return None
+        for item in val if isinstance(val, (list, tuple)) else (val,):
+            if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                return None
+            if isinstance(item, torch.Tensor):
+                if any(isinstance(size, torch.SymInt) for size in item.shape):
+                    return None
+                strides = item.stride() if item.layout == torch.strided else ()
+                lines.append(f"{tuple(item.shape)} {strides} {item.dtype} {item.device}")
+        lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+

@@ -1,0 +1,104 @@
+"""What `zc.compile` refuses, each with its own error, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zc.config import DTYPES
+from zc.errors import PlanError
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by fully qualified name, tied ones once, in order of registration."""
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def check(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The trainable parameters. Raises PlanError (or TypeError) naming what can't be planned."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    params = trainable(model)
+    if not params:
+        raise PlanError(f"{type(model).__name__} has no trainable parameter (requires_grad is False for all)")
+    _check_tensors(params)
+    _check_devices(params)
+    _check_storages(params)
+    _check_optimizer(model, params, optimizer)
+    return params
+
+
+def _check_tensors(params: dict[str, nn.Parameter]) -> None:
+    for name, param in params.items():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise PlanError(f"parameter {name} is not initialised yet: run one forward pass before zc.compile")
+        if param.layout != torch.strided:
+            raise PlanError(f"parameter {name} has layout {param.layout}, zc takes torch.strided")
+        if param.is_complex() or param.dtype not in DTYPES:
+            valid = ", ".join(str(d) for d in DTYPES)
+            raise PlanError(f"parameter {name} has dtype {param.dtype}, zc takes {valid}")
+        if type(param.data) is not torch.Tensor:
+            raise PlanError(f"parameter {name} is a {type(param.data).__name__}, zc takes plain tensors")
+        if param.grad is not None:
+            raise PlanError(f"parameter {name} has a gradient already: call model.zero_grad() before zc.compile")
+
+
+def _check_devices(params: dict[str, nn.Parameter]) -> None:
+    first, device = next((name, p.device) for name, p in params.items())
+    for name, param in params.items():
+        if param.device.type == "meta":
+            raise PlanError(f"parameter {name} is on the meta device: materialise the model before zc.compile")
+        if param.device != device:
+            raise PlanError(f"parameters are on several devices: {first} on {device}, {name} on {param.device}")
+
+
+def _check_storages(params: dict[str, nn.Parameter]) -> None:
+    """Two parameters may not share a part of a storage: flat_param would tear them apart. (The same tensor under two
+    names is a tied weight, which named_parameters lists once.)"""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, param in params.items():
+        if param.numel() == 0:
+            continue
+        low = param.storage_offset() * param.element_size()
+        extent = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+        high = low + (extent + 1) * param.element_size()
+        for other_low, other_high, other in spans.setdefault(param.untyped_storage().data_ptr(), []):
+            if low < other_high and other_low < high:
+                raise PlanError(
+                    f"parameters {other} and {name} share a part of one storage (bytes {other_low}:{other_high} and "
+                    f"{low}:{high}); tie weights by assigning the same Parameter to both modules"
+                )
+        spans[param.untyped_storage().data_ptr()].append((low, high, name))
+
+
+def _check_optimizer(model: nn.Module, params: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
+    known = {id(p): name for name, p in model.named_parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    for k, param in enumerate(held):
+        if id(param) not in known and param.requires_grad:
+            raise PlanError(
+                f"the optimizer holds a parameter of shape {tuple(param.shape)} (its number {k}) that the model lacks: "
+                "make the optimizer from model.parameters(), after the model has been moved and cast"
+            )
+    present = {id(p) for p in held}
+    lacking = [name for name, p in params.items() if id(p) not in present]
+    if lacking:
+        raise PlanError(
+            f"the optimizer lacks {len(lacking)} trainable parameter(s) of the model: {_some(lacking)}; add them, or "
+            "freeze them with requires_grad_(False)"
+        )
+    if any(len(state) for state in optimizer.state.values()):
+        raise PlanError(
+            f"the {type(optimizer).__name__} has state for {len(optimizer.state)} parameters already: call zc.compile "
+            "before the first step, and make a fresh optimizer here"
+        )
+
+
+def _some(names: Iterable[str], at_most: int = 5) -> str:
+    shown = list(names)
+    return ", ".join(shown[:at_most]) + (f" and {len(shown) - at_most} more" if len(shown) > at_most else "")

@@ -1,0 +1,107 @@
+"""The collectives that zc uses, over one process group, and the checks that all ranks agree.
+
+Two groups: *data* carries gradients and weights, *control* carries a few bytes of host memory a step (which parameters got
+a gradient, a hash of the order of reductions). On CPU both are groups of zc's own: gloo matches collectives by their
+order, and the comm stream's thread must not race with the program's own collectives on the caller's group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zc.errors import PlanError, RankMismatchError
+
+
+class Work(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Group:
+    """The ranks that share one model. W = ``world_size``; with one rank no process group is needed or used."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.rank, self.world_size = 0, 1
+        self.data: dist.ProcessGroup | None = None
+        self.control: dist.ProcessGroup | None = None
+        if not dist.is_available() or not dist.is_initialized():
+            return
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise PlanError(f"rank {dist.get_rank()} is not a member of the given group of {self.world_size} ranks")
+        if self.world_size == 1:
+            return
+        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self.control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self.data = (
+            dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            if device.type == "cpu"
+            else (group if group is not None else dist.group.WORLD)
+        )
+
+    def all_to_all(self, out: Tensor, rows: Tensor) -> Work | None:
+        """out[s*S:(s+1)*S] on rank r <- rows[r*S:(r+1)*S] of rank s; both [P], contiguous. Asynchronous."""
+        return dist.all_to_all_single(out, rows, group=self.data, async_op=True)
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor) -> Work | None:
+        """out [S] <- sum over ranks of this rank's rows of flat [P]. Asynchronous."""
+        # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
+        call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return call(out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True)  # type: ignore[no-any-return]
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Work | None:
+        """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. Asynchronous."""
+        call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return call(out, shard, group=self.data, async_op=True)  # type: ignore[no-any-return]
+
+    def sum_(self, value: Tensor) -> None:
+        """Adds a small tensor over the ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(value, group=self.data)
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        """Rank 0's values, in place, any dtype. ``tensor`` is contiguous."""
+        if self.world_size > 1 and tensor.numel():
+            # as bytes: gloo knows no bool, and a broadcast does no arithmetic
+            dist.broadcast(tensor.view(-1).view(torch.uint8), group_src=0, group=self.data)
+
+    def max_on_host(self, values: Sequence[int]) -> list[int]:
+        """The largest of each value over the ranks; host memory only, so that no device is synchronised."""
+        if self.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control)
+        return tensor.tolist()  # type: ignore[no-any-return]
+
+    def same_everywhere(self, what: str, lines: Sequence[str]) -> None:
+        """Raises RankMismatchError on every rank, naming the first line in which some rank differs from rank 0."""
+        if self.world_size == 1:
+            return
+        digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+        low, high = self.max_on_host([-digest, digest])
+        if -low == high:
+            return
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, list(lines), group=self.control)
+        for rank, theirs in enumerate(gathered):
+            for k in range(max(len(theirs), len(gathered[0]))):
+                here = gathered[0][k] if k < len(gathered[0]) else "(nothing)"
+                there = theirs[k] if k < len(theirs) else "(nothing)"
+                if here != there:
+                    raise RankMismatchError(f"{what} differs between ranks: rank 0 has {here}, rank {rank} has {there}")
+
+
+def check_initialized() -> None:
+    """Raises where torchrun started several ranks and nobody has called init_process_group: each would train alone."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size.isdigit() and int(world_size) > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise PlanError(
+            f"WORLD_SIZE is {world_size} (torchrun), but no process group is initialised: call "
+            "torch.distributed.init_process_group() before zc.compile"
+        )

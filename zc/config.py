@@ -1,0 +1,58 @@
+"""The options of `zc.compile`, checked once and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zc.errors import PlanError
+from zc.placement import PLACEMENTS, Placement
+
+BACKENDS = ("inductor", "aot_eager", "eager")
+REDUCTIONS = ("exact", "native")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every option of `zc.compile`; the names and defaults are documented there."""
+
+    stage: int = 2
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    reduce: str = "exact"
+    bucket_nbytes: int = 25 * 2**20
+    num_buffers: int = 2
+    overlap: bool = True
+    backend: str = "inductor"
+    offload: str | None = None
+    verify: bool = True
+    dump_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("stage", self.stage, tuple(PLACEMENTS), hint="stage 3 shards the weights too: use FSDP2 for that")
+        _one_of("backend", self.backend, BACKENDS)
+        _one_of("reduce", self.reduce, REDUCTIONS)
+        _one_of("param_dtype", self.param_dtype, (None, *DTYPES))
+        _one_of("reduce_dtype", self.reduce_dtype, (None, *DTYPES))
+        _one_of("offload", self.offload, (None,), hint="offloading is not there yet")
+        for name in ("bucket_nbytes", "num_buffers"):
+            given = getattr(self, name)
+            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+                raise PlanError(f"{name} must be a whole number of at least 1, got {given!r}")
+        for name in ("overlap", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+    @property
+    def placement(self) -> Placement:
+        return PLACEMENTS[self.stage]
+
+
+def _one_of(name: str, given: object, valid: Sequence[object], hint: str = "") -> None:
+    if isinstance(given, bool) or given not in valid:
+        shown = ", ".join(repr(v) for v in valid)
+        raise PlanError(f"{name} must be one of {shown}, got {given!r}" + (f" ({hint})" if hint else ""))

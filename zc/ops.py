@@ -1,0 +1,129 @@
+"""What the gradient operations of a schedule do: plain functions on the plan's buffers. No schedule, no hooks here.
+
+Accumulators know whether they are empty: the first write after zero_grad overwrites, it does not add, so that nothing has
+to be zeroed. In stage 1 an accumulator goes EMPTY -> PARTIAL (this rank's own sum) -> REDUCED (this rank's slice holds the
+mean over ranks; the rest is spent). A further backward before zero_grad, which nobody has declared with `zc.no_sync`,
+moves the reduced slice aside first, and the next reduction adds it: reduction is linear (INVARIANTS I5).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from zc.buffers import Buffers
+from zc.comm import Group, Work
+from zc.kernels import accumulate_cast, flatten_cast, reduce_rows
+from zc.plan import Plan
+
+
+class Acc(enum.Enum):
+    """What an accumulator holds."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    REDUCED = "reduced"
+
+
+Segment = Callable[[list[Any]], Sequence[Any]]
+
+
+class GradientOps:
+    """The operations, over one rank's buffers and group."""
+
+    def __init__(self, plan: Plan, buffers: Buffers, group: Group) -> None:
+        self.plan, self.buffers, self.group = plan, buffers, group
+        self.state = [Acc.EMPTY] * len(plan.buckets)
+        self.spill: dict[int, Tensor] = {}  # bucket -> [S] reduced gradient moved aside; stage 1, undeclared microbatches
+        self.touched = [[False] * len(b.slots) for b in plan.buckets]  # since zero_grad, on this rank
+        self.num_reductions = [0] * len(plan.buckets)  # since the last update, for explain
+        self.order: list[int] = []  # buckets in the order of their launches since the last update
+        self.on_deposit: Callable[[int, int, Tensor], None] = lambda bucket, slot, grad: None
+
+    def bind(self, segments: dict[str, Segment]) -> BoundOps:
+        return BoundOps(self, segments)
+
+    def flatten_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        out = self.buffers.named(buffer, self.plan.buckets[bucket])
+        flatten_cast(out, *self._present(bucket, slots, grads))
+
+    def accumulate_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        acc = self.buffers.acc[bucket]
+        present, offsets = self._present(bucket, slots, grads)
+        if self.state[bucket] is Acc.PARTIAL:
+            accumulate_cast(acc, present, offsets)
+            return
+        if self.state[bucket] is Acc.REDUCED:
+            self.spill[bucket] = self.buffers.acc_shard(self.plan.buckets[bucket]).clone()
+        flatten_cast(acc, present, offsets)
+        self.state[bucket] = Acc.PARTIAL
+
+    def _present(
+        self, bucket: int, slots: Sequence[int], grads: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[int]]:
+        layout = self.plan.buckets[bucket].slots
+        pairs = [(g, layout[k].offset) for k, g in zip(slots, grads, strict=True) if g is not None]
+        for k, grad in zip(slots, grads, strict=True):
+            if grad is not None:
+                self.touched[bucket][k] = True
+        return [g for g, _ in pairs], [offset for _, offset in pairs]
+
+    def deposit(self, bucket: int, slot: int, grad: Tensor) -> None:
+        self.on_deposit(bucket, slot, grad)
+
+    def launch_reduce(self, bucket: int, dst: str, src: str) -> Work | None:
+        record = self.plan.buckets[bucket]
+        received, sent = self.buffers.named(dst, record), self.buffers.named(src, record)
+        self.order.append(bucket)
+        self.num_reductions[bucket] += 1
+        exchange = self.group.all_to_all if self.plan.reduce == "exact" else self.group.reduce_scatter
+        return exchange(received, sent)
+
+    def wait_reduce(self, bucket: int, work: Work | None, dst: str, src: str) -> None:
+        if work is not None:
+            work.wait()
+
+    def accumulate(self, bucket: int, acc: str, src: str) -> None:
+        record, world_size = self.plan.buckets[bucket], self.plan.world_size
+        rows = self.buffers.named(src, record).view(-1, record.layout.numel_shard)
+        out = self.buffers.acc_shard(record)
+        if self.plan.placement.gradient_in_ring:
+            reduce_rows(rows, out, scale=1.0 / world_size, add=self.state[bucket] is not Acc.EMPTY)
+        else:
+            reduce_rows(rows, out, scale=1.0 / world_size, add=False)
+            moved = self.spill.pop(bucket, None)
+            if moved is not None:
+                out.add_(moved)
+        self.state[bucket] = Acc.REDUCED
+
+    def clear(self, *, set_to_none: bool) -> None:
+        """zero_grad. With ``set_to_none`` False the gradients become zeros, which still count as gradients."""
+        for bucket in self.plan.buckets:
+            if set_to_none:
+                self.state[bucket.index] = Acc.EMPTY
+                self.touched[bucket.index] = [False] * len(bucket.slots)
+            elif self.state[bucket.index] is not Acc.EMPTY:
+                self.buffers.acc[bucket.index].zero_()
+        self.spill.clear()
+
+    def touched_flags(self) -> list[int]:
+        return [int(flag) for flags in self.touched for flag in flags]
+
+    def set_touched(self, flags: Sequence[int]) -> None:
+        items = iter(flags)
+        self.touched = [[bool(next(items)) for _ in bucket.slots] for bucket in self.plan.buckets]
+
+
+class BoundOps:
+    """The operations together with the segments of one schedule: what the generated code calls."""
+
+    def __init__(self, ops: GradientOps, segments: dict[str, Segment]) -> None:
+        self._segments = segments
+        self.flatten_cast, self.accumulate_cast, self.deposit = ops.flatten_cast, ops.accumulate_cast, ops.deposit
+        self.launch_reduce, self.wait_reduce, self.accumulate = ops.launch_reduce, ops.wait_reduce, ops.accumulate
+
+    def segment(self, key: str, args: list[Any]) -> Sequence[Any]:
+        return self._segments[key](args)

@@ -1,0 +1,73 @@
+"""A program: one proved schedule with its compiled segments, ready to be called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from zc import codegen
+from zc.ops import BoundOps, GradientOps, Segment
+from zc.passes.base import Pass
+from zc.passes.runner import PassRecord, run_passes
+from zc.plan import Plan
+from zc.schedule import accumulate, accumulate_cast, flatten_cast, launch_reduce, segment, steps
+from zc.streams import Streams
+
+CompileSegment = Callable[[fx.GraphModule], Segment]
+
+
+@dataclass
+class Program:
+    """``__call__`` runs the schedule once; ``num_runs`` counts that, for explain."""
+
+    name: str
+    graph: fx.Graph
+    plan: Plan
+    run: Callable[[dict[str, Any], Streams, Any], None]
+    ops: BoundOps
+    records: tuple[PassRecord, ...]
+    num_runs: int = 0
+    placeholders: tuple[str, ...] = field(init=False)
+    outputs: Any = field(init=False)
+    inline_buckets: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.placeholders = tuple(n.name for n in self.graph.nodes if n.op == "placeholder")
+        self.outputs = self.graph.output_node().args[0]
+        self.inline_buckets = frozenset(int(n.args[0]) for n in steps(self.graph) if n.target in _WRITES)  # type: ignore[arg-type]
+
+    def __call__(self, args: list[Any], streams: Streams) -> tuple[Any, ...]:
+        values: dict[str, Any] = dict(zip(self.placeholders, args, strict=True))
+        args.clear()  # the schedule frees each value at its last use; the caller's list must not keep it alive
+        self.num_runs += 1
+        self.run(values, streams, self.ops)
+        return tuple(values[item.name] if isinstance(item, fx.Node) else item for item in self.outputs)
+
+
+_WRITES = (flatten_cast, accumulate_cast, launch_reduce, accumulate)
+
+
+def build(
+    graph: fx.Graph,
+    plan: Plan,
+    passes: Sequence[Pass],
+    ops: GradientOps,
+    compile_segment: CompileSegment | None = None,
+    *,
+    name: str,
+    dump_dir: str | Path | None = None,
+) -> Program:
+    """Takes ``graph`` through ``passes``, compiles its segments, and generates the Python that runs it."""
+    scheduled, records = run_passes(graph, plan, passes, dump_dir=dump_dir, name=name)
+    segments: dict[str, Segment] = {}
+    for node in steps(scheduled):
+        if node.target is segment:
+            assert compile_segment is not None
+            segments[str(node.args[0])] = compile_segment(node.meta["segment"])
+    if dump_dir is not None:
+        (Path(dump_dir) / name / "schedule.py").write_text(codegen.generate(scheduled))
+    return Program(name, scheduled, plan, codegen.load(scheduled), ops.bind(segments), records)

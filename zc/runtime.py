@@ -1,0 +1,228 @@
+"""One rank's gradient path: what happens between a backward's first gradient and the finished shard.
+
+Gradients come in by two ways and no other: through a compiled schedule, or through the parameter's
+post-accumulate-grad hook (eager code, and the whole of backend="eager"). Whatever does not fill a bucket inside one
+compiled graph is *deposited*, and a bucket is reduced when all its slots have arrived and all earlier buckets are done, or
+at the end of the backward, in plan order: the same on every rank, and nobody counts hooks (INVARIANTS I6, I7).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor, fx, nn
+
+from zc import backend
+from zc.buffers import Buffers
+from zc.comm import Group
+from zc.config import Config
+from zc.errors import RankMismatchError, UncoveredGradientError
+from zc.ops import Acc, GradientOps, Segment
+from zc.passes import reduce_buckets
+from zc.passes.base import Pass
+from zc.passes.pipeline import PIPELINE
+from zc.plan import Plan
+from zc.program import Program, build
+from zc.schedule import deposit
+from zc.streams import Streams
+
+
+class Runtime:
+    """State of one compiled model on one rank. Made by `zc.compile`; the module and the optimizer know it, nobody else."""
+
+    def __init__(
+        self, config: Config, plan: Plan, buffers: Buffers, group: Group, streams: Streams, params: dict[str, nn.Parameter]
+    ) -> None:
+        self.config, self.plan, self.buffers, self.group, self.streams = config, plan, buffers, group, streams
+        self.params = params
+        self.ops = GradientOps(plan, buffers, group)
+        self.ops.on_deposit = self._keep
+        self.passes: tuple[Pass, ...] = tuple(p for p in PIPELINE if config.verify or p.name != "verify")
+        self.programs: list[Program] = []  # of compiled graphs, for explain
+        self.compiled_segments: dict[str, Segment] = {}  # by canonical text
+        self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
+        self.is_boundary = True
+        self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
+        self._flushes: dict[tuple[str, int, bool], Program] = {}
+        self._pending: dict[int, dict[int, list[Tensor]]] = {}  # bucket -> slot -> gradients of this backward
+        self._done: set[int] = set()  # buckets that this backward has reduced
+        self._open_tasks: set[int] = set()  # autograd graph tasks whose end will call us
+        self._final = False
+
+    # --- gradients come in ---
+
+    def begin_backward(self) -> None:
+        """Called by whatever brings a gradient, in autograd's thread: makes sure that the end of this backward is ours."""
+        backend.refuse_compiled_autograd()
+        self._final = False
+        task = backend.current_graph_task()
+        if task not in self._open_tasks:
+            self._open_tasks.add(task)
+            backend.queue_callback(partial(self.end_backward, task))
+
+    def run_program(self, program: Program, args: list[object]) -> tuple[object, ...]:
+        """A compiled backward graph, from its first node to its last."""
+        self.begin_backward()
+        outputs = program(args, self.streams)
+        if program.plan.reduces:
+            self._done |= program.inline_buckets
+        self._flush_ready()
+        return outputs
+
+    def receive_eager(self, bucket: int, slot: int, param: nn.Parameter) -> None:
+        """The post-accumulate-grad hook: the gradient leaves ``param.grad`` for the plan."""
+        grad = param.grad
+        if grad is None:
+            return
+        param.grad = None
+        if grad.is_sparse or grad.is_complex():
+            name = self.plan.buckets[bucket].slots[slot].name
+            raise UncoveredGradientError(f"the gradient of {name} is {grad.layout} {grad.dtype}: zc takes dense real ones")
+        self.begin_backward()
+        self._keep(bucket, slot, grad)
+        self._flush_ready()
+
+    def _keep(self, bucket: int, slot: int, grad: Tensor) -> None:
+        # lifetime: until the bucket is flushed, at the latest at the end of this backward
+        self._pending.setdefault(bucket, {}).setdefault(slot, []).append(grad.detach())
+
+    def _flush_ready(self) -> None:
+        for bucket in self.plan.buckets:
+            if bucket.index in self._done:
+                continue
+            if len(self._pending.get(bucket.index, ())) < len(bucket.slots):
+                return  # later ones wait: one order on every rank
+            self._flush(bucket.index, reduce=self.current_plan.reduces)
+
+    def end_backward(self, task: int) -> None:
+        """Autograd's final callback. What is still deposited is written, with zeros where nothing came."""
+        self._open_tasks.discard(task)
+        for index in sorted(self._pending):
+            # stage 2 must reduce here; stage 1 keeps a partial sum, which waits for the boundary
+            self._flush(index, reduce=self.plan.placement.reduces_every_backward)
+        self._done.clear()
+
+    def _flush(self, index: int, *, reduce: bool) -> None:
+        arrived = self._pending.pop(index)
+        bucket = self.plan.buckets[index]
+        grads: list[object] = []
+        for slot in range(len(bucket.slots)):
+            parts = arrived.get(slot, [])
+            total = parts[0] if parts else None
+            for part in parts[1:]:  # in fp32: a second part must not be rounded to the first one's dtype
+                assert total is not None
+                total = total.to(bucket.acc_dtype) + part
+            grads.append(total)
+        self._flush_program("flush", index, reduce)(grads, self.streams)
+        if reduce:
+            self._done.add(index)
+
+    def _flush_program(self, kind: str, index: int, reduce: bool) -> Program:
+        key = (kind, index, reduce)
+        if key not in self._flushes:
+            plan = self.plan if reduce else self.plan.microbatch()
+            graph = _deposits(plan, index) if kind == "flush" else _reduction_only(plan, index)
+            passes = [p for p in self.passes if p.name not in ("tag_gradients", "outline_segments")]
+            if kind == "reduce":
+                passes = [p for p in passes if p.name not in ("bucket_gradients", "reduce_buckets")]
+            relaxed = [p._replace(requires=frozenset()) for p in passes]
+            self._flushes[key] = build(graph, plan, relaxed, self.ops, name=f"{kind}_bucket_{index}")
+        return self._flushes[key]
+
+    # --- boundaries ---
+
+    @property
+    def current_plan(self) -> Plan:
+        return self.plan if self.is_boundary else self.plan.microbatch()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.is_boundary = self.is_boundary, False
+        try:
+            yield
+        finally:
+            self.is_boundary = before
+
+    def finish_gradients(self) -> None:
+        """The boundary: afterwards every rank's shard holds the mean over ranks of the sum over backward calls."""
+        if self._final:
+            return
+        self._pending.clear()  # of a backward that raised half-way: its end never came
+        self._open_tasks.clear()
+        self._check_param_grads()
+        self.streams.join_home()
+        self._agree()
+        if self.plan.world_size > 1 and not self.plan.placement.reduces_every_backward:
+            for bucket in self.plan.buckets:
+                if any(self.ops.touched[bucket.index]) and self.ops.state[bucket.index] is not Acc.REDUCED:
+                    if self.ops.state[bucket.index] is Acc.EMPTY:  # only other ranks have a gradient here: zeros
+                        self.ops.accumulate_cast(bucket.index, f"acc[{bucket.index}]", (), ())
+                    self._flush_program("reduce", bucket.index, True)([], self.streams)
+            self.streams.join_home()
+        self._final = True
+        self.on_final()
+
+    def _agree(self) -> None:
+        """One small exchange on the host: which parameters have a gradient on any rank, and one order of reductions."""
+        digest = zlib.crc32(repr(self.ops.order).encode())
+        high, low, *flags = self.group.max_on_host([digest, -digest, *self.ops.touched_flags()])
+        if high != -low:
+            self.group.same_everywhere("the order of reductions since the last update", [str(b) for b in self.ops.order])
+        if high != -low:
+            raise RankMismatchError(f"rank {self.group.rank}: reductions {self.ops.order} differ from another rank's")
+        self.ops.set_touched(flags)
+
+    def _check_param_grads(self) -> None:
+        for name, param in self.params.items():
+            if param.grad is not None:
+                raise UncoveredGradientError(
+                    f"{name}.grad holds a full gradient that did not come through a backward of this model; zc trains from "
+                    "its own shards: don't assign param.grad by hand"
+                )
+
+    def clear(self, *, set_to_none: bool) -> None:
+        """zero_grad of the module or of the optimizer."""
+        self.streams.join_home()
+        self._pending.clear()
+        self._open_tasks.clear()
+        self._final = False
+        self.ops.clear(set_to_none=set_to_none)
+
+    def after_update(self) -> None:
+        self.ops.order.clear()
+
+    def say_once(self, note: str) -> None:
+        """Records a fallback or a condition for explain, and warns the first time."""
+        if note not in self.notes:
+            self.notes.append(note)
+            import warnings
+
+            warnings.warn(f"zc: {note}", stacklevel=3)
+
+    def install_hooks(self) -> None:
+        for bucket in self.plan.buckets:
+            for k, slot in enumerate(bucket.slots):
+                self.params[slot.name].register_post_accumulate_grad_hook(partial(self.receive_eager, bucket.index, k))
+
+
+def _deposits(plan: Plan, index: int) -> fx.Graph:
+    """All gradients of one bucket as inputs: the schedule of the eager path, taken through the same passes."""
+    graph = fx.Graph()
+    grads = [graph.placeholder(f"grad_{k}") for k in range(len(plan.buckets[index].slots))]
+    for k, grad in enumerate(grads):
+        graph.call_function(deposit, (index, k, grad))
+    graph.output(())
+    return graph
+
+
+def _reduction_only(plan: Plan, index: int) -> fx.Graph:
+    """The reduction of what is already in acc_flat."""
+    graph = fx.Graph()
+    last = graph.output(())
+    reduce_buckets.insert_reduction(graph, plan, last.prev, index, index % plan.num_buffers)
+    return graph
+
+
