@@ -1,0 +1,26 @@
+"""Kernels on the way of a gradient: each a torch twin (the CPU path) and a Triton kernel of the same meaning.
+
+Every function checks its arguments first (``ValueError`` that names both values), writes into tensors that the caller
+owns, keeps no state, and knows tensors only: no ranks, no plan. Where Triton kernels can't run, the twins do, and
+``why_twin()`` says why.
+"""
+
+from __future__ import annotations
+
+from zc.kernels._triton import why_twin
+from zc.kernels.accumulate_cast import accumulate_cast
+from zc.kernels.adamw_step import adamw_step
+from zc.kernels.flatten_cast import flatten_cast
+from zc.kernels.reduce_rows import reduce_rows
+from zc.kernels.sum_of_squares import sum_of_squares
+from zc.kernels.unflatten_cast import unflatten_cast
+
+__all__ = [
+    "accumulate_cast",
+    "adamw_step",
+    "flatten_cast",
+    "reduce_rows",
+    "sum_of_squares",
+    "unflatten_cast",
+    "why_twin",
+]

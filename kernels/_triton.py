@@ -1,0 +1,37 @@
+"""The one place that imports Triton. Without it every kernel is its torch twin, and ``why_twin`` says why."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+triton: Any = None
+tl: Any = None
+_import_error: str | None = None
+try:
+    triton = importlib.import_module("triton")
+    tl = importlib.import_module("triton.language")
+except Exception as error:  # noqa: BLE001  a broken install (no compiler, wrong driver) raises more than ImportError
+    triton, _import_error = None, f"{type(error).__name__}: {error}"
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """``triton.jit``; without Triton the plain function, which nobody calls."""
+    return function if triton is None else triton.jit(function)
+
+
+def why_twin() -> str | None:
+    """Why the torch twins run even where a kernel exists; None where Triton kernels run (tensors on a GPU)."""
+    if _import_error is not None:
+        return f"triton can't be imported: {_import_error}"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA or ROCm device"
+    return None
+
+
+def use_triton(tensor: Tensor) -> bool:
+    return tensor.is_cuda and triton is not None

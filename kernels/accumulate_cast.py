@@ -1,0 +1,49 @@
+"""``accumulate_cast``: the gradients of a bucket added into stage 1's fp32 accumulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zc.kernels._check import check_dtype, check_slots
+from zc.kernels._chunks import compute_dtype, pieces
+
+__all__ = ["accumulate_cast", "accumulate_cast_twin"]
+
+
+@torch.no_grad()
+def accumulate_cast(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], *, scale: float = 1.0) -> None:
+    """``acc[offsets[i] : offsets[i] + grads[i].numel()] += grads[i].flatten() * scale``; the rest of ``acc`` is left alone.
+
+    Args:
+        acc: [P] fp32 or fp64, contiguous.
+        grads: any shapes, strides and mix of bf16, fp16, fp32, fp64, on the device of ``acc``, none overlapping it.
+        offsets: elements into ``acc``, ascending, slots disjoint.
+        scale: the product is rounded to ``acc.dtype`` before it is added (no fused multiply-add: one result everywhere).
+
+    Raises:
+        ValueError: a dtype, device, layout, offset or overlap that breaks the above; nothing has been written.
+    """
+    check_dtype("acc", acc, (torch.float32, torch.float64))
+    check_slots("acc", acc, grads, offsets)
+    accumulate_cast_twin(acc, grads, offsets, scale)
+
+
+def accumulate_cast_twin(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float) -> None:
+    """The same in torch; another dtype or a scale goes through a scratch that stays in cache."""
+    for grad, offset in zip(grads, offsets, strict=True):
+        if grad.numel() == 0:
+            continue
+        dst = acc[offset : offset + grad.numel()]
+        if grad.dtype == acc.dtype and scale == 1.0:
+            dst.view(grad.shape).add_(grad)
+            continue
+        wide = compute_dtype(acc.dtype, grad.dtype)
+        scratch: Tensor | None = None
+        for dst_piece, grad_piece in pieces(dst, grad):
+            if scratch is None or scratch.numel() < grad_piece.numel():
+                scratch = torch.empty(grad_piece.numel(), dtype=wide, device=acc.device)
+            piece = scratch[: grad_piece.numel()].view(grad_piece.shape).copy_(grad_piece)
+            dst_piece.add_((piece if scale == 1.0 else piece.mul_(scale)).to(acc.dtype))
