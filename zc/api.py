@@ -196,19 +196,9 @@ def full_grad(model: nn.Module) -> dict[str, Tensor | None]:
     """Every trainable parameter's reduced gradient, gathered on all ranks, in the parameter's shape and the accumulator's
     dtype; None where no rank has one. For looking at, not for training: it holds all gradients at once."""
     runtime = sharded(model).runtime
-    runtime.finish_gradients()
     gathered: dict[str, Tensor | None] = {}
     for bucket in runtime.plan.buckets:
-        shard = runtime.buffers.acc_shard(bucket)
-        flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
-        if runtime.group.world_size > 1:
-            work = runtime.group.all_gather(flat, shard.contiguous())
-            if work is not None:
-                work.wait()
-        else:
-            flat.copy_(shard)
-        for slot, touched in zip(bucket.slots, runtime.ops.touched[bucket.index], strict=True):
-            gathered[slot.name] = flat[slot.offset : slot.stop].view(slot.shape) if touched else None
+        gathered.update(runtime.full_grad(bucket.index))
     return {name: gathered[name] for name in runtime.params}
 
 

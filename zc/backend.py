@@ -13,7 +13,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zc.ops import Segment
     from zc.runtime import Runtime
 
-InnerCompile = Callable[..., Callable[[list[Any]], Any]]
+_T = TypeVar("_T", bound=torch.Tensor)
 
 
 # --- autograd ---
@@ -52,6 +52,14 @@ def refuse_compiled_autograd() -> None:
             "compiled autograd is on: it bypasses the compiled backward's schedule. Turn it off "
             "(torch._dynamo.config.compiled_autograd = False); zc compiles the backward itself"
         )
+
+
+def make_wrapper(cls: type[_T], like: torch.Tensor) -> _T:
+    """A tensor subclass's instance with the sizes, dtype and device of ``like`` and no storage. (DTensor is made this way.)"""
+    made: _T = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+    )
+    return made
 
 
 # --- the Dynamo backend ---

@@ -65,6 +65,11 @@ class Group:
         if self.world_size > 1:
             dist.all_reduce(value, group=self.data)
 
+    def max_(self, value: Tensor) -> None:
+        """The largest over the ranks, elementwise, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.data)
+
     def broadcast_(self, tensor: Tensor) -> None:
         """Rank 0's values, in place, any dtype. ``tensor`` is contiguous."""
         if self.world_size > 1 and tensor.numel():

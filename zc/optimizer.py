@@ -18,9 +18,11 @@ from torch.optim import Optimizer
 from zc.errors import PlanError
 from zc.kernels import sum_of_squares, unflatten_cast
 from zc.layout import flat_layout, whole_layout
+from zc.passes.tag_gradients import slot_of
 from zc.plan import Layout
 from zc.runtime import Runtime
 from zc.schedule import COMM, HOME
+from zc.sharded_grad import ShardedGrad
 
 # Elementwise: each element's update reads that element's gradient and state alone, so a shard may cut a parameter anywhere.
 ELEMENTWISE = (
@@ -52,6 +54,7 @@ class ShardedOptimizer:
     def __init__(self, runtime: Runtime, optimizer: Optimizer, whole: bool) -> None:
         self.runtime, self.optimizer = runtime, optimizer
         self.slices: dict[str, nn.Parameter] = {}
+        self._where = slot_of(runtime.plan)
         self._acc: dict[str, Tensor] = {}
         self._make_slices(whole)
         by_id = {id(param): name for name, param in runtime.params.items()}
@@ -59,7 +62,11 @@ class ShardedOptimizer:
             # frozen parameters stay: they have no gradient, and the optimizer leaves them alone
             owned = [self.slices.get(by_id[id(p)]) if id(p) in by_id else p for p in group["params"]]
             group["params"] = [p for p in owned if p is not None]
+        self.grads = {name: ShardedGrad(self, name, param) for name, param in runtime.params.items()}
+        self._norms: dict[float, dict[str, Tensor]] = {}  # order -> norms, since the gradients last changed
         runtime.on_final = self._hand_out
+        runtime.on_backward = self._show
+        runtime.is_shown = lambda name, grad: grad is self.grads[name]
         self._handles = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -85,6 +92,16 @@ class ShardedOptimizer:
             for slot, touched in zip(bucket.slots, self.runtime.ops.touched[bucket.index], strict=True):
                 if slot.name in self.slices:
                     self.slices[slot.name].grad = self._acc[slot.name] if touched else None
+        self._show()
+
+    def _show(self) -> None:
+        """``param.grad`` of every parameter with a gradient becomes its ShardedGrad."""
+        self._norms.clear()
+        for bucket in self.runtime.plan.buckets:
+            for slot, touched in zip(bucket.slots, self.runtime.ops.touched[bucket.index], strict=True):
+                param = self.runtime.params[slot.name]
+                if touched and param.grad is None:
+                    param.grad = self.grads[slot.name]
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = kwargs.get("closure", args[0] if args and callable(args[0]) else None)
@@ -117,28 +134,85 @@ class ShardedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the shards; what ``model.zero_grad`` and ``optimizer.zero_grad`` both do."""
+        self._norms.clear()
         self.runtime.clear(set_to_none=set_to_none)
         if set_to_none:
-            for slice_ in self.slices.values():
-                slice_.grad = None
+            for tensor in (*self.slices.values(), *self.runtime.params.values()):
+                tensor.grad = None
+
+    # --- what a ShardedGrad asks for ---
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """See `zc.clip_grad_norm_`."""
-        runtime = self.runtime
-        runtime.finish_gradients()
-        shards = [
-            runtime.buffers.acc_shard(b) for b in runtime.plan.buckets if any(runtime.ops.touched[b.index])
-        ]
-        device = runtime.plan.buckets[0].device
-        total = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
-        for shard in shards:  # padding and slots without a gradient are zero
-            total += sum_of_squares(shard)
-        runtime.group.sum_(total)
-        norm = total.sqrt()
+        norms = list(self._all_norms(2.0).values())
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        for shard in shards:
-            shard.mul_(scale.to(shard.dtype))
+        for bucket in self.runtime.plan.buckets:
+            if any(self.runtime.ops.touched[bucket.index]):
+                shard = self.runtime.buffers.acc_shard(bucket)
+                shard.mul_(scale.to(shard.dtype))
+        self._norms.clear()
         return norm.to(torch.float32)
+
+    def _all_norms(self, order: float) -> dict[str, Tensor]:
+        """Norms of all gradients, fp64 on CPU and fp32 elsewhere, with one collective; kept until a gradient changes."""
+        self.runtime.finish_gradients()
+        if order not in self._norms:
+            names = [s.name for b in self.runtime.plan.buckets for s in b.slots if self._is_touched(s.name)]
+            wide = torch.float64 if self.runtime.plan.buckets[0].device.type == "cpu" else torch.float32
+            parts = [self._local_norm(name, order, wide) for name in names]
+            if not parts:
+                return {}
+            joint = torch.stack(parts)
+            if order == float("inf"):
+                self.runtime.group.max_(joint)
+            else:
+                self.runtime.group.sum_(joint)
+                joint = joint.pow(1.0 / order)
+            self._norms[order] = dict(zip(names, joint.unbind(), strict=True))
+        return self._norms[order]
+
+    def _is_touched(self, name: str) -> bool:
+        bucket, k = self._where[name]
+        return self.runtime.ops.touched[bucket][k]
+
+    def _local_norm(self, name: str, order: float, wide: torch.dtype) -> Tensor:
+        shard = self._acc.get(name)
+        if shard is None or shard.numel() == 0:
+            return torch.zeros((), dtype=wide, device=self.runtime.plan.buckets[0].device)
+        if order == 2.0:
+            return sum_of_squares(shard.view(-1)).to(wide)
+        if order == float("inf"):
+            return shard.abs().max().to(wide)
+        return shard.abs().to(wide).pow(order).sum()
+
+    def grad_norm(self, name: str, order: float) -> Tensor:
+        """0-d, fp32: the norm of one parameter's whole gradient. ``order`` > 0, or inf."""
+        if not order > 0:
+            raise ValueError(f"the norm of a sharded gradient takes an order above 0, got {order}")
+        return self._all_norms(order)[name].to(torch.float32)
+
+    def scale_grad(self, name: str, factor: Tensor | float) -> None:
+        """In place. Scaling every gradient by one factor keeps the cached norms of none."""
+        self.runtime.finish_gradients()
+        self._norms.clear()
+        if name in self._acc:
+            shard = self._acc[name]
+            shard.mul_(factor.to(shard.dtype) if isinstance(factor, Tensor) else factor)
+
+    def zero_grad_of(self, name: str) -> None:
+        self.runtime.finish_gradients()
+        self._norms.clear()
+        if name in self._acc:
+            self._acc[name].zero_()
+
+    def full_grad_of(self, name: str) -> Tensor:
+        grad = self.runtime.full_grad(self._where[name][0]).get(name)
+        assert grad is not None, f"{name} has a ShardedGrad and no gradient"
+        return grad
+
+    def add_grad(self, name: str, grad: Tensor) -> None:
+        self.runtime.receive(*self._where[name], grad)
 
 
 def _publish_bucket(runtime: Runtime, index: int) -> Callable[[], None]:

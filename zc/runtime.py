@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 from torch import Tensor, fx, nn
 
 from zc import backend
@@ -46,6 +47,8 @@ class Runtime:
         self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
         self.is_boundary = True
         self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
+        self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
+        self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
         self._flushes: dict[tuple[str, int, bool], Program] = {}
         self._pending: dict[int, dict[int, list[Tensor]]] = {}  # bucket -> slot -> gradients of this backward
         self._done: set[int] = set()  # buckets that this backward has reduced
@@ -75,9 +78,13 @@ class Runtime:
     def receive_eager(self, bucket: int, slot: int, param: nn.Parameter) -> None:
         """The post-accumulate-grad hook: the gradient leaves ``param.grad`` for the plan."""
         grad = param.grad
-        if grad is None:
-            return
+        if grad is None or self.is_shown(self.plan.buckets[bucket].slots[slot].name, grad):
+            return  # nothing came, or it was added to a ShardedGrad, which has called `receive`
         param.grad = None
+        self.receive(bucket, slot, grad)
+
+    def receive(self, bucket: int, slot: int, grad: Tensor) -> None:
+        """A gradient [shape of the parameter] from outside compiled graphs."""
         if grad.is_sparse or grad.is_complex():
             name = self.plan.buckets[bucket].slots[slot].name
             raise UncoveredGradientError(f"the gradient of {name} is {grad.layout} {grad.dtype}: zc takes dense real ones")
@@ -104,6 +111,7 @@ class Runtime:
             # stage 2 must reduce here; stage 1 keeps a partial sum, which waits for the boundary
             self._flush(index, reduce=self.plan.placement.reduces_every_backward)
         self._done.clear()
+        self.on_backward()
 
     def _flush(self, index: int, *, reduce: bool) -> None:
         arrived = self._pending.pop(index)
@@ -177,7 +185,7 @@ class Runtime:
 
     def _check_param_grads(self) -> None:
         for name, param in self.params.items():
-            if param.grad is not None:
+            if param.grad is not None and not self.is_shown(name, param.grad):
                 raise UncoveredGradientError(
                     f"{name}.grad holds a full gradient that did not come through a backward of this model; zc trains from "
                     "its own shards: don't assign param.grad by hand"
@@ -190,6 +198,20 @@ class Runtime:
         self._open_tasks.clear()
         self._final = False
         self.ops.clear(set_to_none=set_to_none)
+
+    def full_grad(self, index: int) -> dict[str, Tensor | None]:
+        """The whole gradients [shape] of one bucket's parameters, in acc_dtype, on every rank; None where none came."""
+        self.finish_gradients()
+        bucket = self.plan.buckets[index]
+        shard = self.buffers.acc_shard(bucket)
+        flat = shard
+        if self.group.world_size > 1:
+            flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
+            work = self.group.all_gather(flat, shard.contiguous())
+            if work is not None:
+                work.wait()
+        pairs = zip(bucket.slots, self.ops.touched[index], strict=True)
+        return {s.name: flat[s.offset : s.stop].view(s.shape).clone() if touched else None for s, touched in pairs}
 
     def after_update(self) -> None:
         self.ops.order.clear()

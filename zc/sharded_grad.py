@@ -1,0 +1,111 @@
+"""``param.grad`` of a compiled model: a gradient that no rank holds whole.
+
+After a backward every parameter that got a gradient has a ShardedGrad. It knows its norm and can be scaled, so that stock
+``torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`` works, with one collective for all parameters together; it can be
+gathered with ``full_tensor()``; anything else raises and says what to call. A quiet stand-in (zeros, or None) would let
+clipping and logging go wrong in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zc import backend
+from zc.errors import ZcError
+
+aten = torch.ops.aten
+
+
+class GradOwner(Protocol):
+    """What a ShardedGrad asks of the one who holds the shards."""
+
+    def grad_norm(self, name: str, order: float) -> Tensor: ...
+    def scale_grad(self, name: str, factor: Tensor | float) -> None: ...
+    def zero_grad_of(self, name: str) -> None: ...
+    def full_grad_of(self, name: str) -> Tensor: ...
+    def add_grad(self, name: str, grad: Tensor) -> None: ...
+
+
+class ShardedGrad(Tensor):
+    """The gradient of one parameter, sharded over ranks: the parameter's shape, dtype and device, and no storage."""
+
+    param_name: str
+    owner: GradOwner
+
+    @staticmethod
+    def __new__(cls, owner: GradOwner, name: str, param: nn.Parameter) -> ShardedGrad:
+        made = backend.make_wrapper(cls, param)
+        made.param_name, made.owner = name, owner
+        return made
+
+    def full_tensor(self) -> Tensor:
+        """The whole gradient on every rank (a collective: call it on all of them), in the accumulator's dtype."""
+        return self.owner.full_grad_of(self.param_name)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"ShardedGrad({self.param_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        raise ZcError(f"the gradient of {self.param_name} is sharded over ranks: save full_tensor() instead")
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None or not isinstance(args[0], ShardedGrad):
+            grad = next((a for a in args if isinstance(a, ShardedGrad)), None)
+            raise ZcError(
+                f"{func} does not work on the gradient of {grad.param_name if grad is not None else 'a parameter'}, which is sharded "
+                "over ranks: use zc.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_ to clip, .norm() for its norm, .mul_() "
+                "to scale it, .full_tensor() to gather it"
+            )
+        return handler(args[0], *args[1:], **(kwargs or {}))
+
+
+def _norm(grad: ShardedGrad, order: float = 2, *_: Any, **__: Any) -> Tensor:
+    return grad.owner.grad_norm(grad.param_name, float(order))
+
+
+def _mul(grad: ShardedGrad, factor: Tensor | float) -> ShardedGrad:
+    grad.owner.scale_grad(grad.param_name, factor)
+    return grad
+
+
+def _div(grad: ShardedGrad, divisor: Tensor | float) -> ShardedGrad:
+    grad.owner.scale_grad(grad.param_name, 1.0 / divisor)
+    return grad
+
+
+def _zero(grad: ShardedGrad) -> ShardedGrad:
+    grad.owner.zero_grad_of(grad.param_name)
+    return grad
+
+
+def _add(grad: ShardedGrad, other: Tensor, *, alpha: float = 1) -> ShardedGrad:
+    """AccumulateGrad adds an eager gradient to an existing ``.grad`` in place: it goes the way of all others."""
+    grad.owner.add_grad(grad.param_name, other if alpha == 1 else other * alpha)
+    return grad
+
+
+def _same(grad: ShardedGrad, *_: Any, **__: Any) -> ShardedGrad:
+    return grad
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten.mul_.Tensor: _mul,
+    aten.mul_.Scalar: _mul,
+    aten.div_.Tensor: _div,
+    aten.div_.Scalar: _div,
+    aten.zero_.default: _zero,
+    aten.add_.Tensor: _add,
+    aten.detach.default: _same,
+    aten.detach_.default: _same,
+    aten.alias.default: _same,
+}
