@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of one piece: three fp32 pieces (two inputs, one output) fit a core's L2 of 1 MB, and one torch call on a
-# piece (about 20 us) still dwarfs its dispatch (1 us). bench/kernels.py --sweep shows the flat optimum.
-CHUNK = 1 << 16
+# Elements of one piece. 1 MB of fp32: the piece in use stays in L2 or L3, and a torch call on it (some 50 us) dwarfs its
+# dispatch and the Python around it (5 us). bench/kernels.py --sweep: 2^16 costs up to 2 times 2^18, more gains nothing.
+CHUNK = 1 << 18
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -29,16 +29,21 @@ def ranges(numel: int) -> Iterator[tuple[int, int]]:
 
 
 def pieces(dst: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of pieces (dst, grad) of one shape, in order; ``dst`` is the flat slot of ``grad``, which may be strided.
+    """Pairs of pieces (dst, grad) of one shape, in order; ``dst`` is contiguous, ``grad`` of its shape may be strided.
 
     A strided gradient is cut along its first dimension only, so that a piece is a view of it, never a copy.
     """
-    if grad.is_contiguous():
-        grad = grad.view(-1)
-    else:
-        dst = dst.view(grad.shape)
     if grad.numel() <= CHUNK:
         yield dst, grad
         return
+    if grad.is_contiguous():
+        dst, grad = dst.view(-1), grad.view(-1)
     num_rows = max(1, CHUNK // (grad.numel() // grad.shape[0]))
     yield from zip(torch.split(dst, num_rows), torch.split(grad, num_rows), strict=True)
+
+
+def fitting(scratch: Tensor, piece: Tensor, dtype: torch.dtype) -> Tensor:
+    """``scratch``, or a new one where it has another dtype or fewer elements than ``piece``."""
+    if scratch.dtype == dtype and scratch.numel() >= piece.numel():
+        return scratch
+    return torch.empty(max(CHUNK, piece.numel()), dtype=dtype, device=scratch.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zc.kernels._check import check_dtype, check_slots
-from zc.kernels._chunks import compute_dtype, pieces
+from zc.kernels._chunks import CHUNK, compute_dtype, fitting, pieces
 
 __all__ = ["accumulate_cast", "accumulate_cast_twin"]
 
@@ -33,17 +33,15 @@ def accumulate_cast(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]
 
 def accumulate_cast_twin(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float) -> None:
     """The same in torch; another dtype or a scale goes through a scratch that stays in cache."""
+    scratch = torch.empty(CHUNK, dtype=acc.dtype, device=acc.device)
     for grad, offset in zip(grads, offsets, strict=True):
         if grad.numel() == 0:
             continue
-        dst = acc[offset : offset + grad.numel()]
+        slot = acc[offset : offset + grad.numel()].view(grad.shape)
         if grad.dtype == acc.dtype and scale == 1.0:
-            dst.view(grad.shape).add_(grad)
+            slot.add_(grad)
             continue
-        wide = compute_dtype(acc.dtype, grad.dtype)
-        scratch: Tensor | None = None
-        for dst_piece, grad_piece in pieces(dst, grad):
-            if scratch is None or scratch.numel() < grad_piece.numel():
-                scratch = torch.empty(grad_piece.numel(), dtype=wide, device=acc.device)
+        for slot_piece, grad_piece in pieces(slot, grad):
+            scratch = fitting(scratch, grad_piece, compute_dtype(acc.dtype, grad.dtype))
             piece = scratch[: grad_piece.numel()].view(grad_piece.shape).copy_(grad_piece)
-            dst_piece.add_((piece if scale == 1.0 else piece.mul_(scale)).to(acc.dtype))
+            slot_piece.add_((piece if scale == 1.0 else piece.mul_(scale)).to(acc.dtype))
