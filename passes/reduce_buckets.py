@@ -33,7 +33,8 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
 
 def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, ring: int) -> None:
     """Launch, completion and accumulation of one bucket, behind ``after``."""
-    acc, src, dst = f"acc[{bucket}]", f"flat_grad[{ring}]", f"recv[{ring}]"
+    # one receive buffer is enough: launch, completion and accumulation of a bucket follow each other on one stream
+    acc, src, dst = f"acc[{bucket}]", f"flat_grad[{ring}]", "recv[0]"
     if not plan.placement.gradient_in_ring:
         src = acc
     if plan.world_size == 1:

@@ -56,7 +56,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         reduce_dtype: what travels between ranks; None: the parameters' dtype (stage 2), the accumulator's (stage 1).
         reduce: "exact": all-to-all, then a sum in rank order in fp32, bitwise the same for every bucket size and overlap
             setting; "native": the backend's reduce-scatter in ``reduce_dtype``.
-        bucket_nbytes: a bucket closes once its parameters fill this many bytes.
+        bucket_nbytes: no bucket is larger, unless one parameter is (the ring is as large as the largest bucket).
         num_buffers: flat_grad buffers in the ring (stage 2), each as large as the largest bucket.
         overlap: False runs the reductions on the compute stream.
         group: the ranks that share the model; None: the default group.

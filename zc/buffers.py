@@ -5,7 +5,7 @@ Bytes that a rank holds persistently, by element of P (docs/design.md has the ta
     flat_param    P * param_dtype    the parameters' own storage, whole on every rank
     master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype
     acc           S (stage 2) or P (stage 1) * acc_dtype
-    ring          num_buffers * (flat_grad + recv), in reduce_dtype, sized for the largest bucket
+    ring          num_buffers flat_grad and one recv, in reduce_dtype, sized for the largest bucket
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Buffers:
         device = plan.buckets[0].device
         num = min(plan.num_buffers, len(plan.buckets))
         flat_grad, received = (
-            [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(num)] if nbytes else []
-            for nbytes in sizes
+            [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(count)] if nbytes else []
+            for nbytes, count in zip(sizes, (num, 1), strict=True)
         )
         return flat_grad, received
 

@@ -23,6 +23,17 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
+class Several:
+    """Several works as one. Holds them, and with them their buffers, until all are done."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 class Group:
     """The ranks that share one model. W = ``world_size``; with one rank no process group is needed or used."""
 
@@ -57,8 +68,23 @@ class Group:
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work | None:
         """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. Asynchronous."""
+        if out.device.type == "cpu":
+            return self._gather_by_pairs(out, shard)
         call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return call(out, shard, group=self.data, async_op=True)  # type: ignore[no-any-return]
+
+    def _gather_by_pairs(self, out: Tensor, shard: Tensor) -> Work:
+        """Sends and receives, straight into place: gloo's own all_gather fills a buffer of [P] first and copies it out
+        (2 ranks, 25 MB: 11 to 13 ms against 7)."""
+        numel, own = shard.numel(), out[self.rank * shard.numel() : (self.rank + 1) * shard.numel()]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        started: list[Work] = []
+        for distance in range(1, self.world_size):  # everyone starts with its next neighbour: no rank is asked by all at once
+            source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
+            started.append(dist.irecv(out[source * numel : (source + 1) * numel], group_src=source, group=self.data))  # type: ignore[arg-type]
+            started.append(dist.isend(shard, group_dst=target, group=self.data))  # type: ignore[arg-type]
+        return Several(started)
 
     def sum_(self, value: Tensor) -> None:
         """Adds a small tensor over the ranks, in place."""

@@ -99,7 +99,7 @@ def make_plan(
     overlap: bool,
     layout: Layout = flat_layout,
 ) -> Plan:
-    """Packs ``params`` (in order of registration) into buckets. A bucket closes once it holds ``bucket_nbytes`` bytes.
+    """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes`` bytes.
 
     ``reduce_dtype`` None: the parameters' own dtype where every backward is reduced (a gradient has no more bits than
     that), the accumulator's where a sum is reduced (PR#7985: rounding the sum would lose what fp32 has kept).
@@ -120,12 +120,14 @@ def make_plan(
 
 
 def _split(specs: Sequence[ParamSpec], itemsize: int, bucket_nbytes: int) -> list[list[ParamSpec]]:
+    """No bucket is larger than ``bucket_nbytes``, unless one parameter is: the ring is as large as the largest bucket."""
     chunks: list[list[ParamSpec]] = [[]]
-    nbytes = 0
+    filled = 0
     for spec in specs:
-        if nbytes >= bucket_nbytes:
+        nbytes = Slot(spec.name, spec.shape, 0).numel * itemsize
+        if chunks[-1] and filled + nbytes > bucket_nbytes:
             chunks.append([])
-            nbytes = 0
+            filled = 0
         chunks[-1].append(spec)
-        nbytes += Slot(spec.name, spec.shape, 0).numel * itemsize
+        filled += nbytes
     return chunks

@@ -16,7 +16,7 @@ are names. `zc.codegen` prints a schedule as Python that runs it, and `zc.verify
     output
 
 Every node but placeholder, getitem and output has ``meta["stream"]``. Buffers that the plan owns are named
-``flat_grad[i]`` and ``recv[i]`` (the ring), ``acc[b]``; values are named after their nodes, with a ``%``.
+``flat_grad[i]`` (the ring) and ``recv[0]``, ``acc[b]``; values are named after their nodes, with a ``%``.
 
 Across schedules: a plan-owned buffer may still be in use by an earlier schedule when this one starts. After the last use on
 a side stream every schedule records the *carried* event ``done/<buffer>``, and the first use on another stream in a later
