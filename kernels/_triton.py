@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +18,12 @@ try:
     tl = importlib.import_module("triton.language")
 except Exception as error:  # noqa: BLE001  a broken install (no compiler, wrong driver) raises more than ImportError
     triton, _import_error = None, f"{type(error).__name__}: {error}"
+
+# Kernels annotate compile-time parameters with this name. Their other parameters stay bare: Triton resolves annotations.
+if TYPE_CHECKING:
+    constexpr: TypeAlias = Any  # noqa: PYI042  the interpreter knows only this spelling
+else:
+    constexpr = getattr(tl, "constexpr", None)
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -35,3 +42,12 @@ def why_twin() -> str | None:
 
 def use_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda and triton is not None
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device: this makes it the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)

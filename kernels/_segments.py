@@ -1,0 +1,170 @@
+# mypy: disable-error-code="no-untyped-def"
+# (Triton resolves the annotations of a kernel's parameters as types of its own, so they have none.)
+"""Segments: pieces of a flat buffer, each filled from one gradient, in one launch whatever their number.
+
+A table on the device has one row of int64 for a segment. Program ``p`` finds its segment by a binary search over
+``first_program`` (log2 of the segments, in L1 after a processor's first program), then moves one block of it::
+
+    column    0    1       2      3              4      5..7         8..11
+              ptr  offset  numel  first_program  kind   sizes[1:4]   strides (elements)
+
+The table is all that goes to the device: 96 bytes a segment, from pinned memory, without a synchronisation. The idea of
+a table instead of a launch a tensor: apex / PyTorch multi_tensor_apply; here without its limit of 4 KB of arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zc.kernels._triton import cdiv, constexpr, jit, on_device, tl
+
+NUM_COLUMNS = 12
+BLOCK = 4096
+_DTYPE_KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # 0: zeros
+_STRIDED, _UNALIGNED = 4, 8  # added to the dtype's kind
+
+
+def handles(flat: Tensor, grads: Sequence[Tensor]) -> bool:
+    """Whether the kernel takes these dtypes: fp64 (a test's oracle, not a training dtype) goes to the twin."""
+    return flat.dtype in _DTYPE_KINDS and all(grad.dtype in _DTYPE_KINDS for grad in grads)
+
+
+def collapse(grad: Tensor) -> tuple[list[int], list[int]]:
+    """Sizes and strides of ``grad`` with neighbouring dimensions joined where one stride steps through both."""
+    sizes: list[int] = []
+    strides: list[int] = []
+    for size, stride in zip(grad.shape, grad.stride(), strict=True):
+        if size == 1:
+            continue
+        if strides and strides[-1] == size * stride:
+            sizes[-1], strides[-1] = sizes[-1] * size, stride
+        else:
+            sizes.append(size)
+            strides.append(stride)
+    return sizes, strides
+
+
+def launch(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float, *, add: bool) -> None:
+    """Fills (or adds into) the slots of ``flat``; without ``add`` also writes zeros wherever no gradient goes."""
+    rows: list[list[int]] = []
+    kept: list[Tensor] = []  # copies of gradients: alive until the launch is queued, then stream order protects them
+    num_programs, stop = 0, 0
+
+    def append(ptr: int, offset: int, numel: int, kind: int, sizes: Sequence[int], strides: Sequence[int]) -> None:
+        nonlocal num_programs
+        if numel > 0:
+            rows.append([ptr, offset, numel, num_programs, kind, *sizes, *strides])
+            num_programs += cdiv(numel, BLOCK)
+
+    for grad, offset in zip(grads, offsets, strict=True):
+        if not add:
+            append(0, stop, offset - stop, 0, (1,) * 3, (0,) * 4)
+        stop = offset + grad.numel()
+        sizes, strides = collapse(grad)
+        if len(sizes) > 4 or grad.numel() >= 2**31 and strides != [1]:  # the kernel's index has 4 digits of 32 bits
+            grad = grad.contiguous()
+            kept.append(grad)
+            sizes, strides = collapse(grad)
+        kind = _DTYPE_KINDS[grad.dtype]
+        if len(sizes) > 1 or strides not in ([], [1]):
+            kind += _STRIDED
+        elif grad.data_ptr() % 16 or offset % 16:
+            kind += _UNALIGNED
+        missing = 4 - len(sizes)
+        append(grad.data_ptr(), offset, grad.numel(), kind, ([1] * missing + sizes)[1:], [0] * missing + strides)
+    if not add:
+        append(0, stop, flat.numel() - stop, 0, (1,) * 3, (0,) * 4)
+    if not rows:
+        return
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=flat.is_cuda).to(flat.device, non_blocking=True)
+    with on_device(flat):
+        move_segments[(num_programs,)](
+            table, flat, len(rows), float(scale),
+            BLOCK=BLOCK, COLUMNS=NUM_COLUMNS, ADD=add, SCALED=scale != 1.0, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+@jit
+def _put(out, x, mask, scale, ADD: constexpr, SCALED: constexpr):
+    """``out = x * scale``, or ``out += x * scale``, rounded once more when stored; ``mask`` None: the whole block."""
+    if SCALED or ADD:  # else no detour over fp32: a bf16 gradient is copied bit by bit
+        x = x.to(tl.float32)
+    if SCALED:
+        x = x * scale
+    if ADD:
+        x = tl.load(out, mask=mask).to(tl.float32) + x
+    tl.store(out, x.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _move_block(source, out, start, numel, scale, BLOCK: constexpr, ADD: constexpr,
+                SCALED: constexpr):  # fmt: skip
+    """Contiguous. A block without a mask is what lets the compiler use 128-bit accesses."""
+    at = tl.arange(0, BLOCK)
+    source += start
+    out += start
+    if start + BLOCK <= numel:
+        _put(out + at, tl.load(source + at), None, scale, ADD, SCALED)
+    else:
+        mask = at < numel - start
+        _put(out + at, tl.load(source + at, mask=mask), mask, scale, ADD, SCALED)
+
+
+@jit
+def _move_strided(source, out, start, numel, row, scale, BLOCK: constexpr, ADD: constexpr,
+                  SCALED: constexpr):  # fmt: skip
+    """Element ``i`` of the slot is the element of the gradient whose digits to the bases ``sizes`` spell ``i``."""
+    size1, size2, size3 = tl.load(row + 5).to(tl.int32), tl.load(row + 6).to(tl.int32), tl.load(row + 7).to(tl.int32)
+    stride0, stride1, stride2, stride3 = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
+    for first in range(0, BLOCK, 1024):  # in pieces: 64-bit addresses of a whole block would take every register
+        i = (start + first + tl.arange(0, 1024)).to(tl.int32)
+        mask = i < numel
+        at = (i % size3).to(tl.int64) * stride3
+        rest = i // size3
+        at += (rest % size2).to(tl.int64) * stride2
+        rest = rest // size2
+        at += (rest % size1).to(tl.int64) * stride1 + (rest // size1).to(tl.int64) * stride0
+        _put(out + i, tl.load(source + at, mask=mask), mask, scale, ADD, SCALED)
+
+
+@jit
+def _move(ptr, out, start, numel, kind, row, scale, DTYPE: constexpr,
+          BLOCK: constexpr, ADD: constexpr, SCALED: constexpr):  # fmt: skip
+    source = ptr.to(tl.pointer_type(DTYPE))
+    if kind < 4:
+        hinted = out + tl.multiple_of(tl.load(row + 1), 16)
+        _move_block(tl.multiple_of(source, 16), hinted, start, numel, scale, BLOCK, ADD, SCALED)
+    elif kind < 8:
+        _move_strided(source, out + tl.load(row + 1), start, numel, row, scale, BLOCK, ADD, SCALED)
+    else:
+        _move_block(source, out + tl.load(row + 1), start, numel, scale, BLOCK, ADD, SCALED)
+
+
+@jit
+def move_segments(table, out, num_segments, scale, BLOCK: constexpr,
+                  COLUMNS: constexpr, ADD: constexpr, SCALED: constexpr):  # fmt: skip
+    program = tl.program_id(0)
+    low = 0
+    high = num_segments - 1
+    while low < high:  # the last segment whose first program is not after this one
+        middle = (low + high + 1) // 2
+        is_before = tl.load(table + middle * COLUMNS + 3) <= program
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle - 1)
+    row = table + low * COLUMNS
+    ptr = tl.load(row)
+    numel = tl.load(row + 2)
+    start = (program - tl.load(row + 3)) * BLOCK
+    kind = tl.load(row + 4)
+    if kind == 0:
+        at = start + tl.arange(0, BLOCK)
+        tl.store(out + tl.load(row + 1) + at, tl.zeros([BLOCK], out.dtype.element_ty), mask=at < numel)
+    elif kind % 4 == 1:
+        _move(ptr, out, start, numel, kind, row, scale, tl.float32, BLOCK, ADD, SCALED)
+    elif kind % 4 == 2:
+        _move(ptr, out, start, numel, kind, row, scale, tl.bfloat16, BLOCK, ADD, SCALED)
+    else:
+        _move(ptr, out, start, numel, kind, row, scale, tl.float16, BLOCK, ADD, SCALED)
