@@ -19,7 +19,7 @@ try:
 except Exception as error:  # noqa: BLE001  a broken install (no compiler, wrong driver) raises more than ImportError
     triton, _import_error = None, f"{type(error).__name__}: {error}"
 
-# Kernels annotate compile-time parameters with this name. Their other parameters stay bare: Triton resolves annotations.
+# Kernels annotate compile-time parameters with this name. Others stay bare: Triton resolves annotations as its own types.
 if TYPE_CHECKING:
     constexpr: TypeAlias = Any  # noqa: PYI042  the interpreter knows only this spelling
 else:
@@ -29,6 +29,11 @@ else:
 def jit(function: Callable[..., Any]) -> Any:
     """``triton.jit``; without Triton the plain function, which nobody calls."""
     return function if triton is None else triton.jit(function)
+
+
+def jit_with(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """``jit`` with options of ``triton.jit``."""
+    return lambda function: function if triton is None else triton.jit(function, **options)
 
 
 def why_twin() -> str | None:

@@ -21,13 +21,13 @@ __all__ = ["accumulate_cast", "accumulate_cast_triton", "accumulate_cast_twin"]
 
 @torch.no_grad()
 def accumulate_cast(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], *, scale: float = 1.0) -> None:
-    """``acc[offsets[i] : offsets[i] + grads[i].numel()] += grads[i].flatten() * scale``; the rest of ``acc`` is left alone.
+    """``acc[offsets[i] : offsets[i] + grads[i].numel()] += grads[i].flatten() * scale``; the rest stays as it is.
 
     Args:
         acc: [P] fp32 or fp64, contiguous.
         grads: any shapes, strides and mix of bf16, fp16, fp32, fp64, on the device of ``acc``, none overlapping it.
         offsets: elements into ``acc``, ascending, slots disjoint.
-        scale: the product is rounded to ``acc.dtype`` before it is added (no fused multiply-add: one result everywhere).
+        scale: the product is rounded to ``acc.dtype`` before it is added (no fused multiply-add).
 
     Raises:
         ValueError: a dtype, device, layout, offset or overlap that breaks the above; nothing has been written.

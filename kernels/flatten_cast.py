@@ -1,7 +1,8 @@
 """``flatten_cast``: the gradients of a bucket into its flat buffer, cast and scaled, in one launch.
 
-Bytes moved: each gradient read once, [P] written once. 128-bit accesses where a gradient starts at 16 bytes and its slot
-at 16 elements (zc.layout packs slots so); elsewhere the same numbers, slower. The kernel is ``_segments.move_segments``.
+Bytes moved: each gradient read once, [P] written once. 128-bit accesses where a gradient starts at 16 bytes and its
+slot at 16 elements (zc.layout packs slots so); elsewhere the same numbers, slower. The kernel is
+``_segments.move_segments``.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def views_of(flat: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def scaled_copy(dst: Tensor, grad: Tensor, scale: float, scratch: Tensor) -> Tensor:
-    """``dst = grad * scale``, rounded once. Returns the scratch, replaced where it was too small or of another dtype."""
+    """``dst = grad * scale``, rounded once. Returns the scratch, replaced where it did not fit."""
     if dst.dtype == grad.dtype:  # torch multiplies half types in fp32 and rounds once
         torch.mul(grad, scale, out=dst)
         return scratch

@@ -1,4 +1,11 @@
-"""``reduce_rows``: the W rows that an all-to-all delivered, summed in rank order into this rank's shard."""
+# mypy: disable-error-code="no-untyped-def"
+# (Triton resolves the annotations of a kernel's parameters as types of its own, so they have none.)
+"""``reduce_rows``: the W rows that an all-to-all delivered, summed in rank order into this rank's shard.
+
+Bytes moved: every row read once, [S] fp32 written once (read once more with ``add``): S * (W * wire bytes + 4 or 8).
+128-bit accesses where rows, their stride and ``out`` are aligned to 16 elements, as zc.layout makes them.
+The idea (all-to-all, then a local sum in fp32): DESIGN.md section 6.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +14,16 @@ from torch import Tensor
 
 from zc.kernels._check import FLOATS, check_device, check_disjoint, check_dtype, check_flat, check_numel
 from zc.kernels._chunks import compute_dtype, ranges, scratch_like
+from zc.kernels._triton import cdiv, constexpr, jit, on_device, tl, use_triton
 
-__all__ = ["reduce_rows", "reduce_rows_twin"]
+__all__ = ["reduce_rows", "reduce_rows_triton", "reduce_rows_twin"]
+
+BLOCK = 1024  # 128 threads of 8 elements: one 128-bit access a thread and row of bf16, two of fp32
 
 
 @torch.no_grad()
 def reduce_rows(rows: Tensor, out: Tensor, *, scale: float, add: bool) -> None:
-    """``s = ((rows[0] + rows[1]) + rows[2]) + ...`` in fp32; then ``out = s * scale``, or ``out += s * scale`` with ``add``.
+    """``s = ((rows[0] + rows[1]) + rows[2]) + ...`` in fp32; ``out = s * scale``, or ``out += s * scale`` with ``add``.
 
     The order is the ranks' and the product is rounded before it is added, so the result is bitwise the same for every
     bucket size, device and schedule.
@@ -40,7 +50,10 @@ def reduce_rows(rows: Tensor, out: Tensor, *, scale: float, add: bool) -> None:
     else:  # out may lie between two rows
         for rank, row in enumerate(rows):
             check_disjoint("out", out, f"rows[{rank}]", row)
-    reduce_rows_twin(rows, out, scale, add)
+    if use_triton(rows) and rows.dtype != torch.float64:
+        reduce_rows_triton(rows, out, scale, add)
+    else:
+        reduce_rows_twin(rows, out, scale, add)
 
 
 def reduce_rows_twin(rows: Tensor, out: Tensor, scale: float, add: bool) -> None:
@@ -63,3 +76,44 @@ def reduce_rows_twin(rows: Tensor, out: Tensor, scale: float, add: bool) -> None
             total.mul_(scale)
         if add:
             out_piece.add_(total)
+
+
+def reduce_rows_triton(rows: Tensor, out: Tensor, scale: float, add: bool) -> None:
+    """One launch, one pass. fp64 rows (a test's oracle) go to the twin."""
+    if out.numel() == 0:
+        return
+    num_rows = rows.shape[0]
+    with on_device(out):
+        sum_rows[(cdiv(out.numel(), BLOCK),)](
+            rows, out, out.numel(), rows.stride(0), num_rows, float(scale),
+            UNROLLED=num_rows if num_rows <= 16 else 0, ADD=add, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+@jit
+def _sum_block(rows, out, row_stride, num_rows, scale, mask, UNROLLED: constexpr, ADD: constexpr):
+    total = tl.load(rows, mask=mask).to(tl.float32)
+    if UNROLLED > 0:  # all loads of a block in flight at once
+        for rank in tl.static_range(1, UNROLLED):
+            total += tl.load(rows + rank * row_stride, mask=mask).to(tl.float32)
+    else:
+        rank = 1
+        while rank < num_rows:
+            total += tl.load(rows + rank * row_stride, mask=mask).to(tl.float32)
+            rank += 1
+    total = total * scale
+    if ADD:
+        total = tl.load(out, mask=mask) + total
+    tl.store(out, total, mask=mask)
+
+
+@jit
+def sum_rows(rows, out, numel, row_stride, num_rows, scale, UNROLLED: constexpr, ADD: constexpr, BLOCK: constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    at = tl.arange(0, BLOCK)
+    row_stride = row_stride.to(tl.int64)  # rank * row_stride passes 2^31 elements
+    if start + BLOCK <= numel:  # no mask: 128-bit accesses
+        _sum_block(rows + start + at, out + start + at, row_stride, num_rows, scale, None, UNROLLED, ADD)
+    else:
+        mask = at < numel - start
+        _sum_block(rows + start + at, out + start + at, row_stride, num_rows, scale, mask, UNROLLED, ADD)
