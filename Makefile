@@ -1,0 +1,66 @@
+# make demo | test | lint | types | bench-ddp | tables | gpu-test | gpu-bench | venv | clean
+#
+# Without an override, .venv is made and torch $(TORCH_VERSION) and the rest are installed in it. With one,
+# `make test PYTHON=$(which python)`, that environment is used as it is: only zc itself is installed into it, without
+# dependencies and without network.
+
+TORCH_VERSION ?= 2.13.0
+BASE_PYTHON ?= python3
+
+# 2 ranks on 2 cores: a second thread a rank would only get in the way
+export OMP_NUM_THREADS ?= 1
+
+ifeq ($(origin PYTHON),undefined)
+PY := $(abspath .venv/bin/python)
+STAMP := .venv/.installed-torch-$(TORCH_VERSION)
+else
+PY := $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
+# one stamp an interpreter: `make test PYTHON=a` says nothing about b
+STAMP := build/installed$(subst /,-,$(PYTHON))
+endif
+
+.PHONY: demo test lint types bench-ddp tables gpu-test gpu-bench venv clean
+
+demo: $(STAMP)
+	$(PY) -m bench.demo --out out/demo $(ARGS)
+
+test: $(STAMP)
+	$(PY) -m pytest tests --durations 15 $(ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+
+# mypy does not read setuptools' package-dir: a tree of links shows it the package as it is installed.
+types: $(STAMP)
+	rm -rf build/types && mkdir -p build/types/zc
+	for f in zc/*.py; do ln -s ../../../$$f build/types/zc/; done
+	ln -s ../../../passes ../../../kernels build/types/zc/
+	cd build/types && $(PY) -m mypy --config-file ../../pyproject.toml -p zc
+
+bench-ddp: $(STAMP)
+	$(PY) -m bench.compare_ddp $(ARGS)
+
+tables: $(STAMP)
+	$(PY) -m bench.tables
+
+gpu-test: $(STAMP)
+	$(PY) -m pytest tests/gpu $(ARGS)
+
+gpu-bench: $(STAMP)
+	$(PY) -m bench.gpu $(ARGS)
+
+venv: $(STAMP)
+
+.venv/.installed-torch-$(TORCH_VERSION): pyproject.toml
+	$(BASE_PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet torch==$(TORCH_VERSION) setuptools wheel
+	$(PY) -m pip install --quiet --no-build-isolation -e ".[test,bench]"
+	touch $@
+
+build/installed%: pyproject.toml
+	$(PY) -c "import torch; print('torch', torch.__version__)"
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
+	mkdir -p build && touch $@
+
+clean:
+	rm -rf build dist out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
