@@ -14,6 +14,9 @@ Each segment is a GraphModule in ``node.meta["segment"]``, with canonical names 
 have identical text, and are compiled once. A graph without ATen nodes is left alone. Results of a multi-output node
 stay with it; get_attr nodes are repeated in each segment that uses them; symbolic sizes that a segment needs come in as
 inputs of their own.
+
+An input that nobody else uses, and whose storage no other value shares, is *donated*: the segment may write its result
+there. It is named ``donated3`` in place of ``arg3``, since Inductor's cache looks at names, and not at what is donated.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ _KEPT_META = ("val", "tensor_meta")  # the rest (stack traces, names) differs be
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     symbols = _symbol_inputs(graph)
+    shared = _shared_storages(graph)
     new = fx.Graph(owning_module=graph.owning_module)
     where: dict[fx.Node, fx.Node] = {}
     pending: list[fx.Node] = []
@@ -41,7 +45,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     def flush() -> None:
         nonlocal num_segments
         if any(node.op != "get_attr" for node in pending):
-            where.update(_outline(new, pending, where, symbols, f"segment_{num_segments}"))
+            where.update(_outline(new, pending, where, symbols, shared, f"segment_{num_segments}"))
             num_segments += 1
         pending.clear()
 
@@ -87,8 +91,38 @@ def _is_symbolic(node: fx.Node) -> bool:
     return any(isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) for size in sizes)
 
 
+def _shared_storages(graph: fx.Graph) -> set[object]:
+    """Storages that more than one value of the outer graph has: views of each other, outputs that are inputs."""
+    number, part = 0, {}
+    for node in graph.nodes:
+        number += is_schedule_node(node)
+        part[node] = number
+    crossing = [
+        n for n in graph.nodes if n.op == "placeholder" or any(part[u] != part[n] or u.op == "output" for u in n.users)
+    ]
+    seen: set[object] = set()
+    twice: set[object] = {None}
+    for node in crossing:
+        storage = node.meta.get("storage")
+        (twice if storage in seen else seen).add(storage)
+    return twice
+
+
+def _may_donate(node: fx.Node, inside: set[fx.Node], shared: set[object]) -> bool:
+    """Whether the segment with nodes ``inside`` may overwrite ``node``. An input of the whole graph must be the
+    backward's own (``meta["donated"]``, from AOTAutograd): a saved activation, never a parameter."""
+    if node.op == "placeholder" and not node.meta.get("donated"):
+        return False
+    return node.meta.get("storage") not in shared and all(user in inside for user in node.users)
+
+
 def _outline(
-    outer: fx.Graph, nodes: Sequence[fx.Node], where: dict[fx.Node, fx.Node], symbols: list[fx.Node], key: str
+    outer: fx.Graph,
+    nodes: Sequence[fx.Node],
+    where: dict[fx.Node, fx.Node],
+    symbols: list[fx.Node],
+    shared: set[object],
+    key: str,
 ) -> dict[fx.Node, fx.Node]:
     inside = set(nodes)
     inputs: dict[fx.Node, None] = {}
@@ -98,24 +132,26 @@ def _outline(
     if any(_is_symbolic(n) for n in (*nodes, *inputs)):
         # Inductor takes a size only from an input that *is* the symbol, or from a dimension that is no expression
         inputs = {**dict.fromkeys(symbols), **inputs}
-    body = _canonical(outer, nodes, list(inputs), outputs)
+    donated = {n for n in inputs if _may_donate(n, inside, shared)}
+    body = _canonical(outer, nodes, list(inputs), outputs, donated)
     call = outer.create_node("call_function", segment, (key, *(where[n] for n in inputs)), name=key)
     call.meta = {"segment": body}
     made: dict[fx.Node, fx.Node] = {}
     for k, node in enumerate(outputs):
         made[node] = outer.call_function(operator.getitem, (call, k))
-        made[node].meta = {"val": node.meta.get("val")}
+        made[node].meta = {k: node.meta.get(k) for k in ("val", "storage")}
     return made
 
 
 def _canonical(
-    outer: fx.Graph, nodes: Sequence[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]
+    outer: fx.Graph, nodes: Sequence[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node], donated: set[fx.Node]
 ) -> fx.GraphModule:
     root: torch.nn.Module = outer.owning_module or torch.nn.Module()
     body = fx.Graph(owning_module=outer.owning_module)
     names: dict[fx.Node, fx.Node] = {}
     for i, node in enumerate(inputs):
-        names[node] = body.create_node("placeholder", f"arg{i}", name=f"arg{i}")
+        name = f"donated{i}" if node in donated else f"arg{i}"
+        names[node] = body.create_node("placeholder", name, name=name)
     needed = {n for node in nodes for n in node.all_input_nodes if n.op == "get_attr"}
     todo = [n for n in needed if n not in nodes] + list(nodes)
     todo = sorted((n for n in todo if n.op == "get_attr"), key=lambda n: str(n.target)) + [
@@ -127,7 +163,9 @@ def _canonical(
     for old, copied in names.items():
         copied.meta = {k: old.meta[k] for k in _KEPT_META if k in old.meta}
     body.output(tuple(names[n] for n in outputs))
-    return fx.GraphModule(root, body, class_name="Segment")
+    module = fx.GraphModule(root, body, class_name="Segment")
+    module.meta["donated"] = tuple(i for i, node in enumerate(inputs) if node in donated)
+    return module
 
 
 PASS = Pass("outline_segments", run, requires=frozenset({"reductions"}), provides=frozenset({"segments"}))

@@ -9,9 +9,10 @@ Relied on, and looked up in the sources of torch 2.11, 2.13 and 2.15: see the co
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -179,7 +180,51 @@ def _annotate(gm: fx.GraphModule, names: Sequence[str | None]) -> fx.Graph:
     if len(grad_of) != len(output.args[0]):  # type: ignore[arg-type]
         raise PassError(f"the backward graph has {len(output.args[0])} outputs and {len(grad_of)} descriptors")  # type: ignore[arg-type]
     output.meta["grad_of"] = tuple(grad_of)
+    _mark_storages(graph)
     return graph
+
+
+def _mark_storages(graph: fx.Graph) -> None:
+    """``meta["storage"]`` of every value, and ``meta["donated"]`` of the inputs that AOTAutograd lets the backward overwrite.
+
+    Relies on ``TracingContext.fw_metadata.bw_donated_idxs`` (positions among the backward's inputs), and on fake tensors
+    sharing a storage where the real ones do.
+    """
+    donated = set(_donated_inputs())
+    numbers: dict[int, int] = {}
+    placeholders = 0
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor) and val.layout == torch.strided:
+            node.meta["storage"] = numbers.setdefault(val.untyped_storage()._cdata, len(numbers))
+        if node.op == "placeholder":
+            node.meta["donated"] = placeholders in donated
+            placeholders += 1
+
+
+def _donated_inputs() -> list[int]:
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    return list(context.fw_metadata.bw_donated_idxs or ()) if context is not None and context.fw_metadata else []
+
+
+@contextlib.contextmanager
+def _donating(positions: Sequence[int]) -> Iterator[None]:
+    """Inductor reads from the tracing context which inputs it may overwrite, by position in the *whole* backward. For a
+    segment those positions mean other tensors, a parameter perhaps: they must never be left standing here."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata: Any = context.fw_metadata if context is not None else None
+    if metadata is None:
+        yield
+        return
+    before, metadata.bw_donated_idxs = metadata.bw_donated_idxs, list(positions)
+    try:
+        yield
+    finally:
+        metadata.bw_donated_idxs = before
 
 
 # --- segments ---
@@ -222,7 +267,8 @@ def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModul
     passed = {k: v for k, v in kwargs.items() if k in accepted or "kwargs" in accepted}
     passed.update(static_input_idxs=(), is_backward=True)
     passed.pop("boxed_forward_device_index", None)  # tells a forward about its device; no segment is one
-    compiled: Segment = compile_fx_inner(gm, example_inputs, **passed)
+    with _donating(gm.meta["donated"]):
+        compiled: Segment = compile_fx_inner(gm, example_inputs, **passed)
     if key is not None:
         runtime.compiled_segments[key] = compiled  # pure code, no state: layers of one shape can share it
     return compiled
