@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 def shapes_of(numel: int) -> list[tuple[int, ...]]:
-    """Parameters of decoder layers (norm, qkv, out, up, down and biases), about ``numel`` elements, width 768 at most."""
+    """Parameters of decoder layers (norm, qkv, out, up, down, biases), about ``numel`` elements, width 768 at most."""
     hidden = min(768, max(64, int((numel / 12.0) ** 0.5) // 64 * 64))
     layer: list[tuple[int, ...]] = [
         (hidden,), (hidden,), (3 * hidden, hidden), (3 * hidden,), (hidden, hidden), (hidden,),

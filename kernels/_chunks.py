@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 # Elements of one piece. 1 MB of fp32: the piece in use stays in L2 or L3, and a torch call on it (some 50 us) dwarfs
-# its dispatch and the Python around it (5 us). bench/kernels.py --sweep: 2^16 costs up to 2 times 2^18, more gains nothing.
+# its dispatch and the Python around it (5 us). bench/kernels.py --sweep: 2^16 takes up to twice as long as 2^18, more
+# gains nothing.
 CHUNK = 1 << 18
 
 

@@ -19,7 +19,7 @@ try:
 except Exception as error:  # noqa: BLE001  a broken install (no compiler, wrong driver) raises more than ImportError
     triton, _import_error = None, f"{type(error).__name__}: {error}"
 
-# Kernels annotate compile-time parameters with this name. Others stay bare: Triton resolves annotations as its own types.
+# Kernels annotate compile-time parameters with this name. Others stay bare: Triton reads annotations as its types.
 if TYPE_CHECKING:
     constexpr: TypeAlias = Any  # noqa: PYI042  the interpreter knows only this spelling
 else:

@@ -136,8 +136,8 @@ def adamw_step_triton(
             param, grad, exp_avg, exp_avg_sq, scalars, absent if grad_scale is None else grad_scale,
             absent if found_inf is None else found_inf, absent if publish is None else publish, param.numel(),
             float(beta1), 1.0 - beta1, float(beta2), 1.0 - beta2, float(eps), MAXIMIZE=maximize,
-            GRAD_SCALE=grad_scale is not None, FOUND_INF=found_inf is not None, PUBLISH=publish is not None, BLOCK=BLOCK, num_warps=4,
-            enable_fp_fusion=False,
+            GRAD_SCALE=grad_scale is not None, FOUND_INF=found_inf is not None, PUBLISH=publish is not None,
+            BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
 
 

@@ -1,0 +1,197 @@
+"""Kernels against plain, slow references: shared by the twins' tests, the interpreter's and the GPU's.
+
+Outputs start as NaN between two guard zones; a comparison is of bits, except that any NaN equals any NaN (its payload
+is the hardware's choice). ``cast`` is how the machine under test rounds fp32 to a half type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+Cast = Callable[[Tensor, torch.dtype], Tensor]
+F32, B16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+SIZES = (0, 1, 63, 1025, 2**20 + 3)
+GUARD = 64
+SENTINEL = 1234.0  # exact in every dtype
+SPECIALS = (torch.nan, torch.inf, -torch.inf, 1e-41, -1e-41, 1e-7, -0.0, 0.0, 3.4e38, -3.4e38, 65520.0, 1 / 3)
+
+
+def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounding to nearest even: torch, GPUs."""
+    return x.to(dtype)
+
+
+def values(shape: Sequence[int], dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Tensor:
+    """Normal numbers with the special ones strewn in, on both sides of block edges."""
+    generator = torch.Generator().manual_seed(seed)
+    flat = torch.randn(int(torch.Size(shape).numel()), generator=generator)
+    for start in range(0, flat.numel(), 509):  # a prime: every position within a vector is met
+        chosen = torch.tensor(SPECIALS)[: flat.numel() - start]
+        flat[start : start + len(chosen)] = chosen.roll(start)
+    return flat.view(shape).to(dtype).to(device)
+
+
+def guarded(numel: int, dtype: torch.dtype, device: str, shift: int = 0) -> tuple[Tensor, Tensor]:
+    """A NaN-filled [numel] view, ``shift`` elements past 128 bytes of alignment, and the storage with its guards."""
+    storage = torch.full((numel + 2 * GUARD + shift,), SENTINEL, dtype=dtype, device=device)
+    view = storage[GUARD + shift : GUARD + shift + numel]
+    view.fill_(torch.nan)
+    return view, storage
+
+
+def assert_guards(storage: Tensor, view: Tensor) -> None:
+    first = view.storage_offset()
+    assert bool((storage[:first] == SENTINEL).all()), "wrote before the output"
+    assert bool((storage[first + view.numel() :] == SENTINEL).all()), "wrote behind the output"
+
+
+def assert_bits(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    actual, expected = actual.cpu(), expected.cpu()
+    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+    same = (actual.view(as_int) == expected.view(as_int)) | (actual.isnan() & expected.isnan())
+    wrong = (~same).nonzero().flatten()
+    assert len(wrong) == 0, f"{len(wrong)} differ, first at {wrong[:5].tolist()}: {actual[wrong[:5]]} {expected[wrong[:5]]}"
+
+
+def mixed_grads(sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: str) -> list[Tensor]:
+    """Gradients of many layouts: contiguous of ``sizes`` in turn of ``dtypes``, then strided ones and unaligned ones."""
+    flat = [values((size,), dtypes[i % len(dtypes)], device, i) for i, size in enumerate(sizes)]
+    dtype = dtypes[0]
+    strided = [
+        values((70, 33), dtype, device).t(),
+        values((5, 4, 3, 6), dtypes[-1], device).permute(3, 1, 0, 2),
+        values((40, 50), dtype, device)[:, ::2],
+        values((2, 2, 2, 2, 2, 2), dtype, device).permute(5, 3, 1, 4, 2, 0),  # more digits than the kernel's index
+        values((1,), dtypes[-1], device).expand(37),
+        values((100, 90), dtype, device).t().unsqueeze(1),  # more than one piece of the kernel's strided loop
+    ]
+    return [*flat, *strided, values((2000,), dtype, device)[1:], values((), dtype, device), values((4, 0, 3), dtype, device)]
+
+
+def spread(grads: Sequence[Tensor], gaps: Sequence[int]) -> tuple[list[int], int]:
+    """Offsets with the gaps in turn before each gradient, and P with a gap at the end."""
+    offsets, stop = [], 0
+    for i, grad in enumerate(grads):
+        offsets.append(stop + gaps[i % len(gaps)])
+        stop = offsets[-1] + grad.numel()
+    return offsets, stop + gaps[0]
+
+
+def aligned(grads: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Offsets as zc.layout packs them: multiples of 64 elements."""
+    offsets, stop = [], 0
+    for grad in grads:
+        offsets.append(stop)
+        stop = -(-(stop + grad.numel()) // 64) * 64
+    return offsets, stop
+
+
+def product(grad: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Row-major elements of ``grad`` times ``scale`` in fp32, or fp64 where an operand is."""
+    wide = F64 if F64 in (grad.dtype, dtype) else F32
+    flat = rearrange(grad, "... -> (...)").to(wide)
+    return flat * torch.tensor(scale, dtype=wide, device=flat.device)
+
+
+def check_flatten(run: Callable[..., None], device: str, out_dtype: torch.dtype, grads: Sequence[Tensor],
+                  offsets: Sequence[int], numel: int, scale: float, cast: Cast, shift: int = 0) -> None:  # fmt: skip
+    out, storage = guarded(numel, out_dtype, device, shift)
+    expected = torch.zeros(numel, dtype=out_dtype, device=device)
+    for grad, offset in zip(grads, offsets, strict=True):
+        wide = product(grad, scale, out_dtype)
+        rounded = rearrange(grad, "... -> (...)") if scale == 1.0 and grad.dtype == out_dtype else cast(wide, out_dtype)
+        expected[offset : offset + grad.numel()] = rounded
+    run(out, grads, offsets, scale)
+    assert_bits(out, expected)
+    assert_guards(storage, out)
+
+
+def check_accumulate(run: Callable[..., None], device: str, acc_dtype: torch.dtype, grads: Sequence[Tensor],
+                     offsets: Sequence[int], numel: int, scale: float, shift: int = 0) -> None:  # fmt: skip
+    acc, storage = guarded(numel, acc_dtype, device, shift)  # padding stays NaN: proof that nothing touched it
+    expected = acc.clone()
+    for grad, offset in zip(grads, offsets, strict=True):
+        slot = slice(offset, offset + grad.numel())
+        acc[slot] = values((grad.numel(),), acc_dtype, device, seed=offset + 1)
+        expected[slot] = acc[slot] + product(grad, scale, acc_dtype).to(acc_dtype)
+    run(acc, grads, offsets, scale)
+    assert_bits(acc, expected)
+    assert_guards(storage, acc)
+
+
+def check_reduce(run: Callable[..., None], device: str, world_size: int, numel: int, wire: torch.dtype, *, scale: float,
+                 add: bool, shift: int = 0) -> None:  # fmt: skip
+    received = values((world_size * (numel + shift),), wire, device)
+    rows = rearrange(received, "(w s) -> w s", w=world_size)[:, shift:]
+    wide = F64 if wire == F64 else F32
+    out, storage = guarded(numel, wide, device, shift)
+    total = rows[0].to(wide, copy=True)
+    for row in rows[1:]:
+        total = total + row.to(wide)
+    expected = total * torch.tensor(scale, dtype=wide, device=device)
+    if add:
+        out.copy_(values((numel,), wide, device, seed=1))
+        expected = out + expected
+    run(rows, out, scale, add)
+    assert_bits(out, expected)
+    assert_guards(storage, out)
+
+
+def check_unflatten(run: Callable[..., None], device: str, numel: int, dtype: torch.dtype, cast: Cast, shift: int = 0) -> None:
+    master = values((numel + shift,), F32, device)[shift:]
+    out, storage = guarded(numel, dtype, device, shift)
+    run(out, master, None)
+    assert_bits(out, cast(master, dtype))
+    assert_guards(storage, out)
+
+
+def stochastic_reference(master: Tensor, seed: int) -> Tensor:
+    """One element at a time in Python integers."""
+    mask = 0xFFFFFFFF
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 16)) * 0x7FEB352D & mask
+        x = (x ^ (x >> 15)) * 0x846CA68B & mask
+        return x ^ (x >> 16)
+
+    key = 0
+    for word in (seed & mask, seed >> 32 & mask, 0):
+        key = mix((key + word + 0x9E3779B9) & mask)
+    halves = []
+    for i, bits in enumerate((master.cpu().view(torch.int32).to(torch.int64) & mask).tolist()):
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        bits = bits | 0x00400000 if is_nan else bits + (mix((key + i) & mask) & 0xFFFF)
+        half = bits >> 16 & 0xFFFF
+        halves.append(half - 65536 if half >= 32768 else half)
+    return torch.tensor(halves, dtype=torch.int16).view(B16)
+
+
+def check_stochastic(run: Callable[..., None], device: str, numel: int, seed: int, shift: int = 0) -> None:
+    master = values((numel + shift,), F32, device)[shift:]
+    out, storage = guarded(numel, B16, device, shift)
+    run(out, master, seed)
+    assert_bits(out, stochastic_reference(master, seed))
+    assert_guards(storage, out)
+
+
+def check_norm(run: Callable[[Tensor], Tensor], device: str, numel: int, dtype: torch.dtype, shift: int = 0) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    x = torch.randn(numel + shift, generator=generator).to(dtype).to(device)[shift:]
+    expected = x.cpu().double().square().sum().item()
+    total = run(x)
+    assert total.dtype == F64
+    assert total.shape == ()
+    assert abs(total.item() - expected) <= 1e-12 * expected
+    assert run(x).item() == total.item(), "two runs, two sums"
+    if numel:
+        x[numel // 2] = 3e38 if dtype in (F32, B16, F64) else 65504.0  # its square overflows fp32
+        assert run(x).isfinite()
+        for special, is_special in ((torch.inf, torch.isinf), (torch.nan, torch.isnan)):
+            x[-1] = special
+            assert is_special(run(x))

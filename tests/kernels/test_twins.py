@@ -1,0 +1,167 @@
+"""The torch twins (what zc.kernels runs on a CPU) against slow references."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+import adamw
+import comparisons as c
+
+from zc import kernels
+
+ALL = (c.F32, c.B16, c.F16, c.F64)
+SCALES = (1.0, 0.25, 1 / 3)
+
+
+def flatten(out: Tensor, grads: list[Tensor], offsets: list[int], scale: float) -> None:
+    kernels.flatten_cast(out, grads, offsets, scale=scale)
+
+
+def accumulate(acc: Tensor, grads: list[Tensor], offsets: list[int], scale: float) -> None:
+    kernels.accumulate_cast(acc, grads, offsets, scale=scale)
+
+
+def reduce(rows: Tensor, out: Tensor, scale: float, add: bool) -> None:
+    kernels.reduce_rows(rows, out, scale=scale, add=add)
+
+
+def unflatten(out: Tensor, master: Tensor, seed: int | None) -> None:
+    kernels.unflatten_cast(out, master, seed=seed)
+
+
+def test_why_twin_gives_a_reason_where_there_is_no_gpu() -> None:
+    reason = kernels.why_twin()
+    assert (reason is None) == torch.cuda.is_available() or "triton" in str(reason)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_flatten_cast(dtype: torch.dtype, scale: float) -> None:
+    grads = c.mixed_grads(c.SIZES, ALL, "cpu")
+    c.check_flatten(flatten, "cpu", dtype, grads, *c.spread(grads, (3, 0, 17)), scale, c.nearest)
+    c.check_flatten(flatten, "cpu", dtype, grads, *c.aligned(grads), scale, c.nearest)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 70), max_size=6),
+    gaps=st.lists(st.integers(0, 70), min_size=1, max_size=3),
+    order=st.permutations(ALL),
+    scale=st.sampled_from(SCALES),
+)
+@settings(deadline=None, max_examples=60)
+def test_flatten_cast_of_any_layout(sizes: list[int], gaps: list[int], order: list[torch.dtype], scale: float) -> None:
+    grads = [c.values((size,), order[i % 4], seed=i) for i, size in enumerate(sizes)]
+    c.check_flatten(flatten, "cpu", order[0], grads, *c.spread(grads, gaps), scale, c.nearest, shift=1)
+    acc_dtype = c.F64 if order[0] == c.F64 else c.F32
+    c.check_accumulate(accumulate, "cpu", acc_dtype, grads, *c.spread(grads, gaps), scale)
+
+
+def test_flatten_cast_of_nothing_is_zeros() -> None:
+    c.check_flatten(flatten, "cpu", c.B16, [], [], 100, 1.0, c.nearest)
+    c.check_flatten(flatten, "cpu", c.B16, [], [], 0, 1.0, c.nearest)
+
+
+def test_gradients_that_require_grad_leave_no_graph() -> None:
+    grad, out = torch.ones(3, requires_grad=True), torch.empty(3)
+    kernels.flatten_cast(out, [grad], [0])
+    assert not out.requires_grad
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", [c.F32, c.F64], ids=str)
+def test_accumulate_cast(dtype: torch.dtype, scale: float) -> None:
+    grads = c.mixed_grads(c.SIZES, ALL, "cpu")
+    c.check_accumulate(accumulate, "cpu", dtype, grads, *c.spread(grads, (3, 0, 17)), scale)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("wire", ALL, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64])
+def test_reduce_rows(world_size: int, wire: torch.dtype, add: bool) -> None:
+    for numel in c.SIZES if world_size == 2 else c.SIZES[:-1]:
+        c.check_reduce(reduce, "cpu", world_size, numel, wire, scale=1 / world_size, add=add, shift=numel % 2)
+
+
+def test_reduce_rows_accepts_an_output_between_rows() -> None:
+    storage = torch.ones(3, 10)
+    kernels.reduce_rows(storage[:, :5], storage[1, 5:], scale=1.0, add=False)
+    assert storage[1].tolist() == [1.0] * 5 + [3.0] * 5
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("numel", c.SIZES)
+def test_unflatten_cast(numel: int, dtype: torch.dtype) -> None:
+    c.check_unflatten(unflatten, "cpu", numel, dtype, c.nearest, shift=1)
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**40 + 5])
+@pytest.mark.parametrize("numel", c.SIZES[:-1])
+def test_stochastic_rounding_is_the_documented_hash(numel: int, seed: int) -> None:
+    c.check_stochastic(unflatten, "cpu", numel, seed)
+
+
+def test_stochastic_rounding_is_the_same_in_every_piece() -> None:
+    master = torch.randn(2 * 2**18 + 5)
+    out = torch.empty(master.numel(), dtype=c.B16)
+    kernels.unflatten_cast(out, master, seed=3)
+    at = 2**18 + 7
+    long = c.stochastic_reference(master[: at + 50], 3)
+    c.assert_bits(out[at - 50 : at + 50], long[at - 50 :])
+
+
+def test_stochastic_rounding_keeps_the_mean() -> None:
+    """A weight a quarter of an ulp above 1: nearest rounding always gives 1."""
+    master, out = torch.full((1000,), 1 + 2.0**-9), torch.empty(1000, dtype=c.B16)
+    ups = 0
+    for seed in range(100):
+        kernels.unflatten_cast(out, master, seed=seed)
+        ups += int((out > 1).sum())
+    assert abs(ups / 100_000 - 0.25) < 0.01  # 7 standard deviations
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("numel", c.SIZES)
+def test_sum_of_squares(numel: int, dtype: torch.dtype) -> None:
+    c.check_norm(kernels.sum_of_squares, "cpu", numel, dtype, shift=1)
+
+
+ADAMW = {
+    "plain": {},
+    "tensor lr": {"lr": torch.tensor(1e-2)},
+    "scaled": {"grad_scale": torch.tensor([1024.0]), "found_inf": torch.tensor([0.0])},
+    "skipped": {"found_inf": torch.tensor(1.0)},
+    "maximize": {"maximize": True, "weight_decay": 0.0},
+}
+
+
+@pytest.mark.parametrize("case", ADAMW)
+@pytest.mark.parametrize("numel", c.SIZES)
+def test_adamw_step(numel: int, case: str) -> None:
+    adamw.check_adamw(kernels.adamw_step, "cpu", numel, ADAMW[case], cast=c.nearest, shift=1)
+
+
+@pytest.mark.parametrize("dtype", [c.B16, c.F16], ids=str)
+def test_adamw_step_with_low_precision_gradients(dtype: torch.dtype) -> None:
+    adamw.check_adamw(kernels.adamw_step, "cpu", 1025, {}, grad_dtype=dtype, publish_dtype=None, cast=c.nearest)
+
+
+def test_adamw_step_is_torchs_fused_one_bit_by_bit() -> None:
+    grad = torch.randn(300_001)
+    param, exp_avg, exp_avg_sq = torch.randn(300_001), torch.zeros(300_001), torch.zeros(300_001)
+    step, theirs = torch.zeros(()), torch.nn.Parameter(param.clone())
+    theirs.grad = grad.clone()
+    options = {"lr": 3e-4, "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW([theirs], betas=(0.9, 0.95), fused=True, **options)
+    for _ in range(3):
+        kernels.adamw_step(param, grad, exp_avg, exp_avg_sq, step, beta1=0.9, beta2=0.95, **options)
+        optimizer.step()
+    c.assert_bits(param, theirs.detach())
+    c.assert_bits(exp_avg, optimizer.state[theirs]["exp_avg"])
