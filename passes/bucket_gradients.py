@@ -6,9 +6,9 @@ A bucket of which every slot is deposited once in this graph is complete. Stage 
     %sum = aten.sum(...)            ->     flatten_cast(2, "flat_grad[0]", (0, 1), [%mm, %sum])
     deposit(2, 1, %sum)
 
-The k-th complete bucket of a graph takes ring buffer k mod num_buffers. An incomplete bucket of stage 2 is left alone, but
-its deposits move down to the next bucket's write (or the output), so that they cut no segment of their own. In stage 1
-gradients are added to acc_flat, which always exists, so an incomplete bucket is written the same way::
+The k-th complete bucket of a graph takes ring buffer k mod num_buffers. An incomplete bucket of stage 2 is left alone,
+but its deposits move down to the next bucket's write (or the output), so that they cut no segment of their own. In
+stage 1 gradients are added to acc_flat, which always exists, so an incomplete bucket is written the same way::
 
     deposit(2, 0, %mm)              ->     accumulate_cast(2, "acc[2]", (0,), [%mm])
 """

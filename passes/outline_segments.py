@@ -10,10 +10,10 @@ Before and after::
                                                %getitem_2 = %segment_1[0]
                                                output (%getitem_2,)
 
-Each segment is a GraphModule in ``node.meta["segment"]``, with canonical names (``arg0``, ``n1``, ...): identical layers then
-have identical text, and are compiled once. A graph without ATen nodes is left alone. Results of a multi-output node
-stay with it; get_attr nodes are repeated in each segment that uses them; symbolic sizes that a segment needs come in as
-inputs of their own.
+Each segment is a GraphModule in ``node.meta["segment"]``, with canonical names (``arg0``, ``n1``, ...): identical
+layers then have identical text, and are compiled once. A graph without ATen nodes is left alone. Results of a
+multi-output node stay with it; get_attr nodes are repeated in each segment that uses them; symbolic sizes that a
+segment needs come in as inputs of their own.
 
 An input that nobody else uses, and whose storage no other value shares, is *donated*: the segment may write its result
 there. It is named ``donated3`` in place of ``arg3``, since Inductor's cache looks at names, and not at what is donated.

@@ -1,4 +1,5 @@
-"""Each complete bucket is reduced right after its write, if this backward reduces (stage 2, or the boundary in stage 1).
+"""Each complete bucket is reduced right after its write, if this backward reduces (stage 2, or the boundary in stage
+1).
 
 Stage 2, bucket 2 in ring buffer 0::
 
@@ -7,8 +8,8 @@ Stage 2, bucket 2 in ring buffer 0::
                                                   wait_reduce(2, %w, "recv[0]", "flat_grad[0]")
                                                   accumulate(2, "acc[2]", "recv[0]")
 
-Stage 1 sends acc_flat itself. A write that fills only a part of its bucket is left alone: it is reduced at the boundary.
-With one rank there is nothing to send: stage 2 accumulates from the flat_grad, stage 1 is done.
+Stage 1 sends acc_flat itself. A write that fills only a part of its bucket is left alone: it is reduced at the
+boundary. With one rank there is nothing to send: stage 2 accumulates from the flat_grad, stage 1 is done.
 """
 
 from __future__ import annotations

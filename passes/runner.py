@@ -1,4 +1,5 @@
-"""Runs passes over a graph: checks what each requires, lints, times, and writes dumps. The passes themselves stay pure."""
+"""Runs passes over a graph: checks what each requires, lints, times, and writes dumps. The passes themselves stay
+pure."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ def run_passes(
 ) -> tuple[fx.Graph, tuple[PassRecord, ...]]:
     """The graph after all ``passes``; the given one is not changed.
 
-    With ``dump_dir``: ``<name>/00_input.txt``, then per pass the graph after it, a unified diff, and a count of its ops.
-    Raises PassError where a pass lacks what it requires or leaves an ill-formed graph.
+    With ``dump_dir``: ``<name>/00_input.txt``, then per pass the graph after it, a unified diff, and a count of its
+    ops. Raises PassError where a pass lacks what it requires or leaves an ill-formed graph.
     """
     provided: set[str] = set()
     records: list[PassRecord] = []
@@ -43,7 +44,9 @@ def run_passes(
     for number, step in enumerate(passes, start=1):
         missing = step.requires - provided
         if missing:
-            raise PassError(f"pass {step.name} requires {sorted(missing)}, the passes before it provide {sorted(provided)}")
+            raise PassError(
+                f"pass {step.name} requires {sorted(missing)}, the passes before it provide {sorted(provided)}"
+            )
         start = time.perf_counter()
         try:
             new = step.run(graph, plan)

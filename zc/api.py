@@ -47,14 +47,15 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
 ) -> tuple[nn.Module, Optimizer]:
     """ZeRO stage 1 or 2 for ``model`` and ``optimizer``: the same two objects come back, and the loop stays as it is.
 
-    Gradients are the mean over the ranks of ``group`` and the sum over backward calls, as in DDP. Without an initialised
-    process group it works as one rank. Parameters and buffers are first broadcast from rank 0.
+    Gradients are the mean over the ranks of ``group`` and the sum over backward calls, as in DDP. Without an
+    initialised process group it works as one rank. Parameters and buffers are first broadcast from rank 0.
 
     Args:
         stage: 1 keeps full-size fp32 gradients and shards masters and optimizer state; 2 shards the gradients as well.
         param_dtype: casts the trainable parameters, after their fp32 masters were taken from the given values.
         reduce_dtype: what travels between ranks; None: the parameters' dtype (stage 2), the accumulator's (stage 1).
-        reduce: "exact": all-to-all, then a sum in rank order in fp32, bitwise the same for every bucket size and overlap
+        reduce: "exact": all-to-all, then a sum in rank order in fp32, bitwise the same for every bucket size and
+        overlap
             setting; "native": the backend's reduce-scatter in ``reduce_dtype``.
         bucket_nbytes: no bucket is larger, unless one parameter is (the ring is as large as the largest bucket).
         num_buffers: flat_grad buffers in the ring (stage 2), each as large as the largest bucket.
@@ -66,13 +67,23 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         dump_dir: a folder for each graph before and after every pass, and the schedule as Python.
 
     Raises:
-        PlanError (a ValueError), TypeError: an option, the model or the optimizer can't be planned; nothing has changed.
-        RankMismatchError: the ranks' models or options differ, on every rank; nothing has changed.
+        PlanError (a ValueError), TypeError: an option, the model or the optimizer can't be planned; nothing has
+        changed. RankMismatchError: the ranks' models or options differ, on every rank; nothing has changed.
     """
     if isinstance(model, nn.Module) and model in _COMPILED:
         raise PlanError(f"this {type(model).__name__} is compiled already: call zc.compile once, before the loop")
     config = Config(
-        stage, param_dtype, reduce_dtype, reduce, bucket_nbytes, num_buffers, overlap, backend, offload, verify, dump_dir
+        stage,
+        param_dtype,
+        reduce_dtype,
+        reduce,
+        bucket_nbytes,
+        num_buffers,
+        overlap,
+        backend,
+        offload,
+        verify,
+        dump_dir,
     )
     params = check(model, optimizer)
     layout, note = choose_layout(optimizer)
@@ -117,8 +128,8 @@ def _check_wire(plan: Plan) -> None:
     for bucket in plan.buckets:
         if not plan.placement.reduces_every_backward and bucket.reduce_dtype != bucket.acc_dtype:
             raise PlanError(
-                f"stage 1 reduces sums in {bucket.acc_dtype}; reduce_dtype={bucket.reduce_dtype} would round them: leave "
-                "reduce_dtype at None, or use stage 2"
+                f"stage 1 reduces sums in {bucket.acc_dtype}; reduce_dtype={bucket.reduce_dtype} would round them: "
+                "leave reduce_dtype at None, or use stage 2"
             )
 
 
@@ -132,7 +143,8 @@ def _fingerprint(model: nn.Module, config: Config) -> list[str]:
 
 @torch.no_grad()
 def _fill(model: nn.Module, plan: Plan, buffers: Buffers, params: dict[str, nn.Parameter], ranks: Group) -> None:
-    """Broadcasts from rank 0, takes the masters from the given values, and makes each parameter a view of flat_param."""
+    """Broadcasts from rank 0, takes the masters from the given values, and makes each parameter a view of
+    flat_param."""
     planned = {id(p) for p in params.values()}
     for tensor in [*(p for p in model.parameters() if id(p) not in planned), *model.buffers()]:
         given = tensor.detach().contiguous()
@@ -176,8 +188,8 @@ def sharded(model: nn.Module) -> ShardedOptimizer:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Declares that the backward calls inside are not the last before an update.
 
-    Stage 1 then skips their reduction. Stage 2 reduces every backward, since it keeps no full-size gradient, so there it
-    changes nothing. Forgetting it changes no number, it only costs communication.
+    Stage 1 then skips their reduction. Stage 2 reduces every backward, since it keeps no full-size gradient, so there
+    it changes nothing. Forgetting it changes no number, it only costs communication.
     """
     with sharded(model).runtime.no_sync():
         yield
@@ -193,8 +205,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def full_grad(model: nn.Module) -> dict[str, Tensor | None]:
-    """Every trainable parameter's reduced gradient, gathered on all ranks, in the parameter's shape and the accumulator's
-    dtype; None where no rank has one. For looking at, not for training: it holds all gradients at once."""
+    """Every trainable parameter's reduced gradient, gathered on all ranks, in the parameter's shape and the
+    accumulator's dtype; None where no rank has one. For looking at, not for training: it holds all gradients at
+    once."""
     runtime = sharded(model).runtime
     gathered: dict[str, Tensor | None] = {}
     for bucket in runtime.plan.buckets:

@@ -1,8 +1,8 @@
 """The one file that touches private torch APIs: the Dynamo backend, its guards, and compiled segments.
 
-Dynamo calls `make_backend`'s function with a graph; it calls Inductor's ``compile_fx`` with a hook in place of the inner
-compiler. AOTAutograd traces, decomposes and partitions as always; where the hook gets the backward graph, that goes
-through zc's passes, and only the segments between gradient operations go on to Inductor.
+Dynamo calls `make_backend`'s function with a graph; it calls Inductor's ``compile_fx`` with a hook in place of the
+inner compiler. AOTAutograd traces, decomposes and partitions as always; where the hook gets the backward graph, that
+goes through zc's passes, and only the segments between gradient operations go on to Inductor.
 
 Relied on, and looked up in the sources of torch 2.11, 2.13 and 2.15: see the comment at each use.
 """
@@ -34,7 +34,8 @@ _T = TypeVar("_T", bound=torch.Tensor)
 
 
 def current_graph_task() -> int:
-    """Id of the backward that runs in this thread, -1 outside of one. (torch._C: used by torch's own hooks since 2.0.)"""
+    """Id of the backward that runs in this thread, -1 outside of one. (torch._C: used by torch's own hooks since
+    2.0.)"""
     return int(torch._C._current_graph_task_id())
 
 
@@ -44,7 +45,8 @@ def queue_callback(callback: Callable[[], None]) -> None:
 
 
 def refuse_compiled_autograd() -> None:
-    """Compiled autograd traces through the backward's side effects and would drop them, so it is refused, not ignored."""
+    """Compiled autograd traces through the backward's side effects and would drop them, so it is refused, not
+    ignored."""
     from torch._dynamo import compiled_autograd
 
     # a module flag, True while a region of compiled autograd is active
@@ -56,7 +58,8 @@ def refuse_compiled_autograd() -> None:
 
 
 def make_wrapper(cls: type[_T], like: torch.Tensor) -> _T:
-    """A tensor subclass's instance with the sizes, dtype and device of ``like`` and no storage. (DTensor is made this way.)"""
+    """A tensor subclass's instance with the sizes, dtype and device of ``like`` and no storage. (DTensor is made this
+    way.)"""
     made: _T = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
     )
@@ -165,8 +168,8 @@ class CompiledBackward:
 def _annotate(gm: fx.GraphModule, names: Sequence[str | None]) -> fx.Graph:
     """A copy of the graph whose output node says which parameter's gradient each output is.
 
-    Relies on AOTAutograd's descriptors: ``output.meta["desc"][i]`` is ``GradAOTOutput(grad_of=PlainAOTInput(idx))`` with idx
-    an index into the inputs of the backend call (torch >= 2.9).
+    Relies on AOTAutograd's descriptors: ``output.meta["desc"][i]`` is ``GradAOTOutput(grad_of=PlainAOTInput(idx))``
+    with idx an index into the inputs of the backend call (torch >= 2.9).
     """
     from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 
@@ -185,10 +188,11 @@ def _annotate(gm: fx.GraphModule, names: Sequence[str | None]) -> fx.Graph:
 
 
 def _mark_storages(graph: fx.Graph) -> None:
-    """``meta["storage"]`` of every value, and ``meta["donated"]`` of the inputs that AOTAutograd lets the backward overwrite.
+    """``meta["storage"]`` of every value, and ``meta["donated"]`` of the inputs that AOTAutograd lets the backward
+    overwrite.
 
-    Relies on ``TracingContext.fw_metadata.bw_donated_idxs`` (positions among the backward's inputs), and on fake tensors
-    sharing a storage where the real ones do.
+    Relies on ``TracingContext.fw_metadata.bw_donated_idxs`` (positions among the backward's inputs), and on fake
+    tensors sharing a storage where the real ones do.
     """
     donated = set(_donated_inputs())
     numbers: dict[int, int] = {}
@@ -250,8 +254,8 @@ def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModul
     """Inductor on one segment. Identical segments (layers of one shape) are compiled once.
 
     Relies on ``compile_fx_inner(gm, example_inputs, **kwargs)``; on its returning a boxed callable; and on
-    ``output.meta["user_visible_output_idxs"]`` and ``["original_output_strides"]``, by which Inductor keeps the strides that
-    the next segment was traced with (2.11 to 2.15).
+    ``output.meta["user_visible_output_idxs"]`` and ``["original_output_strides"]``, by which Inductor keeps the strides
+    that the next segment was traced with (2.11 to 2.15).
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -297,5 +301,3 @@ def _canonical_key(gm: fx.GraphModule) -> str | None:
                 lines.append(f"{tuple(item.shape)} {strides} {item.dtype} {item.device}")
         lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-

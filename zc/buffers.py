@@ -24,9 +24,9 @@ def fp32_shard(plan: Plan, bucket: Bucket) -> int:
 class Buffers:
     """flat_param, master_shard, accumulators and ring of one rank.
 
-    Lifetimes: everything here lives as long as the plan. A ring buffer holds one bucket's gradient from its flatten_cast
-    until its accumulate; the schedule's events keep the next user away until then. ``flat_param[b]`` never moves: every
-    parameter is a view of it.
+    Lifetimes: everything here lives as long as the plan. A ring buffer holds one bucket's gradient from its
+    flatten_cast until its accumulate; the schedule's events keep the next user away until then. ``flat_param[b]`` never
+    moves: every parameter is a view of it.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:

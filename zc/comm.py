@@ -1,8 +1,8 @@
 """The collectives that zc uses, over one process group, and the checks that all ranks agree.
 
-Two groups: *data* carries gradients and weights, *control* carries a few bytes of host memory a step (which parameters got
-a gradient, a hash of the order of reductions). On CPU both are groups of zc's own: gloo matches collectives by their
-order, and the comm stream's thread must not race with the program's own collectives on the caller's group.
+Two groups: *data* carries gradients and weights, *control* carries a few bytes of host memory a step (which parameters
+got a gradient, a hash of the order of reductions). On CPU both are groups of zc's own: gloo matches collectives by
+their order, and the comm stream's thread must not race with the program's own collectives on the caller's group.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ class Several:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+
+
+def _started(work: Work | None) -> Work:
+    assert work is not None, "this rank is a member of the group"
+    return work
 
 
 class Group:
@@ -80,10 +85,11 @@ class Group:
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
         started: list[Work] = []
-        for distance in range(1, self.world_size):  # everyone starts with its next neighbour: no rank is asked by all at once
+        for distance in range(1, self.world_size):  # all start with their neighbour: nobody is asked by all at once
             source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
-            started.append(dist.irecv(out[source * numel : (source + 1) * numel], group_src=source, group=self.data))  # type: ignore[arg-type]
-            started.append(dist.isend(shard, group_dst=target, group=self.data))  # type: ignore[arg-type]
+            theirs = out[source * numel : (source + 1) * numel]
+            started.append(_started(dist.irecv(theirs, group_src=source, group=self.data)))
+            started.append(_started(dist.isend(shard, group_dst=target, group=self.data)))
         return Several(started)
 
     def sum_(self, value: Tensor) -> None:

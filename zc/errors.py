@@ -3,11 +3,12 @@ unless its text says so."""
 
 from __future__ import annotations
 
-__all__ = ["ZcError", "PlanError", "PassError", "RaceError", "RankMismatchError", "UncoveredGradientError"]
+__all__ = ["PassError", "PlanError", "RaceError", "RankMismatchError", "UncoveredGradientError", "ZcError"]
 
 
 class ZcError(RuntimeError):
-    """Base of all errors that zc raises while a program trains. (Bad arguments raise ``ValueError`` / ``TypeError``.)"""
+    """Base of all errors that zc raises while a program trains. (Bad arguments raise ``ValueError`` /
+    ``TypeError``.)"""
 
 
 class PlanError(ValueError):
@@ -19,7 +20,8 @@ class PassError(ZcError):
 
 
 class RaceError(ZcError):
-    """A schedule is not proved: a needed wait is missing, a wait is not needed, or a gradient does not arrive exactly once."""
+    """A schedule is not proved: a needed wait is missing, a wait is not needed, or a gradient does not arrive exactly
+    once."""
 
 
 class RankMismatchError(ZcError):

@@ -24,7 +24,8 @@ class Explanation:
 
 
 def explain(model: nn.Module) -> Explanation:
-    """A report on a compiled model; complete once it has run a backward. Raises PlanError for a model that zc does not know."""
+    """A report on a compiled model; complete once it has run a backward. Raises PlanError for a model that zc does not
+    know."""
     runtime = sharded(model).runtime
     nbytes = persistent_nbytes(model)
     sections = {
@@ -43,8 +44,8 @@ def explain(model: nn.Module) -> Explanation:
 
 def _buckets(runtime: Runtime) -> str:
     inline = {b for program in runtime.programs for b in program.inline_buckets if program.plan.reduces}
-    head = f"{'bucket':>6} {'params':>6} {'elements':>12} {'bytes':>12} {'padding':>8} {'reduced':>8} {'times':>5} {'holds':>8}"
-    rows = [head]
+    widths = {"bucket": 6, "params": 6, "elements": 12, "bytes": 12, "padding": 8, "reduced": 8, "times": 5, "holds": 8}
+    rows = [" ".join(f"{name:>{width}}" for name, width in widths.items())]
     for b in runtime.plan.buckets:
         how = "inline" if b.index in inline else "at end"
         state = runtime.ops.state[b.index]
@@ -83,4 +84,6 @@ def _program(program: Program) -> str:
     proved = any(r.name == "verify" for r in program.records)
     verdict = "races 0, redundant 0" if proved else "NOT VERIFIED"
     seconds = sum(r.seconds for r in program.records)
-    return f"run {program.num_runs} times; {counts}; {verdict}; passes took {seconds * 1e3:.1f} ms\n{text(program.graph)}"
+    return (
+        f"run {program.num_runs} times; {counts}; {verdict}; passes took {seconds * 1e3:.1f} ms\n{text(program.graph)}"
+    )

@@ -59,7 +59,8 @@ class FlatLayout:
         return rank * self.numel_shard, (rank + 1) * self.numel_shard
 
     def owned(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """The part of ``slot`` that ``rank`` owns, as [start, stop) inside the flat buffer; empty where start == stop."""
+        """The part of ``slot`` that ``rank`` owns, as [start, stop) inside the flat buffer; empty where start ==
+        stop."""
         start, stop = self.shard_range(rank)
         first = min(max(slot.offset, start), stop)
         return first, max(first, min(slot.stop, stop))
@@ -92,9 +93,7 @@ def whole_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int,
         where[name] = (rank, loads[rank])
         loads[rank] += align_up(math.prod(shape), align)
     numel_shard = align_up(max(1, *loads), align)
-    slots = [
-        Slot(name, tuple(shape), where[name][0] * numel_shard + where[name][1]) for name, shape in shapes
-    ]
+    slots = [Slot(name, tuple(shape), where[name][0] * numel_shard + where[name][1]) for name, shape in shapes]
     # zero-element parameters share an offset with their neighbour: the name keeps the order the same on every rank
     slots.sort(key=lambda slot: (slot.offset, slot.numel, slot.name))
     return FlatLayout(tuple(slots), numel_shard * world_size, world_size)

@@ -1,9 +1,9 @@
 """What the gradient operations of a schedule do: plain functions on the plan's buffers. No schedule, no hooks here.
 
-Accumulators know whether they are empty: the first write after zero_grad overwrites, it does not add, so that nothing has
-to be zeroed. In stage 1 an accumulator goes EMPTY -> PARTIAL (this rank's own sum) -> REDUCED (this rank's slice holds the
-mean over ranks; the rest is spent). A further backward before zero_grad, which nobody has declared with `zc.no_sync`,
-moves the reduced slice aside first, and the next reduction adds it: reduction is linear (INVARIANTS I5).
+Accumulators know whether they are empty: the first write after zero_grad overwrites, it does not add, so that nothing
+has to be zeroed. In stage 1 an accumulator goes EMPTY -> PARTIAL (this rank's own sum) -> REDUCED (this rank's slice
+holds the mean over ranks; the rest is spent). A further backward before zero_grad, which nobody has declared with
+`zc.no_sync`, moves the reduced slice aside first, and the next reduction adds it: reduction is linear (INVARIANTS I5).
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class GradientOps:
     def __init__(self, plan: Plan, buffers: Buffers, group: Group) -> None:
         self.plan, self.buffers, self.group = plan, buffers, group
         self.state = [Acc.EMPTY] * len(plan.buckets)
-        self.spill: dict[int, Tensor] = {}  # bucket -> [S] reduced gradient moved aside; stage 1, undeclared microbatches
+        self.spill: dict[
+            int, Tensor
+        ] = {}  # bucket -> [S] reduced gradient moved aside; stage 1, undeclared microbatches
         self.touched = [[False] * len(b.slots) for b in plan.buckets]  # since zero_grad, on this rank
         self.num_reductions = [0] * len(plan.buckets)  # since the last update, for explain
         self.order: list[int] = []  # buckets in the order of their launches since the last update

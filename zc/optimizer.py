@@ -1,9 +1,9 @@
 """The caller's own optimizer object, on this rank's slices of the master shards.
 
-Class, groups, hyper-parameters and schedulers stay the caller's. Each group's parameter list is replaced by *slices*: for
-every parameter of which this rank owns elements, a view into master_shard whose ``.grad`` is the matching view of the
-accumulator. Two hooks of ``torch.optim.Optimizer`` do the rest: before a step the gradients are finished, after it the
-updated masters are cast into flat_param and gathered (ZeRO, arXiv:1910.02054, section 5).
+Class, groups, hyper-parameters and schedulers stay the caller's. Each group's parameter list is replaced by *slices*:
+for every parameter of which this rank owns elements, a view into master_shard whose ``.grad`` is the matching view of
+the accumulator. Two hooks of ``torch.optim.Optimizer`` do the rest: before a step the gradients are finished, after it
+the updated masters are cast into flat_param and gathered (ZeRO, arXiv:1910.02054, section 5).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from zc.runtime import Runtime
 from zc.schedule import COMM, HOME
 from zc.sharded_grad import ShardedGrad
 
-# Elementwise: each element's update reads that element's gradient and state alone, so a shard may cut a parameter anywhere.
+# Elementwise: each element's update reads that element's gradient and state alone, so a shard may cut a parameter
+# anywhere.
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD",
 )  # fmt: skip
@@ -155,7 +156,8 @@ class ShardedOptimizer:
         return norm.to(torch.float32)
 
     def _all_norms(self, order: float) -> dict[str, Tensor]:
-        """Norms of all gradients, fp64 on CPU and fp32 elsewhere, with one collective; kept until a gradient changes."""
+        """Norms of all gradients, fp64 on CPU and fp32 elsewhere, with one collective; kept until a gradient
+        changes."""
         self.runtime.finish_gradients()
         if order not in self._norms:
             names = [s.name for b in self.runtime.plan.buckets for s in b.slots if self._is_touched(s.name)]

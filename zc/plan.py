@@ -99,7 +99,8 @@ def make_plan(
     overlap: bool,
     layout: Layout = flat_layout,
 ) -> Plan:
-    """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes`` bytes.
+    """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes``
+    bytes.
 
     ``reduce_dtype`` None: the parameters' own dtype where every backward is reduced (a gradient has no more bits than
     that), the accumulator's where a sum is reduced (PR#7985: rounding the sum would lose what fp32 has kept).
@@ -120,7 +121,8 @@ def make_plan(
 
 
 def _split(specs: Sequence[ParamSpec], itemsize: int, bucket_nbytes: int) -> list[list[ParamSpec]]:
-    """No bucket is larger than ``bucket_nbytes``, unless one parameter is: the ring is as large as the largest bucket."""
+    """No bucket is larger than ``bucket_nbytes``, unless one parameter is: the ring is as large as the largest
+    bucket."""
     chunks: list[list[ParamSpec]] = [[]]
     filled = 0
     for spec in specs:

@@ -2,8 +2,8 @@
 
 Gradients come in by two ways and no other: through a compiled schedule, or through the parameter's
 post-accumulate-grad hook (eager code, and the whole of backend="eager"). Whatever does not fill a bucket inside one
-compiled graph is *deposited*, and a bucket is reduced when all its slots have arrived and all earlier buckets are done, or
-at the end of the backward, in plan order: the same on every rank, and nobody counts hooks (INVARIANTS I6, I7).
+compiled graph is *deposited*, and a bucket is reduced when all its slots have arrived and all earlier buckets are done,
+or at the end of the backward, in plan order: the same on every rank, and nobody counts hooks (INVARIANTS I6, I7).
 """
 
 from __future__ import annotations
@@ -32,10 +32,17 @@ from zc.streams import Streams
 
 
 class Runtime:
-    """State of one compiled model on one rank. Made by `zc.compile`; the module and the optimizer know it, nobody else."""
+    """State of one compiled model on one rank. Made by `zc.compile`; the module and the optimizer know it, nobody
+    else."""
 
     def __init__(
-        self, config: Config, plan: Plan, buffers: Buffers, group: Group, streams: Streams, params: dict[str, nn.Parameter]
+        self,
+        config: Config,
+        plan: Plan,
+        buffers: Buffers,
+        group: Group,
+        streams: Streams,
+        params: dict[str, nn.Parameter],
     ) -> None:
         self.config, self.plan, self.buffers, self.group, self.streams = config, plan, buffers, group, streams
         self.params = params
@@ -58,7 +65,8 @@ class Runtime:
     # --- gradients come in ---
 
     def begin_backward(self) -> None:
-        """Called by whatever brings a gradient, in autograd's thread: makes sure that the end of this backward is ours."""
+        """Called by whatever brings a gradient, in autograd's thread: makes sure that the end of this backward is
+        ours."""
         backend.refuse_compiled_autograd()
         self._final = False
         task = backend.current_graph_task()
@@ -87,7 +95,9 @@ class Runtime:
         """A gradient [shape of the parameter] from outside compiled graphs."""
         if grad.is_sparse or grad.is_complex():
             name = self.plan.buckets[bucket].slots[slot].name
-            raise UncoveredGradientError(f"the gradient of {name} is {grad.layout} {grad.dtype}: zc takes dense real ones")
+            raise UncoveredGradientError(
+                f"the gradient of {name} is {grad.layout} {grad.dtype}: zc takes dense real ones"
+            )
         self.begin_backward()
         self._keep(bucket, slot, grad)
         self._flush_ready()
@@ -178,7 +188,9 @@ class Runtime:
         digest = zlib.crc32(repr(self.ops.order).encode())
         high, low, *flags = self.group.max_on_host([digest, -digest, *self.ops.touched_flags()])
         if high != -low:
-            self.group.same_everywhere("the order of reductions since the last update", [str(b) for b in self.ops.order])
+            self.group.same_everywhere(
+                "the order of reductions since the last update", [str(b) for b in self.ops.order]
+            )
         if high != -low:
             raise RankMismatchError(f"rank {self.group.rank}: reductions {self.ops.order} differ from another rank's")
         self.ops.set_touched(flags)
@@ -187,8 +199,8 @@ class Runtime:
         for name, param in self.params.items():
             if param.grad is not None and not self.is_shown(name, param.grad):
                 raise UncoveredGradientError(
-                    f"{name}.grad holds a full gradient that did not come through a backward of this model; zc trains from "
-                    "its own shards: don't assign param.grad by hand"
+                    f"{name}.grad holds a full gradient that did not come through a backward of this model; zc trains "
+                    "from its own shards: don't assign param.grad by hand"
                 )
 
     def clear(self, *, set_to_none: bool) -> None:
@@ -246,5 +258,3 @@ def _reduction_only(plan: Plan, index: int) -> fx.Graph:
     last = graph.output(())
     reduce_buckets.insert_reduction(graph, plan, last.prev, index, index % plan.num_buffers)
     return graph
-
-

@@ -1,14 +1,15 @@
 """The schedule: what a backward pass becomes. Node kinds, and what each reads and writes.
 
-A schedule is an ``fx.Graph`` whose call_function nodes have one of the targets below. Nothing runs these functions: they
-are names. `zc.codegen` prints a schedule as Python that runs it, and `zc.verify` proves it; both look at the same graph.
+A schedule is an ``fx.Graph`` whose call_function nodes have one of the targets below. Nothing runs these functions:
+they are names. `zc.codegen` prints a schedule as Python that runs it, and `zc.verify` proves it; both look at the same
+graph.
 
     placeholder                                   a value that exists on the home stream at entry
     segment(key, *inputs) -> tuple                compiled pure compute; outputs are taken by operator.getitem
     flatten_cast(bucket, buffer, slots, grads)    buffer <- grads, cast; everything else in it 0      (stage 2)
-    accumulate_cast(bucket, buffer, slots, grads) buffer += grads, in fp32; the first write of an update overwrites (stage 1)
-    deposit(bucket, slot, grad)                   keeps the gradient until the bucket is reduced at the end of the backward
-    launch_reduce(bucket, dst, src) -> work       starts the exchange of src into dst
+    accumulate_cast(bucket, buffer, slots, grads) buffer += grads, in fp32; the first write of an update overwrites
+    (stage 1) deposit(bucket, slot, grad)                   keeps the gradient until the bucket is reduced at the end of
+    the backward launch_reduce(bucket, dst, src) -> work       starts the exchange of src into dst
     wait_reduce(bucket, work, dst, src)           its completion
     accumulate(bucket, acc, src)                  acc (+)= mean over ranks of the rows in src
     record_event(event) / wait_event(event)       on the node's stream
@@ -18,9 +19,9 @@ are names. `zc.codegen` prints a schedule as Python that runs it, and `zc.verify
 Every node but placeholder, getitem and output has ``meta["stream"]``. Buffers that the plan owns are named
 ``flat_grad[i]`` (the ring) and ``recv[0]``, ``acc[b]``; values are named after their nodes, with a ``%``.
 
-Across schedules: a plan-owned buffer may still be in use by an earlier schedule when this one starts. After the last use on
-a side stream every schedule records the *carried* event ``done/<buffer>``, and the first use on another stream in a later
-schedule waits for it. Waiting for an event that was never recorded is no wait (as in CUDA).
+Across schedules: a plan-owned buffer may still be in use by an earlier schedule when this one starts. After the last
+use on a side stream every schedule records the *carried* event ``done/<buffer>``, and the first use on another stream
+in a later schedule waits for it. Waiting for an event that was never recorded is no wait (as in CUDA).
 """
 
 from __future__ import annotations
@@ -39,16 +40,44 @@ def _never(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a schedule's nodes are names; zc.codegen runs them")
 
 
-def segment(key: str, *inputs: Any) -> Any: _never()
-def flatten_cast(bucket: int, buffer: str, slots: tuple[int, ...], grads: Any) -> Any: _never()
-def accumulate_cast(bucket: int, buffer: str, slots: tuple[int, ...], grads: Any) -> Any: _never()
-def deposit(bucket: int, slot: int, grad: Any) -> Any: _never()
-def launch_reduce(bucket: int, dst: str, src: str) -> Any: _never()
-def wait_reduce(bucket: int, work: Any, dst: str, src: str) -> Any: _never()
-def accumulate(bucket: int, acc: str, src: str) -> Any: _never()
-def record_event(event: str) -> Any: _never()
-def wait_event(event: str) -> Any: _never()
-def release(*values: Any) -> Any: _never()
+def segment(key: str, *inputs: Any) -> Any:
+    _never()
+
+
+def flatten_cast(bucket: int, buffer: str, slots: tuple[int, ...], grads: Any) -> Any:
+    _never()
+
+
+def accumulate_cast(bucket: int, buffer: str, slots: tuple[int, ...], grads: Any) -> Any:
+    _never()
+
+
+def deposit(bucket: int, slot: int, grad: Any) -> Any:
+    _never()
+
+
+def launch_reduce(bucket: int, dst: str, src: str) -> Any:
+    _never()
+
+
+def wait_reduce(bucket: int, work: Any, dst: str, src: str) -> Any:
+    _never()
+
+
+def accumulate(bucket: int, acc: str, src: str) -> Any:
+    _never()
+
+
+def record_event(event: str) -> Any:
+    _never()
+
+
+def wait_event(event: str) -> Any:
+    _never()
+
+
+def release(*values: Any) -> Any:
+    _never()
 
 
 GRADIENT_OPS = (flatten_cast, accumulate_cast, deposit, launch_reduce, wait_reduce, accumulate)

@@ -1,9 +1,9 @@
 """``param.grad`` of a compiled model: a gradient that no rank holds whole.
 
-After a backward every parameter that got a gradient has a ShardedGrad. It knows its norm and can be scaled, so that stock
-``torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`` works, with one collective for all parameters together; it can be
-gathered with ``full_tensor()``; anything else raises and says what to call. A quiet stand-in (zeros, or None) would let
-clipping and logging go wrong in silence.
+After a backward every parameter that got a gradient has a ShardedGrad. It knows its norm and can be scaled, so that
+stock ``torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`` works, with one collective for all parameters
+together; it can be gathered with ``full_tensor()``; anything else raises and says what to call. A quiet stand-in
+(zeros, or None) would let clipping and logging go wrong in silence.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ class ShardedGrad(Tensor):
         handler = _HANDLERS.get(func)
         if handler is None or not isinstance(args[0], ShardedGrad):
             grad = next((a for a in args if isinstance(a, ShardedGrad)), None)
+            name = grad.param_name if grad is not None else "a parameter"
             raise ZcError(
-                f"{func} does not work on the gradient of {grad.param_name if grad is not None else 'a parameter'}, which is sharded "
-                "over ranks: use zc.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_ to clip, .norm() for its norm, .mul_() "
-                "to scale it, .full_tensor() to gather it"
+                f"{func} does not work on the gradient of {name}, which is sharded over ranks: use "
+                "zc.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_ to clip, .norm() for its norm, .mul_() to scale "
+                "it, .full_tensor() to gather it"
             )
         return handler(args[0], *args[1:], **(kwargs or {}))
 

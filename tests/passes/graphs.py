@@ -24,7 +24,8 @@ def plan_for(
 
 
 def chain(num_layers: int, *, side_output: bool = True) -> tuple[fx.Graph, list[str]]:
-    """The backward of ``num_layers`` square matrices without bias: dW_k = x_k^T g_k, g_{k-1} = g_k W_k^T, last layer first."""
+    """The backward of ``num_layers`` square matrices without bias: dW_k = x_k^T g_k, g_{k-1} = g_k W_k^T, last layer
+    first."""
 
     def backward(grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         xs, weights = tensors[:num_layers], tensors[num_layers:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -53,7 +54,7 @@ def test_a_complete_bucket_is_written_once_and_reduced_at_once() -> None:
     ops = [n for n in new.nodes if n.target in (flatten_cast, launch_reduce, wait_reduce, accumulate)]
     assert [n.target for n in ops] == [flatten_cast, launch_reduce, wait_reduce, accumulate] * 2
     assert [n.args[1] for n in ops if n.target is flatten_cast] == ["flat_grad[0]", "flat_grad[1]"]
-    for first, second in zip(ops[:4], ops[1:4], strict=False):
+    for first, second in itertools.pairwise(ops[:4]):
         assert first.next is second, "nothing stands between a bucket's write and its accumulation"
 
 
@@ -78,7 +79,9 @@ def test_one_rank_sends_nothing() -> None:
     graph, names = chain(4)
     for stage, writes in ((2, ["flatten_cast", "accumulate"] * 2), (1, ["accumulate_cast"] * 2)):
         new = after("reduce_buckets", graph, plan_for(names, world_size=1, stage=stage))
-        assert [k for k in kinds(new) if k in ("flatten_cast", "accumulate_cast", "launch_reduce", "accumulate")] == writes
+        assert [
+            k for k in kinds(new) if k in ("flatten_cast", "accumulate_cast", "launch_reduce", "accumulate")
+        ] == writes
 
 
 def test_segments_compute_what_the_graph_computed() -> None:
@@ -102,7 +105,8 @@ def test_segments_compute_what_the_graph_computed() -> None:
 
 
 def test_identical_layers_have_identical_segments() -> None:
-    """Canonical names: what compiles once is found by text (tried: 10 compilations of an 8-block GPT become 5 + 5 hits)."""
+    """Canonical names: what compiles once is found by text (tried: 10 compilations of an 8-block GPT become 5 + 5
+    hits)."""
     graph, names = chain(8)
     new = after("outline_segments", graph, plan_for(names))
     codes = [n.meta["segment"].code for n in new.nodes if n.target is segment]
@@ -139,7 +143,8 @@ def fingerprint(graph: fx.Graph) -> str:
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("step", PIPELINE, ids=lambda p: p.name)
 def test_contract(step: Pass, stage: int) -> None:
-    """Input unchanged; deterministic; an unrelated graph comes back equal; a second run changes nothing or raises PassError."""
+    """Input unchanged; deterministic; an unrelated graph comes back equal; a second run changes nothing or raises
+    PassError."""
     graph, plan = inputs_of(step, stage=stage)
     before = fingerprint(graph)
     first = step.run(graph, plan)
@@ -162,7 +167,8 @@ def test_the_whole_pipeline_gives_one_text_whatever_the_hash_seed() -> None:
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from graphs import chain, plan_for\n"
-        "from zc.passes.pipeline import PIPELINE\nfrom zc.passes.runner import run_passes\nfrom zc.schedule import text\n"
+        "from zc.passes.pipeline import PIPELINE\nfrom zc.passes.runner import run_passes\n"
+        "from zc.schedule import text\n"
         "graph, names = chain(9)\nprint(text(run_passes(graph, plan_for(names), PIPELINE)[0]))"
     )
     folder = __file__.rsplit("/", 1)[0]
