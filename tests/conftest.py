@@ -1,0 +1,31 @@
+"""Shared by all tests: where the helpers lie, and the end of the rank processes.
+
+Nothing here starts a process: the pool of ranks (tests/distributed/harness.py) comes up with the first test that
+asks for ranks and is shut down here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported: the ranks share two cores, and a thread pool a process makes timings and sums depend on
+# luck.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The rank processes import tests' modules by name, and tests import the helpers beside them.
+for folder in (Path(__file__).parent, Path(__file__).parent / "distributed"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rank_processes_end_with_the_session() -> Iterator[None]:
+    yield
+    harness = sys.modules.get("harness")
+    if harness is not None:
+        harness.shutdown()

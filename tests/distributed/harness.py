@@ -1,0 +1,256 @@
+"""Rank processes for the tests: started once a session, used by every test, killed and restarted when one hangs.
+
+`run_ranks(fn, world_size, *args)` calls the top-level function ``fn(rank, world_size, *args)`` in ``world_size``
+processes that share a fresh gloo group, and returns their results by rank. `import torch` costs seconds, so the
+processes stay: a pool grows to the largest world size that was asked for, and a smaller job uses its first ranks.
+
+A rank's exception comes back as a `RanksFailed` that names the rank and holds its traceback. A rank that does not
+return within the timeout (most often: it waits in a collective that the others never entered) is asked for the
+stacks of all its threads, then killed, and the pool is rebuilt: one hanging test costs one test.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+GRACE_S = 10.0  # how long the other ranks may go on after one has failed: time for their own error to come up
+
+
+class RanksFailed(AssertionError):
+    """Some ranks raised, died or hung. ``errors``: rank -> its traceback, its stacks, or how it died."""
+
+    def __init__(self, job: str, errors: dict[int, str]) -> None:
+        self.errors = errors
+        body = "\n\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items()))
+        super().__init__(f"{job}: rank(s) {sorted(errors)} failed\n{body}")
+
+
+class _Rank:
+    """One process, the pipe to it, and its files: what it prints, and the stacks it writes when it is asked to."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank, self.folder = rank, folder
+        self.log = folder / f"rank{rank}.log"
+        self.stacks = folder / f"rank{rank}.stacks"
+        self.connection, child = Pipe()
+        env = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        }
+        env.update(
+            OMP_NUM_THREADS="1",
+            MKL_NUM_THREADS="1",
+            GLOO_SOCKET_IFNAME="lo",
+            TORCHINDUCTOR_CACHE_DIR=str(folder.parent / "inductor"),  # of the session: a graph is compiled once
+            TORCHINDUCTOR_COMPILE_THREADS="1",
+            PYTHONUNBUFFERED="1",
+        )
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(child.fileno()), str(self.stacks)],
+                pass_fds=(child.fileno(),),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+            )
+        child.close()
+
+    def dump_stacks(self) -> str:
+        """The Python stacks of all threads, from the process itself; works while it waits inside C++."""
+        if self.process.poll() is not None:
+            return f"ended with exit code {self.process.returncode}"
+        self.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        return self.stacks.read_text() if self.stacks.exists() else "(no stacks)"
+
+    def tail(self, num_chars: int = 1500) -> str:
+        return self.log.read_text(errors="replace")[-num_chars:] if self.log.exists() else ""
+
+    def kill(self) -> None:
+        self.connection.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+class RankPool:
+    """Rank processes, kept between jobs."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="zc-ranks-"))
+        self._ranks: list[_Rank] = []
+        self._num_jobs = 0
+        self._num_started = 0
+
+    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+        """See `run_ranks`."""
+        self._num_jobs += 1
+        job = f"{fn.__module__}.{fn.__qualname__}"
+        while len(self._ranks) < world_size:
+            self._num_started += 1
+            folder = self.folder / f"process{self._num_started}"
+            folder.mkdir()
+            self._ranks.append(_Rank(len(self._ranks), folder))
+        ranks = self._ranks[:world_size]
+        message = pickle.dumps((fn, args))
+        header = (list(sys.path), str(self.folder / f"store{self._num_jobs}"), world_size, timeout)
+        for rank in ranks:
+            try:
+                rank.connection.send((rank.rank, *header, message))
+            except OSError:  # it died between two jobs
+                self._rebuild()
+                raise RanksFailed(job, {rank.rank: f"died before the job started\n{rank.tail()}"}) from None
+        return self._collect(job, ranks, timeout)
+
+    def _collect(self, job: str, ranks: list[_Rank], timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        open_ranks: dict[Connection, _Rank] = {rank.connection: rank for rank in ranks}
+        deadline = time.monotonic() + timeout
+        must_rebuild = False
+        while open_ranks and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(open_ranks), timeout=left):
+                rank = open_ranks.pop(connection)  # type: ignore[arg-type]
+                try:
+                    is_fine, payload = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                except EOFError:
+                    rank.process.wait()
+                    is_fine, payload = False, f"died, exit code {rank.process.returncode}\n{rank.tail()}"
+                    must_rebuild = True
+                if is_fine:
+                    results[rank.rank] = payload
+                else:
+                    errors[rank.rank] = payload
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if open_ranks:
+            names = sorted(rank.rank for rank in open_ranks.values())
+            why = f"stopped {GRACE_S:.0f} s after another rank failed" if errors else f"timed out after {timeout:.0f} s"
+            finished = sorted(results)
+            for rank in open_ranks.values():
+                missing = f"ranks that had not finished: {names}, finished: {finished}"
+                errors[rank.rank] = f"{why}; {missing}\n{rank.dump_stacks()}\n{rank.tail()}"
+            must_rebuild = True
+        if must_rebuild:
+            self._rebuild()
+        if errors:
+            raise RanksFailed(job, errors)
+        return [results[rank.rank] for rank in ranks]
+
+    def _rebuild(self) -> None:
+        """All of them: the others may wait for the one that hung, and hold half of a collective."""
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks.clear()
+
+    def close(self) -> None:
+        self._rebuild()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_pool: RankPool | None = None
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """``[fn(rank, world_size, *args) for rank in ...]``, each in its own process, in a fresh gloo group of them all.
+
+    ``fn`` is a top-level function of an importable module; arguments and results travel by pickle. Raises
+    RanksFailed.
+    """
+    global _pool
+    if _pool is None:
+        _pool = RankPool()
+        atexit.register(shutdown)
+    return _pool.run(fn, world_size, *args, timeout=timeout)
+
+
+def shutdown() -> None:
+    """Ends the rank processes and removes their folder."""
+    global _pool
+    if _pool is not None:
+        _pool.close()
+        _pool = None
+
+
+# --- the other side: what runs in a rank's process ---
+
+
+def _serve(connection: Connection, stacks: str) -> None:
+    # lifetime: the file stays open as long as the process, faulthandler writes to its descriptor from a signal
+    # handler
+    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
+    import torch
+    import torch._dynamo
+
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    dynamo_config: Any = torch._dynamo.config
+    limits = dynamo_config.recompile_limit, dynamo_config.accumulated_recompile_limit  # zc raises them
+    while True:
+        try:
+            rank, path, store, world_size, timeout, message = connection.recv()
+        except EOFError:
+            return  # the session ended
+        sys.path[:] = path
+        dynamo_config.recompile_limit, dynamo_config.accumulated_recompile_limit = limits
+        is_fine = True
+        try:
+            _start_job(rank, store, world_size, timeout)
+            fn, args = pickle.loads(message)
+            answer = pickle.dumps((True, fn(rank, world_size, *args)))
+        except BaseException:  # noqa: BLE001  (whatever it is, it goes to the test that asked)
+            is_fine, answer = False, pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)
+        _end_job(is_fine)
+
+
+def _start_job(rank: int, store: str, world_size: int, timeout: float) -> None:
+    """Every job starts the same, whatever ran before it: group, compiler and seeds are fresh."""
+    import torch
+    import torch.distributed as dist
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    # a fresh store and group: what a failed job left in flight can't meet this one's collectives
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+
+
+def _end_job(is_fine: bool) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    if is_fine:
+        # a rank that is done must not cut off one that is not; where another has failed, its end closes the
+        # connection
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
+    dist.destroy_process_group()  # a failed rank does so at once: whoever waits for it gets an error, not a timeout
+    gc.collect()
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])), sys.argv[2])
