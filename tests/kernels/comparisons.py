@@ -17,7 +17,7 @@ F32, B16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SIZES = (0, 1, 63, 1025, 2**20 + 3)
 GUARD = 64
 SENTINEL = 1234.0  # exact in every dtype
-SPECIALS = (torch.nan, torch.inf, -torch.inf, 1e-41, -1e-41, 1e-7, -0.0, 0.0, 3.4e38, -3.4e38, 65520.0, 1 / 3)
+SPECIALS = (torch.nan, torch.inf, -torch.inf, 1e-41, -1e-41, 3e-39, -3e-39, 1e-7, -0.0, 0.0, 3.4e38, -3.4e38, 65520.0, 1 / 3)
 
 
 def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,79 @@
+"""Bad arguments: a ValueError that names both values, and nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from zc import kernels
+
+NAN = torch.nan
+
+
+def flat(numel: int = 64, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((numel,), NAN, dtype=dtype)
+
+
+def adamw(**changed: object) -> None:
+    tensors: dict[str, object] = {name: flat() for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
+    options: dict[str, object] = {"step": torch.zeros(()), "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8,
+                                  "weight_decay": 0.0}  # fmt: skip
+    kernels.adamw_step(**(tensors | options | changed))  # type: ignore[arg-type]
+
+
+OUT, SQUARE = flat(), flat().view(8, 8)
+INT, META = torch.zeros(8, dtype=torch.int32), torch.zeros(8, device="meta")
+one = torch.ones
+CASES: dict[str, tuple[Callable[[], object], str]] = {
+    "flatten: int out": (lambda: kernels.flatten_cast(INT, [], []), r"out: dtype is torch.int32.*torch.float32"),
+    "flatten: 2-D out": (lambda: kernels.flatten_cast(SQUARE, [], []), r"out: shape is \(8, 8\), expected 1 dim"),
+    "flatten: strided out": (lambda: kernels.flatten_cast(OUT[::2], [], []), r"out: stride is 2, expected 1"),
+    "flatten: int grad": (lambda: kernels.flatten_cast(OUT, [INT], [0]), r"grads\[0\]: dtype is torch.int32"),
+    "flatten: device": (lambda: kernels.flatten_cast(OUT, [META], [0]), r"grads\[0\] is on meta, out on cpu"),
+    "flatten: lengths": (lambda: kernels.flatten_cast(OUT, [one(2)], []), "1 grads, 0 offsets"),
+    "flatten: slots overlap": (lambda: kernels.flatten_cast(OUT, [one(4)] * 2, [0, 3]), r"offsets\[1\] is 3, expected 4"),
+    "flatten: negative": (lambda: kernels.flatten_cast(OUT, [one(4)], [-1]), r"offsets\[0\] is -1, expected 0"),
+    "flatten: too long": (lambda: kernels.flatten_cast(OUT, [one(4)], [61]), "ends at element 65, out has 64"),
+    "flatten: overlap": (lambda: kernels.flatten_cast(OUT, [OUT[60:]], [0]), r"grads\[0\] overlaps out: bytes \[0x"),
+    "flatten: strided overlap": (lambda: kernels.flatten_cast(OUT[8:], [SQUARE_OF_OUT.t()], [0]), r"grads\[0\] overlaps out"),
+    "accumulate: bf16": (lambda: kernels.accumulate_cast(flat(8, torch.bfloat16), [], []), "acc: dtype is torch.bfloat16"),
+    "accumulate: overlap": (lambda: kernels.accumulate_cast(OUT, [OUT[:4]], [9]), r"grads\[0\] overlaps acc"),
+    "reduce: 1-D": (lambda: reduce(OUT, flat(8)), r"rows: shape is \(64,\), expected \[W, S\]"),
+    "reduce: no rows": (lambda: reduce(SQUARE[:0], flat(8)), r"rows: shape is \(0, 8\), expected \[W, S\] with W >= 1"),
+    "reduce: strided rows": (lambda: reduce(SQUARE.t(), flat(8)), "stride within a row is 8, expected 1"),
+    "reduce: int": (lambda: reduce(SQUARE.int(), flat(8)), "rows: dtype is torch.int32"),
+    "reduce: bf16 out": (lambda: reduce(SQUARE, flat(8, torch.bfloat16)), "out: dtype is torch.bfloat16.*torch.float32"),
+    "reduce: size": (lambda: reduce(SQUARE, flat(9)), "out has 9 elements, a row 8"),
+    "reduce: device": (lambda: reduce(SQUARE, META), "out is on meta, rows on cpu"),
+    "reduce: overlap": (lambda: reduce(SQUARE, SQUARE[3]), r"out overlaps rows: bytes \[0x"),
+    "reduce: overlaps one row": (lambda: reduce(SQUARE[:, :6], SQUARE.view(-1)[20:26]), r"out overlaps rows\[2\]"),
+    "unflatten: size": (lambda: kernels.unflatten_cast(flat(8), flat(9)), "out has 8 elements, master 9"),
+    "unflatten: overlap": (lambda: kernels.unflatten_cast(OUT[:8], OUT[4:12]), "out overlaps master"),
+    "unflatten: device": (lambda: kernels.unflatten_cast(META, flat(8)), "out is on meta, master on cpu"),
+    "unflatten: seed": (lambda: kernels.unflatten_cast(flat(8), flat(8), seed=1), "out: dtype is torch.float32.*bfloat16"),
+    "norm: int": (lambda: kernels.sum_of_squares(INT), "x: dtype is torch.int32"),
+    "norm: 2-D": (lambda: kernels.sum_of_squares(SQUARE), r"x: shape is \(8, 8\)"),
+    "adamw: bf16 param": (lambda: adamw(param=flat(64, torch.bfloat16)), "param: dtype is torch.bfloat16"),
+    "adamw: size": (lambda: adamw(grad=flat(63)), "grad has 63 elements, param 64"),
+    "adamw: overlap": (lambda: adamw(exp_avg=OUT, publish=OUT), "exp_avg overlaps publish"),
+    "adamw: step": (lambda: adamw(step=torch.zeros(2)), "step has 2 elements, a scalar 1"),
+    "adamw: step dtype": (lambda: adamw(step=torch.zeros((), dtype=torch.int64)), "step: dtype is torch.int64"),
+    "adamw: device": (lambda: adamw(found_inf=torch.zeros((), device="meta")), "found_inf is on meta, param on cpu"),
+    "adamw: publish": (lambda: adamw(publish=flat(64, torch.float64)), "publish: dtype is torch.float64"),
+}  # fmt: skip
+SQUARE_OF_OUT = OUT.view(8, 8)
+
+
+def reduce(rows: torch.Tensor, out: torch.Tensor) -> None:
+    kernels.reduce_rows(rows, out, scale=1.0, add=False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input(case: str) -> None:
+    call, message = CASES[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert bool(OUT.isnan().all()), "something was written"
+    assert bool(SQUARE.isnan().all()), "something was written"
