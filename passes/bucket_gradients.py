@@ -33,11 +33,15 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     for bucket, deposits in by_readiness:
         if not plan.placement.gradient_in_ring:
             writes.append(_merge(new, accumulate_cast, bucket, f"acc[{bucket}]", deposits))
-        elif sorted(int(d.args[1]) for d in deposits) == list(range(len(plan.buckets[bucket].slots))):
+        elif sorted(_slot(d) for d in deposits) == list(range(len(plan.buckets[bucket].slots))):
             ring = len(writes) % plan.num_buffers
             writes.append(_merge(new, flatten_cast, bucket, f"flat_grad[{ring}]", deposits))
     _sink_deposits(new, set(writes))
     return new
+
+
+def _slot(node: fx.Node) -> int:
+    return int(str(node.args[1]))
 
 
 def _position(graph: fx.Graph, node: fx.Node) -> int:
@@ -45,8 +49,8 @@ def _position(graph: fx.Graph, node: fx.Node) -> int:
 
 
 def _merge(graph: fx.Graph, target: object, bucket: int, buffer: str, deposits: list[fx.Node]) -> fx.Node:
-    by_slot = sorted(deposits, key=lambda d: int(d.args[1]))  # type: ignore[arg-type]
-    slots, grads = tuple(int(d.args[1]) for d in by_slot), [d.args[2] for d in by_slot]  # type: ignore[arg-type]
+    by_slot = sorted(deposits, key=_slot)
+    slots, grads = tuple(_slot(d) for d in by_slot), [d.args[2] for d in by_slot]
     with graph.inserting_after(deposits[-1]):
         write = graph.call_function(target, (bucket, buffer, slots, grads))  # type: ignore[arg-type]
     for node in deposits:

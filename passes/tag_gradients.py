@@ -50,7 +50,8 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
 
 
 def _last_placeholder(graph: fx.Graph) -> fx.Node:
-    return [node for node in graph.nodes if node.op == "placeholder"][-1]
+    placeholders: list[fx.Node] = [node for node in graph.nodes if node.op == "placeholder"]
+    return placeholders[-1]
 
 
 PASS = Pass("tag_gradients", run, provides=frozenset({"deposits"}))

@@ -41,7 +41,7 @@ def current_graph_task() -> int:
 
 def queue_callback(callback: Callable[[], None]) -> None:
     """Calls ``callback`` when the running backward ends without an error. (DDP and FSDP rely on the same call.)"""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def refuse_compiled_autograd() -> None:
@@ -60,7 +60,7 @@ def refuse_compiled_autograd() -> None:
 def make_wrapper(cls: type[_T], like: torch.Tensor) -> _T:
     """A tensor subclass's instance with the sizes, dtype and device of ``like`` and no storage. (DTensor is made this
     way.)"""
-    made: _T = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    made: _T = torch.Tensor._make_wrapper_subclass(
         cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
     )
     return made

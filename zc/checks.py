@@ -64,9 +64,9 @@ def _check_storages(params: dict[str, nn.Parameter]) -> None:
     for name, param in params.items():
         if param.numel() == 0:
             continue
-        low = param.storage_offset() * param.element_size()
+        low = int(param.storage_offset()) * param.element_size()
         extent = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
-        high = low + (extent + 1) * param.element_size()
+        high = low + int(extent + 1) * param.element_size()
         for other_low, other_high, other in spans.setdefault(param.untyped_storage().data_ptr(), []):
             if low < other_high and other_low < high:
                 raise PlanError(

@@ -63,7 +63,8 @@ class Group:
 
     def all_to_all(self, out: Tensor, rows: Tensor) -> Work | None:
         """out[s*S:(s+1)*S] on rank r <- rows[r*S:(r+1)*S] of rank s; both [P], contiguous. Asynchronous."""
-        return dist.all_to_all_single(out, rows, group=self.data, async_op=True)
+        work: Work | None = dist.all_to_all_single(out, rows, group=self.data, async_op=True)
+        return work
 
     def reduce_scatter(self, out: Tensor, flat: Tensor) -> Work | None:
         """out [S] <- sum over ranks of this rank's rows of flat [P]. Asynchronous."""
@@ -114,7 +115,7 @@ class Group:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control)
-        return tensor.tolist()  # type: ignore[no-any-return]
+        return [int(value) for value in tensor]
 
     def same_everywhere(self, what: str, lines: Sequence[str]) -> None:
         """Raises RankMismatchError on every rank, naming the first line in which some rank differs from rank 0."""

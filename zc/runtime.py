@@ -239,7 +239,8 @@ class Runtime:
     def install_hooks(self) -> None:
         for bucket in self.plan.buckets:
             for k, slot in enumerate(bucket.slots):
-                self.params[slot.name].register_post_accumulate_grad_hook(partial(self.receive_eager, bucket.index, k))
+                hook = partial(self.receive_eager, bucket.index, k)
+                self.params[slot.name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _deposits(plan: Plan, index: int) -> fx.Graph:

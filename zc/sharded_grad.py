@@ -46,14 +46,14 @@ class ShardedGrad(Tensor):
         """The whole gradient on every rank (a collective: call it on all of them), in the accumulator's dtype."""
         return self.owner.full_grad_of(self.param_name)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as torch.Tensor has it
         return f"ShardedGrad({self.param_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __reduce_ex__(self, proto: Any) -> Any:
         raise ZcError(f"the gradient of {self.param_name} is sharded over ranks: save full_tensor() instead")
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates the disabled default, a plain function
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = _HANDLERS.get(func)

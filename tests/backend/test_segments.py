@@ -1,0 +1,168 @@
+"""Segments are compiled with what is true of them, not of the whole backward."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import zc
+from zc import backend
+
+
+class Net(nn.Module):
+    """Layers of one shape, so that segments repeat; tanh saves its output, which its backward may overwrite."""
+
+    def __init__(self, num_layers: int = 6, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def trained(model: nn.Module, x: torch.Tensor, *, compiled: bool, **options: object) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if compiled:
+        zc.compile(model, optimizer, bucket_nbytes=32 * 33 * 4, **options)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_segment_donates_its_own_inputs_only() -> None:
+    """Inductor reads the positions of donated inputs from the tracing context, where those of the whole backward stand: in
+    a segment they would name other tensors. Canonical names carry what is donated, and both must agree."""
+    from torch._guards import TracingContext
+    from torch._inductor import compile_fx
+
+    seen: list[tuple[list[int], list[str]]] = []
+    inner = compile_fx.compile_fx_inner
+
+    def spy(gm, example_inputs, **kwargs):
+        if kwargs.get("is_backward"):
+            context = TracingContext.try_get()
+            names = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
+            seen.append((list(context.fw_metadata.bw_donated_idxs or ()), names))
+        return inner(gm, example_inputs, **kwargs)
+
+    model = Net()
+    with mock.patch.object(compile_fx, "compile_fx_inner", spy):
+        trained(model, torch.randn(8, 32), compiled=True)
+    assert len(seen) >= 2
+    for positions, names in seen:
+        assert positions == [i for i, name in enumerate(names) if name.startswith("donated")]
+    assert any(positions for positions, _ in seen), "nothing donated: the test shows nothing"
+
+
+def test_negative_control_positions_of_the_whole_backward_would_name_other_inputs() -> None:
+    """The same check with `_donating` taken out must fail: otherwise it guards nothing."""
+    import contextlib
+
+    with mock.patch.object(backend, "_donating", lambda positions: contextlib.nullcontext()), pytest.raises(AssertionError):
+        test_a_segment_donates_its_own_inputs_only()
+
+
+def test_identical_segments_are_compiled_once() -> None:
+    from torch._inductor import compile_fx
+
+    counts = {}
+    for num_layers in (6, 12):
+        torch._dynamo.reset()
+        calls = []
+        inner = compile_fx.compile_fx_inner
+
+        def spy(gm, example_inputs, calls=calls, inner=inner, **kwargs):
+            calls.append(bool(kwargs.get("is_backward")))
+            return inner(gm, example_inputs, **kwargs)
+
+        with mock.patch.object(compile_fx, "compile_fx_inner", spy):
+            trained(Net(num_layers), torch.randn(8, 32), compiled=True)
+        counts[num_layers] = sum(calls)
+    assert counts[6] == counts[12], f"compilations of the backward by depth: {counts}"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_compiled_equals_eager_in_float64(stage: int) -> None:
+    """One rank, against plain PyTorch, in float64: 1e-12 leaves room for reassociation and for nothing else."""
+    torch.manual_seed(0)
+    model, x = Net().double(), torch.randn(8, 32, dtype=torch.float64)
+    wanted = trained(copy.deepcopy(model), x, compiled=False)
+    got = trained(model, x, compiled=True, stage=stage)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_aot_cache_is_off_around_our_compile_only(tmp_path, monkeypatch) -> None:
+    """A plain entry in the AOTAutograd cache would run in place of our schedule: its key ignores the hook (TORCH.md)."""
+    from torch._functorch import config
+
+    before = config.enable_autograd_cache
+    during = []
+    from torch._inductor import compile_fx as module
+
+    inner = module.compile_fx
+
+    def spy(*args, **kwargs):
+        during.append(config.enable_autograd_cache)
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(module, "compile_fx", spy)
+    trained(Net(2), torch.randn(8, 32), compiled=True)
+    assert during == [False] and config.enable_autograd_cache == before
+
+
+def test_two_instances_of_one_class_keep_their_gradients_apart() -> None:
+    """Dynamo would serve the second model with the first one's graph, and its gradients would land in the wrong bucket."""
+    torch.manual_seed(0)
+    first, second = Net(2), Net(2)
+    plain = copy.deepcopy(second)
+    x = torch.randn(8, 32)
+    trained(first, x, compiled=True)
+    for a, b in zip(trained(second, x, compiled=True), trained(plain, x, compiled=False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_autograd_is_refused() -> None:
+    from torch._dynamo import compiled_autograd
+
+    model = Net(2)
+    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="aot_eager")
+    loss = model(torch.randn(8, 32)).square().mean()
+    with pytest.raises(zc.ZcError, match="compiled autograd"), compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+
+
+def test_more_instances_than_dynamos_default_limit_all_compile() -> None:
+    """Identity guards compile a graph for each instance; Dynamo's limit of 8 would leave the rest eager, silently."""
+
+    class Regional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Net(1) for _ in range(12))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+                torch._dynamo.graph_break()
+            return x
+
+    model = Regional()
+    plain = copy.deepcopy(model)
+    x = torch.randn(8, 32)
+    got, wanted = trained(model, x, compiled=True, backend="aot_eager"), trained(plain, x, compiled=False)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert len(zc.api.sharded(model).runtime.programs) == 12
