@@ -1,0 +1,163 @@
+"""zc/plan.py: which parameters are reduced together, and in which dtypes; decided by data, the same on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zc.layout import flat_layout, whole_layout
+from zc.placement import PLACEMENTS, Between
+from zc.plan import ParamSpec, Plan, make_plan
+
+CPU = torch.device("cpu")
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+
+
+def plan_of(specs: list[ParamSpec], **changed: object) -> Plan:
+    options = {
+        "world_size": 2, "placement": PLACEMENTS[2], "reduce": "exact", "reduce_dtype": None, "bucket_nbytes": 1024,
+        "num_buffers": 2, "overlap": True,
+    }  # fmt: skip
+    return make_plan(specs, **{**options, **changed})
+
+
+specs_of = st.lists(
+    st.tuples(st.lists(st.integers(0, 20), max_size=2).map(tuple), st.sampled_from([F32, BF16, F64])),
+    min_size=1,
+    max_size=12,
+).map(lambda found: [ParamSpec(f"p{k}", shape, dtype, CPU) for k, (shape, dtype) in enumerate(found)])
+
+
+@given(
+    specs=specs_of,
+    world_size=st.sampled_from([1, 2, 3, 8, 4096]),
+    bucket_nbytes=st.integers(1, 5000),
+    stage=st.sampled_from([1, 2]),
+    reduce_dtype=st.sampled_from([None, F32, BF16]),
+    layout=st.sampled_from([flat_layout, whole_layout]),
+)
+@settings(max_examples=150, deadline=None)
+def test_every_parameter_is_in_one_bucket_of_its_kind(
+    specs: list[ParamSpec], world_size: int, bucket_nbytes: int, stage: int, reduce_dtype: torch.dtype | None, layout
+) -> None:
+    """A parameter in no bucket never updates (DS#5639), one in two is counted twice."""
+    plan = plan_of(
+        specs, world_size=world_size, bucket_nbytes=bucket_nbytes, placement=PLACEMENTS[stage],
+        reduce_dtype=reduce_dtype, layout=layout,
+    )  # fmt: skip
+    by_name = {spec.name: spec for spec in specs}
+    assert sorted(slot.name for b in plan.buckets for slot in b.slots) == sorted(by_name)
+    assert [b.index for b in plan.buckets] == list(range(len(plan.buckets)))
+    for bucket in plan.buckets:
+        members = [by_name[slot.name] for slot in bucket.slots]
+        assert {(m.dtype, m.device) for m in members} == {(bucket.param_dtype, bucket.device)}
+        assert all(slot.shape == by_name[slot.name].shape for slot in bucket.slots)
+        nbytes = sum(math.prod(m.shape) * m.dtype.itemsize for m in members)
+        assert nbytes <= bucket_nbytes or sum(1 for m in members if math.prod(m.shape)) == 1
+        assert bucket.numel == bucket.layout.numel_padded and bucket.layout.world_size == world_size
+        # fp32 or wider in the accumulator, whatever came first (INVARIANTS I11)
+        assert bucket.acc_dtype == (F64 if bucket.param_dtype == F64 else F32)
+        assert bucket.has_master == (bucket.param_dtype == BF16)
+        for start in (slot.offset for slot in bucket.slots):
+            for dtype in (bucket.param_dtype, bucket.reduce_dtype):
+                assert start * dtype.itemsize % 128 == 0, "every slot starts a memory transaction, in both dtypes"
+
+
+@given(specs=specs_of)
+@settings(max_examples=50, deadline=None)
+def test_buckets_follow_the_reverse_order_of_registration(specs: list[ParamSpec]) -> None:
+    """The last layer's gradients come first: a bucket of early and late layers would be ready at the very end."""
+    for dtype in (F32, BF16, F64):
+        expected = [spec.name for spec in reversed(specs) if spec.dtype == dtype]
+        plan = plan_of(specs)
+        assert [s.name for b in plan.buckets if b.param_dtype == dtype for s in b.slots] == expected
+
+
+def test_a_plan_written_out() -> None:
+    """Literal buckets and offsets of a small model with an fp32 norm inside bf16, stage 2, two ranks."""
+    specs = [
+        ParamSpec("a.weight", (8, 16), BF16, CPU),  # 256 bytes
+        ParamSpec("norm.weight", (8,), F32, CPU),
+        ParamSpec("b.weight", (16, 16), BF16, CPU),  # 512 bytes
+        ParamSpec("b.bias", (16,), BF16, CPU),  # 32 bytes
+    ]
+    plan = plan_of(specs, bucket_nbytes=600)
+    found = [[(s.name, s.offset) for s in b.slots] for b in plan.buckets]
+    # bf16: 128 bytes are 64 elements; 32 + 512 bytes fit in 600, 256 more do not
+    assert found == [[("b.bias", 0), ("b.weight", 64)], [("a.weight", 0)], [("norm.weight", 0)]]
+    assert [b.numel for b in plan.buckets] == [384, 128, 64]  # 64 + 256 -> a multiple of 2 * 64; fp32: 2 * 32
+    assert [(b.param_dtype, b.reduce_dtype, b.acc_dtype) for b in plan.buckets] == [
+        (BF16, BF16, F32),
+        (BF16, BF16, F32),
+        (F32, F32, F32),
+    ]
+
+
+def test_what_travels_is_the_sum_in_stage_1_and_single_gradients_in_stage_2() -> None:
+    """PR#7985 (INVARIANTS I5, I11): stage 1 sends an fp32 sum of microbatches; rounding it loses what was kept."""
+    specs = [ParamSpec("w", (4, 4), BF16, CPU)]
+    assert plan_of(specs, placement=PLACEMENTS[1]).buckets[0].reduce_dtype == F32
+    assert plan_of(specs, placement=PLACEMENTS[2]).buckets[0].reduce_dtype == BF16
+    assert plan_of(specs, placement=PLACEMENTS[2], reduce_dtype=F32).buckets[0].reduce_dtype == F32
+
+
+def test_the_stage_table() -> None:
+    """ZeRO's definition (arXiv:1910.02054, 5.1 and 5.2) as data. DS#7366 reduced on every microstep without need."""
+    assert [p.gradient for p in PLACEMENTS.values()] == [Between.PARTIAL, Between.SHARD]
+    assert [p.reduces_every_backward for p in PLACEMENTS.values()] == [False, True]
+    specs = [ParamSpec("w", (4, 4), F32, CPU)]
+    for stage, reduces in ((1, False), (2, True)):
+        inside = plan_of(specs, placement=PLACEMENTS[stage]).microbatch()
+        assert inside.reduces is reduces and inside.is_boundary is False
+        assert dataclasses.replace(inside, is_boundary=True) == plan_of(specs, placement=PLACEMENTS[stage])
+
+
+def test_a_plan_is_frozen_hashable_and_printable() -> None:
+    """It is the key that passes and caches trust, and the text by which a user finds a parameter's bucket."""
+    specs = [ParamSpec("w", (4, 4), F32, CPU), ParamSpec("v", (300,), F32, CPU)]
+    plan = plan_of(specs)
+    assert plan == plan_of(specs) and hash(plan) == hash(plan_of(specs)) and plan != plan_of(specs, world_size=3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.buckets = ()  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.buckets[0].index = 3  # type: ignore[misc]
+    shown = str(plan)
+    assert "stage 2" in shown and "W=2" in shown
+    for bucket in plan.buckets:
+        assert f"bucket {bucket.index}: {len(bucket.slots)} parameters, P={bucket.numel}" in shown
+
+
+_PRINT_PLAN = """
+import torch
+from zc.layout import flat_layout, whole_layout
+from zc.placement import PLACEMENTS
+from zc.plan import ParamSpec, make_plan
+dtypes = [torch.float32, torch.bfloat16]
+specs = [ParamSpec(f"layer{k}.weight", (k % 5, 7), dtypes[k % 2], torch.device("cpu")) for k in range(40)]
+for layout in (flat_layout, whole_layout):
+    plan = make_plan(specs, world_size=3, placement=PLACEMENTS[2], reduce="exact", reduce_dtype=None, bucket_nbytes=300,
+                     num_buffers=2, overlap=True, layout=layout)
+    print(repr(plan)); print(plan)
+"""
+
+
+def test_the_plan_is_the_same_in_every_process() -> None:
+    """DS#2343, MLM#950 (INVARIANTS I7): ranks that disagree about a bucket send each other's bytes to the wrong place.
+
+    A set or a dict keyed by objects somewhere in the planning would order buckets by hash, which differs by process.
+    """
+    printed = set()
+    for seed, rank in (("0", "0"), ("1", "1"), ("4242", "7")):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "RANK": rank, "LOCAL_RANK": rank}
+        printed.add(
+            subprocess.run([sys.executable, "-c", _PRINT_PLAN], env=env, check=True, capture_output=True).stdout
+        )
+    assert len(printed) == 1 and b"layer39.weight" in printed.pop()
