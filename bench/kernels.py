@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from zc.kernels import _chunks
 
 from zc import kernels
+from zc.kernels import _chunks
 
 Run = Callable[[], object]
 ALIGN = 64  # elements between slot starts, as zc.layout packs them for bf16

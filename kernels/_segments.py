@@ -64,7 +64,7 @@ def launch(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale:
             append(0, stop, offset - stop, 0, (1,) * 3, (0,) * 4)
         stop = offset + grad.numel()
         sizes, strides = collapse(grad)
-        if len(sizes) > 4 or grad.numel() >= 2**31 and strides != [1]:  # the kernel's index has 4 digits of 32 bits
+        if len(sizes) > 4 or (grad.numel() >= 2**31 and strides != [1]):  # the kernel's index has 4 digits of 32 bits
             grad = grad.contiguous()
             kept.append(grad)
             sizes, strides = collapse(grad)

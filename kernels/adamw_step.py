@@ -170,7 +170,7 @@ def prepare_step(step, scalars, lr, found_inf, lr_high, lr_low, beta1_high, beta
         one = now.to(tl.float64) * 0.0 + 1.0  # widens: the interpreter passes plain floats, which have no .to()
         beta1 = one * beta1_high + one * beta1_low
         beta2 = one * beta2_high + one * beta2_low
-        if LR_ON_DEVICE:
+        if LR_ON_DEVICE:  # noqa: SIM108  decided when it compiles
             rate = tl.load(lr).to(tl.float64)
         else:
             rate = one * lr_high + one * lr_low

@@ -32,9 +32,9 @@ def oracle(tensors: list[Tensor], step: float, options: dict[str, Any]) -> tuple
     return [param - update, exp_avg, exp_avg_sq], [old + update.abs() + rate * terms / denominator, terms, exp_avg_sq]
 
 
-def check_adamw(run: Callable[..., None], device: str, numel: int, options: dict[str, Any], *, grad_dtype: torch.dtype = F32,
-                publish_dtype: torch.dtype | None = B16, cast: Callable[[Tensor, torch.dtype], Tensor],
-                ulps: float = 4.0, shift: int = 0) -> None:  # fmt: skip
+def check_adamw(run: Callable[..., None], device: str, numel: int, options: dict[str, Any], *,
+                grad_dtype: torch.dtype = F32, publish_dtype: torch.dtype | None = B16,
+                cast: Callable[[Tensor, torch.dtype], Tensor], ulps: float = 4.0, shift: int = 0) -> None:  # fmt: skip
     """Two steps from random moments; each number within ``ulps`` of the terms that it was summed from."""
     generator = torch.Generator().manual_seed(numel)
     options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "grad_scale": None,

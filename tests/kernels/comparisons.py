@@ -17,7 +17,7 @@ F32, B16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SIZES = (0, 1, 63, 1025, 2**20 + 3)
 GUARD = 64
 SENTINEL = 1234.0  # exact in every dtype
-SPECIALS = (torch.nan, torch.inf, -torch.inf, 1e-41, -1e-41, 3e-39, -3e-39, 1e-7, -0.0, 0.0, 3.4e38, -3.4e38, 65520.0, 1 / 3)
+SPECIALS = (torch.nan, torch.inf, -torch.inf, 1e-41, -1e-41, 3e-39, -3e-39, 1e-7, -0.0, 0.0, 3.4e38, -3.4e38, 65520.0)
 
 
 def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,11 +56,12 @@ def assert_bits(actual: Tensor, expected: Tensor) -> None:
     as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
     same = (actual.view(as_int) == expected.view(as_int)) | (actual.isnan() & expected.isnan())
     wrong = (~same).nonzero().flatten()
-    assert len(wrong) == 0, f"{len(wrong)} differ, first at {wrong[:5].tolist()}: {actual[wrong[:5]]} {expected[wrong[:5]]}"
+    first = wrong[:5]
+    assert len(wrong) == 0, f"{len(wrong)} differ, first at {first.tolist()}: {actual[first]} {expected[first]}"
 
 
 def mixed_grads(sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: str) -> list[Tensor]:
-    """Gradients of many layouts: contiguous of ``sizes`` in turn of ``dtypes``, then strided ones and unaligned ones."""
+    """Gradients of many layouts: contiguous of ``sizes``, the ``dtypes`` in turn, then strided and unaligned ones."""
     flat = [values((size,), dtypes[i % len(dtypes)], device, i) for i, size in enumerate(sizes)]
     dtype = dtypes[0]
     strided = [
@@ -71,7 +72,8 @@ def mixed_grads(sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: str
         values((1,), dtypes[-1], device).expand(37),
         values((100, 90), dtype, device).t().unsqueeze(1),  # more than one piece of the kernel's strided loop
     ]
-    return [*flat, *strided, values((2000,), dtype, device)[1:], values((), dtype, device), values((4, 0, 3), dtype, device)]
+    odd = [values((2000,), dtype, device)[1:], values((), dtype, device), values((4, 0, 3), dtype, device)]
+    return [*flat, *strided, *odd]
 
 
 def spread(grads: Sequence[Tensor], gaps: Sequence[int]) -> tuple[list[int], int]:
@@ -143,7 +145,8 @@ def check_reduce(run: Callable[..., None], device: str, world_size: int, numel: 
     assert_guards(storage, out)
 
 
-def check_unflatten(run: Callable[..., None], device: str, numel: int, dtype: torch.dtype, cast: Cast, shift: int = 0) -> None:
+def check_unflatten(run: Callable[..., None], device: str, numel: int, dtype: torch.dtype, cast: Cast,
+                    shift: int = 0) -> None:  # fmt: skip
     master = values((numel + shift,), F32, device)[shift:]
     out, storage = guarded(numel, dtype, device, shift)
     run(out, master, None)

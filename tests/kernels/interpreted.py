@@ -11,14 +11,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import adamw
+import comparisons as c
 import numpy as np
 import pytest
 import torch
 from test_twins import ADAMW
 from torch import Tensor
 
-import adamw
-import comparisons as c
 from zc.kernels._triton import tl, triton
 from zc.kernels.accumulate_cast import accumulate_cast_triton
 from zc.kernels.adamw_step import adamw_step_triton
@@ -85,7 +85,8 @@ def test_accumulate_cast(scale: float) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 16, 17, 64])
 def test_reduce_rows(world_size: int, wire: torch.dtype, add: bool) -> None:
     for numel in c.SIZES[:-1]:
-        c.check_reduce(reduce_rows_triton, "cpu", world_size, numel, wire, scale=1 / world_size, add=add, shift=numel % 2)
+        shift = numel % 2
+        c.check_reduce(reduce_rows_triton, "cpu", world_size, numel, wire, scale=1 / world_size, add=add, shift=shift)
 
 
 def test_reduce_rows_of_a_million() -> None:

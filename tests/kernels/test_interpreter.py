@@ -15,7 +15,7 @@ def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="no triton: the twins are all there is")
     here = Path(__file__).parent
     path = os.pathsep.join(p for p in (str(here), os.environ.get("PYTHONPATH")) if p)
-    command = [str(Path(sys.executable).with_name("pytest")), "-q", "-x", "-p", "no:cacheprovider", str(here / "interpreted.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / "interpreted.py")]
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
