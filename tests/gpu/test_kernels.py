@@ -1,0 +1,154 @@
+"""The Triton kernels on a GPU, against the same references as the twins. Rounding is to nearest even: all bits count.
+
+Without a GPU every test skips; the kernels' logic is then covered by tests/kernels/interpreted.py, their code by
+tests/kernels/test_compile.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+import adamw
+import comparisons as c
+from test_twins import ADAMW, accumulate, flatten, reduce, unflatten
+
+from zc import kernels
+
+pytestmark = pytest.mark.skipif(
+    kernels.why_twin() is not None, reason=f"the Triton kernels can't run here: {kernels.why_twin()}"
+)
+
+ALL = (c.F32, c.B16, c.F16)
+SIZES = (*c.SIZES, 5_000_000)
+
+
+def test_the_kernels_run_and_not_the_twins() -> None:
+    """A comparison of a twin with itself would pass everywhere."""
+    x = torch.ones(100, device="cuda")
+    with mock.patch("zc.kernels._segments.launch") as launch:
+        flatten(x, [], [], 1.0)
+    assert launch.called
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_flatten_cast(dtype: torch.dtype, scale: float) -> None:
+    grads = c.mixed_grads(SIZES, ALL, "cuda")
+    for shift, (offsets, numel) in enumerate((c.aligned(grads), c.spread(grads, (3, 0, 17)))):
+        c.check_flatten(flatten, "cuda", dtype, grads, offsets, numel, scale, c.nearest, shift=shift)
+
+
+def test_flatten_cast_of_fp64_takes_the_twin() -> None:
+    grads = c.mixed_grads(c.SIZES, (c.F64, c.F32), "cuda")
+    c.check_flatten(flatten, "cuda", c.F32, grads, *c.aligned(grads), 1 / 3, c.nearest)
+
+
+def test_flatten_cast_of_thousands_of_tensors() -> None:
+    grads = [c.values((i % 97 + 1,), c.B16, "cuda", i) for i in range(3000)]
+    c.check_flatten(flatten, "cuda", c.F32, grads, *c.aligned(grads), 1.0, c.nearest)
+
+
+def test_flatten_cast_past_the_range_of_int32() -> None:
+    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GiB of free GPU memory")
+    grads = [torch.ones(2**31 + 100, dtype=c.B16, device="cuda"), torch.full((1000,), 2.0, device="cuda")]
+    out = torch.full((2**31 + 2048,), torch.nan, dtype=c.B16, device="cuda")
+    flatten(out, grads, [0, 2**31 + 128], 1.0)
+    assert bool((out[: 2**31 + 100] == 1).all())
+    assert bool((out[2**31 + 128 : 2**31 + 1128] == 2).all())
+    assert out[2**31 + 1128 :].tolist() == [0.0] * 920
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+def test_accumulate_cast(scale: float) -> None:
+    grads = c.mixed_grads(SIZES, ALL, "cuda")
+    for shift, (offsets, numel) in enumerate((c.aligned(grads), c.spread(grads, (3, 0, 17)))):
+        c.check_accumulate(accumulate, "cuda", c.F32, grads, offsets, numel, scale, shift=shift)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("wire", [*ALL, c.F64], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 16, 17, 64])
+def test_reduce_rows(world_size: int, wire: torch.dtype, add: bool) -> None:
+    for numel in c.SIZES:
+        for shift in (0, 1):
+            scale = 1 / world_size
+            c.check_reduce(reduce, "cuda", world_size, numel, wire, scale=scale, add=add, shift=shift)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("numel", SIZES)
+def test_unflatten_cast(numel: int, dtype: torch.dtype, shift: int) -> None:
+    c.check_unflatten(unflatten, "cuda", numel, dtype, c.nearest, shift)
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**40 + 5])
+@pytest.mark.parametrize("numel", [*c.SIZES[:-1], 20_000])
+def test_stochastic_rounding(numel: int, seed: int) -> None:
+    c.check_stochastic(unflatten, "cuda", numel, seed, shift=numel % 2)
+
+
+def test_stochastic_rounding_gives_the_twins_numbers() -> None:
+    master = c.values((3_000_000,), c.F32)
+    ours, twins = torch.empty(3_000_000, dtype=c.B16, device="cuda"), torch.empty(3_000_000, dtype=c.B16)
+    unflatten(ours, master.cuda(), 9)
+    unflatten(twins, master, 9)
+    c.assert_bits(ours, twins)
+
+
+@pytest.mark.parametrize("dtype", [*ALL, c.F64], ids=str)
+@pytest.mark.parametrize("numel", SIZES)
+def test_sum_of_squares(numel: int, dtype: torch.dtype) -> None:
+    for shift in (0, 1):
+        c.check_norm(kernels.sum_of_squares, "cuda", numel, dtype, shift)
+
+
+@pytest.mark.parametrize("case", ADAMW)
+@pytest.mark.parametrize("numel", c.SIZES)
+def test_adamw_step(numel: int, case: str) -> None:
+    options = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in ADAMW[case].items()}
+    for shift in (0, 1):
+        adamw.check_adamw(kernels.adamw_step, "cuda", numel, options, cast=c.nearest, shift=shift)
+
+
+@pytest.mark.parametrize("dtype", [c.B16, c.F16], ids=str)
+def test_adamw_step_with_low_precision_gradients(dtype: torch.dtype) -> None:
+    adamw.check_adamw(kernels.adamw_step, "cuda", 1025, {}, grad_dtype=dtype, publish_dtype=None, cast=c.nearest)
+
+
+def test_adamw_step_is_within_an_ulp_of_torchs_fused_one() -> None:
+    param = torch.randn(1_000_003, device="cuda")
+    grad, step = torch.randn_like(param), torch.zeros((), device="cuda")
+    exp_avg, exp_avg_sq = torch.zeros_like(param), torch.zeros_like(param)
+    theirs = torch.nn.Parameter(param.clone())
+    theirs.grad = grad.clone()
+    options = {"lr": 3e-4, "eps": 1e-8, "weight_decay": 0.1}
+    torch.optim.AdamW([theirs], betas=(0.9, 0.95), fused=True, **options).step()
+    before = param.clone()
+    kernels.adamw_step(param, grad, exp_avg, exp_avg_sq, step, beta1=0.9, beta2=0.95, **options)
+    # an ulp of the larger of the old and the new weight: near zero the update itself is what is rounded
+    largest = torch.maximum(before.abs(), theirs.detach().abs())
+    one_ulp = torch.nextafter(largest, torch.full_like(largest, torch.inf)) - largest
+    assert bool(((param - theirs.detach()).abs() <= one_ulp).all())
+
+
+def test_kernels_run_on_the_current_stream_without_a_synchronisation() -> None:
+    grads = [torch.ones(1000, device="cuda"), torch.ones(70, 30, device="cuda").t()]
+    out, acc = torch.empty(5000, device="cuda"), torch.zeros(2500, device="cuda")
+    flatten(out, grads, [0, 1024], 1.0)  # compiles outside
+    reduce(out.view(2, 2500), acc, 0.5, True)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            flatten(out, grads, [0, 1024], 1.0)
+            reduce(out.view(2, 2500), acc, 0.5, True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
