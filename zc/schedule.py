@@ -175,5 +175,5 @@ def text(graph: fx.Graph) -> str:
         name = getattr(node.target, "__name__", str(node.target))
         made = ", ".join(f"%{n.name}" for n in results(node))
         args = ", ".join(str(a) for a in node.args)
-        lines.append(f"{stream_of(node):>10} | {made + ' = ' if made else ''}{name}({args})")
+        lines.append(f"{node.meta.get('stream', '-'):>10} | {made + ' = ' if made else ''}{name}({args})")
     return "\n".join(lines)
