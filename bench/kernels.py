@@ -1,6 +1,6 @@
 """CPU twins of zc.kernels against a memcpy that moves the same bytes: medians of interleaved runs, one thread.
 
-    OMP_NUM_THREADS=1 python bench/kernels.py [--csv FILE] [--sizes 1 4 16 64] [--rounds 21] [--sweep]
+    OMP_NUM_THREADS=1 python -m bench.kernels [--csv FILE] [--sizes 1 4 16 64] [--rounds 21] [--sweep]
 
 Each row is checked against plain torch first: no number without a passing check. ``ratio`` is the memcpy's median time
 over the twin's (1.0: as fast as memory allows a copy to be; higher is better). ``--sweep`` varies the piece size.
@@ -11,16 +11,14 @@ from __future__ import annotations
 import argparse
 import csv
 import ctypes
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from bench.measure import commit, device_name
 from zc import kernels
 from zc.kernels import _chunks
 
@@ -167,7 +165,7 @@ def norm_case(numel: int) -> Case:
 
 
 def adamw_case(numel: int) -> Case:
-    options = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 1e-2}
+    options: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 1e-2}
     param, grad, step = torch.randn(numel), torch.randn(numel), torch.zeros(())
     exp_avg, exp_avg_sq, publish = torch.zeros(numel), torch.zeros(numel), torch.empty(numel, dtype=torch.bfloat16)
     other = torch.nn.Parameter(param.clone())
@@ -226,7 +224,6 @@ def median_ms(runs: dict[str, Run], num_rounds: int) -> dict[str, float]:
 
 
 def rows(sizes: list[int], num_rounds: int, only: str) -> Iterator[dict[str, object]]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     for mebibytes in sizes:
         for case in cases(mebibytes):
             if only not in case.name:
@@ -238,8 +235,9 @@ def rows(sizes: list[int], num_rounds: int, only: str) -> Iterator[dict[str, obj
             yield {
                 "case": case.name, "MiB": mebibytes, "zc_ms": round(ms["zc"], 4), "memcpy_ms": round(ms["memcpy"], 4),
                 "ratio": round(ms["memcpy"] / ms["zc"], 3), "rivals_ms": rivals, "chunk": _chunks.CHUNK,
-                "threads": torch.get_num_threads(), "torch": torch.__version__, "machine": platform.machine(),
-                "commit": commit.stdout.strip(),
+                "threads": torch.get_num_threads(), "torch": torch.__version__,
+                "device": device_name(torch.device("cpu")),
+                "commit": commit(),
             }  # fmt: skip
 
 
@@ -267,4 +265,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
