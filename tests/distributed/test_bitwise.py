@@ -1,0 +1,121 @@
+"""What must not change a single bit: bucket size, ring, overlap, stage at one microbatch, and a second run.
+
+The exact reduction adds the ranks' rows in rank order, so an element's sum does not depend on which bucket it lies in
+or when it travels. Four ranks, because with two every order of a sum gives the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from loops import adamw
+from models import mean_square, mlp, vectors
+from torch import nn
+
+import zc
+
+DIM, DEPTH = 256, 6  # 1.5 MiB of parameters: 64 KiB, 1 MiB and 25 MiB give 12, 2 and 1 buckets
+
+
+def _train(rank: int, backend: str, updates: int = 2, microbatches: int = 2, **options: Any) -> tuple[str, int]:
+    """Hash of the weights after some updates, and the number of buckets."""
+    torch.manual_seed(0)
+    model: nn.Module = mlp(DIM, DEPTH)
+    batch = vectors(DIM, 8)
+    model, optimizer = zc.compile(model, adamw(model), backend=backend, **options)
+    for step in range(updates):
+        for m in range(microbatches):
+            mean_square(model, batch(rank, step, m)).backward()
+        zc.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    digest = hashlib.sha256()
+    for param in model.parameters():
+        assert param.isfinite().all()
+        digest.update(param.detach().numpy().tobytes())
+    num_buckets = zc.explain(model).sections["buckets"].count(" at 0\n")
+    return digest.hexdigest(), num_buckets
+
+
+def _hashes(rank: int, world_size: int, backend: str, runs: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [_train(rank, backend, **options) for options in runs]
+
+
+def same(world_size: int, backend: str, runs: list[dict[str, Any]]) -> list[int]:
+    """Asserts that all runs, on all ranks, end with the same weights; the number of buckets of each run."""
+    found = run_ranks(_hashes, world_size, backend, runs, timeout=240)
+    assert {h for ranks in found for h, _ in ranks} == {found[0][0][0]}, found
+    return [n for _, n in found[0]]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bucket_size_overlap_and_ring(stage: int, backend: str) -> None:
+    """DS#6351 (the bucket size changed convergence), DS#5606, DS#7805 (a bucket overwritten while it was read),
+    DS#8061 (an overlap that read too early): INVARIANTS I1, I2."""
+    runs = [
+        {"bucket_nbytes": 64 * 2**10},
+        {"bucket_nbytes": 2**20},
+        {"bucket_nbytes": 25 * 2**20},
+        {"bucket_nbytes": 64 * 2**10, "overlap": False},
+        {"bucket_nbytes": 64 * 2**10, "num_buffers": 1},
+        {"bucket_nbytes": 64 * 2**10},  # and the first again: two runs
+    ]
+    same(4, backend, [{"stage": stage, **options} for options in runs])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_stages_at_one_microbatch(backend: str) -> None:
+    """With one backward an update, stage 1 reduces the same gradients in the same order as stage 2."""
+    same(4, backend, [{"stage": stage, "microbatches": 1} for stage in (1, 2)])
+
+
+def test_eager_and_aot_eager_run_the_same_kernels() -> None:
+    """aot_eager is the compiled schedule with ATen op by op: nothing but decompositions may differ from eager. A
+    loss of plain matmuls and GELU has none that round differently, so the paths must agree to rounding."""
+    weights = run_ranks(_flat_weights, 2, ["eager", "aot_eager"])
+    eager, compiled = weights[0]
+    assert (eager - compiled).norm() <= 1e-6 * eager.norm()
+
+
+def _flat_weights(rank: int, world_size: int, backends: list[str]) -> list[torch.Tensor]:
+    found = []
+    for backend in backends:
+        torch.manual_seed(0)
+        model: nn.Module = mlp(32, 3)
+        model, optimizer = zc.compile(model, adamw(model), backend=backend, bucket_nbytes=8192)
+        for step in range(3):
+            mean_square(model, vectors(32)(rank, step, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    return found
+
+
+def test_native_reduction_is_not_promised_to_be_bitwise_but_repeats() -> None:
+    """Two runs of one configuration are the same even where the backend chooses the order of the sum."""
+    same(4, "eager", [{"reduce": "native"}, {"reduce": "native"}])
+
+
+def test_the_hash_notices_one_bit() -> None:
+    """The negative control: a learning rate that differs in its last place must give another hash."""
+    first = run_ranks(_hashes, 2, "eager", [{"stage": 2}])[0][0][0]
+    second = run_ranks(_hashes_nudged, 2)[0]
+    assert first != second
+
+
+def _hashes_nudged(rank: int, world_size: int) -> str:
+    import loops
+
+    kept = loops.adamw
+    globals()["adamw"] = lambda model: torch.optim.AdamW(
+        model.parameters(), lr=1e-3 * (1 + 1e-5), betas=(0.9, 0.95), weight_decay=0.1
+    )
+    try:
+        return _train(rank, "eager", stage=2)[0]
+    finally:
+        globals()["adamw"] = kept
