@@ -9,6 +9,7 @@ from zc.passes import (
     place_on_streams,
     reduce_buckets,
     tag_gradients,
+    verify,
 )
 from zc.passes.base import Pass
 
@@ -19,4 +20,5 @@ PIPELINE: tuple[Pass, ...] = (
     outline_segments.PASS,
     place_on_streams.PASS,
     insert_events.PASS,
+    verify.PASS,
 )

@@ -3,6 +3,7 @@
 from zc.api import clip_grad_norm_, compile, full_grad, no_sync, persistent_nbytes  # noqa: A004
 from zc.errors import PassError, PlanError, RaceError, RankMismatchError, UncoveredGradientError, ZcError
 from zc.explain import explain
+from zc.passes.verify import Verdict, verify
 
 __version__ = "0.1.0"
 
@@ -12,6 +13,7 @@ __all__ = [
     "RaceError",
     "RankMismatchError",
     "UncoveredGradientError",
+    "Verdict",
     "ZcError",
     "__version__",
     "clip_grad_norm_",
@@ -20,4 +22,5 @@ __all__ = [
     "full_grad",
     "no_sync",
     "persistent_nbytes",
+    "verify",
 ]

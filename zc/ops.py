@@ -12,6 +12,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zc.buffers import Buffers
@@ -59,7 +60,12 @@ class GradientOps:
             accumulate_cast(acc, present, offsets)
             return
         if self.state[bucket] is Acc.REDUCED:
-            self.spill[bucket] = self.buffers.acc_shard(self.plan.buckets[bucket]).clone()
+            reduced = self.buffers.acc_shard(self.plan.buckets[bucket])
+            # kept for the plan's life: the comm stream still reads it when the next backward has begun
+            if bucket not in self._spill:
+                self._spill[bucket] = torch.empty_like(reduced)
+            self._spill[bucket].copy_(reduced)
+            self._spilled.add(bucket)
         flatten_cast(acc, present, offsets)
         self.state[bucket] = Acc.PARTIAL
 
@@ -96,9 +102,9 @@ class GradientOps:
             reduce_rows(rows, out, scale=1.0 / world_size, add=self.state[bucket] is not Acc.EMPTY)
         else:
             reduce_rows(rows, out, scale=1.0 / world_size, add=False)
-            moved = self.spill.pop(bucket, None)
-            if moved is not None:
-                out.add_(moved)
+            if bucket in self._spilled:
+                self._spilled.discard(bucket)
+                out.add_(self._spill[bucket])
         self.state[bucket] = Acc.REDUCED
 
     def clear(self, *, set_to_none: bool) -> None:
@@ -109,7 +115,7 @@ class GradientOps:
                 self.touched[bucket.index] = [False] * len(bucket.slots)
             elif self.state[bucket.index] is not Acc.EMPTY:
                 self.buffers.acc[bucket.index].zero_()
-        self.spill.clear()
+        self._spilled.clear()
 
     def touched_flags(self) -> list[int]:
         return [int(flag) for flags in self.touched for flag in flags]

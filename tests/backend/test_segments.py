@@ -43,8 +43,8 @@ def trained(model: nn.Module, x: torch.Tensor, *, compiled: bool, **options: obj
 
 
 def test_a_segment_donates_its_own_inputs_only() -> None:
-    """Inductor reads the positions of donated inputs from the tracing context, where those of the whole backward stand: in
-    a segment they would name other tensors. Canonical names carry what is donated, and both must agree."""
+    """Inductor reads the positions of donated inputs from the tracing context, where those of the whole backward stand:
+    in a segment they would name other tensors. Canonical names carry what is donated, and both must agree."""
     from torch._guards import TracingContext
     from torch._inductor import compile_fx
 
@@ -71,7 +71,7 @@ def test_negative_control_positions_of_the_whole_backward_would_name_other_input
     """The same check with `_donating` taken out must fail: otherwise it guards nothing."""
     import contextlib
 
-    with mock.patch.object(backend, "_donating", lambda positions: contextlib.nullcontext()), pytest.raises(AssertionError):
+    with mock.patch.object(backend, "_donating", return_value=contextlib.nullcontext()), pytest.raises(AssertionError):
         test_a_segment_donates_its_own_inputs_only()
 
 
@@ -106,7 +106,8 @@ def test_compiled_equals_eager_in_float64(stage: int) -> None:
 
 
 def test_aot_cache_is_off_around_our_compile_only(tmp_path, monkeypatch) -> None:
-    """A plain entry in the AOTAutograd cache would run in place of our schedule: its key ignores the hook (TORCH.md)."""
+    """A plain entry in the AOTAutograd cache would run in place of our schedule: its key ignores the hook
+    (TORCH.md)."""
     from torch._functorch import config
 
     before = config.enable_autograd_cache
@@ -125,7 +126,8 @@ def test_aot_cache_is_off_around_our_compile_only(tmp_path, monkeypatch) -> None
 
 
 def test_two_instances_of_one_class_keep_their_gradients_apart() -> None:
-    """Dynamo would serve the second model with the first one's graph, and its gradients would land in the wrong bucket."""
+    """Dynamo would serve the second model with the first one's graph, and its gradients would land in the wrong
+    bucket."""
     torch.manual_seed(0)
     first, second = Net(2), Net(2)
     plain = copy.deepcopy(second)
@@ -141,7 +143,8 @@ def test_compiled_autograd_is_refused() -> None:
     model = Net(2)
     zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="aot_eager")
     loss = model(torch.randn(8, 32)).square().mean()
-    with pytest.raises(zc.ZcError, match="compiled autograd"), compiled_autograd._enable(torch.compile(backend="eager")):
+    with pytest.raises(zc.ZcError, match="compiled autograd"),
+    compiled_autograd._enable(torch.compile(backend="eager")):
         loss.backward()
 
 

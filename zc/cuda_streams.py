@@ -1,0 +1,67 @@
+"""Streams on CUDA: torch.cuda streams and events, and no host synchronisation in forward or backward.
+
+Not run here yet: no GPU was at hand when it was written (tests/gpu stands ready).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zc.schedule import HOME
+
+
+class CudaStreams:
+    """The home stream is whatever stream is current where the schedule runs, in autograd's device thread for instance;
+    the others are made when first used, with high priority, so that a reduction's kernels are not queued behind
+    compute.
+
+    The caching allocator is told nothing: what crosses streams is owned by the plan and lives as long as it, or has a
+    ``release`` in the schedule. An event object is made once a name: a wait captures the record before it, so recording
+    it again later is safe.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sides: dict[str, torch.cuda.Stream] = {}
+        self._events: dict[str, torch.cuda.Event] = {}
+        self._last_home: torch.cuda.Stream | None = None
+
+    def run_on(self, stream: str, task: Callable[[], object]) -> None:
+        if stream == HOME:
+            self._stream(HOME)
+            task()
+        else:
+            with torch.cuda.stream(self._stream(stream)):
+                task()
+
+    def record(self, event: str, stream: str) -> None:
+        if event not in self._events:
+            self._events[event] = torch.cuda.Event()
+        self._events[event].record(self._stream(stream))
+
+    def wait(self, event: str, stream: str) -> None:
+        if event in self._events:
+            self._stream(stream).wait_event(self._events[event])
+
+    def join_home(self) -> None:
+        for name in list(self._sides):
+            self.record(f"join/{name}", name)
+            self.wait(f"join/{name}", HOME)
+
+    def synchronize(self) -> None:
+        self.join_home()
+        self._stream(HOME).synchronize()
+
+    def _stream(self, name: str) -> torch.cuda.Stream:
+        if name == HOME:
+            home = torch.cuda.current_stream(self._device)
+            if self._last_home is not None and self._last_home != home:
+                # a program may run its steps on other streams: program order goes on over the change
+                home.wait_stream(self._last_home)
+            self._last_home = home
+            return home
+        if name not in self._sides:
+            self._sides[name] = torch.cuda.Stream(self._device, priority=-1)
+        return self._sides[name]
