@@ -40,7 +40,7 @@ def test_the_kernels_run_and_not_the_twins() -> None:
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_flatten_cast(dtype: torch.dtype, scale: float) -> None:
     grads = c.mixed_grads(SIZES, ALL, "cuda")
-    for shift, (offsets, numel) in enumerate((c.aligned(grads), c.spread(grads, (3, 0, 17)))):
+    for shift, (offsets, numel) in enumerate(c.layouts(grads)):
         c.check_flatten(flatten, "cuda", dtype, grads, offsets, numel, scale, c.nearest, shift=shift)
 
 
@@ -68,7 +68,7 @@ def test_flatten_cast_past_the_range_of_int32() -> None:
 @pytest.mark.parametrize("scale", [1.0, 1 / 3])
 def test_accumulate_cast(scale: float) -> None:
     grads = c.mixed_grads(SIZES, ALL, "cuda")
-    for shift, (offsets, numel) in enumerate((c.aligned(grads), c.spread(grads, (3, 0, 17)))):
+    for shift, (offsets, numel) in enumerate(c.layouts(grads)):
         c.check_accumulate(accumulate, "cuda", c.F32, grads, offsets, numel, scale, shift=shift)
 
 

@@ -72,8 +72,8 @@ def mixed_grads(sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: str
         values((1,), dtypes[-1], device).expand(37),
         values((100, 90), dtype, device).t().unsqueeze(1),  # more than one piece of the kernel's strided loop
     ]
-    odd = [values((2000,), dtype, device)[1:], values((), dtype, device), values((4, 0, 3), dtype, device)]
-    return [*flat, *strided, *odd]
+    odd = [values((2000,), dtype, device)[1:], values((4, 0, 3), dtype, device), values((1025,), dtype, device)]
+    return [values((), dtype, device), *flat, *strided, *odd]  # the last is not empty: its slot can end at P
 
 
 def spread(grads: Sequence[Tensor], gaps: Sequence[int]) -> tuple[list[int], int]:
@@ -92,6 +92,11 @@ def aligned(grads: Sequence[Tensor]) -> tuple[list[int], int]:
         offsets.append(stop)
         stop = -(-(stop + grad.numel()) // 64) * 64
     return offsets, stop
+
+
+def layouts(grads: Sequence[Tensor]) -> list[tuple[list[int], int]]:
+    """As zc.layout packs; unaligned with gaps; and one whose last slot ends where the buffer ends."""
+    return [aligned(grads), spread(grads, (3, 0, 17)), spread(grads, (0, 5, 16))]  # the first gap is also the last
 
 
 def product(grad: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -116,7 +121,8 @@ def check_flatten(run: Callable[..., None], device: str, out_dtype: torch.dtype,
 
 def check_accumulate(run: Callable[..., None], device: str, acc_dtype: torch.dtype, grads: Sequence[Tensor],
                      offsets: Sequence[int], numel: int, scale: float, shift: int = 0) -> None:  # fmt: skip
-    acc, storage = guarded(numel, acc_dtype, device, shift)  # padding stays NaN: proof that nothing touched it
+    acc, storage = guarded(numel, acc_dtype, device, shift)
+    acc.fill_(SENTINEL)  # a NaN in the padding would stay one, whatever is added to it
     expected = acc.clone()
     for grad, offset in zip(grads, offsets, strict=True):
         slot = slice(offset, offset + grad.numel())
@@ -177,6 +183,9 @@ def stochastic_reference(master: Tensor, seed: int) -> Tensor:
 
 def check_stochastic(run: Callable[..., None], device: str, numel: int, seed: int, shift: int = 0) -> None:
     master = values((numel + shift,), F32, device)[shift:]
+    # NaNs that an addition to their low half would turn into inf, -0.0 and 0.0
+    nans = torch.tensor([0x7F800001, 0x7FFFFFFF, -1], dtype=torch.int32).view(F32)
+    master[numel // 2 :][:3] = nans[: min(3, numel - numel // 2)].to(device)
     out, storage = guarded(numel, B16, device, shift)
     run(out, master, seed)
     assert_bits(out, stochastic_reference(master, seed))

@@ -59,7 +59,7 @@ def test_this_is_the_interpreter_and_its_own_cast_truncates() -> None:
 @pytest.mark.parametrize("dtype", TRAINING, ids=str)
 def test_flatten_cast(dtype: torch.dtype, scale: float) -> None:
     grads = c.mixed_grads((0, 1, 63, 1025, 9000), TRAINING, "cpu")
-    for offsets, numel in (c.aligned(grads), c.spread(grads, (3, 0, 17))):
+    for offsets, numel in c.layouts(grads):
         c.check_flatten(flatten_cast_triton, "cpu", dtype, grads, offsets, numel, scale, c.nearest, shift=numel % 2)
 
 
@@ -76,7 +76,7 @@ def test_flatten_cast_of_nothing_is_zeros() -> None:
 @pytest.mark.parametrize("scale", [1.0, 1 / 3])
 def test_accumulate_cast(scale: float) -> None:
     grads = c.mixed_grads((0, 1, 63, 1025, 9000), TRAINING, "cpu")
-    for offsets, numel in (c.aligned(grads), c.spread(grads, (3, 0, 17))):
+    for offsets, numel in c.layouts(grads):
         c.check_accumulate(accumulate_cast_triton, "cpu", c.F32, grads, offsets, numel, scale)
 
 

@@ -46,8 +46,8 @@ def test_why_twin_gives_a_reason_where_there_is_no_gpu() -> None:
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 def test_flatten_cast(dtype: torch.dtype, scale: float) -> None:
     grads = c.mixed_grads(c.SIZES, ALL, "cpu")
-    c.check_flatten(flatten, "cpu", dtype, grads, *c.spread(grads, (3, 0, 17)), scale, c.nearest)
-    c.check_flatten(flatten, "cpu", dtype, grads, *c.aligned(grads), scale, c.nearest)
+    for offsets, numel in c.layouts(grads):
+        c.check_flatten(flatten, "cpu", dtype, grads, offsets, numel, scale, c.nearest)
 
 
 @given(
@@ -79,7 +79,8 @@ def test_gradients_that_require_grad_leave_no_graph() -> None:
 @pytest.mark.parametrize("dtype", [c.F32, c.F64], ids=str)
 def test_accumulate_cast(dtype: torch.dtype, scale: float) -> None:
     grads = c.mixed_grads(c.SIZES, ALL, "cpu")
-    c.check_accumulate(accumulate, "cpu", dtype, grads, *c.spread(grads, (3, 0, 17)), scale)
+    for offsets, numel in c.layouts(grads):
+        c.check_accumulate(accumulate, "cpu", dtype, grads, offsets, numel, scale)
 
 
 @pytest.mark.parametrize("add", [False, True])
