@@ -7,25 +7,78 @@ Before and after (the stream in front, as `zc.schedule.text` prints it)::
     launch_reduce(0, "recv[0]", "flat_grad[0]")                  comm | launch_reduce(0, "recv[0]", "flat_grad[0]")
 
 Placeholders, getitems and the output have no stream and are left alone. Without ``plan.overlap`` all is on compute.
+
+`spread_producers(n)` is the same pass with the producers dealt in turn over n compute streams, so that a bucket is
+really filled from several (DS#8061)::
+
+    segment("segment_0", %x)                                  compute | segment("segment_0", %x)
+    segment("segment_1", %y)                           ->   compute.1 | segment("segment_1", %y)
+
+What it leaves on compute: a segment whose results leave the schedule (returned or deposited: the storage would belong
+to a stream that nobody orders later), and one that shares storage with its inputs (donated ones, views).
 """
 
 from __future__ import annotations
+
+from itertools import count
 
 from torch import fx
 
 from zc.passes.base import Pass, copy_graph
 from zc.plan import Plan
-from zc.schedule import COMM, COMPUTE, accumulate, is_schedule_node, launch_reduce, wait_reduce
+from zc.schedule import (
+    COMM,
+    COMPUTE,
+    accumulate,
+    deposit,
+    is_schedule_node,
+    launch_reduce,
+    results,
+    segment,
+    wait_reduce,
+    wgrad_into,
+)
 
 _ON_COMM = (launch_reduce, wait_reduce, accumulate)
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
+    return _place(graph, plan, num_producers=1)
+
+
+def _place(graph: fx.Graph, plan: Plan, num_producers: int) -> fx.Graph:
     new, _ = copy_graph(graph)
+    turn = count()
     for node in new.nodes:
-        if is_schedule_node(node):
-            node.meta["stream"] = COMM if plan.overlap and node.target in _ON_COMM else COMPUTE
+        if not is_schedule_node(node):
+            continue
+        node.meta["stream"] = COMM if plan.overlap and node.target in _ON_COMM else COMPUTE
+        if num_producers > 1 and plan.overlap and _may_move(node):
+            k = next(turn) % num_producers
+            node.meta["stream"] = f"{COMPUTE}.{k}" if k else COMPUTE
     return new
+
+
+def _may_move(node: fx.Node) -> bool:
+    if node.target is wgrad_into:
+        return True
+    if node.target is not segment:
+        return False
+    body = node.meta.get("segment")
+    if body is not None and body.meta.get("donated"):
+        return False
+    made = results(node)
+    storages = {n.meta.get("storage") for n in made} - {None}
+    if storages & {n.meta.get("storage") for n in node.all_input_nodes}:
+        return False
+    return not any(user.op == "output" or user.target is deposit for n in made for user in n.users)
+
+
+def spread_producers(num: int) -> Pass:
+    """`PASS` over ``num`` compute streams: compute, compute.1, ..."""
+    if num < 1:
+        raise ValueError(f"producers need at least 1 stream, got {num}")
+    return PASS._replace(run=lambda graph, plan: _place(graph, plan, num))
 
 
 PASS = Pass("place_on_streams", run, provides=frozenset({"streams"}))

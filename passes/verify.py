@@ -87,8 +87,8 @@ def verify(graph: fx.Graph, plan: Plan | None = None) -> Verdict:
         # a wait without a witness at its own place may still serve a later node: take it out and look
         if node.target is wait_event and node not in needed and _walk(graph, nodes, skip=node)[0] is None:
             raise RaceError(
-                f"redundant wait: {stream_of(node)} waits for {node.args[0]}, and all conflicts are ordered without it\n"
-                + _excerpt(nodes, [node])
+                f"redundant wait: {stream_of(node)} waits for {node.args[0]}, but all conflicts are ordered without it"
+                f"\n{_excerpt(nodes, [node])}"
             )
     return Verdict(**summary(graph))
 

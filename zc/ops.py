@@ -38,9 +38,8 @@ class GradientOps:
     def __init__(self, plan: Plan, buffers: Buffers, group: Group) -> None:
         self.plan, self.buffers, self.group = plan, buffers, group
         self.state = [Acc.EMPTY] * len(plan.buckets)
-        self.spill: dict[
-            int, Tensor
-        ] = {}  # bucket -> [S] reduced gradient moved aside; stage 1, undeclared microbatches
+        self._spill: dict[int, Tensor] = {}  # bucket -> [S], allocated when microbatches were not declared (stage 1)
+        self._spilled: set[int] = set()  # buckets whose reduced gradient was moved aside
         self.touched = [[False] * len(b.slots) for b in plan.buckets]  # since zero_grad, on this rank
         self.num_reductions = [0] * len(plan.buckets)  # since the last update, for explain
         self.order: list[int] = []  # buckets in the order of their launches since the last update

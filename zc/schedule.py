@@ -8,8 +8,12 @@ graph.
     segment(key, *inputs) -> tuple                compiled pure compute; outputs are taken by operator.getitem
     flatten_cast(bucket, buffer, slots, grads)    buffer <- grads, cast; everything else in it 0      (stage 2)
     accumulate_cast(bucket, buffer, slots, grads) buffer += grads, in fp32; the first write of an update overwrites
-    (stage 1) deposit(bucket, slot, grad)                   keeps the gradient until the bucket is reduced at the end of
-    the backward launch_reduce(bucket, dst, src) -> work       starts the exchange of src into dst
+                                                  (stage 1)
+    wgrad_into(bucket, buffer, slot, start, stop, *inputs)   writes the slot's elements [start, stop) alone; the slots
+                                                  of one bucket may have producers on several streams
+    deposit(bucket, slot, grad)                   keeps the gradient until the bucket is reduced at the end of the
+                                                  backward
+    launch_reduce(bucket, dst, src) -> work       starts the exchange of src into dst
     wait_reduce(bucket, work, dst, src)           its completion
     accumulate(bucket, acc, src)                  acc (+)= mean over ranks of the rows in src
     record_event(event) / wait_event(event)       on the node's stream
@@ -19,9 +23,12 @@ graph.
 Every node but placeholder, getitem and output has ``meta["stream"]``. Buffers that the plan owns are named
 ``flat_grad[i]`` (the ring) and ``recv[0]``, ``acc[b]``; values are named after their nodes, with a ``%``.
 
+A launch is in flight until its wait_reduce: until then it reads src and writes dst, whatever runs elsewhere.
+
 Across schedules: a plan-owned buffer may still be in use by an earlier schedule when this one starts. After the last
-use on a side stream every schedule records the *carried* event ``done/<buffer>``, and the first use on another stream
-in a later schedule waits for it. Waiting for an event that was never recorded is no wait (as in CUDA).
+use on its carrier (a side stream that is not joined into home at the end) every schedule records the *carried* event
+``done/<buffer>``, and the first use on another stream in a later schedule waits for it. Waiting for an event that was
+never recorded is no wait (as in CUDA). docs/proof.md has the whole contract at entry and exit.
 """
 
 from __future__ import annotations
@@ -31,6 +38,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import fx
+
+from zc.plan import Plan
 
 COMPUTE, COMM, COPY = "compute", "comm", "copy"
 HOME = COMPUTE  # the stream on which autograd calls the schedule; its program order goes on across schedules
@@ -49,6 +58,10 @@ def flatten_cast(bucket: int, buffer: str, slots: tuple[int, ...], grads: Any) -
 
 
 def accumulate_cast(bucket: int, buffer: str, slots: tuple[int, ...], grads: Any) -> Any:
+    _never()
+
+
+def wgrad_into(bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Any) -> Any:
     _never()
 
 
@@ -80,7 +93,7 @@ def release(*values: Any) -> Any:
     _never()
 
 
-GRADIENT_OPS = (flatten_cast, accumulate_cast, deposit, launch_reduce, wait_reduce, accumulate)
+GRADIENT_OPS = (flatten_cast, accumulate_cast, wgrad_into, deposit, launch_reduce, wait_reduce, accumulate)
 SYNC_OPS = (record_event, wait_event, release)
 KINDS = (segment, *GRADIENT_OPS, *SYNC_OPS)
 
@@ -116,6 +129,12 @@ def carried_event(buffer: str) -> str:
     return f"done/{buffer}"
 
 
+def carrier(buffer: str) -> str:
+    """The one side stream on which a plan-owned buffer may still be in use after the end of a schedule."""
+    assert is_plan_buffer(buffer)
+    return COMM
+
+
 def is_plan_buffer(buffer: str) -> bool:
     return not buffer.startswith("%")
 
@@ -141,6 +160,9 @@ def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
         return inputs, (Access(str(node.args[1])),)
     if node.target is accumulate_cast:
         return (*inputs, Access(str(node.args[1]))), (Access(str(node.args[1])),)
+    if node.target is wgrad_into:
+        _, buffer, _, start, stop = node.args[:5]
+        return inputs, (Access(str(buffer), int(str(start)), int(str(stop))),)
     if node.target is launch_reduce:
         return (Access(str(node.args[2])),), (Access(str(node.args[1])), *made)
     if node.target is wait_reduce:
@@ -150,6 +172,24 @@ def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
     if node.target is release:
         return (), inputs
     return (), ()
+
+
+def shared_buffers(graph: fx.Graph, plan: Plan | None) -> frozenset[str]:
+    """The plan-owned buffers that need a carried event: used on their carrier and on other streams, by this schedule
+    or by others under the plan. Without a plan: by this schedule, or where it names the event already."""
+    users: dict[str, set[bool]] = {}
+    shared: set[str] = set()
+    for node in steps(graph):
+        for group in accesses(node):
+            for access in group:
+                if is_plan_buffer(access.buffer):
+                    users.setdefault(access.buffer, set()).add(stream_of(node) == carrier(access.buffer))
+        if node.target in (record_event, wait_event) and str(node.args[0]).startswith(carried_event("")):
+            shared.add(str(node.args[0])[len(carried_event("")) :])
+    if plan is not None:
+        kind = "flat_grad[" if plan.placement.gradient_in_ring else "acc[" if plan.world_size > 1 else None
+        shared = {b for b in users if plan.overlap and kind is not None and b.startswith(kind)}
+    return frozenset(shared | {b for b, sides in users.items() if len(sides) == 2})
 
 
 def steps(graph: fx.Graph) -> Iterator[fx.Node]:

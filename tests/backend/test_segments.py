@@ -143,8 +143,8 @@ def test_compiled_autograd_is_refused() -> None:
     model = Net(2)
     zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="aot_eager")
     loss = model(torch.randn(8, 32)).square().mean()
-    with pytest.raises(zc.ZcError, match="compiled autograd"),
-    compiled_autograd._enable(torch.compile(backend="eager")):
+    on = compiled_autograd._enable(torch.compile(backend="eager"))
+    with pytest.raises(zc.ZcError, match="compiled autograd"), on:
         loss.backward()
 
 
