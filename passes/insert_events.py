@@ -11,155 +11,153 @@ Before and after, buffer ``flat_grad[0]`` written on compute and read on comm::
                                                                  comm | record_event("done/flat_grad[0]")
 
 The wait in front is for an earlier schedule's reduction out of the same ring buffer; the record at the end is for a
-later one's (the carried events of zc.schedule). A graph on one stream is left alone. Vector clocks: Mattern 1989;
-FastTrack, PLDI 2009.
+later one's (the carried events of zc.schedule; docs/proof.md has the contract). A value that another stream uses gets
+its ``release`` at the first place on its own stream that is ordered after all uses anyway, else at the end; compute
+streams beside the home stream are joined into it at the end. Where plan.overlap is off and all is on one stream,
+nothing is inserted.
+
+Why no wait is too many: when a wait is put in front of a node, one of the node's conflicts is ordered by nothing that
+stands before it, nor by the other waits put there with it; later waits order later nodes only. Vector clocks: Mattern
+1989; FastTrack, PLDI 2009.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import bisect
+from collections.abc import Iterable
 
 from torch import fx
 
+from zc.errors import PassError
+from zc.passes._timeline import Point, Timeline
 from zc.passes.base import Pass, copy_graph
 from zc.plan import Plan
 from zc.schedule import (
     HOME,
-    Access,
+    SYNC_OPS,
     accesses,
     carried_event,
+    carrier,
+    is_getitem,
     is_plan_buffer,
     is_schedule_node,
-    overlap,
+    launch_reduce,
     record_event,
+    release,
+    results,
+    shared_buffers,
+    steps,
     stream_of,
-    wait_event,
+    wait_reduce,
 )
-
-Point = tuple[str, int]  # a stream, or a carried event, and a position on it
-Clock = dict[str, int]
-
-
-@dataclass
-class _Touch:
-    access: Access
-    point: Point
-    writes: bool
-
-
-@dataclass
-class _State:
-    """What is known while the program is walked once, in order."""
-
-    clocks: dict[str, Clock] = field(default_factory=dict)  # stream -> what its next node is ordered after
-    snapshots: dict[Point, Clock] = field(default_factory=dict)
-    touches: dict[str, list[_Touch]] = field(default_factory=dict)  # buffer -> touches that may still conflict
-    nodes: dict[Point, fx.Node] = field(default_factory=dict)
-    events: dict[Point, str] = field(default_factory=dict)
-
-    def clock(self, stream: str) -> Clock:
-        return self.clocks.setdefault(stream, {})
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new, _ = copy_graph(graph)
-    streams = {stream_of(n) for n in new.nodes if is_schedule_node(n)}
-    if len(streams) < 2 or any(n.target is record_event for n in new.nodes if n.op == "call_function"):
+    nodes = list(steps(new))
+    if any(node.target in SYNC_OPS for node in nodes):
         return new
-    state = _State()
-    sides = sorted(streams - {HOME})
-    for node in list(new.nodes):
-        if is_schedule_node(node):
-            _visit(new, node, state, sides)
-    _record_carried(new, plan, state)
+    shared = shared_buffers(new, plan)
+    timeline = Timeline(new, shared)
+    in_flight: dict[fx.Node, tuple[str, str]] = {}
+    for node in nodes:
+        _refuse_in_flight(node, in_flight)
+        timeline.order(node, timeline.needed(node))
+        timeline.advance(node)
+    sides = sorted({stream_of(n) for n in nodes} - {HOME})
+    lasting = {carrier(b) for b in timeline.touches if is_plan_buffer(b)}
+    values = _crossing(new)
+    early: dict[fx.Node, list[fx.Node]] = {}
+    for stream in sides:
+        _release(new, [v for v in values if _maker(v) == stream], stream, timeline, early)
+    _join_home(new, [s for s in sides if s not in lasting], timeline)
+    _release(new, [v for v in values if _maker(v) == HOME], HOME, timeline, early)
+    _record_carried(new, shared, timeline)
+    for place, group in early.items():  # last, so that every record made above stands for the release too
+        with new.inserting_after(place):
+            new.call_function(release, tuple(group)).meta["stream"] = stream_of(place)
     return new
 
 
-def _visit(graph: fx.Graph, node: fx.Node, state: _State, sides: list[str]) -> None:
-    stream = stream_of(node)
-    clock = state.clock(stream)
+def _refuse_in_flight(node: fx.Node, in_flight: dict[fx.Node, tuple[str, str]]) -> None:
+    """No wait can order a node after a completion that is issued later."""
+    if node.target is wait_reduce:
+        in_flight.pop(next((n for n in node.all_input_nodes if n in in_flight), node), None)
     reads, writes = accesses(node)
-    touched = [(a, False) for a in reads] + [(a, True) for a in writes]
-    for access, _ in touched:
-        state.touches.setdefault(access.buffer, _prologue(access.buffer, sides))
-    for point in _needed(touched, stream, clock, state):
-        _order(graph, node, point, state)
-    position = clock.get(stream, 0) + 1
-    clock[stream] = position
-    point = (stream, position)
-    state.snapshots[point], state.nodes[point] = dict(clock), node
-    for access, is_write in touched:
-        kept = state.touches[access.buffer]
-        if is_write:  # what it covers and is ordered after can't conflict with anything that is not ordered after it
-            kept = [t for t in kept if not (access.start <= t.access.start and t.access.stop <= access.stop)]
-        state.touches[access.buffer] = [*kept, _Touch(access, point, is_write)]
+    for launch, (dst, src) in in_flight.items():
+        taken = {a.buffer for a in reads} & {dst} or {a.buffer for a in writes} & {dst, src}
+        if taken:
+            raise PassError(f"{node.name} touches {min(taken)} while {launch.name} is in flight")
+    if node.target is launch_reduce:
+        in_flight[node] = (str(node.args[1]), str(node.args[2]))
 
 
-def _prologue(buffer: str, sides: list[str]) -> list[_Touch]:
-    """Who may have touched a buffer before the schedule starts: see the entry contract in docs/proof.md."""
-    whole = Access(buffer)
-    before = [_Touch(whole, (HOME, 0), True)]
-    if is_plan_buffer(buffer):
-        before += [_Touch(whole, (f"{side} {carried_event(buffer)}", 0), True) for side in sides]
-    return before
+def _maker(value: fx.Node) -> str:
+    """The stream that made a value, and whose allocations may reuse its storage."""
+    maker = value.args[0] if is_getitem(value) else value
+    assert isinstance(maker, fx.Node)
+    return stream_of(maker)
 
 
-def _needed(touched: list[tuple[Access, bool]], stream: str, clock: Clock, state: _State) -> list[Point]:
-    """Points that the node must wait for: the latest a stream, without those that another one implies."""
-    latest: dict[str, int] = {}
-    for access, is_write in touched:
-        for touch in state.touches[access.buffer]:
-            source, position = touch.point
-            if source == stream or source.startswith(f"{stream} ") or not (is_write or touch.writes):
-                continue
-            if overlap(access, touch.access) and clock.get(source, -1) < position:
-                latest[source] = max(latest.get(source, -1), position)
-    points = sorted(latest.items())
+def _users(value: fx.Node) -> list[fx.Node]:
+    return [user for user in value.users if is_schedule_node(user)]
+
+
+def _values(graph: fx.Graph) -> Iterable[fx.Node]:
+    for node in graph.nodes:
+        if node.op == "placeholder" or is_schedule_node(node):
+            yield from results(node)
+
+
+def _crossing(graph: fx.Graph) -> list[fx.Node]:
+    """Values used on another stream than their own, which would take the storage back while they are in use. What the
+    output returns is the caller's to free: on the home stream, after the join."""
     return [
-        point
-        for point in points
-        if not any(other != point and state.snapshots.get(other, {}).get(point[0], -1) >= point[1] for other in points)
+        v
+        for v in _values(graph)
+        if any(stream_of(u) != _maker(v) for u in _users(v)) and not any(u.op == "output" for u in v.users)
     ]
 
 
-def _order(graph: fx.Graph, node: fx.Node, point: Point, state: _State) -> None:
-    """A wait before ``node``, and the record that it waits for, unless that is there already."""
-    clock = state.clock(stream_of(node))
-    source, position = point
-    if " " in source:
-        event = source.split(" ", 1)[1]
-    else:
-        event = state.events.get(point, "")
-        if not event:
-            event = state.events[point] = f"e{len(state.events)}"
-            if point in state.nodes:
-                with graph.inserting_after(state.nodes[point]):
-                    made = graph.call_function(record_event, (event,))
-            else:  # the home stream's position at entry
-                first = next(n for n in graph.nodes if n.op != "placeholder")
-                with graph.inserting_before(first):
-                    made = graph.call_function(record_event, (event,))
-            made.meta["stream"] = source
-    with graph.inserting_before(node):
-        made = graph.call_function(wait_event, (event,))
-    made.meta["stream"] = stream_of(node)
-    for key, known in {**state.snapshots.get(point, {}), source: position}.items():
-        clock[key] = max(clock.get(key, -1), known)
+def _release(
+    graph: fx.Graph, values: list[fx.Node], stream: str, timeline: Timeline, early: dict[fx.Node, list[fx.Node]]
+) -> None:
+    """Gives ``values`` of one stream back, each behind the first node that is ordered after its uses anyway (into
+    ``early``), the rest together at the stream's end."""
+    late: list[fx.Node] = []
+    nodes = timeline.nodes_on(stream)
+    for made in values:
+        uses = timeline.uses(made)
+        k = bisect.bisect_left(nodes, True, key=lambda n: timeline.is_after(n, uses))  # noqa: B023  (called at once)
+        if k == len(nodes):
+            late.append(made)
+        else:
+            early.setdefault(nodes[k], []).append(made)
+    if late:
+        with graph.inserting_before(graph.output_node()):
+            node = graph.call_function(release, tuple(late))
+        node.meta["stream"] = stream
+        timeline.order(node, timeline.needed(node))
+        timeline.advance(node)
 
 
-def _record_carried(graph: fx.Graph, plan: Plan, state: _State) -> None:
-    """After the last side use of a buffer that the home stream writes in this plan's schedules: its carried event."""
-    home_writes = "flat_grad[" if plan.placement.gradient_in_ring else "acc["
-    last: dict[str, fx.Node] = {}
-    for node in graph.nodes:
-        if is_schedule_node(node) and stream_of(node) != HOME:
-            for access in (a for group in accesses(node) for a in group):
-                if access.buffer.startswith(home_writes):
-                    last[access.buffer] = node
-    for buffer in sorted(last, reverse=True):
-        with graph.inserting_after(last[buffer]):
+def _join_home(graph: fx.Graph, sides: list[str], timeline: Timeline) -> None:
+    """The end of the home stream: after the compute streams beside it, and after every use of what is returned."""
+    points: dict[str, int] = {side: timeline.length(side) for side in sides}
+    for value in graph.output_node().all_input_nodes:
+        for stream, position in timeline.uses(value, with_maker=True):
+            points[stream] = max(points.get(stream, 0), position)
+    output = graph.output_node()
+    timeline.order(output, timeline.unknown(HOME, points))
+
+
+def _record_carried(graph: fx.Graph, shared: frozenset[str], timeline: Timeline) -> None:
+    """After a shared buffer's last use on its carrier: the event that later schedules wait for."""
+    last: dict[str, Point] = {b: p for b in shared if (p := timeline.last_touch(b, carrier(b))) is not None}
+    for buffer in sorted(last, reverse=True):  # inserted behind one node, the last one inserted comes first
+        with graph.inserting_after(timeline.nodes[last[buffer]]):
             made = graph.call_function(record_event, (carried_event(buffer),))
-        made.meta["stream"] = stream_of(last[buffer])
+        made.meta["stream"] = carrier(buffer)
 
 
 PASS = Pass("insert_events", run, requires=frozenset({"streams"}), provides=frozenset({"events"}))

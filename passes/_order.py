@@ -1,0 +1,259 @@
+"""Happens-before in a finished schedule, and what must be ordered by it. Used by `verify` alone.
+
+Nothing here is shared with insert_events but `zc.schedule.accesses`: what is checked must not check itself.
+
+A clock is one position a stream, counted from 1 (0: the stream's past at entry, -1: nothing), and a set of carried
+events, as bits, that were waited for before any record of theirs in this schedule. An *obligation* of a node is a point
+that its clock must reach. Obligations are kept between nearest conflicting touches only: where all of them hold, all
+conflicts are ordered, since each skipped conflict is a chain of kept ones.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import fx
+
+from zc.schedule import (
+    HOME,
+    Access,
+    accesses,
+    carried_event,
+    carrier,
+    is_getitem,
+    is_plan_buffer,
+    launch_reduce,
+    overlap,
+    record_event,
+    stream_of,
+    value,
+    wait_event,
+    wait_reduce,
+)
+
+Clock = tuple[list[int], int]  # positions by stream, bits of carried events
+
+
+class Obligation(NamedTuple):
+    """``node`` must come after position ``position`` of stream ``stream``, or after carried event ``bit``."""
+
+    stream: int
+    position: int
+    bit: int  # 0, or the carried event that stands for the same thing
+    earlier: fx.Node | None  # None: before the schedule
+    access: Access
+    writes: tuple[bool, bool]  # the earlier touch, this one
+
+
+@dataclass
+class _Touch:
+    access: Access
+    writes: bool
+    stream: int
+    position: int
+    bit: int
+    node: fx.Node | None
+
+
+@dataclass
+class Order:
+    """The schedule's steps with their clocks and obligations. The last step is the output: the end of the home
+    stream."""
+
+    nodes: Sequence[fx.Node]
+    shared: frozenset[str]
+    streams: list[str] = field(init=False)
+    clocks: list[Clock] = field(init=False)
+    obligations: list[list[Obligation]] = field(init=False)
+    unrecorded: list[fx.Node] = field(init=False)  # waits for events that nobody has recorded or carries
+
+    def __post_init__(self) -> None:
+        carriers = {carrier(buffer) for buffer in self.shared}
+        self.streams = sorted({stream_of(n) for n in self.nodes} | {HOME} | carriers)
+        self._id = {name: k for k, name in enumerate(self.streams)}
+        self._bits = {carried_event(buffer): 1 << k for k, buffer in enumerate(sorted(self.shared))}
+        self._carriers = {self._id[name] for name in carriers}
+        self.unrecorded = []
+        self._link()
+        self.clocks = []
+        for k in range(len(self.nodes)):
+            self.clocks.append(self._clock(k, {}, skip=-1))
+        self._find_obligations()
+
+    # --- clocks ---
+
+    def _link(self) -> None:
+        """For each step: its stream and position, the step before it there, and for a wait the record it sees."""
+        self.stream: list[int] = []
+        self.position: list[int] = []
+        self.previous: list[int] = []
+        self.following: list[int] = [-1] * len(self.nodes)
+        self.source: list[int] = [-1] * len(self.nodes)  # of a wait: its record
+        self.waiters: list[list[int]] = [[] for _ in self.nodes]
+        last, recorded = [-1] * len(self.streams), dict[str, int]()
+        for k, node in enumerate(self.nodes):
+            stream = self._id[stream_of(node)]
+            before = last[stream]
+            self.stream.append(stream)
+            self.previous.append(before)
+            self.position.append(1 if before < 0 else self.position[before] + 1)
+            if before >= 0:
+                self.following[before] = k
+            last[stream] = k
+            if node.target is record_event:
+                recorded[str(node.args[0])] = k
+            elif node.target is wait_event:
+                event = str(node.args[0])
+                if event in recorded:
+                    self.source[k] = recorded[event]
+                    self.waiters[recorded[event]].append(k)
+                elif event not in self._bits:
+                    self.unrecorded.append(node)
+        self.index = {node: k for k, node in enumerate(self.nodes)}
+
+    def _clock(self, k: int, changed: dict[int, Clock], skip: int) -> Clock:
+        """What step ``k`` comes after, itself included; without the wait ``skip``, where ``changed`` holds what differs
+        for the steps before."""
+        stream, before = self.stream[k], self.previous[k]
+        if before >= 0:
+            positions, bits = changed[before] if before in changed else self.clocks[before]
+            positions = positions.copy()
+        else:
+            positions, bits = [-1] * len(self.streams), 0
+            if stream == self._id[HOME] or stream in self._carriers:
+                positions[stream] = 0  # a carrier comes after its own past, and so does all that waits for it
+        node = self.nodes[k]
+        if node.target is wait_event and k != skip:
+            source = self.source[k]
+            if source >= 0:
+                theirs, more = changed[source] if source in changed else self.clocks[source]
+                positions = [a if a > b else b for a, b in zip(positions, theirs, strict=True)]
+                bits |= more
+            else:
+                bits |= self._bits.get(str(node.args[0]), 0)
+        positions[stream] = self.position[k]
+        return positions, bits
+
+    @staticmethod
+    def holds(clock: Clock, need: Obligation) -> bool:
+        return clock[0][need.stream] >= need.position or bool(clock[1] & need.bit)
+
+    def is_needed(self, wait: int) -> bool:
+        """Whether some obligation fails without this wait. Only steps whose clock changes are looked at: as a rule the
+        one behind the wait."""
+        changed: dict[int, Clock] = {}
+        todo = [wait]
+        while todo:
+            k = heapq.heappop(todo)
+            if k in changed:
+                continue
+            clock = self._clock(k, changed, skip=wait)
+            if clock == self.clocks[k]:
+                continue
+            changed[k] = clock
+            if not all(self.holds(clock, need) for need in self.obligations[k]):
+                return True
+            if self.following[k] >= 0:
+                heapq.heappush(todo, self.following[k])
+            for waiter in self.waiters[k]:
+                heapq.heappush(todo, waiter)
+        return False
+
+    # --- obligations ---
+
+    def _find_obligations(self) -> None:
+        self.obligations = [[] for _ in self.nodes]
+        touches: dict[str, list[_Touch]] = {}
+        for node in (n for step in self.nodes for n in step.all_input_nodes if n.op == "placeholder"):
+            touches[value(node).buffer] = [_Touch(value(node), True, self._id[HOME], 0, 0, None)]
+        for k, node in enumerate(self.nodes):
+            stream, position = self._until(k)
+            reads, writes = accesses(node)
+            if node.op == "output":
+                reads, writes = (), reads  # the caller may do with it what it likes, free it too
+            mine = [(a, True) for a in writes] + [(a, False) for a in reads]
+            for access, is_write in mine:
+                if access.buffer not in touches:
+                    touches[access.buffer] = self._entry(access.buffer)
+                self._oblige(k, touches[access.buffer], access, is_write)
+            for access, is_write in mine:
+                made = _Touch(access, is_write, stream, position, 0, node)
+                touches[access.buffer] = [t for t in touches[access.buffer] if not _replaces(made, t)] + [made]
+        self._oblige_end()
+
+    def _entry(self, buffer: str) -> list[_Touch]:
+        if not is_plan_buffer(buffer):
+            return []
+        past = [_Touch(Access(buffer), True, self._id[HOME], 0, 0, None)]
+        if buffer in self.shared:
+            bit = self._bits[carried_event(buffer)]
+            past.append(_Touch(Access(buffer), True, self._id[carrier(buffer)], 0, bit, None))
+        return past
+
+    def _until(self, k: int) -> tuple[int, int]:
+        """Where step ``k``'s touches end: a launch's at its completion."""
+        node = self.nodes[k]
+        if node.target is launch_reduce:
+            for user in node.users:
+                if user.target is wait_reduce and user in self.index:
+                    done = self.index[user]
+                    return self.stream[done], self.position[done]
+        return self.stream[k], self.position[k]
+
+    def _oblige(self, k: int, earlier: list[_Touch], access: Access, is_write: bool) -> None:
+        node = self.nodes[k]
+        for touch in earlier:
+            if not (is_write or touch.writes) or not overlap(access, touch.access):
+                continue
+            if touch.node is node:  # a node's own read does not conflict with its write
+                continue
+            if node.target is wait_reduce and touch.node is not None and touch.node in node.all_input_nodes:
+                # a completion ends its own launch: it need only come after its start
+                start = self.index[touch.node]
+                need = (self.stream[start], self.position[start], 0)
+            else:
+                need = (touch.stream, touch.position, touch.bit)
+            if need[0] != self.stream[k] or need[1] >= self.position[k]:
+                self.obligations[k].append(Obligation(*need, touch.node, access, (touch.writes, is_write)))
+
+    def _oblige_end(self) -> None:
+        """Streams that are no carrier end in the home stream."""
+        end = len(self.nodes) - 1
+        last: dict[int, int] = {}
+        for k in range(end):
+            if self.nodes[k].target not in (record_event, wait_event):
+                last[self.stream[k]] = k
+        for stream, k in sorted(last.items()):
+            if stream != self.stream[end] and self.streams[stream] not in self._lasting():
+                touched = Access(f"all of {self.streams[stream]}")
+                need = Obligation(stream, self.position[k], 0, self.nodes[k], touched, (True, False))
+                self.obligations[end].append(need)
+
+    def _lasting(self) -> set[str]:
+        groups = (group for node in self.nodes for group in accesses(node))
+        return {carrier(a.buffer) for group in groups for a in group if is_plan_buffer(a.buffer)}
+
+    def crossing(self) -> list[tuple[fx.Node, str]]:
+        """Values that are used on another stream than the one that made them, and that stream."""
+        found = []
+        for node in {n: None for step in self.nodes for n in step.all_input_nodes}:
+            maker = node.args[0] if is_getitem(node) else node
+            assert isinstance(maker, fx.Node)
+            home = stream_of(maker)
+            if any(user in self.index and user.op != "output" and stream_of(user) != home for user in node.users):
+                found.append((node, home))
+        return found
+
+
+def _replaces(later: _Touch, earlier: _Touch) -> bool:
+    """Whether a conflict with ``earlier`` need not be looked at any more: ``later`` covers it, and whoever conflicts
+    with ``earlier`` conflicts with ``later`` too, which is obliged to come after it."""
+    if not (later.access.start <= earlier.access.start and earlier.access.stop <= later.access.stop):
+        return False
+    if later.writes:
+        return later.node is not earlier.node
+    same_stream = later.stream == earlier.stream and later.position >= earlier.position
+    return same_stream and not earlier.writes

@@ -1,0 +1,166 @@
+"""What is ordered before what while `insert_events` walks a schedule once, in program order.
+
+A *point* is a stream and a position on it, counted from 1; (HOME, 0) is the home stream's past at entry, and
+("done/flat_grad[0]", 0) the carrier's past uses of one buffer. A clock says, for each stream, up to which position
+everything is ordered before the stream's next node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from zc.schedule import (
+    HOME,
+    Access,
+    accesses,
+    carried_event,
+    carrier,
+    is_getitem,
+    is_plan_buffer,
+    overlap,
+    record_event,
+    stream_of,
+    value,
+    wait_event,
+)
+
+Point = tuple[str, int]
+Clock = dict[str, int]
+
+
+@dataclass
+class _Touch:
+    access: Access
+    point: Point
+    writes: bool
+
+
+class Timeline:
+    """State of one walk. ``order`` puts records and waits into the graph, ``advance`` moves past a node."""
+
+    def __init__(self, graph: fx.Graph, shared: frozenset[str]) -> None:
+        self.graph, self.shared = graph, shared
+        self.clocks: dict[str, Clock] = {HOME: {HOME: 0}}
+        self.nodes: dict[Point, fx.Node] = {}
+        self.touches: dict[str, list[_Touch]] = {}  # buffer -> touches that a later one may still conflict with
+        self._placeholders = {value(n).buffer for n in graph.nodes if n.op == "placeholder"}
+        self._points: dict[fx.Node, Point] = {}
+        self._snapshots: dict[Point, Clock] = {}  # the clock at a node, itself included
+        self._events: dict[Point, str] = {}  # recorded already
+        self._last: dict[tuple[str, str], Point] = {}  # buffer, stream -> last touch
+
+    def needed(self, node: fx.Node) -> list[Point]:
+        """Points that ``node`` conflicts with and is not ordered after, without those that another one implies."""
+        stream, latest = stream_of(node), dict[str, int]()
+        reads, writes = accesses(node)
+        for access, is_write in [(a, False) for a in reads] + [(a, True) for a in writes]:
+            for touch in self.touches.setdefault(access.buffer, self._entry(access.buffer)):
+                if (is_write or touch.writes) and overlap(access, touch.access):
+                    source, position = self._resolved(access.buffer, touch.point)
+                    latest[source] = max(latest.get(source, -1), position)
+        return self.unknown(stream, latest)
+
+    def unknown(self, stream: str, latest: dict[str, int]) -> list[Point]:
+        clock = self.clocks.setdefault(stream, {})
+        points = [p for p in sorted(latest.items()) if not self._knows(clock, stream, p)]
+        implied = {p for p in points for q in points if q != p and self._knows(self._snapshots.get(q, {}), q[0], p)}
+        return [p for p in points if p not in implied]
+
+    def order(self, node: fx.Node, points: list[Point]) -> None:
+        """Waits in front of ``node``, and the records that they wait for, unless those are there already."""
+        stream = stream_of(node)
+        clock = self.clocks.setdefault(stream, {})
+        for point in points:
+            self._insert_wait(node, stream, self._event(point))
+            source, position = point
+            for key, known in {**self._snapshots.get(point, {}), source: position}.items():
+                clock[key] = max(clock.get(key, -1), known)
+
+    def advance(self, node: fx.Node) -> None:
+        stream = stream_of(node)
+        clock = self.clocks.setdefault(stream, {})
+        clock[stream] = clock.get(stream, 0) + 1
+        point = (stream, clock[stream])
+        self.nodes[point], self._points[node], self._snapshots[point] = node, point, dict(clock)
+        reads, writes = accesses(node)
+        for access, is_write in [(a, False) for a in reads] + [(a, True) for a in writes]:
+            kept = self.touches[access.buffer]
+            if is_write:  # whoever conflicts with a touch that this one covers conflicts with this one, which is later
+                kept = [t for t in kept if not _covers(access, t.access)]
+            else:
+                kept = [t for t in kept if t.writes or t.point[0] != stream or not _covers(access, t.access)]
+            self.touches[access.buffer] = [*kept, _Touch(access, point, is_write)]
+            self._last[access.buffer, stream] = point
+
+    def length(self, stream: str) -> int:
+        return self.clocks.get(stream, {}).get(stream, 0)
+
+    def last_touch(self, buffer: str, stream: str) -> Point | None:
+        return self._last.get((buffer, stream))
+
+    def nodes_on(self, stream: str) -> list[fx.Node]:
+        return [self.nodes[stream, k] for k in range(1, self.length(stream) + 1)]
+
+    def uses(self, made: fx.Node, *, with_maker: bool = False) -> list[Point]:
+        """Where a value is used, and with ``with_maker`` where it was made."""
+        users = [self._points[u] for u in made.users if u in self._points]
+        maker = made.args[0] if is_getitem(made) else made
+        if with_maker and maker in self._points:
+            users.append(self._points[maker])
+        return users
+
+    def is_after(self, node: fx.Node, points: list[Point]) -> bool:
+        snapshot = self._snapshots[self._points[node]]
+        return all(snapshot.get(stream, -1) >= position for stream, position in points)
+
+    def _entry(self, buffer: str) -> list[_Touch]:
+        """Who has touched a buffer before the schedule starts; neither is ordered after the other."""
+        if not is_plan_buffer(buffer) and buffer not in self._placeholders:
+            return []  # a value of this schedule: nobody knows it before it is made
+        before = [_Touch(Access(buffer), (HOME, 0), True)]
+        if buffer in self.shared:
+            before.append(_Touch(Access(buffer), (carried_event(buffer), 0), True))
+        return before
+
+    def _resolved(self, buffer: str, point: Point) -> Point:
+        """The carrier's past, or, where the carrier has used the buffer in this schedule already, that use: by then
+        the carried event may stand for it."""
+        if point[0] == carried_event(buffer) and is_plan_buffer(buffer):
+            return self.last_touch(buffer, carrier(buffer)) or point
+        return point
+
+    def _knows(self, clock: Clock, stream: str, point: Point) -> bool:
+        """Whether what has this clock, on ``stream``, is ordered after ``point``. Whatever the carrier does in this
+        schedule comes after all that it did before."""
+        source, position = point
+        if source.startswith(carried_event("")):
+            side = carrier(source[len(carried_event("")) :])
+            return stream == side or clock.get(side, 0) > 0 or clock.get(source, -1) >= position
+        return clock.get(source, -1) >= position
+
+    def _event(self, point: Point) -> str:
+        source = point[0]
+        if source.startswith(carried_event("")):
+            return source
+        if point not in self._events:
+            self._events[point] = f"e{len(self._events)}"
+            if point in self.nodes:
+                with self.graph.inserting_after(self.nodes[point]):
+                    made = self.graph.call_function(record_event, (self._events[point],))
+            else:  # the home stream at entry
+                first = next(n for n in self.graph.nodes if n.op != "placeholder")
+                with self.graph.inserting_before(first):
+                    made = self.graph.call_function(record_event, (self._events[point],))
+            made.meta["stream"] = source
+        return self._events[point]
+
+    def _insert_wait(self, node: fx.Node, stream: str, event: str) -> None:
+        with self.graph.inserting_before(node):
+            made = self.graph.call_function(wait_event, (event,))
+        made.meta["stream"] = stream
+
+
+def _covers(a: Access, b: Access) -> bool:
+    return a.start <= b.start and b.stop <= a.stop
