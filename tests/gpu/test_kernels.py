@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -129,7 +130,7 @@ def test_adamw_step_is_within_an_ulp_of_torchs_fused_one() -> None:
     exp_avg, exp_avg_sq = torch.zeros_like(param), torch.zeros_like(param)
     theirs = torch.nn.Parameter(param.clone())
     theirs.grad = grad.clone()
-    options = {"lr": 3e-4, "eps": 1e-8, "weight_decay": 0.1}
+    options: dict[str, Any] = {"lr": 3e-4, "eps": 1e-8, "weight_decay": 0.1}
     torch.optim.AdamW([theirs], betas=(0.9, 0.95), fused=True, **options).step()
     before = param.clone()
     kernels.adamw_step(param, grad, exp_avg, exp_avg_sq, step, beta1=0.9, beta2=0.95, **options)
@@ -147,7 +148,7 @@ def test_kernels_run_on_the_current_stream_without_a_synchronisation() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
             flatten(out, grads, [0, 1024], 1.0)
             reduce(out.view(2, 2500), acc, 0.5, True)
     finally:

@@ -25,7 +25,7 @@ def adamw(**changed: object) -> None:
 
 OUT, SQUARE = flat(), flat().view(8, 8)
 INT, META = torch.zeros(8, dtype=torch.int32), torch.zeros(8, device="meta")
-one = torch.ones
+SQUARE_OF_OUT, one = OUT.view(8, 8), torch.ones
 CASES: dict[str, tuple[Callable[[], object], str]] = {
     "flatten: int out": (lambda: kernels.flatten_cast(INT, [], []), r"out: dtype is torch.int32.*torch.float32"),
     "flatten: 2-D out": (lambda: kernels.flatten_cast(SQUARE, [], []), r"out: shape is \(8, 8\), expected 1 dim"),
@@ -63,7 +63,6 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "adamw: device": (lambda: adamw(found_inf=torch.zeros((), device="meta")), "found_inf is on meta, param on cpu"),
     "adamw: publish": (lambda: adamw(publish=flat(64, torch.float64)), "publish: dtype is torch.float64"),
 }  # fmt: skip
-SQUARE_OF_OUT = OUT.view(8, 8)
 
 
 def reduce(rows: torch.Tensor, out: torch.Tensor) -> None:

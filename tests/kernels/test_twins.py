@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ def test_sum_of_squares(numel: int, dtype: torch.dtype) -> None:
     c.check_norm(kernels.sum_of_squares, "cpu", numel, dtype, shift=1)
 
 
-ADAMW = {
+ADAMW: dict[str, dict[str, Any]] = {
     "plain": {},
     "tensor lr": {"lr": torch.tensor(1e-2)},
     "scaled": {"grad_scale": torch.tensor([1024.0]), "found_inf": torch.tensor([0.0])},
@@ -159,7 +160,7 @@ def test_adamw_step_is_torchs_fused_one_bit_by_bit() -> None:
     param, exp_avg, exp_avg_sq = torch.randn(300_001), torch.zeros(300_001), torch.zeros(300_001)
     step, theirs = torch.zeros(()), torch.nn.Parameter(param.clone())
     theirs.grad = grad.clone()
-    options = {"lr": 3e-4, "eps": 1e-8, "weight_decay": 0.1}
+    options: dict[str, Any] = {"lr": 3e-4, "eps": 1e-8, "weight_decay": 0.1}
     optimizer = torch.optim.AdamW([theirs], betas=(0.9, 0.95), fused=True, **options)
     for _ in range(3):
         kernels.adamw_step(param, grad, exp_avg, exp_avg_sq, step, beta1=0.9, beta2=0.95, **options)
