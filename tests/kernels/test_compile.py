@@ -61,7 +61,8 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]] = {
                             {"LR_ON_DEVICE": True, "FOUND_INF": True}, 0, 0),
 }  # fmt: skip
 # scalars and pointers to scalars; a known divisor of numel would also widen masked accesses, which no real size has
-UNALIGNED = {"numel", "step", "scalars", "lr", "grad_scale", "found_inf", "num_segments", "num_rows", "num_partials", "key"}
+UNALIGNED = {"numel", "step", "scalars", "lr", "grad_scale", "found_inf", "num_segments", "num_rows", "num_partials",
+             "key"}  # fmt: skip
 
 
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], target: str, aligned: bool = True) -> Any:
