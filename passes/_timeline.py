@@ -107,6 +107,7 @@ class Timeline:
         """Where a value is used, and with ``with_maker`` where it was made."""
         users = [self._points[u] for u in made.users if u in self._points]
         maker = made.args[0] if is_getitem(made) else made
+        assert isinstance(maker, fx.Node)
         if with_maker and maker in self._points:
             users.append(self._points[maker])
         return users

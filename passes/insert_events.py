@@ -128,7 +128,7 @@ def _release(
     nodes = timeline.nodes_on(stream)
     for made in values:
         uses = timeline.uses(made)
-        k = bisect.bisect_left(nodes, True, key=lambda n: timeline.is_after(n, uses))  # noqa: B023  (called at once)
+        k = bisect.bisect_left(nodes, True, key=lambda n: timeline.is_after(n, uses))
         if k == len(nodes):
             late.append(made)
         else:

@@ -1,51 +1,46 @@
 """The proof that a schedule is right: every needed wait is there, and no other. It changes nothing.
 
 The model (docs/proof.md): each node touches buffers, as `zc.schedule.accesses` says; two touches of overlapping
-elements conflict if one of them writes; happens-before is program order on a stream, plus record -> wait. Shown, node
-by node:
+elements conflict if one of them writes; happens-before is program order on a stream, plus record -> wait. Shown:
 
-    (a) sufficient   two conflicting touches on two streams are ordered                      else a race
-    (b) necessary    without any one wait some conflict would not be                         else a redundant wait
-    (c) exactly once a gradient is written once, before the reduction of its bucket
-    (d) completion   each launch has one, and nothing touches its buffers in between
-    (e) release      nothing reads what was given back
+    (a) sufficient    two conflicting touches are ordered, those of earlier schedules and of the caller included
+    (b) necessary     without any one wait, some conflict would not be
+    (c) exactly once  a gradient is written once, before its bucket's one reduction, which enters the accumulator once
+    (d) completion    each launch has one, and nothing touches its buffers in between
+    (e) release       a value that crosses streams is given back once, on its own stream, after all its uses
 
-    compute | flatten_cast(0, "flat_grad[0]", ...)
-       comm | launch_reduce(0, "recv[0]", "flat_grad[0]")       RaceError: no wait orders launch_reduce on comm
-                                                                after flatten_cast on compute: flat_grad[0]
+Before and after: a proved schedule comes back equal. One that isn't raises, here with ``wait_event("e0")`` deleted::
 
-A schedule on one stream has nothing to wait for; (c) to (e) are still checked. This file shares nothing with
-insert_events but the model. One pass over the nodes with a vector clock a stream; only a wait that stands earlier than
-its first use costs another pass.
+    compute | flatten_cast(0, "flat_grad[0]", ...)         RaceError: flat_grad[0] is written by flatten_cast on compute
+       comm | launch_reduce(0, "recv[0]", "flat_grad[0]")  and read by launch_reduce on comm, and nothing orders them
+
+A schedule on one stream has nothing to wait for; (c) to (e) are still checked. `zc.passes._order` has the clocks. The
+cost is near-linear: one walk, and for each wait a look at the steps whose clock it changes, as a rule one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from zc.errors import RaceError
 from zc.passes import exactly_once
+from zc.passes._order import Obligation, Order
 from zc.passes.base import Pass, copy_graph
 from zc.plan import Plan
 from zc.schedule import (
-    COMM,
-    HOME,
-    Access,
     accesses,
     carried_event,
-    is_plan_buffer,
-    overlap,
+    carrier,
     record_event,
+    release,
+    shared_buffers,
     steps,
     stream_of,
     summary,
     wait_event,
 )
-
-Clock = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -64,158 +59,136 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Touch:
-    access: Access
-    writes: bool
-    stream: str  # a stream, or for what came before the schedule the carried event that stands for it
-    position: int
-    node: fx.Node | None
+class Findings:
+    """All that is wrong with a schedule, as texts; ``redundant`` is looked for only where there is no race."""
+
+    races: tuple[str, ...]
+    redundant: tuple[str, ...]
+    faults: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.races or self.redundant or self.faults)
 
 
 def verify(graph: fx.Graph, plan: Plan | None = None) -> Verdict:
-    """Proves a schedule. Raises RaceError naming both nodes, their streams and the buffer, or the wait that is not
-    needed.
+    """Proves a schedule. Raises RaceError naming both nodes, their streams and the buffer, or the wait that nothing
+    needs, or the gradient that does not arrive once.
 
-    With ``plan``, (c) also checks the slots of each bucket against its layout.
+    With ``plan``, the buffers that other schedules under it share are known, and slots are checked against its layouts;
+    without, only what this schedule itself shows.
     """
-    nodes = list(steps(graph))
-    race, needed = _walk(graph, nodes, skip=None)
-    if race is not None:
-        raise RaceError(_describe(nodes, *race))
-    exactly_once.check(graph, nodes, plan)
-    for node in nodes:
-        # a wait without a witness at its own place may still serve a later node: take it out and look
-        if node.target is wait_event and node not in needed and _walk(graph, nodes, skip=node)[0] is None:
-            raise RaceError(
-                f"redundant wait: {stream_of(node)} waits for {node.args[0]}, but all conflicts are ordered without it"
-                f"\n{_excerpt(nodes, [node])}"
-            )
+    found = examine(graph, plan)
+    if found:
+        raise RaceError("\n".join((found.races or found.faults or found.redundant)[:1]))
     return Verdict(**summary(graph))
 
 
-def _walk(
-    graph: fx.Graph, nodes: Sequence[fx.Node], skip: fx.Node | None
-) -> tuple[tuple[_Touch, _Touch] | None, set[fx.Node]]:
-    """The first race, and the waits whose own next node would race without them. ``skip``: a wait to leave out."""
-    clocks: dict[str, Clock] = {}
-    recorded: dict[str, Clock] = {}
-    group: dict[str, list[tuple[fx.Node, Clock]]] = {}  # stream -> waits since its last node, with what each brings
-    touches: dict[str, list[_Touch]] = {}
-    needed: set[fx.Node] = set()
+def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
+    """Everything that `verify` would refuse, without raising."""
+    nodes = list(steps(graph))
+    shared = shared_buffers(graph, plan)
+    order = Order([*nodes, graph.output_node()], shared)
+    races = [
+        _race(order, need, node)
+        for k, node in enumerate(order.nodes)
+        for need in order.obligations[k]
+        if not order.holds(order.clocks[k], need)
+    ]
+    faults = [f"{stream_of(n)} waits for {n.args[0]}, which no node before records" for n in order.unrecorded]
+    faults += exactly_once.check(nodes, plan)
+    faults += _carried(nodes, shared) + _released(order)
+    redundant: list[str] = []
+    if not races:
+        for k, node in enumerate(order.nodes):
+            if node.target is wait_event and not order.is_needed(k):
+                text = f"{stream_of(node)} waits for {node.args[0]}, and every conflict is ordered without it"
+                redundant.append(f"redundant wait: {text}\n{_excerpt(order, node, node)}")
+    return Findings(tuple(races), tuple(redundant), tuple(faults))
+
+
+def _carried(nodes: list[fx.Node], shared: frozenset[str]) -> list[str]:
+    """What later schedules rely on: the carried event stands for the buffer's last use on its carrier."""
+    open_uses: dict[str, fx.Node] = {}
+    faults: list[str] = []
     for node in nodes:
-        stream = stream_of(node)
-        clock = clocks.setdefault(stream, {stream: 0})
-        if node.target is record_event:
-            recorded[str(node.args[0])] = _joined(clock, *(c for _, c in group.get(stream, [])))
-            continue
-        if node.target is wait_event:
-            if node is not skip:
-                group.setdefault(stream, []).append((node, _brought(node, recorded)))
-            continue
-        waits = group.pop(stream, [])
-        joined = _joined(clock, *(c for _, c in waits))
-        reads, writes = accesses(node)
-        mine = [(a, False) for a in reads] + [(a, True) for a in writes]
-        before = [_joined(clock, *(c for other, c in waits if other is not wait)) for wait, _ in waits]
-        for access, is_write in mine:
-            earlier = touches.setdefault(access.buffer, _entry(access.buffer))
-            for touch in earlier:
-                own = touch.stream == stream or (touch.stream == carried_event(access.buffer) and stream == COMM)
-                if own or not (is_write or touch.writes) or not overlap(access, touch.access):
-                    continue
-                if joined.get(touch.stream, -1) < touch.position:
-                    return (touch, _Touch(access, is_write, stream, 0, node)), needed
-                for (wait, _), without in zip(waits, before, strict=True):
-                    if without.get(touch.stream, -1) < touch.position:
-                        needed.add(wait)
-        joined[stream] += 1
-        clocks[stream] = joined
-        for access, is_write in mine:
-            kept = touches[access.buffer]
-            if is_write:  # all that it covers is ordered before it, so whoever is ordered after it needs no more
-                kept = [t for t in kept if not (access.start <= t.access.start and t.access.stop <= access.stop)]
-            else:  # a later read of the same place on the same stream stands for the earlier one
-                kept = [t for t in kept if t.writes or t.stream != stream or t.access != access]
-            touches[access.buffer] = [*kept, _Touch(access, is_write, stream, joined[stream], node)]
-    return _exit_race(graph, nodes, clocks, group, touches), needed
+        for access in (a for group in accesses(node) for a in group if a.buffer in shared):
+            if stream_of(node) == carrier(access.buffer):
+                open_uses[access.buffer] = node
+        if node.target is record_event and str(node.args[0]).startswith(carried_event("")):
+            event = str(node.args[0])
+            buffer = event[len(carried_event("")) :]
+            if stream_of(node) == carrier(buffer):
+                open_uses.pop(buffer, None)
+            else:
+                faults.append(f"{event} is recorded on {stream_of(node)}, its carrier is {carrier(buffer)}")
+    for buffer, node in open_uses.items():
+        faults.append(
+            f"{node.name} on {stream_of(node)} uses {buffer}, and {carried_event(buffer)} is not recorded after it: a "
+            "later schedule would not know"
+        )
+    return faults
 
 
-def _entry(buffer: str) -> list[_Touch]:
-    """The entry contract: the home stream has used the buffer, and where the plan owns it the comm stream too, which
-    has recorded the carried event after; neither is ordered after the other."""
-    made = [_Touch(Access(buffer), True, HOME, 0, None)]
-    if is_plan_buffer(buffer):
-        made.append(_Touch(Access(buffer), True, carried_event(buffer), 0, None))
-    return made
+def _released(order: Order) -> list[str]:
+    faults: list[str] = []
+    given: dict[fx.Node, fx.Node] = {}
+    for node in order.nodes:
+        for used in node.all_input_nodes:
+            if used in given:
+                faults.append(f"{node.name} uses %{used.name} after {given[used].name} gave it back")
+        if node.target is release:
+            given.update(dict.fromkeys(node.all_input_nodes, node))
+    returned = set(order.nodes[-1].all_input_nodes)
+    for value, home in order.crossing():
+        if value in given and stream_of(given[value]) != home:
+            faults.append(f"%{value.name} of {home} is given back on {stream_of(given[value])}")
+        if value not in given and value not in returned:
+            faults.append(f"%{value.name} of {home} is used on other streams and never given back")
+    return faults
 
 
-def _brought(wait: fx.Node, recorded: dict[str, Clock]) -> Clock:
-    event = str(wait.args[0])
-    if event in recorded:
-        return recorded[event]
-    if event.startswith("done/"):  # recorded by an earlier schedule: orders its last use of the buffer, nothing else
-        return {event: 0}
-    raise RaceError(
-        f"{stream_of(wait)} waits for {event}, which no node before it records and no earlier schedule carries"
-    )
+_HOW = {(True, True): ("written", "written"), (True, False): ("written", "read"), (False, True): ("read", "written")}
 
 
-def _joined(first: Clock, *others: Clock) -> Clock:
-    merged = dict(first)
-    for other in others:
-        for stream, position in other.items():
-            merged[stream] = max(merged.get(stream, -1), position)
-    return merged
+def _race(order: Order, need: Obligation, node: fx.Node) -> str:
+    first, second = _HOW[need.writes]
+    here = f"{second} by {_kind(node)} ({node.name}) on {stream_of(node)}"
+    if need.earlier is None:
+        before = "the caller" if not need.bit else f"an earlier schedule on {order.streams[need.stream]}"
+        there = f"{first} by {before}"
+    else:
+        there = f"{first} by {_kind(need.earlier)} ({need.earlier.name}) on {stream_of(need.earlier)}"
+    text = f"race: {need.access.buffer} is {there} and {here}, and nothing orders them"
+    return f"{text}\n{_excerpt(order, need.earlier or node, node)}"
 
 
-def _exit_race(
-    graph: fx.Graph,
-    nodes: Sequence[fx.Node],
-    clocks: dict[str, Clock],
-    group: dict[str, list[tuple[fx.Node, Clock]]],
-    touches: dict[str, list[_Touch]],
-) -> tuple[_Touch, _Touch] | None:
-    """The exit contract: what is returned is ordered before the end of the home stream."""
-    outputs = [n for n in graph.nodes if n.op == "output"]
-    end = _joined(clocks.get(HOME, {}), *(c for _, c in group.get(HOME, [])))
-    for used in outputs[0].all_input_nodes if outputs else ():
-        for touch in touches.get(f"%{used.name}", []):
-            if touch.writes and touch.stream != HOME and end.get(touch.stream, -1) < touch.position:
-                return touch, _Touch(touch.access, False, HOME, 0, outputs[0])
-    return None
+def _kind(node: fx.Node) -> str:
+    return "the output" if node.op == "output" else getattr(node.target, "__name__", str(node.target))
 
 
-def _name(touch: _Touch) -> str:
-    if touch.node is None:
-        return "an earlier schedule"
-    return "the output" if touch.node.op == "output" else getattr(touch.node.target, "__name__", str(touch.node.target))
-
-
-def _describe(nodes: Sequence[fx.Node], first: _Touch, second: _Touch) -> str:
-    how = {
-        (True, True): "written twice",
-        (True, False): "read after a write",
-        (False, True): "overwritten after a read",
-    }[first.writes, second.writes]
-    return (
-        f"race on {first.access.buffer} ({how}): {_name(first)} on {first.stream} and {_name(second)} on "
-        f"{second.stream} are not ordered\n{_excerpt(nodes, [first.node, second.node])}"
-    )
-
-
-def _excerpt(nodes: Sequence[fx.Node], shown: Sequence[fx.Node | None], margin: int = 1) -> str:
-    """The smallest piece of the schedule around the nodes, marked with >."""
-    where = [k for k, n in enumerate(nodes) if n in shown]
-    if not where:
-        return ""
-    low, high = max(0, min(where) - margin), min(len(nodes), max(where) + margin + 1)
-    lines = []
-    for k in range(low, high):
-        if k - low > 12 and high - k > 12:
-            continue
-        mark = ">" if nodes[k] in shown else " "
-        name = getattr(nodes[k].target, "__name__", "")
-        lines.append(f"{mark} {k:5d} {stream_of(nodes[k]):>10} | {name}({', '.join(map(str, nodes[k].args))})")
+def _excerpt(order: Order, first: fx.Node, second: fx.Node, limit: int = 12) -> str:
+    """The smallest piece of the schedule around two nodes (marked): theirs, and what records or waits between them."""
+    low, high = sorted((order.index[first], order.index[second]))
+    streams = {stream_of(first), stream_of(second)}
+    shown = [
+        k
+        for k in range(max(0, low - 1), min(len(order.nodes), high + 2))
+        if order.nodes[k].target in (record_event, wait_event) or k in (low, high) or not low <= k <= high
+        if stream_of(order.nodes[k]) in streams
+    ]
+    if len(shown) > limit:
+        near = {k for k in shown if min(abs(k - low), abs(k - high)) <= limit} & set(
+            shown[: limit // 2] + shown[-limit // 2 :]
+        )
+        shown = sorted(near | {low, high})
+    lines, before = [], shown[0]
+    for k in shown:
+        if k > before + 1:
+            lines.append(f"        ... {k - before - 1} more")
+        before = k
+        node = order.nodes[k]
+        mark = ">" if k in (low, high) else " "
+        lines.append(f"{mark} {k:5d} {stream_of(node):>10} | {_kind(node)}({', '.join(map(str, node.args))})")
     return "\n".join(lines)
 
 

@@ -101,7 +101,8 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
             if node.op == "output" or node.target is release:
                 kept.add(used)
             elif stream_of(node) != _home_of(used):
-                assert any(u.target is release for u in used.users), f"%{used.name} crosses streams and is not released"
+                handed_on = any(u.target is release or u.op == "output" for u in used.users)
+                assert handed_on, f"%{used.name} crosses streams and is neither released nor returned"
     return {node: None if node in kept else user for node, user in last.items()}
 
 
