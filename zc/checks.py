@@ -11,6 +11,12 @@ from torch.optim import Optimizer
 from zc.config import DTYPES
 from zc.errors import PlanError
 
+_WRAPPERS = {
+    "DistributedDataParallel": "zc takes its place, so pass the module inside it, model.module",
+    "FullyShardedDataParallel": "it shards the same parameters, so pass the plain module",
+    "OptimizedModule": "zc compiles the module itself, so pass the one you gave to torch.compile, model._orig_mod",
+}
+
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Trainable parameters by fully qualified name, tied ones once, in order of registration."""
@@ -21,6 +27,9 @@ def check(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """The trainable parameters. Raises PlanError (or TypeError) naming what can't be planned."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    wrapper = type(model).__name__
+    if wrapper in _WRAPPERS:
+        raise PlanError(f"model is wrapped in {wrapper}: {_WRAPPERS[wrapper]}")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     params = trainable(model)
