@@ -61,8 +61,7 @@ def train_zc(run: Run, rank: int) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(0)
     model = run.of.model()
     model, optimizer = zc.compile(
-        model, run.make_optimizer(model), stage=run.stage, backend=run.backend, **{"bucket_nbytes": 8192,
-        **run.options}
+        model, run.make_optimizer(model), stage=run.stage, backend=run.backend, **{"bucket_nbytes": 8192, **run.options}
     )
     for microbatches in run.batches(rank):
         for k, batch in enumerate(microbatches):

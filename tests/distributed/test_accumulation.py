@@ -78,15 +78,11 @@ def _probe(
 @pytest.mark.parametrize("stage", [1, 2])
 def test_pr_7985_probe(stage: int, backend: str, declared: bool) -> None:
     """PR#7985: after the boundary the ranks' accumulators differed by 3.80 %. They must agree exactly, and hold the
-    mean of what plain PyTorch computes in bf16, added without further rounding: 1e-6 is fp32's, bf16's own would be
-    4e-3.
-
-    aot_eager's decomposed backward rounds single bf16 gradients elsewhere, so there only the exact oracle counts."""
+    mean of what plain PyTorch computes in bf16, added without further rounding: 1e-6 is fp32's (measured 2e-9).
+    bf16's own, 4e-3, is what is left to the float64 oracle."""
     for across, to_plain, to_exact in run_ranks(_probe, 2, stage, backend, declared, False):
         assert across == 0.0
-        assert to_exact < 4e-3
-        if backend == "eager":
-            assert to_plain < 1e-6
+        assert to_plain < 1e-6 and to_exact < 4e-3
 
 
 def test_the_probe_notices_a_leak() -> None:
@@ -197,14 +193,13 @@ def test_pr_7985_table(how: str) -> None:
 
 
 def test_pr_7985_table_in_bf16() -> None:
-    """The same with bf16 parameters, fp32 masters and fp32 accumulation, as in the report. bf16 gradients of 2 and
-    of 8 rows round differently, 10 AdamW steps later that is some 1e-3 in loss; the report's bug was a hundred
-    times that."""
+    """The same with bf16 parameters, fp32 masters and fp32 accumulation, as in the report (measured: 0.0002 apart).
+    From the fp32 run it may differ by what bf16 rounds in the forward (measured 0.002; DDP, bf16 weights: 0.029)."""
     many = run_ranks(_table_losses, 2, 2, "1", torch.bfloat16, timeout=120)[0]
     few = run_ranks(_table_losses, 2, 8, "1", torch.bfloat16, timeout=120)[0]
     exact = run_ranks(_table_losses, 2, 8, "1", None, timeout=120)[0]
-    assert abs(many[-1] - few[-1]) < 5e-3, (many[-1], few[-1])
-    assert abs(many[-1] - exact[-1]) < 2e-2, (many[-1], exact[-1])
+    assert abs(many[-1] - few[-1]) < 5e-4, (many[-1], few[-1])
+    assert abs(many[-1] - exact[-1]) < 5e-3, (many[-1], exact[-1])
 
 
 # --- DS#7579 and DS#7981: several tasks ---

@@ -1,0 +1,106 @@
+"""The bytes that a rank holds between steps, against DESIGN's formula, computed here from the shapes alone."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from loops import adamw
+from models import mean_square, mlp, vectors
+from torch import Tensor
+
+import zc
+
+DIM, DEPTH, BUCKET = 48, 3, 20_000
+
+
+def formula(world_size: int, stage: int, reduce: str, dtype: torch.dtype, num_buffers: int) -> dict[str, int]:
+    """docs/design.md's table with padding: P and S by bucket, from its rules and not from zc's code.
+
+    Weights 48 * 48 and biases 48, reverse order of registration; a bucket closes before it would pass BUCKET bytes;
+    slots start at multiples of 128 bytes of the narrower of the parameter's and the wire's dtype; P is a multiple
+    of W of these.
+    """
+    size = dtype.itemsize
+    wire = 4 if stage == 1 else size
+    align = 128 // min(size, wire)
+    buckets: list[list[int]] = [[]]
+    for numel in [DIM, DIM * DIM] * DEPTH:
+        if buckets[-1] and (sum(buckets[-1]) + numel) * size > BUCKET:
+            buckets.append([])
+        buckets[-1].append(numel)
+    padded = []
+    for members in buckets:
+        offset = 0
+        for numel in members:
+            offset = math.ceil((offset + numel) / align) * align
+        padded.append(math.ceil(offset / (world_size * align)) * world_size * align)
+    total, largest = sum(padded), max(padded)
+    shard = total // world_size
+    ring = min(num_buffers, len(buckets))
+    recv = 0 if world_size == 1 else largest if reduce == "exact" else largest // world_size
+    return {
+        "flat_param": total * size,
+        "master_shard": shard * 4 if size < 4 else 0,
+        "acc": 4 * (total if stage == 1 else shard),
+        "flat_grad": largest * wire * ring if stage == 2 else 0,
+        "recv": recv * wire,
+    }
+
+
+def _storages() -> dict[int, int]:
+    """Data pointer -> bytes of every storage that a Python tensor of this process holds."""
+    found = {}
+    for item in gc.get_objects():
+        if type(item) in (Tensor, torch.nn.Parameter) and item.device.type == "cpu" and item.layout == torch.strided:
+            storage = item.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def _held(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> dict[str, Any]:
+    gc.collect()
+    before = set(_storages())
+    model = mlp(DIM, DEPTH)
+    model, optimizer = zc.compile(
+        model, adamw(model), stage=stage, backend="eager", bucket_nbytes=BUCKET, **{"num_buffers": 2, **options}
+    )
+    dtype = options.get("param_dtype") or torch.float32
+    for step in range(2):
+        x, y = vectors(DIM)(rank, step, 0)
+        mean_square(model, (x.to(dtype), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del x, y
+    gc.collect()
+    alive = sum(nbytes for pointer, nbytes in _storages().items() if pointer not in before)
+    return {"claimed": zc.persistent_nbytes(model), "alive": alive, "numel": sum(p.numel() for p in model.parameters())}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_persistent_bytes_are_the_formula(world_size: int, stage: int, dtype: torch.dtype) -> None:
+    """The reason to use ZeRO at all, asserted to the byte; and nothing else may stay alive beside what is claimed."""
+    options = [{"param_dtype": None if dtype == torch.float32 else dtype}]
+    if world_size == 2:
+        options += [{**options[0], "reduce": "native"}, {**options[0], "num_buffers": 1}]
+    for option in options:
+        found = run_ranks(_held, world_size, stage, option)
+        wanted = formula(world_size, stage, option.get("reduce", "exact"), dtype, option.get("num_buffers", 2))
+        moments = 0
+        for seen in found:
+            claimed = dict(seen["claimed"])
+            state = claimed.pop("optimizer_state")
+            assert claimed == wanted, option
+            assert state <= 8 * wanted["flat_param"] // dtype.itemsize // world_size, (
+                "two fp32 moments of S elements at most"
+            )
+            moments += state
+            # beside it: the optimizer's step counters, a few bytes for each parameter
+            assert 0 <= seen["alive"] - sum(seen["claimed"].values()) <= 1024, seen
+        assert moments == 8 * found[0]["numel"], "two fp32 moments for each element, once over all ranks"
