@@ -19,6 +19,7 @@ from torch import fx
 
 from zc.schedule import (
     HOME,
+    SYNC_OPS,
     Access,
     accesses,
     carried_event,
@@ -220,11 +221,11 @@ class Order:
                 self.obligations[k].append(Obligation(*need, touch.node, access, (touch.writes, is_write)))
 
     def _oblige_end(self) -> None:
-        """Streams that are no carrier end in the home stream."""
+        """Streams that are no carrier end in the home stream; what they give back, they give back to themselves."""
         end = len(self.nodes) - 1
         last: dict[int, int] = {}
         for k in range(end):
-            if self.nodes[k].target not in (record_event, wait_event):
+            if self.nodes[k].target not in SYNC_OPS:
                 last[self.stream[k]] = k
         for stream, k in sorted(last.items()):
             if stream != self.stream[end] and self.streams[stream] not in self._lasting():

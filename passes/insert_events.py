@@ -68,12 +68,11 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     lasting = {carrier(b) for b in timeline.touches if is_plan_buffer(b)}
     values = _crossing(new)
     early: dict[fx.Node, list[fx.Node]] = {}
-    for stream in sides:
-        _release(new, [v for v in values if _maker(v) == stream], stream, timeline, early)
     _join_home(new, [s for s in sides if s not in lasting], timeline)
-    _release(new, [v for v in values if _maker(v) == HOME], HOME, timeline, early)
+    for stream in (HOME, *sides):
+        _release(new, [v for v in values if _maker(v) == stream], stream, timeline, early)
     _record_carried(new, shared, timeline)
-    for place, group in early.items():  # last, so that every record made above stands for the release too
+    for place, group in early.items():
         with new.inserting_after(place):
             new.call_function(release, tuple(group)).meta["stream"] = stream_of(place)
     return new

@@ -1,0 +1,167 @@
+"""Schedules to prove things about, written by hand from a few shapes of models, then placed and given their events by
+the passes under test."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from simulation import Case
+from torch import fx
+
+from zc.passes import insert_events, place_on_streams, reduce_buckets
+from zc.placement import PLACEMENTS
+from zc.plan import ParamSpec, Plan, make_plan
+from zc.schedule import accumulate_cast, deposit, flatten_cast, segment, wgrad_into
+
+Shape = Callable[["Builder"], Sequence[fx.Node]]
+
+
+def make(num_buckets: int, *, slots: int = 2, stage: int = 2, ring: int = 2, overlap: bool = True) -> Plan:
+    """Buckets of ``slots`` parameters of 2 elements each, for two ranks."""
+    specs = [ParamSpec(f"p{k}", (2,), torch.float32, torch.device("cpu")) for k in range(num_buckets * slots)]
+    return make_plan(
+        specs, world_size=2, placement=PLACEMENTS[stage], reduce="exact", reduce_dtype=None, bucket_nbytes=slots * 8,
+        num_buffers=ring, overlap=overlap,
+    )  # fmt: skip
+
+
+class Builder:
+    """Builds one schedule under a plan; ``producers`` streams, ``in_place``: gradients written slot by slot."""
+
+    def __init__(self, plan: Plan, producers: int = 1, *, in_place: bool = False, tag: str = "") -> None:
+        self.tag = tag  # segments are told apart by their keys, also across graphs
+        self.plan, self.producers, self.in_place = plan, producers, in_place
+        self.graph = fx.Graph()
+        self._segments = itertools.count()
+        self._written = itertools.count()
+
+    def placeholder(self, name: str) -> fx.Node:
+        return self.graph.placeholder(name)
+
+    def segment(self, inputs: Sequence[fx.Node], num_outputs: int) -> list[fx.Node]:
+        key = f"segment_{self.tag}{next(self._segments)}"
+        call = self.graph.create_node("call_function", segment, (key, *inputs), name=key)
+        return [self.graph.call_function(operator.getitem, (call, k)) for k in range(num_outputs)]
+
+    def bucket(self, index: int, grads: Sequence[fx.Node]) -> None:
+        """All gradients of one bucket, and its reduction where the plan says so."""
+        placement = self.plan.placement
+        ring = next(self._written) % self.plan.num_buffers
+        slots = tuple(range(len(grads)))
+        if not placement.gradient_in_ring:
+            last = self.graph.call_function(accumulate_cast, (index, f"acc[{index}]", slots, list(grads)))
+        elif self.in_place:
+            for k, grad in enumerate(grads):
+                last = self.graph.call_function(wgrad_into, (index, f"flat_grad[{ring}]", k, 2 * k, 2 * k + 2, grad))
+        else:
+            last = self.graph.call_function(flatten_cast, (index, f"flat_grad[{ring}]", slots, list(grads)))
+        if self.plan.reduces:
+            reduce_buckets.insert_reduction(self.graph, self.plan, last, index, ring)
+
+    def deposit(self, index: int, slot: int, grad: fx.Node) -> None:
+        self.graph.call_function(deposit, (index, slot, grad))
+
+    def finish(self, returned: Sequence[fx.Node | None]) -> fx.Graph:
+        self.graph.output(tuple(returned))
+        placed = place_on_streams.spread_producers(self.producers).run(self.graph, self.plan)
+        return insert_events.run(placed, self.plan)
+
+
+def mlp(b: Builder, buckets: Sequence[int] | None = None) -> list[fx.Node]:
+    """A chain: each layer's segment makes its gradients and the gradient of its input."""
+    grad = b.placeholder("tangent")
+    for index in buckets if buckets is not None else range(len(b.plan.buckets)):
+        saved = b.placeholder(f"saved_{index}")
+        slots = len(b.plan.buckets[index].slots)
+        *grads, grad = b.segment([grad, saved], slots + 1)
+        b.bucket(index, grads)
+    return [grad]
+
+
+def tied(b: Builder) -> list[fx.Node]:
+    """A GPT with a tied embedding: the head's part of the first weight lives until the embedding's part is there."""
+    num = len(b.plan.buckets)
+    weight, x = b.placeholder("weight"), b.placeholder("tangent")
+    part, x = b.segment([x, weight], 2)
+    for index in range(num - 1):
+        saved = b.placeholder(f"saved_{index}")
+        *grads, x = b.segment([x, saved, weight], len(b.plan.buckets[index].slots) + 1)
+        b.bucket(index, grads)
+    grads = b.segment([x, part], len(b.plan.buckets[num - 1].slots))
+    b.bucket(num - 1, grads)
+    return []
+
+
+def encoder_decoder(b: Builder) -> list[fx.Node]:
+    """Two chains: every decoder layer adds to the encoder's output gradient, and the encoder follows."""
+    num, x = len(b.plan.buckets), b.placeholder("tangent")
+    memory: list[fx.Node] = []
+    for index in range(num):
+        slots = len(b.plan.buckets[index].slots)
+        saved = b.placeholder(f"saved_{index}")
+        if index < num // 2:
+            *grads, x, cross = b.segment([x, saved], slots + 2)
+            memory.append(cross)
+        else:
+            *grads, x = b.segment([*(memory or [x]), saved], slots + 1)
+            memory = []
+        b.bucket(index, grads)
+    return [x]
+
+
+def independent(b: Builder) -> list[fx.Node]:
+    """Heads side by side: producers that nothing orders but the bucket they fill (DS#8061)."""
+    x = b.placeholder("tangent")
+    for index in range(len(b.plan.buckets)):
+        grads = [b.segment([x], 1)[0] for _ in b.plan.buckets[index].slots]
+        b.bucket(index, grads)
+    return []
+
+
+SHAPES: dict[str, Shape] = {"mlp": mlp, "tied": tied, "encdec": encoder_decoder, "heads": independent}
+
+
+def schedule(shape: str, plan: Plan, producers: int = 1, *, in_place: bool = False) -> fx.Graph:
+    builder = Builder(plan, producers, in_place=in_place)
+    return builder.finish(SHAPES[shape](builder))
+
+
+def part_of(plan: Plan, buckets: Sequence[int], kept: Sequence[int] = (), producers: int = 1) -> fx.Graph:
+    """One graph of several (graph breaks): some buckets whole, of others one gradient, which is deposited."""
+    b = Builder(plan, producers, tag=f"{buckets[0]}_")
+    *_, grad = mlp(b, buckets)
+    for index in kept:
+        (half,) = b.segment([grad], 1)
+        b.deposit(index, 0, half)
+    return b.finish([grad])
+
+
+def cases() -> Iterator[Case]:
+    """What the proof is shown on: every schedule twice in a row at least, so that the carried events count."""
+    for shape in SHAPES:
+        for num_buckets, ring, producers, stage in (
+            (1, 1, 1, 2), (2, 1, 2, 2), (3, 2, 1, 2), (4, 2, 3, 2), (5, 3, 4, 2), (8, 4, 2, 2), (3, 1, 4, 2),
+            (2, 2, 1, 1), (4, 2, 3, 1), (6, 1, 4, 1),
+        ):  # fmt: skip
+            plan = make(num_buckets, stage=stage, ring=ring)
+            graph = schedule(shape, plan, producers)
+            yield Case(f"{shape} b{num_buckets} r{ring} p{producers} s{stage}", plan, (graph, graph))
+    for num_buckets, ring, producers in ((1, 1, 3), (3, 2, 2), (4, 2, 4), (6, 3, 3)):
+        plan = make(num_buckets, slots=3, ring=ring)
+        graph = schedule("heads", plan, producers, in_place=True)
+        yield Case(f"in place b{num_buckets} r{ring} p{producers}", plan, (graph, graph))
+    for producers in (1, 3):
+        plan = make(6, ring=2)
+        graphs = (part_of(plan, (0, 1), (2,), producers), part_of(plan, (3, 4, 5), (), producers))
+        yield Case(f"graph break p{producers}", plan, (*graphs, *graphs))
+        plan = make(4, stage=1)
+        inside = schedule("mlp", replace(plan, is_boundary=False), producers)
+        yield Case(f"no_sync p{producers}", plan, (inside, schedule("mlp", plan, producers), inside, inside))
+    plan = make(64, ring=4)
+    yield Case("mlp b64 r4 p4 s2", plan, (schedule("mlp", plan, 4),) * 2)
+    plan = make(64, stage=1)
+    yield Case("tied b64 p2 s1", plan, (schedule("tied", plan, 2),) * 2)

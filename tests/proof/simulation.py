@@ -1,0 +1,156 @@
+"""Two ranks in one: the operations of a schedule on tensors of a few elements, made so that order shows.
+
+Both ranks have the same data, so what the peer would send is this rank's own other half. Every read-modify-write keeps
+only a part of what it finds (0.5 x + y), so that two writes in the wrong order never give the right sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zc import codegen
+from zc.adversary import AdversarialStreams, Chooser, Transfer, Values
+from zc.plan import Plan
+from zc.schedule import HOME, accesses, is_plan_buffer, results, segment, steps, wgrad_into
+
+NAN = float("nan")
+
+
+@dataclass
+class Simulation:
+    """``ops`` of one rank. Ring and receive buffers are NaN until written; accumulators start at 1."""
+
+    plan: Plan
+    streams: AdversarialStreams
+    num_results: dict[str, int]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    num_done: int = 0
+
+    def buffer(self, name: str) -> Tensor:
+        if name not in self.buffers:
+            size = max(2 * len(b.slots) for b in self.plan.buckets)
+            self.buffers[name] = torch.full((size,), 1.0 if name.startswith("acc") else NAN, dtype=torch.float64)
+        return self.buffers[name]
+
+    def segment(self, key: str, args: list[Any]) -> list[Tensor]:
+        total = torch.stack([a.sum() for a in args]).sum() if args else torch.zeros((), dtype=torch.float64)
+        args.clear()
+        self.num_done += 1
+        salt = sum(map(ord, key)) % 17 + 1
+        return [torch.sin(total + salt + k) for k in range(self.num_results[key])]
+
+    def _put(self, out: Tensor, slots: Sequence[int], grads: Sequence[Tensor | None], keep: float) -> None:
+        new = torch.zeros_like(out)
+        for slot, grad in zip(slots, grads, strict=True):
+            if grad is not None:
+                new[2 * slot : 2 * slot + 2] = grad
+        out.copy_(new if keep == 0 else keep * out + new)
+
+    def flatten_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
+        self._put(self.buffer(buffer), slots, grads, 0.0)
+
+    def accumulate_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
+        self._put(self.buffer(buffer), slots, grads, 0.5)
+
+    def wgrad_into(self, bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Tensor) -> None:
+        self.num_done += 1
+        self.buffer(buffer)[start:stop] = torch.stack([a.sum() for a in inputs]).sum() + bucket + slot
+
+    def deposit(self, bucket: int, slot: int, grad: Tensor) -> None:
+        self.kept[bucket, slot] = grad.clone()
+
+    def launch_reduce(self, bucket: int, dst: str, src: str) -> Transfer:
+        out, sent = self.buffer(dst), self.buffer(src)
+        out.fill_(NAN)  # nobody may look at it now
+
+        def exchange() -> None:
+            out.copy_(1.25 * sent + bucket)
+
+        return self.streams.transfer(exchange)
+
+    def wait_reduce(self, bucket: int, work: Transfer, dst: str, src: str) -> None:
+        if isinstance(work, Transfer):  # else: a completion that ran before its launch
+            work.finish()
+
+    def accumulate(self, bucket: int, acc: str, src: str) -> None:
+        out, rows = self.buffer(acc), self.buffer(src)
+        out.copy_(rows if src == acc or not self.plan.placement.gradient_in_ring else 0.5 * out + rows)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Schedules that run one after the other under one plan, as a training loop would run them."""
+
+    name: str
+    plan: Plan
+    graphs: tuple[fx.Graph, ...]
+
+
+def run(case: Case, choose: Chooser) -> dict[str, Tensor]:
+    """What is left after all schedules, under one order: every accumulator, everything kept and returned, and how much
+    of the compute streams' work was done when the home stream came to its end."""
+    streams = AdversarialStreams(choose)
+    num_results: dict[str, int] = {}
+    for graph in case.graphs:
+        for node in steps(graph):
+            if node.target is segment:
+                made = [int(n.args[1]) for n in results(node)]
+                num_results[str(node.args[0])] = 1 + max(made, default=-1)
+    sim = Simulation(case.plan, streams, num_results)
+    found: dict[str, Tensor] = {}
+    expected = 0
+    streams.run_on(HOME, lambda: _touch_all(sim, case.graphs))
+    for number, graph in enumerate(case.graphs):
+        values = Values()
+        expected += sum(n.target in (segment, wgrad_into) for n in steps(graph))
+        streams.run_on(HOME, _enter(values, graph, number))
+        codegen.load(graph)(values, streams, sim)
+        streams.run_on(HOME, _leave(values, graph, number, found, sim, expected))
+    streams.synchronize()
+    found.update({k: v for k, v in sim.buffers.items() if k.startswith("acc")})
+    found.update({f"kept {k}": v for k, v in sim.kept.items()})
+    return found
+
+
+def _touch_all(sim: Simulation, graphs: Sequence[fx.Graph]) -> None:
+    """The home stream's past: the caller has used every buffer that the plan owns (zero_grad, an optimizer step)."""
+    names = {a.buffer for g in graphs for n in steps(g) for group in accesses(n) for a in group}
+    for name in sorted(n for n in names if is_plan_buffer(n)):
+        sim.buffer(name).mul_(0.5)
+
+
+def _enter(values: Values, graph: fx.Graph, number: int) -> Callable[[], None]:
+    names = [n.name for n in graph.nodes if n.op == "placeholder"]
+
+    def task() -> None:
+        for k, name in enumerate(names):
+            values[name] = torch.full((2,), 0.01 * (k + 1) + 0.1 * number, dtype=torch.float64)
+
+    return task
+
+
+def _leave(
+    values: Values, graph: fx.Graph, number: int, found: dict[str, Tensor], sim: Simulation, expected: int
+) -> Callable[[], None]:
+    returned = graph.output_node().all_input_nodes
+
+    def task() -> None:
+        for node in returned:
+            found[f"schedule {number} {node.name}"] = values.pop(node.name).clone()  # the caller's, to free as well
+        late = torch.tensor(NAN if sim.num_done < expected else 0.0)
+        found[f"schedule {number} joined"] = late
+
+    return task
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Bitwise, and nowhere NaN."""
+    return a.keys() == b.keys() and all(
+        torch.equal(a[k], b[k]) and not a[k].isnan().any() and not b[k].isnan().any() for k in a
+    )
