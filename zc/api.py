@@ -17,8 +17,7 @@ from zc.buffers import Buffers
 from zc.checks import check
 from zc.comm import Group, check_initialized
 from zc.config import Config
-from zc.errors import PlanError
-from zc.layout import whole_layout
+from zc.errors import PlanError, ZcError
 from zc.optimizer import ShardedOptimizer, choose_layout
 from zc.plan import ParamSpec, Plan, make_plan
 from zc.runtime import Runtime
@@ -70,31 +69,64 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         PlanError (a ValueError), TypeError: an option, the model or the optimizer can't be planned; nothing has
         changed. RankMismatchError: the ranks' models or options differ, on every rank; nothing has changed.
     """
+    check_initialized()
+    ranks = Group(group)
+    checked, failure = None, None
+    try:
+        config = Config(
+            stage=stage,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            reduce=reduce,
+            bucket_nbytes=bucket_nbytes,
+            num_buffers=num_buffers,
+            overlap=overlap,
+            backend=backend,
+            offload=offload,
+            verify=verify,
+            dump_dir=dump_dir,
+        )
+        checked = _check(model, optimizer, config, ranks.world_size)
+    except (PlanError, TypeError, ZcError) as error:
+        failure = error
+    ranks.agree_on(failure)  # before the first exchange: nobody waits for a rank that was refused
+    assert checked is not None
+    params, plan, note = checked
+    ranks.same_everywhere("the model or an option", _fingerprint(model, config))
+
+    device = plan.buckets[0].device
+    ranks.open_data(device)
+    buffers = Buffers(plan, ranks.rank)
+    streams = make_streams(device)
+    runtime = Runtime(config, plan, buffers, ranks, streams, params)
+    if note is not None and ranks.world_size > 1:
+        runtime.say_once(note)
+    if not verify:
+        runtime.say_once("verify=False: schedules run without their proof")
+    _fill(model, plan, buffers, params, ranks)
+    sharded = ShardedOptimizer(runtime, optimizer, whole=note is not None)
+    runtime.install_hooks()
+    _COMPILED[model] = sharded
+    _clear_both(model, optimizer, sharded)
+    if config.backend != "eager":
+        compiler.raise_recompile_limit(model)
+        model.compile(backend=compiler.make_backend(runtime))
+    return model, optimizer
+
+
+def _check(
+    model: nn.Module, optimizer: Optimizer, config: Config, world_size: int
+) -> tuple[dict[str, nn.Parameter], Plan, str | None]:
+    """Everything that this rank can refuse by itself; changes nothing."""
     if isinstance(model, nn.Module) and model in _COMPILED:
         raise PlanError(f"this {type(model).__name__} is compiled already: call zc.compile once, before the loop")
-    config = Config(
-        stage,
-        param_dtype,
-        reduce_dtype,
-        reduce,
-        bucket_nbytes,
-        num_buffers,
-        overlap,
-        backend,
-        offload,
-        verify,
-        dump_dir,
-    )
     params = check(model, optimizer)
     layout, note = choose_layout(optimizer)
-    check_initialized()
     compiler.refuse_compiled_autograd()
-    device = next(iter(params.values())).device
-    ranks = Group(group, device)
     specs = [ParamSpec(n, tuple(p.shape), config.param_dtype or p.dtype, p.device) for n, p in params.items()]
     plan = make_plan(
         specs,
-        world_size=ranks.world_size,
+        world_size=world_size,
         placement=config.placement,
         reduce=config.reduce,
         reduce_dtype=config.reduce_dtype,
@@ -104,24 +136,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         layout=layout,
     )
     _check_wire(plan)
-    ranks.same_everywhere("the model or an option", _fingerprint(model, config))
-
-    buffers = Buffers(plan, ranks.rank)
-    streams = make_streams(device)
-    runtime = Runtime(config, plan, buffers, ranks, streams, params)
-    if note is not None and ranks.world_size > 1:
-        runtime.say_once(note)
-    if not verify:
-        runtime.say_once("verify=False: schedules run without their proof")
-    _fill(model, plan, buffers, params, ranks)
-    sharded = ShardedOptimizer(runtime, optimizer, whole=layout is whole_layout)
-    runtime.install_hooks()
-    _COMPILED[model] = sharded
-    _clear_both(model, optimizer, sharded)
-    if config.backend != "eager":
-        compiler.raise_recompile_limit(model)
-        model.compile(backend=compiler.make_backend(runtime))
-    return model, optimizer
+    return params, plan, note
 
 
 def _check_wire(plan: Plan) -> None:

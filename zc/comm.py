@@ -42,24 +42,42 @@ def _started(work: Work | None) -> Work:
 class Group:
     """The ranks that share one model. W = ``world_size``; with one rank no process group is needed or used."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank, self.world_size = 0, 1
         self.data: dist.ProcessGroup | None = None
         self.control: dist.ProcessGroup | None = None
+        self._given = group
         if not dist.is_available() or not dist.is_initialized():
             return
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise PlanError(f"rank {dist.get_rank()} is not a member of the given group of {self.world_size} ranks")
-        if self.world_size == 1:
-            return
-        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self.control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        self.data = (
-            dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            if device.type == "cpu"
-            else (group if group is not None else dist.group.WORLD)
-        )
+        if self.world_size > 1:
+            self.control = self._new_group()
+
+    def open_data(self, device: torch.device) -> None:
+        """Makes the group that carries gradients and weights of ``device``."""
+        if self.world_size > 1:
+            given = self._given if self._given is not None else dist.group.WORLD
+            self.data = self._new_group() if device.type == "cpu" else given
+
+    def _new_group(self) -> dist.ProcessGroup:
+        ranks = dist.get_process_group_ranks(self._given if self._given is not None else dist.group.WORLD)
+        made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return made
+
+    def agree_on(self, failure: Exception | None) -> None:
+        """Raises on every rank where some rank has failed: its own error there, RankMismatchError on the others."""
+        if self.world_size > 1 and self.max_on_host([int(failure is not None)])[0]:
+            found: list[Any] = [None] * self.world_size
+            dist.all_gather_object(found, failure and f"{type(failure).__name__}: {failure}", group=self.control)
+            if failure is None:
+                rank = next(r for r, text in enumerate(found) if text is not None)
+                raise RankMismatchError(
+                    f"rank {rank} refused its model or options, rank {self.rank} did not: {found[rank]}"
+                )
+        if failure is not None:
+            raise failure
 
     def all_to_all(self, out: Tensor, rows: Tensor) -> Work | None:
         """out[s*S:(s+1)*S] on rank r <- rows[r*S:(r+1)*S] of rank s; both [P], contiguous. Asynchronous."""

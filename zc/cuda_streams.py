@@ -38,7 +38,7 @@ class CudaStreams:
 
     def record(self, event: str, stream: str) -> None:
         if event not in self._events:
-            self._events[event] = torch.cuda.Event()
+            self._events[event] = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._events[event].record(self._stream(stream))
 
     def wait(self, event: str, stream: str) -> None:
@@ -63,5 +63,5 @@ class CudaStreams:
             self._last_home = home
             return home
         if name not in self._sides:
-            self._sides[name] = torch.cuda.Stream(self._device, priority=-1)
+            self._sides[name] = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         return self._sides[name]

@@ -105,7 +105,7 @@ class ShardedOptimizer:
                     param.grad = self.grads[slot.name]
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = kwargs.get("closure", args[0] if args and callable(args[0]) else None)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
         if closure is not None:
             raise PlanError(
                 f"{type(optimizer).__name__}.step was given a closure: the gradients must be finished before the step "

@@ -298,10 +298,6 @@ def _one_rank_is_refused(rank: int, world_size: int) -> tuple[str, str]:
     return message_of(lambda: zc.compile(model, optimizer, backend="eager"))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a rank whose own check fails raises before the exchange; the others wait in it until the group's timeout",
-)
 def test_an_error_on_one_rank_is_an_error_on_all() -> None:
     """Local checks come before the first collective; the ranks that pass them must not wait for ever (INVARIANTS
     I7)."""

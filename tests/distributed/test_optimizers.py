@@ -428,19 +428,7 @@ def _closure(rank: int, world_size: int, by_name: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "by_name",
-    [
-        True,
-        pytest.param(
-            False,
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="zc/optimizer.py, _before_step: args[0] is the optimizer itself, the closure is args[1]",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("by_name", [True, False])
 def test_a_closure_is_refused_before_the_step(by_name: bool) -> None:
     """A closure computes gradients inside the step, after the point where they were reduced: a silent wrong number
     otherwise."""
