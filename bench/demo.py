@@ -30,7 +30,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser = argparse.ArgumentParser(prog="bench.demo", description="Further flags go to bench.train.")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the runs and the pictures")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=160)
     return parser.parse_known_args(argv)
 
 
@@ -125,7 +125,8 @@ def main(argv: list[str] | None = None) -> None:
     console.print(table(runs))
     before = next(iter(runs.values()))["ranks"][0]["held_out_loss_before"]
     console.print(f"held-out loss before training: {before:.4f} nats a byte")
-    console.print(f"pictures: {picture}    schedule of every graph: {args.out / 'inductor' / 'explain.txt'}")
+    console.print(f"pictures: {picture}", soft_wrap=True)
+    console.print(f"schedule of every graph: {args.out / 'inductor' / 'explain.txt'}", soft_wrap=True)
     console.print(f"both runs took {time.perf_counter() - started:.0f} s")
     found = problems(runs)
     for problem in found:
