@@ -24,7 +24,9 @@ Row = dict[str, str]
 
 
 def rows_of(path: Path, chosen: Mapping[str, str]) -> list[Row]:
-    """The rows whose columns equal ``chosen``, of the last session among them. ValueError where there is none."""
+    """The rows whose columns equal ``chosen``, of the last session among them. ValueError for a column that is none."""
+    if not path.exists():
+        return []
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     unknown = set(chosen) - set(rows[0] if rows else {})
@@ -32,9 +34,7 @@ def rows_of(path: Path, chosen: Mapping[str, str]) -> list[Row]:
         raise ValueError(f"{path.name} has no column {sorted(unknown)}")
     # a run that failed says nothing of its sizes, but belongs to its session
     fitting = [r for r in rows if all(r[k] == v for k, v in chosen.items())]
-    if not fitting:
-        raise ValueError(f"{path.name} has no row with {dict(chosen)}")
-    session = max(r["session"] for r in fitting)
+    session = max((r["session"] for r in fitting), default=None)
     return [r for r in rows if r["session"] == session]
 
 
@@ -64,6 +64,8 @@ def ratio(rows: list[Row], system: str, base: str, column: str = "p50_ms") -> fl
 def compare_ddp(path: Path, chosen: Mapping[str, str]) -> str:
     """Step time, first step, memory and loss of each system; a system whose runs disagree shows why."""
     rows = rows_of(path, chosen)
+    if not rows:
+        return f"No rows yet in {path.name} with {dict(chosen)}."
     systems = list(dict.fromkeys(r["system"] for r in rows))
     base, floor = systems[0], "no communication"
     head = ["system", "step ms p50 (p20 to p80)", f"/ {base}"]
