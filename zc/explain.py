@@ -52,7 +52,7 @@ def _buckets(runtime: Runtime) -> str:
         holds = state.value if state is not Acc.EMPTY else "nothing"
         rows.append(
             f"{b.index:>6} {len(b.slots):>6} {b.numel:>12,} {b.numel * b.param_dtype.itemsize:>12,} "
-            f"{b.layout.numel_padding:>8,} {how:>8} {runtime.ops.num_reductions[b.index]:>5} {holds:>8}"
+            f"{b.layout.numel_padding:>8,} {how:>8} {runtime.ops.reductions_of_last_step[b.index]:>5} {holds:>8}"
         )
         rows += [f"{'':>8}{s.name} {tuple(s.shape)} at {s.offset}" for s in b.slots]
     return "\n".join(rows)

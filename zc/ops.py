@@ -42,6 +42,7 @@ class GradientOps:
         self._spilled: set[int] = set()  # buckets whose reduced gradient was moved aside
         self.touched = [[False] * len(b.slots) for b in plan.buckets]  # since zero_grad, on this rank
         self.num_reductions = [0] * len(plan.buckets)  # since the last update, for explain
+        self.reductions_of_last_step = self.num_reductions
         self.order: list[int] = []  # buckets in the order of their launches since the last update
         self.on_deposit: Callable[[int, int, Tensor], None] = lambda bucket, slot, grad: None
 

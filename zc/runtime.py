@@ -227,6 +227,8 @@ class Runtime:
 
     def after_update(self) -> None:
         self.ops.order.clear()
+        self.ops.reductions_of_last_step = self.ops.num_reductions
+        self.ops.num_reductions = [0] * len(self.plan.buckets)
 
     def say_once(self, note: str) -> None:
         """Records a fallback or a condition for explain, and warns the first time."""
