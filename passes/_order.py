@@ -69,6 +69,7 @@ class Order:
     streams: list[str] = field(init=False)
     clocks: list[Clock] = field(init=False)
     obligations: list[list[Obligation]] = field(init=False)
+    futures: list[tuple[str, Obligation]] = field(init=False)  # of later schedules, towards a shared buffer's carrier
     unrecorded: list[fx.Node] = field(init=False)  # waits for events that nobody has recorded or carries
 
     def __post_init__(self) -> None:
@@ -114,6 +115,7 @@ class Order:
                 elif event not in self._bits:
                     self.unrecorded.append(node)
         self.index = {node: k for k, node in enumerate(self.nodes)}
+        self._latest = recorded
 
     def _clock(self, k: int, changed: dict[int, Clock], skip: int) -> Clock:
         """What step ``k`` comes after, itself included; without the wait ``skip``, where ``changed`` holds what differs
@@ -161,7 +163,17 @@ class Order:
                 heapq.heappush(todo, self.following[k])
             for waiter in self.waiters[k]:
                 heapq.heappush(todo, waiter)
-        return False
+        return any(not self.holds(self.future_clock(buffer, changed), need) for buffer, need in self.futures)
+
+    def future_clock(self, buffer: str, changed: dict[int, Clock] | None = None) -> Clock:
+        """What a later schedule comes after that starts when the home stream is done, and waits for a carried event."""
+        changed = changed or {}
+        end, record = len(self.nodes) - 1, self._latest.get(carried_event(buffer), -1)
+        positions, bits = changed.get(end, self.clocks[end])
+        if record < 0:
+            return positions, bits | self._bits[carried_event(buffer)]
+        theirs, more = changed.get(record, self.clocks[record])
+        return [max(a, b) for a, b in zip(positions, theirs, strict=True)], bits | more
 
     # --- obligations ---
 
@@ -184,6 +196,12 @@ class Order:
                 made = _Touch(access, is_write, stream, position, 0, node)
                 touches[access.buffer] = [t for t in touches[access.buffer] if not _replaces(made, t)] + [made]
         self._oblige_end()
+        self.futures = [
+            (b, Obligation(self._id[carrier(b)], t.position, t.bit, t.node, t.access, (t.writes, True)))
+            for b in sorted(self.shared)
+            for t in touches.get(b, [])
+            if t.stream == self._id[carrier(b)]
+        ]
 
     def _entry(self, buffer: str) -> list[_Touch]:
         if not is_plan_buffer(buffer):

@@ -66,11 +66,13 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
         timeline.advance(node)
     sides = sorted({stream_of(n) for n in nodes} - {HOME})
     lasting = {carrier(b) for b in timeline.touches if is_plan_buffer(b)}
-    values = _crossing(new)
+    values = {s: [v for v in _crossing(new) if _maker(v) == s] for s in (HOME, *sides)}
     early: dict[fx.Node, list[fx.Node]] = {}
-    _join_home(new, [s for s in sides if s not in lasting], timeline)
-    for stream in (HOME, *sides):
-        _release(new, [v for v in values if _maker(v) == stream], stream, timeline, early)
+    late = _release_early(values[HOME], HOME, timeline, early)
+    _join_home(new, [s for s in sides if s not in lasting], late, timeline)
+    _release_late(new, late, HOME, timeline)
+    for stream in sides:
+        _release_late(new, _release_early(values[stream], stream, timeline, early), stream, timeline)
     _record_carried(new, shared, timeline)
     for place, group in early.items():
         with new.inserting_after(place):
@@ -118,11 +120,11 @@ def _crossing(graph: fx.Graph) -> list[fx.Node]:
     ]
 
 
-def _release(
-    graph: fx.Graph, values: list[fx.Node], stream: str, timeline: Timeline, early: dict[fx.Node, list[fx.Node]]
-) -> None:
-    """Gives ``values`` of one stream back, each behind the first node that is ordered after its uses anyway (into
-    ``early``), the rest together at the stream's end."""
+def _release_early(
+    values: list[fx.Node], stream: str, timeline: Timeline, early: dict[fx.Node, list[fx.Node]]
+) -> list[fx.Node]:
+    """Puts each value of a stream behind the first node that is ordered after its uses anyway (into ``early``); gives
+    back those that have no such place."""
     late: list[fx.Node] = []
     nodes = timeline.nodes_on(stream)
     for made in values:
@@ -132,22 +134,27 @@ def _release(
             late.append(made)
         else:
             early.setdefault(nodes[k], []).append(made)
-    if late:
+    return late
+
+
+def _release_late(graph: fx.Graph, values: list[fx.Node], stream: str, timeline: Timeline) -> None:
+    if values:
         with graph.inserting_before(graph.output_node()):
-            node = graph.call_function(release, tuple(late))
+            node = graph.call_function(release, tuple(values))
         node.meta["stream"] = stream
         timeline.order(node, timeline.needed(node))
         timeline.advance(node)
 
 
-def _join_home(graph: fx.Graph, sides: list[str], timeline: Timeline) -> None:
-    """The end of the home stream: after the compute streams beside it, and after every use of what is returned."""
+def _join_home(graph: fx.Graph, sides: list[str], late: list[fx.Node], timeline: Timeline) -> None:
+    """The end of the home stream: after the compute streams beside it, after every use of what is returned, and of what
+    it gives back ``late``. All in one, so that none of these waits implies another."""
     points: dict[str, int] = {side: timeline.length(side) for side in sides}
-    for value in graph.output_node().all_input_nodes:
-        for stream, position in timeline.uses(value, with_maker=True):
-            points[stream] = max(points.get(stream, 0), position)
-    output = graph.output_node()
-    timeline.order(output, timeline.unknown(HOME, points))
+    uses = [timeline.uses(v, with_maker=True) for v in graph.output_node().all_input_nodes]
+    uses += [timeline.uses(v) for v in late]
+    for stream, position in (point for group in uses for point in group):
+        points[stream] = max(points.get(stream, 0), position)
+    timeline.order(graph.output_node(), timeline.unknown(HOME, points))
 
 
 def _record_carried(graph: fx.Graph, shared: frozenset[str], timeline: Timeline) -> None:

@@ -30,9 +30,7 @@ from zc.passes._order import Obligation, Order
 from zc.passes.base import Pass, copy_graph
 from zc.plan import Plan
 from zc.schedule import (
-    accesses,
     carried_event,
-    carrier,
     record_event,
     release,
     shared_buffers,
@@ -95,8 +93,8 @@ def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
         if not order.holds(order.clocks[k], need)
     ]
     faults = [f"{stream_of(n)} waits for {n.args[0]}, which no node before records" for n in order.unrecorded]
-    faults += exactly_once.check(nodes, plan)
-    faults += _carried(nodes, shared) + _released(order)
+    races += _carried(order)
+    faults += exactly_once.check(nodes, plan) + _released(order)
     redundant: list[str] = []
     if not races:
         for k, node in enumerate(order.nodes):
@@ -106,27 +104,17 @@ def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
     return Findings(tuple(races), tuple(redundant), tuple(faults))
 
 
-def _carried(nodes: list[fx.Node], shared: frozenset[str]) -> list[str]:
-    """What later schedules rely on: the carried event stands for the buffer's last use on its carrier."""
-    open_uses: dict[str, fx.Node] = {}
-    faults: list[str] = []
-    for node in nodes:
-        for access in (a for group in accesses(node) for a in group if a.buffer in shared):
-            if stream_of(node) == carrier(access.buffer):
-                open_uses[access.buffer] = node
-        if node.target is record_event and str(node.args[0]).startswith(carried_event("")):
-            event = str(node.args[0])
-            buffer = event[len(carried_event("")) :]
-            if stream_of(node) == carrier(buffer):
-                open_uses.pop(buffer, None)
-            else:
-                faults.append(f"{event} is recorded on {stream_of(node)}, its carrier is {carrier(buffer)}")
-    for buffer, node in open_uses.items():
-        faults.append(
-            f"{node.name} on {stream_of(node)} uses {buffer}, and {carried_event(buffer)} is not recorded after it: a "
-            "later schedule would not know"
-        )
-    return faults
+def _carried(order: Order) -> list[str]:
+    """What later schedules rely on: the carried event stands for all that the carrier did with the buffer."""
+    races: list[str] = []
+    for buffer, need in order.futures:
+        if not order.holds(order.future_clock(buffer), need):
+            used = "earlier schedules" if need.earlier is None else f"{_kind(need.earlier)} ({need.earlier.name})"
+            races.append(
+                f"race: {buffer} is used by {used} on {order.streams[need.stream]} and by later schedules, and "
+                f"{carried_event(buffer)} is not recorded after it"
+            )
+    return races
 
 
 def _released(order: Order) -> list[str]:

@@ -22,7 +22,7 @@ from zc.schedule import HOME
 from zc.streams import Task
 
 T = TypeVar("T")
-TRANSFER = "transfer"
+TRANSFER = "transfer."  # each launch's own stream: transfer.0, transfer.1, ...
 
 
 class Ready(NamedTuple):
@@ -124,7 +124,7 @@ class AdversarialStreams:
     def transfer(self, task: Task) -> Transfer:
         """Called by a launch while it runs: ``task`` may run at any later time, at the latest in ``finish``."""
         made = Transfer(task)
-        self._put(f"{TRANSFER}.{self._issued}", made)
+        self._put(f"{TRANSFER}{self._issued}", made)
         return made
 
     # --- inside ---
@@ -188,7 +188,7 @@ def seeded(seed: int) -> Chooser:
 
 
 def first(*streams: str) -> Chooser:
-    """These streams go on whenever they can, the rest in program order. A name stands for ``name`` and ``name.*``."""
+    """These streams go on whenever they can, the rest in program order."""
     return lambda ready: min(range(len(ready)), key=lambda k: (not _is_one(ready[k].stream, streams), ready[k].issued))
 
 
@@ -198,7 +198,8 @@ def last(*streams: str) -> Chooser:
 
 
 def _is_one(stream: str, names: Sequence[str]) -> bool:
-    return any(stream == name or (name == TRANSFER and stream.startswith(f"{TRANSFER}.")) for name in names)
+    """A name that ends in a dot stands for all streams that begin with it."""
+    return any(stream == name or (name.endswith(".") and stream.startswith(name)) for name in names)
 
 
 def worst(streams: Sequence[str]) -> Iterator[Chooser]:

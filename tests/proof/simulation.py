@@ -16,7 +16,19 @@ from torch import Tensor, fx
 from zc import codegen
 from zc.adversary import AdversarialStreams, Chooser, Transfer, Values
 from zc.plan import Plan
-from zc.schedule import HOME, accesses, is_plan_buffer, results, segment, steps, wgrad_into
+from zc.schedule import (
+    HOME,
+    accesses,
+    carried_event,
+    carrier,
+    is_plan_buffer,
+    results,
+    segment,
+    shared_buffers,
+    steps,
+    stream_of,
+    wgrad_into,
+)
 
 NAN = float("nan")
 
@@ -105,24 +117,55 @@ def run(case: Case, choose: Chooser) -> dict[str, Tensor]:
     sim = Simulation(case.plan, streams, num_results)
     found: dict[str, Tensor] = {}
     expected = 0
-    streams.run_on(HOME, lambda: _touch_all(sim, case.graphs))
+    _past(sim, case)
     for number, graph in enumerate(case.graphs):
         values = Values()
         expected += sum(n.target in (segment, wgrad_into) for n in steps(graph))
         streams.run_on(HOME, _enter(values, graph, number))
         codegen.load(graph)(values, streams, sim)
         streams.run_on(HOME, _leave(values, graph, number, found, sim, expected))
+    _future(sim, case)
     streams.synchronize()
     found.update({k: v for k, v in sim.buffers.items() if k.startswith("acc")})
     found.update({f"kept {k}": v for k, v in sim.kept.items()})
     return found
 
 
-def _touch_all(sim: Simulation, graphs: Sequence[fx.Graph]) -> None:
-    """The home stream's past: the caller has used every buffer that the plan owns (zero_grad, an optimizer step)."""
-    names = {a.buffer for g in graphs for n in steps(g) for group in accesses(n) for a in group}
-    for name in sorted(n for n in names if is_plan_buffer(n)):
-        sim.buffer(name).mul_(0.5)
+def _past(sim: Simulation, case: Case) -> None:
+    """The entry contract. The caller has used every buffer that the plan owns, on the home stream; earlier schedules
+    have used those that have a carried event, one after the other in an order that nobody knows: so each on a stream of
+    its own here, which only the carrier itself comes after."""
+    names = {a.buffer for g in case.graphs for n in steps(g) for group in accesses(n) for a in group}
+    owned = sorted(n for n in names if is_plan_buffer(n))
+    for name in owned:
+        sim.streams.run_on(HOME, _scale(sim.buffer(name), 0.5))
+    for name in _carried(case):
+        # powers of two: it does not matter whether the caller or the earlier schedule came first
+        factor = NAN if name.startswith("flat_grad") else 0.25
+        sim.streams.run_on(f"past.{name}", _scale(sim.buffer(name), factor))
+        sim.streams.record(carried_event(name), f"past.{name}")
+        sim.streams.wait(carried_event(name), carrier(name))
+
+
+def _future(sim: Simulation, case: Case) -> None:
+    """The exit contract: whoever comes after the home stream and a buffer's carried event may overwrite it."""
+    sim.streams.record("end", HOME)
+    for name in _carried(case):
+        sim.streams.wait("end", f"future.{name}")
+        sim.streams.wait(carried_event(name), f"future.{name}")
+        sim.streams.run_on(f"future.{name}", _overwrite(sim.buffer(name), ring=name.startswith("flat_grad")))
+
+
+def _scale(out: Tensor, factor: float) -> Callable[[], object]:
+    return lambda: out.mul_(factor)
+
+
+def _overwrite(out: Tensor, *, ring: bool) -> Callable[[], object]:
+    return lambda: out.fill_(NAN) if ring else out.mul_(0.5).add_(7.0)
+
+
+def _carried(case: Case) -> list[str]:
+    return sorted({b for graph in case.graphs for b in shared_buffers(graph, case.plan)})
 
 
 def _enter(values: Values, graph: fx.Graph, number: int) -> Callable[[], None]:
@@ -147,6 +190,12 @@ def _leave(
         found[f"schedule {number} joined"] = late
 
     return task
+
+
+def lanes(case: Case) -> list[str]:
+    """What a chooser can hurry or delay."""
+    streams = {stream_of(n) for graph in case.graphs for n in steps(graph)} | {HOME}
+    return [*sorted(streams), "past.", "future."]
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -1,0 +1,79 @@
+"""Every way to break a proved schedule by one edit. Names stay, so that a mutant's values compare with the intact
+ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import fx
+
+from zc.passes.base import copy_graph
+from zc.schedule import SYNC_OPS, record_event, release, steps, stream_of, wait_event
+
+Mutant = tuple[str, fx.Graph]
+
+
+def _edited(graph: fx.Graph, edit: Callable[[fx.Graph, dict[fx.Node, fx.Node]], None]) -> fx.Graph:
+    new, where = copy_graph(graph)
+    edit(new, where)
+    new.lint()
+    return new
+
+
+def without_a_wait(graph: fx.Graph) -> Iterator[Mutant]:
+    for node in steps(graph):
+        if node.target is wait_event:
+            edited = _edited(graph, lambda g, where, n=node: g.erase_node(where[n]))
+            yield f"no wait for {node.args[0]} on {stream_of(node)} ({node.name})", edited
+
+
+def record_before_producer(graph: fx.Graph) -> Iterator[Mutant]:
+    before: dict[str, fx.Node] = {}
+    for node in steps(graph):
+        stream = stream_of(node)
+        if node.target is record_event and stream in before:
+            producer = before[stream]
+            edited = _edited(graph, lambda g, where, n=node, p=producer: where[p].prepend(where[n]))
+            yield f"{node.args[0]} recorded before {producer.name}", edited
+        if node.target not in SYNC_OPS:
+            before[stream] = node
+
+
+def shorter_ring(graph: fx.Graph) -> Iterator[Mutant]:
+    """One buffer less: the last one's users take the first."""
+    used = {a for n in steps(graph) for a in n.args if isinstance(a, str) and a.startswith("flat_grad[")}
+    for gone in sorted(used)[1:]:
+        for kept in sorted(used)[: sorted(used).index(gone)]:
+
+            def edit(g: fx.Graph, where: dict[fx.Node, fx.Node], gone: str = gone, kept: str = kept) -> None:
+                for node in where.values():
+                    node.args = tuple(kept if isinstance(a, str) and a == gone else a for a in node.args)
+
+            yield f"{kept} in place of {gone}", _edited(graph, edit)
+
+
+def early_release(graph: fx.Graph) -> Iterator[Mutant]:
+    """A release that no order holds back: as soon as its values are there."""
+    for node in steps(graph):
+        if node.target is not release:
+            continue
+
+        def edit(g: fx.Graph, where: dict[fx.Node, fx.Node], n: fx.Node = node) -> None:
+            max((where[v] for v in n.all_input_nodes), key=list(g.nodes).index).append(where[n])
+
+        yield f"{node.name} right after its values", _edited(graph, edit)
+
+
+KINDS = {
+    "wait deleted": without_a_wait,
+    "record before producer": record_before_producer,
+    "ring shortened": shorter_ring,
+    "release order dropped": early_release,
+}
+
+
+def of(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
+    """(kind, what was done, the broken schedule)"""
+    for kind, make in KINDS.items():
+        for name, mutant in make(graph):
+            yield kind, name, mutant

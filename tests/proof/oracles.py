@@ -1,0 +1,213 @@
+"""Two other ways to find a race, sharing nothing with `verify` but what each node touches.
+
+`sanitizer_finds_a_race` drives torch.cuda._sanitizer.EventHandler (PyTorch's own race detector, pure Python) with the
+schedule's operations. `Enumeration` tries all orders that the events allow, without any clock.
+
+The contract of docs/proof.md becomes operations: the caller and earlier schedules before, the caller and later
+schedules after. An exchange in flight is an operation on a stream of its own.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
+
+from torch import fx
+from torch.cuda import _sanitizer
+
+from zc.plan import Plan
+from zc.schedule import (
+    HOME,
+    SYNC_OPS,
+    Access,
+    accesses,
+    carried_event,
+    carrier,
+    is_plan_buffer,
+    launch_reduce,
+    overlap,
+    record_event,
+    release,
+    shared_buffers,
+    steps,
+    stream_of,
+    wait_event,
+    wait_reduce,
+)
+
+
+class Op(NamedTuple):
+    """One thing that happens: ``kind`` is touch, record or wait."""
+
+    stream: str
+    kind: str
+    reads: tuple[Access, ...] = ()
+    writes: tuple[Access, ...] = ()
+    event: str = ""
+    node: fx.Node | None = None
+
+
+def operations(graph: fx.Graph, plan: Plan | None) -> list[Op]:
+    """The schedule, with what the contract says of before and after."""
+    shared = sorted(shared_buffers(graph, plan))
+    nodes = list(steps(graph))
+    touched = {a.buffer for n in nodes for group in accesses(n) for a in group}
+    ops = [Op(HOME, "touch", writes=tuple(Access(f"caller {b}") for b in sorted(touched) if is_plan_buffer(b)))]
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    ops.append(Op(HOME, "touch", writes=tuple(Access(f"%{n.name}") for n in placeholders)))
+    for buffer in shared:
+        ops.append(Op(f"past {buffer}", "touch", writes=(Access(f"carried {buffer}"),)))
+        ops.append(Op(f"past {buffer}", "record", event=carried_event(buffer)))
+        ops.append(Op(carrier(buffer), "wait", event=carried_event(buffer)))
+    lasting = {carrier(b) for b in touched if is_plan_buffer(b)}
+    sides = {stream_of(n) for n in nodes} - lasting - {HOME}
+    for node in nodes:
+        ops += _operations_of(node, sides)
+    ends = tuple(Access(f"end of {s}") for s in sorted(sides))
+    output = graph.output_node()
+    ops.append(Op(HOME, "touch", ends, tuple(Access(f"%{n.name}") for n in output.all_input_nodes), node=output))
+    ops.append(Op(HOME, "record", event="the end"))
+    for buffer in shared:
+        ops.append(Op(f"future {buffer}", "wait", event="the end"))
+        ops.append(Op(f"future {buffer}", "wait", event=carried_event(buffer)))
+        ops.append(Op(f"future {buffer}", "touch", writes=_both(Access(buffer))))
+    return ops
+
+
+def _operations_of(node: fx.Node, sides: set[str]) -> Iterator[Op]:
+    stream = stream_of(node)
+    if node.target is record_event or node.target is wait_event:
+        yield Op(stream, "record" if node.target is record_event else "wait", event=str(node.args[0]), node=node)
+        return
+    reads, writes = accesses(node)
+    reads, writes = (tuple(b for a in group for b in _both(a)) for group in (reads, writes))
+    if node.target is launch_reduce:
+        end = (Access(f"end of {stream}"),) if stream in sides else ()
+        yield Op(stream, "touch", writes=(*(a for a in writes if a.buffer.startswith("%")), *end), node=node)
+        writes = tuple(a for a in writes if not a.buffer.startswith("%"))  # the work is a host object: there at once
+        yield Op(stream, "record", event=f"start of {node.name}")
+        yield Op(f"flight of {node.name}", "wait", event=f"start of {node.name}")
+        yield Op(f"flight of {node.name}", "touch", reads, writes, node=node)
+        yield Op(f"flight of {node.name}", "record", event=f"arrival of {node.name}")
+        return
+    if node.target is wait_reduce:
+        launches = [n for n in node.all_input_nodes if n.target is launch_reduce]
+        yield Op(stream, "touch", reads=tuple(a for a in reads if a.buffer.startswith("%")), node=node)
+        yield Op(stream, "wait", event=f"arrival of {launches[0].name}")
+    if stream in sides and node.target is not release and node.target not in SYNC_OPS:
+        writes = (*writes, Access(f"end of {stream}"))
+    yield Op(stream, "touch", reads, writes, node=node)
+
+
+def _both(access: Access) -> tuple[Access, ...]:
+    """A plan-owned buffer has two pasts, the caller's and the earlier schedules', that nothing orders: two places."""
+    if not is_plan_buffer(access.buffer):
+        return (access,)
+    return access._replace(buffer=f"caller {access.buffer}"), access._replace(buffer=f"carried {access.buffer}")
+
+
+def _cells(ops: Sequence[Op]) -> dict[Access, set[int]]:
+    """Each extent as a set of numbers, overlapping where the sets do: the sanitizer knows no extents."""
+    found: dict[str, set[Access]] = collections.defaultdict(set)
+    for op in ops:
+        for access in (*op.reads, *op.writes):
+            found[access.buffer].add(access)
+    numbers, cells = itertools.count(1), {}
+    for _, group in sorted(found.items()):
+        cuts = sorted({a.start for a in group} | {a.stop for a in group})
+        ids = {cut: next(numbers) for cut in cuts}
+        for access in group:
+            cells[access] = {ids[cut] for cut in cuts if access.start <= cut < access.stop}
+    return cells
+
+
+class _NoTrace(list[Any]):
+    @staticmethod
+    def extract(*args: object, **kwargs: object) -> list[Any]:
+        return []
+
+
+def sanitizer_finds_a_race(graph: fx.Graph, plan: Plan | None) -> bool:
+    """What torch's CUDA sanitizer says of the same operations. It sees races only."""
+    ops = operations(graph, plan)
+    cells = _cells(ops)
+    streams = {name: k for k, name in enumerate(dict.fromkeys(op.stream for op in ops), start=1)}
+    events = {name: k for k, name in enumerate(dict.fromkeys(op.event for op in ops if op.event), start=1)}
+    handler = _sanitizer.EventHandler()
+    for stream in streams.values():
+        handler._handle_stream_creation(stream)
+    for event in events.values():
+        handler._handle_event_creation(event)
+    aliases: dict[int, list[str]] = collections.defaultdict(list)
+    with mock.patch.object(_sanitizer.traceback, "StackSummary", _NoTrace):  # 50 times faster without the stacks
+        for op in ops:
+            if op.kind == "record":
+                handler._handle_event_record(events[op.event], streams[op.stream])
+            elif op.kind == "wait":
+                handler._handle_event_wait(events[op.event], streams[op.stream])
+            else:
+                written = {c for a in op.writes for c in cells[a]}
+                read = {c for a in op.reads for c in cells[a]} - written
+                name = op.node.name if op.node is not None else "contract"
+                if handler._handle_kernel_launch(streams[op.stream], read, written, set(), name, aliases):
+                    return True
+    return False
+
+
+class Enumeration:
+    """All orders that the events allow: which operation may run while an earlier, conflicting one has not."""
+
+    def __init__(self, graph: fx.Graph, plan: Plan | None) -> None:
+        self.ops = operations(graph, plan)
+        last: dict[str, int] = {}
+        recorded: dict[str, int] = {}
+        self._before = [0] * len(self.ops)  # bits of the operations that must have run
+        for k, op in enumerate(self.ops):
+            if op.stream in last:
+                self._before[k] |= 1 << last[op.stream]
+            if op.kind == "wait" and op.event in recorded:
+                self._before[k] |= 1 << recorded[op.event]
+            if op.kind == "record":
+                recorded[op.event] = k
+            last[op.stream] = k
+        self._conflicts = [0] * len(self.ops)
+        for k, op in enumerate(self.ops):
+            for j in range(k):
+                if _conflict(self.ops[j], op):
+                    self._conflicts[k] |= 1 << j
+
+    def finds_a_race(self) -> bool:
+        """Walks every reachable set of touches that have run. Records and waits run as soon as they can: that allows
+        more, and takes nothing away."""
+        first = self._passed(0)
+        seen, todo = {first}, [first]
+        while todo:
+            done = todo.pop()
+            for k, op in enumerate(self.ops):
+                if op.kind != "touch" or done >> k & 1 or self._before[k] & ~done:
+                    continue
+                if self._conflicts[k] & ~done:
+                    return True
+                after = self._passed(done | 1 << k)
+                if after not in seen:
+                    seen.add(after)
+                    todo.append(after)
+        return False
+
+    def _passed(self, done: int) -> int:
+        moved = True
+        while moved:
+            moved = False
+            for k, op in enumerate(self.ops):
+                if op.kind != "touch" and not done >> k & 1 and not self._before[k] & ~done:
+                    done |= 1 << k
+                    moved = True
+        return done
+
+
+def _conflict(a: Op, b: Op) -> bool:
+    pairs = [(x, y) for x in a.writes for y in (*b.reads, *b.writes)] + [(x, y) for x in a.reads for y in b.writes]
+    return any(overlap(x, y) for x, y in pairs)

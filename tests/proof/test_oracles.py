@@ -1,0 +1,101 @@
+"""`verify` against two oracles that know nothing of its clocks: all orders tried, and torch's CUDA sanitizer."""
+
+from __future__ import annotations
+
+import os
+
+import mutants
+import pytest
+from hypothesis import HealthCheck, given, settings
+from oracles import Enumeration, sanitizer_finds_a_race
+from random_schedules import schedules
+from schedules import cases, make, schedule
+from torch import fx
+
+from zc.passes import insert_events
+from zc.passes.base import copy_graph
+from zc.passes.verify import examine
+from zc.plan import Plan
+from zc.schedule import SYNC_OPS, record_event, steps, text, wait_event
+
+FULL = os.environ.get("ZC_PROOF") == "full"
+relaxed = settings(
+    max_examples=10_000 if FULL else 300, deadline=None, derandomize=not FULL,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+
+
+@relaxed
+@given(schedules())
+def test_verify_agrees_with_all_orders_tried(made: tuple[fx.Graph, Plan]) -> None:
+    """A race where and only where some legal order has one, and a wait is redundant where and only where no order
+    has one without it."""
+    graph, plan = made
+    found = examine(graph, plan)
+    unknown = any("no node before records" in fault for fault in found.faults)
+    assert bool(found.races) == Enumeration(graph, plan).finds_a_race(), f"{found}\n{text(graph)}"
+    assert bool(found.races) == sanitizer_finds_a_race(graph, plan), f"{found}\n{text(graph)}"
+    if found.races or unknown:
+        return
+    redundant = 0
+    for node in [n for n in steps(graph) if n.target is wait_event]:
+        new, where = copy_graph(graph)
+        new.erase_node(where[node])
+        redundant += not Enumeration(new, plan).finds_a_race()
+    assert redundant == len(found.redundant), f"{found.redundant}\n{text(graph)}"
+
+
+@relaxed
+@given(schedules())
+def test_inserted_events_are_needed_and_enough(made: tuple[fx.Graph, Plan]) -> None:
+    """Whatever the streams and the operations are."""
+    graph, plan = made
+    bare, where = copy_graph(graph)
+    for node in list(steps(graph)):
+        if node.target in SYNC_OPS:
+            bare.erase_node(where[node])
+    try:
+        placed = insert_events.run(bare, plan)
+    except insert_events.PassError:
+        assert examine(bare, plan).races, "refused, though nothing is in flight"
+        return
+    found = examine(placed, plan)
+    assert not found.races and not found.redundant, f"{found}\n{text(placed)}"
+    assert not Enumeration(placed, plan).finds_a_race()
+
+
+def test_the_sanitizer_agrees_over_all_mutants() -> None:
+    """It sees races only: what is released too early, but in order, is verify's alone."""
+    agreed = 0
+    for case in cases():
+        if "b64" in case.name:
+            continue
+        for graph in dict.fromkeys(case.graphs):
+            assert not sanitizer_finds_a_race(graph, case.plan), case.name
+            for kind, name, mutant in mutants.of(graph):
+                races = bool(examine(mutant, case.plan).races)
+                assert races == sanitizer_finds_a_race(mutant, case.plan), f"{case.name}: {kind}: {name}"
+                agreed += 1
+    assert agreed > 1000
+
+
+def test_the_oracles_can_fail() -> None:
+    """Each finds the race that a deleted wait makes; an oracle that never does would agree with anything correct."""
+    plan = make(2)
+    graph = schedule("mlp", plan)
+    assert not Enumeration(graph, plan).finds_a_race()
+    _, broken = next(mutants.without_a_wait(graph))
+    assert Enumeration(broken, plan).finds_a_race() and sanitizer_finds_a_race(broken, plan)
+
+
+def test_an_event_that_nobody_records_is_named() -> None:
+    plan = make(1)
+    graph = schedule("mlp", plan)
+    record = next(n for n in steps(graph) if n.target is record_event)
+    new, where = copy_graph(graph)
+    new.erase_node(where[record])
+    assert any(f"waits for {record.args[0]}" in fault for fault in examine(new, plan).faults)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q"]))
