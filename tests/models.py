@@ -30,6 +30,16 @@ def seeded(*key: int) -> torch.Generator:
 # --- modules ---
 
 
+class Stack(nn.Sequential):
+    """A Sequential whose forward is not in torch.nn: Dynamo skips torch's own files, and with them plain
+    Sequentials."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
 class Attention(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -60,8 +70,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """``tied`` shares the head with the embedding, ``use_checkpoint`` recomputes each block in the backward."""
 
-    def __init__(self, dim: int = 32, layers: int = 2, tied: bool = True, use_checkpoint: bool = False) -> None:
+    def __init__(
+        self, dim: int = 32, layers: int = 2, tied: bool = True, use_checkpoint: bool = False, reentrant: bool = False
+    ) -> None:
         super().__init__()
+        self.reentrant = reentrant
         self.embed, self.position = nn.Embedding(VOCAB, dim), nn.Embedding(SEQ, dim)
         self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCAB, bias=False)
@@ -72,7 +85,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.use_checkpoint else block(x)
+            x = checkpoint(block, x, use_reentrant=self.reentrant) if self.use_checkpoint else block(x)
         return self.head(self.norm(x))
 
 
@@ -117,6 +130,35 @@ class PartlyEager(nn.Module):
         return self.last(F.gelu(self.outside(F.gelu(self.first(x)))))
 
 
+class InsideAndOutside(nn.Module):
+    """``shared`` is used in a compiled graph and under torch.compiler.disable: two ways in for one gradient."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.shared, self.last = nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    @torch.compiler.disable
+    def outside(self, x: Tensor) -> Tensor:
+        return self.shared(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.gelu(self.outside(F.gelu(self.shared(x)))))
+
+
+class ManyGraphs(nn.Module):
+    """Twelve blocks of one class with a graph break behind each: one compiled graph could serve them all."""
+
+    def __init__(self, dim: int = 16, num: int = 12) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Stack(nn.Linear(dim, dim), nn.Tanh()) for _ in range(num))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()  # in a loop: Dynamo skips this frame and compiles the blocks one by one
+        return x
+
+
 class WithUnused(nn.Module):
     """``unused`` is trainable and never used; ``empty`` has no elements."""
 
@@ -129,14 +171,14 @@ class WithUnused(nn.Module):
         return self.last(F.gelu(self.first(x))) + self.empty.sum()
 
 
-def mlp(dim: int = 16, depth: int = 2) -> nn.Sequential:
+def mlp(dim: int = 16, depth: int = 2) -> Stack:
     layers: list[nn.Module] = []
     for _ in range(depth):
         layers += [nn.Linear(dim, dim), nn.GELU()]
-    return nn.Sequential(*layers[:-1])
+    return Stack(*layers[:-1])
 
 
-def frozen() -> nn.Sequential:
+def frozen() -> Stack:
     model = mlp(depth=3)
     model[2].requires_grad_(False)
     return model
@@ -149,20 +191,20 @@ class CastingNorm(nn.LayerNorm):
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
-def mixed_dtypes() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(16, 32), CastingNorm(32), nn.GELU(), nn.Linear(32, 16)).bfloat16()
+def mixed_dtypes() -> Stack:
+    model = Stack(nn.Linear(16, 32), CastingNorm(32), nn.GELU(), nn.Linear(32, 16)).bfloat16()
     model[1].float()
     return model
 
 
-def batch_norm() -> nn.Sequential:
+def batch_norm() -> Stack:
     # no bias before the norm: its gradient is exactly zero, and Adam would turn its rounding into whole steps
-    return nn.Sequential(nn.Linear(16, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
+    return Stack(nn.Linear(16, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
 
 
-def probe() -> nn.Sequential:
+def probe() -> Stack:
     """The model of PR#7985's probe, in bf16."""
-    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16()
+    return Stack(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16()
 
 
 # --- data and losses ---
@@ -229,10 +271,13 @@ CASES: dict[str, Case] = {
     "gpt_tied": Case(lambda: GPT(tied=True), tokens(), cross_entropy),
     "gpt_untied": Case(lambda: GPT(tied=False), tokens(), cross_entropy),
     "gpt_checkpointed": Case(lambda: GPT(use_checkpoint=True), tokens(), cross_entropy),
+    "gpt_reentrant": Case(lambda: GPT(use_checkpoint=True, reentrant=True), tokens(), cross_entropy),
     "unused": Case(WithUnused, vectors(), mean_square, ("unused.weight", "unused.bias")),
     "heads": Case(Heads, vectors(), all_tasks),
     "graph_break": Case(Broken, vectors(), mean_square),
     "partly_eager": Case(PartlyEager, vectors(), mean_square),
+    "inside_and_outside": Case(InsideAndOutside, vectors(), mean_square),
+    "many_graphs": Case(ManyGraphs, vectors(), mean_square),
     "frozen": Case(frozen, vectors(), mean_square),
     "mixed_dtypes": Case(mixed_dtypes, vectors(), mean_square),
     "batch_norm": Case(batch_norm, vectors(num=8), mean_square),

@@ -88,7 +88,7 @@ def ddp_weights(rank: int, world_size: int, run: Run) -> dict[str, Tensor]:
         if run.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), run.max_norm)
 
-    find_unused = bool(run.of.unused) or run.case == "graph_break"
+    find_unused = bool(run.of.unused)
     found, _ = train_ddp(
         run.of.model(), run.loss, run.make_optimizer, run.batches(rank), after_backward=clip, find_unused=find_unused
     )

@@ -23,7 +23,7 @@ def gradients(rank: int, run: Run, double: bool = False) -> dict[str, Tensor | N
     """All reduced gradients of one update, on this rank."""
     case = run.of
     model = case.model().double() if double else case.model()
-    zc.compile(model, adamw(model), stage=run.stage, backend=run.backend, **{"bucket_nbytes": 4096, **run.options})
+    zc.compile(model, adamw(model), stage=run.stage, backend=run.backend, **{"bucket_nbytes": 8192, **run.options})
     for m in range(MICROBATCHES):
         batch = case.batch(rank, 0, m)
         case.loss(model, widen(batch) if double else batch).backward()
@@ -201,6 +201,12 @@ def _entry(rank: int, world_size: int, stage: int, backend: str, how: str) -> tu
         out = model(x)
         (out.sum() * 0.25).backward(retain_graph=False)
         (model(x).sum() * 0.75).backward()
+    elif how == "two forwards, one backward":  # the compiled backward runs twice inside one
+        ((model(x) + model(x)).sum() * 0.5).backward()
+    elif how == "the same graph twice":
+        loss = model(x).sum() * 0.5
+        loss.backward(retain_graph=True)
+        loss.backward()
     elif how == "forward":
         model.forward(x).sum().backward()
     elif how == "submodules":
@@ -210,14 +216,108 @@ def _entry(rank: int, world_size: int, stage: int, backend: str, how: str) -> tu
     return worst(zc.full_grad(model), wanted)  # type: ignore[arg-type]
 
 
+ENTRIES = [
+    "non-scalar", "two losses", "two forwards, one backward", "the same graph twice", "forward", "submodules",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("how", ["non-scalar", "two losses", "forward", "submodules"])
+@pytest.mark.parametrize("how", ENTRIES)
 def test_the_entry_point_does_not_matter(how: str, backend: str) -> None:
     """DS#7352 (direct and non-scalar backward were not reduced), PT#109774 (the inner function was called, and the
     wrapper never synchronised): INVARIANTS I6. What does not go through the compiled module comes in by hooks."""
     for stage in (1, 2):
         for error, name in run_ranks(_entry, 2, stage, backend, how):
             assert error < 1e-6, (stage, name)
+
+
+# --- TORCH.md's silent bypasses ---
+
+
+def _explained(rank: int, world_size: int, case: str, backend: str) -> dict[str, str]:
+    gradients(rank, run := Run(case, backend=backend))
+    model = run.of.model()
+    zc.compile(model, adamw(model), backend=backend, bucket_nbytes=8192)
+    for step in range(2):
+        run.of.loss(model, run.of.batch(rank, step, 0)).backward()
+    return zc.explain(model).sections
+
+
+@pytest.mark.parametrize("case", ["gpt_tied", "graph_break", "many_graphs"])
+def test_compiled_backends_do_compile(case: str) -> None:
+    """What compares aot_eager and inductor with an oracle says nothing if everything came in by hooks: every
+    parameter is covered by a compiled schedule that has run and was proved. 12 graphs of one class are more than
+    Dynamo's default limit of 8."""
+    sections = run_ranks(_explained, 2, case, "aot_eager")[0]
+    assert sections["not covered by a schedule"] == "nothing"
+    schedules = [body for name, body in sections.items() if name.startswith("schedule backward")]
+    assert len(schedules) == {"gpt_tied": 1, "graph_break": 2, "many_graphs": 12}[case]
+    assert all("run 2 times" in body and "NOT VERIFIED" not in body for body in schedules)
+    eager = run_ranks(_explained, 2, case, "eager")[0]
+    assert not any(name.startswith("schedule backward") for name in eager), "the control"
+
+
+def _plain_sequential(rank: int, world_size: int) -> str:
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    zc.compile(model, adamw(model), backend="aot_eager")
+    model(torch.ones(2, 16)).sum().backward()
+    return zc.explain(model).sections["not covered by a schedule"]
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="nn.Module.compile() compiles nothing for torch.nn's own classes (Sequential): Dynamo skips their forward, "
+    "all gradients come in by hooks, and nothing says so",
+)
+def test_a_plain_sequential_is_compiled() -> None:
+    """``torch.compile(model)`` wraps such a forward (external_utils.wrap_inline), ``model.compile()`` does not:
+    whoever passes a bare nn.Sequential gets the eager path under the name of the compiled one."""
+    assert run_ranks(_plain_sequential, 2) == ["nothing", "nothing"]
+
+
+def _two_models(rank: int, world_size: int, backend: str, stage: int) -> list[tuple[float, str]]:
+    """Two models of one class, interleaved: Dynamo could serve both with the first one's graph."""
+    case = CASES["mlp"]
+    models = [case.model(seed) for seed in (1, 2)]
+    for model in models:
+        zc.compile(model, adamw(model), stage=stage, backend=backend, bucket_nbytes=512)
+    for m in range(MICROBATCHES):
+        for k, model in enumerate(models):
+            case.loss(model, case.batch(rank, k, m)).backward()
+    found = []
+    for k, model in enumerate(models):
+        batches = [[case.batch(r, k, m) for m in range(MICROBATCHES)] for r in range(world_size)]
+        found.append(worst(zc.full_grad(model), full_gradients(case.model(k + 1), case.loss, batches)))  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_two_models_of_one_class(stage: int) -> None:
+    """Without identity guards the second model's gradients go into the first one's buckets (TORCH.md)."""
+    for found in run_ranks(_two_models, 2, "aot_eager", stage):
+        assert all(error < 1e-6 for error, _ in found), found
+
+
+def _after_plain_compile(rank: int, world_size: int) -> tuple[float, str, bool]:
+    """torch.compile has cached this model's AOTAutograd result, without our hook in it."""
+    case = CASES["mlp"]
+    plain = case.model()
+    plain.compile()
+    case.loss(plain, case.batch(rank, 0, 0)).backward()
+    torch._dynamo.reset()
+    model = case.model()
+    zc.compile(model, adamw(model), backend="inductor", bucket_nbytes=512)
+    case.loss(model, case.batch(rank, 0, 0)).backward()
+    wanted = full_gradients(case.model(), case.loss, [[case.batch(r, 0, 0)] for r in range(world_size)])
+    covered = zc.explain(model).sections["not covered by a schedule"] == "nothing"
+    return (*worst(zc.full_grad(model), wanted), covered)  # type: ignore[arg-type]
+
+
+def test_a_cached_plain_compilation_is_not_taken() -> None:
+    """The AOTAutograd cache's key ignores the hook: an entry of a plain run would leave whole gradients and no
+    reduction."""
+    for error, name, covered in run_ranks(_after_plain_compile, 2, timeout=120):
+        assert error < 1e-6 and covered, name
 
 
 def test_nn_module_is_all_that_is_needed() -> None:

@@ -17,7 +17,7 @@ def _ddp_gradients(rank: int, world_size: int, name: str, fault: str) -> tuple[f
     """DDP's gradients in float64 against the oracle's, with DDP's own rules broken where ``fault`` says so."""
     case = CASES[name]
     model = case.model().double()
-    wrapped = DistributedDataParallel(model, find_unused_parameters=bool(case.unused) or name == "graph_break")
+    wrapped = DistributedDataParallel(model, find_unused_parameters=bool(case.unused))
     batches = [[case.batch(r, 0, m) for m in range(MICROBATCHES)] for r in range(world_size)]
     wanted = full_gradients(case.model(), case.loss, batches)
     kept = batches[rank][:-1] if fault == "last microbatch dropped" else batches[rank]
