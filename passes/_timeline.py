@@ -57,7 +57,8 @@ class Timeline:
         reads, writes = accesses(node)
         for access, is_write in [(a, False) for a in reads] + [(a, True) for a in writes]:
             for touch in self.touches.setdefault(access.buffer, self._entry(access.buffer)):
-                if (is_write or touch.writes) and overlap(access, touch.access):
+                conflict = (is_write or touch.writes) and overlap(access, touch.access)
+                if conflict and not self._knows(self.clocks.setdefault(stream, {}), stream, touch.point):
                     source, position = self._resolved(access.buffer, touch.point)
                     latest[source] = max(latest.get(source, -1), position)
         return self.unknown(stream, latest)
