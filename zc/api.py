@@ -110,7 +110,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     _clear_both(model, optimizer, sharded)
     if config.backend != "eager":
         compiler.raise_recompile_limit(model)
-        model.compile(backend=compiler.make_backend(runtime))
+        compiler.compile_in_place(model, compiler.make_backend(runtime))
     return model, optimizer
 
 

@@ -88,6 +88,20 @@ def make_backend(runtime: Runtime) -> Callable[..., Any]:
     return zc_backend
 
 
+def compile_in_place(model: nn.Module, backend: Callable[..., Any]) -> None:
+    """``model(...)`` runs compiled from now on; class, state_dict keys and ``model.forward`` stay.
+
+    Not ``model.compile()``: Dynamo skips the forward of torch.nn's own classes (a bare nn.Sequential), and would
+    compile nothing without a word. Called from a function of ours it is inlined. Relies on
+    ``Module._compiled_call_impl``, which ``Module.__call__`` prefers and pickling leaves out (2.11 to 2.15).
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    model._compiled_call_impl = torch.compile(call, backend=backend)
+
+
 def raise_recompile_limit(model: nn.Module) -> None:
     """Identity guards compile one graph for each module instance: 8, the default, would leave the rest eager."""
     needed = 8 + 2 * sum(1 for _ in model.modules())

@@ -121,6 +121,8 @@ class Runtime:
             # stage 2 must reduce here; stage 1 keeps a partial sum, which waits for the boundary
             self._flush(index, reduce=self.plan.placement.reduces_every_backward)
         self._done.clear()
+        if self.config.backend != "eager" and not self.programs:
+            self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
         self.on_backward()
 
     def _flush(self, index: int, *, reduce: bool) -> None:

@@ -41,7 +41,8 @@ def _error(rank: int, world_size: int, run: Run, double: bool, fault: str = "") 
 
         GradientOps.accumulate = broken  # type: ignore[method-assign]
     elif fault == "first bucket lost":
-        GradientOps.accumulate = lambda self, b, *a: accumulate(self, b, *a) if b else None  # type: ignore[method-assign]
+        GradientOps.accumulate = lambda self, b, *a: accumulate(self, b, *a) if b else None  # type:
+        ignore[method-assign]
     try:
         got = gradients(rank, run, double)
     finally:
@@ -264,14 +265,9 @@ def _plain_sequential(rank: int, world_size: int) -> str:
     return zc.explain(model).sections["not covered by a schedule"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="nn.Module.compile() compiles nothing for torch.nn's own classes (Sequential): Dynamo skips their forward, "
-    "all gradients come in by hooks, and nothing says so",
-)
 def test_a_plain_sequential_is_compiled() -> None:
-    """``torch.compile(model)`` wraps such a forward (external_utils.wrap_inline), ``model.compile()`` does not:
-    whoever passes a bare nn.Sequential gets the eager path under the name of the compiled one."""
+    """Dynamo skips the forward of torch.nn's own classes: ``model.compile()`` of a bare nn.Sequential would be the
+    eager path under the name of the compiled one."""
     assert run_ranks(_plain_sequential, 2) == ["nothing", "nothing"]
 
 
@@ -287,7 +283,8 @@ def _two_models(rank: int, world_size: int, backend: str, stage: int) -> list[tu
     found = []
     for k, model in enumerate(models):
         batches = [[case.batch(r, k, m) for m in range(MICROBATCHES)] for r in range(world_size)]
-        found.append(worst(zc.full_grad(model), full_gradients(case.model(k + 1), case.loss, batches)))  # type: ignore[arg-type]
+        found.append(worst(zc.full_grad(model), full_gradients(case.model(k + 1), case.loss, batches)))  # type:
+        ignore[arg-type]
     return found
 
 
