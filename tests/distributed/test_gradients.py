@@ -41,8 +41,7 @@ def _error(rank: int, world_size: int, run: Run, double: bool, fault: str = "") 
 
         GradientOps.accumulate = broken  # type: ignore[method-assign]
     elif fault == "first bucket lost":
-        GradientOps.accumulate = lambda self, b, *a: accumulate(self, b, *a) if b else None  # type:
-        ignore[method-assign]
+        GradientOps.accumulate = lambda self, b, *a: accumulate(self, b, *a) if b else None
     try:
         got = gradients(rank, run, double)
     finally:
@@ -283,8 +282,7 @@ def _two_models(rank: int, world_size: int, backend: str, stage: int) -> list[tu
     found = []
     for k, model in enumerate(models):
         batches = [[case.batch(r, k, m) for m in range(MICROBATCHES)] for r in range(world_size)]
-        found.append(worst(zc.full_grad(model), full_gradients(case.model(k + 1), case.loss, batches)))  # type:
-        ignore[arg-type]
+        found.append(worst(zc.full_grad(model), full_gradients(case.model(k + 1), case.loss, batches)))
     return found
 
 
