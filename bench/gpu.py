@@ -2,7 +2,7 @@
 
     python -m bench.gpu [--csv bench/results/gpu_kernels.csv]
 
-So far that is the kernels (bench/gpu_kernels.py); training steps follow with the harness for peers. Needs a CUDA device.
+So far that is the kernels (bench/gpu_kernels.py); training steps follow with the harness for peers. Needs CUDA.
 """
 
 from __future__ import annotations
