@@ -77,8 +77,12 @@ class _Rank:
         """The Python stacks of all threads, from the process itself; works while it waits inside C++."""
         if self.process.poll() is not None:
             return f"ended with exit code {self.process.returncode}"
-        self.process.send_signal(signal.SIGUSR1)
-        time.sleep(0.5)
+        for number in (
+            signal.SIGUSR2,
+            signal.SIGUSR1,
+        ):  # first the main thread alone: of many threads not all are shown
+            self.process.send_signal(number)
+            time.sleep(0.3)
         return self.stacks.read_text() if self.stacks.exists() else "(no stacks)"
 
     def tail(self, num_chars: int = 1500) -> str:
@@ -195,7 +199,9 @@ def shutdown() -> None:
 def _serve(connection: Connection, stacks: str) -> None:
     # lifetime: the file stays open as long as the process, faulthandler writes to its descriptor from a signal
     # handler
-    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115
+    written = open(stacks, "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=written, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=written, all_threads=False)
     import torch
     import torch._dynamo
 
@@ -214,8 +220,6 @@ def _serve(connection: Connection, stacks: str) -> None:
         try:
             _start_job(rank, store, world_size, timeout)
             fn, args = pickle.loads(message)
-            if gc.get_freeze_count() == 0:
-                gc.freeze()  # what is imported by now stays, and each full collection needs not walk it (0.2 s)
             answer = pickle.dumps((True, fn(rank, world_size, *args)))
         except BaseException:  # noqa: BLE001  (whatever it is, it goes to the test that asked)
             is_fine, answer = False, pickle.dumps((False, traceback.format_exc()))
@@ -251,6 +255,8 @@ def _end_job(is_fine: bool) -> None:
         with contextlib.suppress(RuntimeError):
             dist.barrier()
     dist.destroy_process_group()  # a failed rank does so at once: whoever waits for it gets an error, not a timeout
+    gc.collect()
+    gc.freeze()  # what is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ def test_an_exception_names_its_rank_and_keeps_the_pool() -> None:
 
 def test_a_hang_is_killed_named_and_the_pool_rebuilt() -> None:
     """A collective that one rank never enters hangs the others: the test ends, and shows where they wait."""
+    run_ranks(_pid_and_sum, 2, 1.0)
     before = time.monotonic()
     with pytest.raises(
         RanksFailed, match=r"timed out after 3 s; ranks that had not finished: \[0\], finished: \[1\]"
@@ -72,6 +73,7 @@ def test_a_hang_is_killed_named_and_the_pool_rebuilt() -> None:
 
 def test_a_rank_that_fails_lets_the_others_go_at_once() -> None:
     """Its group is closed, so who waits for it raises too: no test waits for a timeout when an error is known."""
+    run_ranks(_pid_and_sum, 2, 1.0)  # starts the processes where the test before has ended them
     before = time.monotonic()
     with pytest.raises(RanksFailed, match="rank one's own words") as failed:
         run_ranks(_rank_0_waits_for_a_failed_one, 2)
