@@ -30,6 +30,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+START_S = 300.0  # for `import torch` on a machine that does other things too; no job's own time
 GRACE_S = 10.0  # how long the other ranks may go on after one has failed: time for their own error to come up
 
 
@@ -46,7 +47,7 @@ class _Rank:
     """One process, the pipe to it, and its files: what it prints, and the stacks it writes when it is asked to."""
 
     def __init__(self, rank: int, folder: Path) -> None:
-        self.rank, self.folder = rank, folder
+        self.rank, self.folder, self.is_ready = rank, folder, False
         self.log = folder / f"rank{rank}.log"
         self.stacks = folder / f"rank{rank}.stacks"
         self.connection, child = Pipe()
@@ -72,6 +73,14 @@ class _Rank:
                 env=env,
             )
         child.close()
+
+    def wait_until_ready(self) -> None:
+        """Its first message says that it has imported torch; that is no job's time."""
+        if not self.is_ready:
+            if not self.connection.poll(START_S):
+                raise RuntimeError(f"rank {self.rank} did not start in {START_S:.0f} s\n{self.tail()}")
+            self.connection.recv()
+            self.is_ready = True
 
     def dump_stacks(self) -> str:
         """The Python stacks of all threads, from the process itself; works while it waits inside C++."""
@@ -104,7 +113,7 @@ class RankPool:
         self._num_jobs = 0
         self._num_started = 0
 
-    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
         """See `run_ranks`."""
         self._num_jobs += 1
         job = f"{fn.__module__}.{fn.__qualname__}"
@@ -113,6 +122,8 @@ class RankPool:
             folder = self.folder / f"process{self._num_started}"
             folder.mkdir()
             self._ranks.append(_Rank(len(self._ranks), folder))
+        for rank in self._ranks:
+            rank.wait_until_ready()
         ranks = self._ranks[:world_size]
         message = pickle.dumps((fn, args))
         header = (list(sys.path), str(self.folder / f"store{self._num_jobs}"), world_size, timeout)
@@ -172,7 +183,7 @@ class RankPool:
 _pool: RankPool | None = None
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """``[fn(rank, world_size, *args) for rank in ...]``, each in its own process, in a fresh gloo group of them all.
 
     ``fn`` is a top-level function of an importable module; arguments and results travel by pickle. Raises
@@ -209,6 +220,7 @@ def _serve(connection: Connection, stacks: str) -> None:
     torch.set_num_interop_threads(1)
     dynamo_config: Any = torch._dynamo.config
     limits = dynamo_config.recompile_limit, dynamo_config.accumulated_recompile_limit  # zc raises them
+    connection.send("ready")
     while True:
         try:
             rank, path, store, world_size, timeout, message = connection.recv()

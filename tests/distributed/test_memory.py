@@ -128,11 +128,6 @@ def _dropped(rank: int, world_size: int, stage: int, cleared: bool) -> tuple[boo
     return weight() is None, threading.active_count() - num_threads
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="parameter -> post-accumulate-grad hook -> Runtime -> parameter, and parameter -> .grad -> ShardedGrad.owner -> "
-    "parameter: Python's collector sees neither, so everything of a dropped model stays",
-)
 @pytest.mark.parametrize("cleared", [True, False])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_dropped_model_is_freed(stage: int, cleared: bool) -> None:
