@@ -8,6 +8,7 @@ or at the end of the backward, in plan order: the same on every rank, and nobody
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -243,8 +244,16 @@ class Runtime:
     def install_hooks(self) -> None:
         for bucket in self.plan.buckets:
             for k, slot in enumerate(bucket.slots):
-                hook = partial(self.receive_eager, bucket.index, k)
+                hook = partial(_receive, weakref.ref(self), bucket.index, k)
                 self.params[slot.name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _receive(runtime: weakref.ref[Runtime], bucket: int, slot: int, param: nn.Parameter) -> None:
+    """The hook on a parameter. It holds the runtime weakly: Python's collector does not look into a tensor's hooks, so
+    a cycle through them would keep a dropped model for ever."""
+    found = runtime()
+    if found is not None:
+        found.receive_eager(bucket, slot, param)
 
 
 def _deposits(plan: Plan, index: int) -> fx.Graph:

@@ -8,6 +8,7 @@ together; it can be gathered with ``full_tensor()``; anything else raises and sa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -34,13 +35,21 @@ class ShardedGrad(Tensor):
     """The gradient of one parameter, sharded over ranks: the parameter's shape, dtype and device, and no storage."""
 
     param_name: str
-    owner: GradOwner
+    _owner: weakref.ref[GradOwner]  # weak: a parameter holds its .grad where Python's collector does not look
 
     @staticmethod
     def __new__(cls, owner: GradOwner, name: str, param: nn.Parameter) -> ShardedGrad:
         made = backend.make_wrapper(cls, param)
-        made.param_name, made.owner = name, owner
+        made.param_name, made._owner = name, weakref.ref(owner)
         return made
+
+    @property
+    def owner(self) -> GradOwner:
+        """Who holds the shards. Raises ZcError when the compiled model is gone."""
+        found = self._owner()
+        if found is None:
+            raise ZcError(f"the gradient of {self.param_name} is gone with its compiled model")
+        return found
 
     def full_tensor(self) -> Tensor:
         """The whole gradient on every rank (a collective: call it on all of them), in the accumulator's dtype."""
