@@ -77,3 +77,15 @@ def of(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
     for kind, make in KINDS.items():
         for name, mutant in make(graph):
             yield kind, name, mutant
+
+
+def wait_twice(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
+    """No race, and one wait more than needed."""
+    for node in steps(graph):
+        if node.target is wait_event:
+
+            def edit(g: fx.Graph, where: dict[fx.Node, fx.Node], n: fx.Node = node) -> None:
+                with g.inserting_after(where[n]):
+                    g.call_function(wait_event, n.args).meta["stream"] = stream_of(n)
+
+            yield "wait doubled", node.name, _edited(graph, edit)

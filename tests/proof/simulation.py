@@ -104,9 +104,10 @@ class Case:
     graphs: tuple[fx.Graph, ...]
 
 
-def run(case: Case, choose: Chooser) -> dict[str, Tensor]:
+def run(case: Case, choose: Chooser, *, contract: bool = True) -> dict[str, Tensor]:
     """What is left after all schedules, under one order: every accumulator, everything kept and returned, and how much
-    of the compute streams' work was done when the home stream came to its end."""
+    of the compute streams' work was done when the home stream came to its end. With ``contract``, the caller and other
+    schedules, earlier and later, do their worst as well."""
     streams = AdversarialStreams(choose)
     num_results: dict[str, int] = {}
     for graph in case.graphs:
@@ -117,14 +118,16 @@ def run(case: Case, choose: Chooser) -> dict[str, Tensor]:
     sim = Simulation(case.plan, streams, num_results)
     found: dict[str, Tensor] = {}
     expected = 0
-    _past(sim, case)
+    if contract:
+        _past(sim, case)
     for number, graph in enumerate(case.graphs):
         values = Values()
         expected += sum(n.target in (segment, wgrad_into) for n in steps(graph))
         streams.run_on(HOME, _enter(values, graph, number))
         codegen.load(graph)(values, streams, sim)
         streams.run_on(HOME, _leave(values, graph, number, found, sim, expected))
-    _future(sim, case)
+    if contract:
+        _future(sim, case)
     streams.synchronize()
     found.update({k: v for k, v in sim.buffers.items() if k.startswith("acc")})
     found.update({f"kept {k}": v for k, v in sim.kept.items()})

@@ -1,0 +1,67 @@
+"""One bitwise result under every legal order: many by chance, the worst by hand, and all of them where they are few."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import simulation
+from schedules import cases, make, schedule
+from simulation import Case
+
+from zc import adversary
+
+FULL = os.environ.get("ZC_PROOF") == "full"
+
+
+def num_orders(case: Case) -> int:
+    if FULL:
+        return 1000
+    return 40 if len(case.plan.buckets) < 8 else 10 if len(case.plan.buckets) < 64 else 2
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=lambda c: c.name)
+def test_one_result_under_all_orders(case: Case) -> None:
+    reference = simulation.run(case, adversary.in_order)
+    assert simulation.same(reference, reference), "the program order itself gives NaN"
+    worst = list(adversary.worst(simulation.lanes(case)))
+    if len(case.plan.buckets) == 64 and not FULL:
+        worst = worst[:9]
+    for choose in (*worst, *(adversary.seeded(seed) for seed in range(num_orders(case)))):
+        assert simulation.same(reference, simulation.run(case, choose))
+
+
+def test_all_orders_of_small_schedules() -> None:
+    """Two buckets through one buffer: some 12 operations of the schedule, every order of them."""
+    for shape, stage, ring, at_least in (("mlp", 2, 1, 10), ("heads", 2, 2, 100), ("tied", 1, 1, 10)):
+        plan = make(2, slots=1, stage=stage, ring=ring)
+        case = Case(shape, plan, (schedule(shape, plan),))
+        reference = simulation.run(case, adversary.in_order, contract=False)
+        count = 0
+        for result in adversary.every_order(lambda choose, c=case: simulation.run(c, choose, contract=False)):
+            assert simulation.same(reference, result)
+            count += 1
+        assert count >= at_least, (shape, stage, ring, count)
+        print(shape, stage, ring, count)
+
+
+def test_all_orders_are_counted_right() -> None:
+    """Two streams of two tasks, one of them behind the other's first: 3 orders, not 6."""
+
+    def run(choose: adversary.Chooser) -> tuple[str, ...]:
+        streams, seen = adversary.AdversarialStreams(choose), []
+        streams.run_on("compute", lambda: seen.append("a"))
+        streams.record("e", "compute")
+        streams.run_on("compute", lambda: seen.append("b"))
+        streams.wait("e", "comm")
+        streams.run_on("comm", lambda: seen.append("x"))
+        streams.run_on("comm", lambda: seen.append("y"))
+        streams.synchronize()
+        return tuple(seen)
+
+    assert sorted(adversary.every_order(run)) == [("a", "b", "x", "y"), ("a", "x", "b", "y"), ("a", "x", "y", "b")]
+
+
+def test_values_that_are_not_there_are_nan() -> None:
+    values = adversary.Values(x=1)
+    assert values.pop("x") == 1 and values.pop("x").isnan() and values["never"].isnan()

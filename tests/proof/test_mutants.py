@@ -1,0 +1,90 @@
+"""Break each schedule in every way: `verify` rejects all of them, and some legal order shows most of them wrong."""
+
+from __future__ import annotations
+
+import collections
+import os
+from dataclasses import replace
+
+import mutants
+import pytest
+import simulation
+from schedules import cases, make, schedule
+from simulation import Case
+
+from zc import adversary
+from zc.passes.verify import examine, verify
+
+ALL = list(cases())
+FULL = os.environ.get("ZC_PROOF") == "full"
+
+
+def sample(case: Case, few: int, some: int, many: int) -> int:
+    """Every how manieth mutant is taken by default; ``ZC_PROOF=full`` takes all."""
+    num = len(case.plan.buckets)
+    return 1 if FULL else few if num < 8 else some if num < 64 else many
+
+
+def broken(case: Case, graph: object, mutant: object) -> Case:
+    return replace(case, graphs=tuple(mutant if g is graph else g for g in case.graphs))
+
+
+def is_caught(case: Case, reference: dict[str, object], num_seeds: int = 10) -> bool:
+    """Whether some order gives another result, or NaN."""
+    orders = [*adversary.worst(simulation.lanes(case)), *(adversary.seeded(s) for s in range(num_seeds))]
+    return any(not simulation.same(reference, simulation.run(case, choose)) for choose in orders)
+
+
+def test_there_are_enough_schedules() -> None:
+    assert len(ALL) >= 40 and {len(c.plan.buckets) for c in ALL} >= {1, 8, 64}
+    assert {c.plan.num_buffers for c in ALL} == {1, 2, 3, 4} and {c.plan.placement.stage for c in ALL} == {1, 2}
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda c: c.name)
+def test_intact_schedules_are_proved(case: Case) -> None:
+    for graph in case.graphs:
+        verdict = verify(graph, case.plan)
+        assert verdict.races == 0 and verdict.redundant == 0 and verdict.waits > 0
+
+
+def test_verify_rejects_every_mutant(capsys: pytest.CaptureFixture[str]) -> None:
+    rejected: collections.Counter[str] = collections.Counter()
+    total: collections.Counter[str] = collections.Counter()
+    for case in ALL:
+        for graph in dict.fromkeys(case.graphs):
+            for kind, name, mutant in list(mutants.of(graph))[:: sample(case, 1, 1, 8)]:
+                found = examine(mutant, case.plan)
+                total[kind] += 1
+                rejected[kind] += bool(found.races or found.faults)
+                assert found.races or found.faults, f"{case.name}: {name} is accepted"
+    with capsys.disabled():
+        print("\nrejected by verify:", ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in total))
+    assert rejected == total and set(total) == set(mutants.KINDS) and sum(total.values()) > 1500
+
+
+def test_some_order_shows_what_verify_rejects(capsys: pytest.CaptureFixture[str]) -> None:
+    """95 % at least, of a sample that leaves out few kinds of place."""
+    caught = total = 0
+    missed: list[str] = []
+    for case in ALL:
+        reference = simulation.run(case, adversary.in_order)
+        step = sample(case, 3, 10, 100)
+        for graph in dict.fromkeys(case.graphs):
+            for _, name, mutant in list(mutants.of(graph))[::step]:
+                total += 1
+                if is_caught(broken(case, graph, mutant), reference):
+                    caught += 1
+                else:
+                    missed.append(f"{case.name}: {name}")
+    with capsys.disabled():
+        print(f"\nwrong under some order: {caught}/{total}", *missed)
+    assert total > 400 and caught >= 0.95 * total
+
+
+def test_a_wait_too_many_is_rejected() -> None:
+    """Each existing wait once more, on its own stream, behind itself."""
+    plan = make(4, ring=2)
+    graph = schedule("mlp", plan, producers=3)
+    for _, name, doubled in mutants.wait_twice(graph):
+        found = examine(doubled, plan)
+        assert found.redundant and not found.races, name
