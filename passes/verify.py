@@ -97,8 +97,10 @@ def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
     faults += exactly_once.check(nodes, plan) + _released(order)
     redundant: list[str] = []
     if not races:
-        for k, node in enumerate(order.nodes):
-            if node.target is wait_event and not order.is_needed(k):
+        waits = [(k, n) for k, n in enumerate(order.nodes) if n.target is wait_event]
+        # the carried ones last: where either of two could go, the one inside this schedule is what stalls it
+        for k, node in sorted(waits, key=lambda item: str(item[1].args[0]).startswith(carried_event(""))):
+            if not order.is_needed(k):
                 text = f"{stream_of(node)} waits for {node.args[0]}, and every conflict is ordered without it"
                 redundant.append(f"redundant wait: {text}\n{_excerpt(order, node, node)}")
     return Findings(tuple(races), tuple(redundant), tuple(faults))

@@ -66,8 +66,8 @@ def _call(node: fx.Node, last: dict[fx.Node, fx.Node | None]) -> str:
     if node.target is segment:
         names: list[str | None] = [None] * (1 + max((int(str(n.args[1])) for n in made), default=-1))
         for item in made:
-            names[int(str(item.args[1]))] = item.name
-        # results that nobody uses are not kept: outlining only returns what is used
+            if item.users:  # nobody would take it out again
+                names[int(str(item.args[1]))] = item.name
         return f"put(v, {tuple(names)!r}, ops.segment({node.args[0]!r}, [{', '.join(shown)}]))"
     call = f"ops.{name}({', '.join(shown)})"
     return f"put(v, ({node.name!r},), ({call},))" if made else call

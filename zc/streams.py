@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -79,13 +80,20 @@ class _Fence:
 
 
 class ThreadStreams:
-    """CPU streams: the home stream is the calling thread, every other one a worker thread, made when first used."""
+    """CPU streams: the home stream is the calling thread, every other one a worker thread, made when first used.
 
-    def __init__(self) -> None:
+    ``delays``: seconds that a stream sleeps before each of its tasks; for tests, which so take each stream in turn to
+    its last moment.
+    """
+
+    def __init__(self, delays: Mapping[str, float] | None = None) -> None:
+        self._delays = dict(delays or {})
         self._lanes: dict[str, Lane] = {}
         self._fences: dict[str, tuple[str, _Fence]] = {}  # event -> stream and latest record
 
     def run_on(self, stream: str, task: Task) -> None:
+        if stream in self._delays:
+            task = _delayed(task, self._delays[stream])
         if stream == HOME:
             task()
         else:
@@ -122,6 +130,14 @@ class ThreadStreams:
     def synchronize(self) -> None:
         self.join_home()
 
+    def close(self) -> None:
+        """Ends the threads once they have done what they were given. Without it they end with this object, or, being
+        daemons, with the process."""
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+        self._fences.clear()
+
     def _lane(self, stream: str) -> Lane:
         if stream not in self._lanes:
             self._lanes[stream] = Lane(stream)
@@ -132,6 +148,14 @@ class ThreadStreams:
         error, lane.error = lane.error, None
         if error is not None:
             raise error
+
+
+def _delayed(task: Task, seconds: float) -> Task:
+    def late() -> object:
+        time.sleep(seconds)
+        return task()
+
+    return late
 
 
 def make_streams(device: torch.device) -> Streams:

@@ -1,0 +1,136 @@
+"""ThreadStreams: order where an event asks for it, no other; errors come home; threads end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from schedules import SHAPES, make, schedule
+from simulation import Simulation, same
+from torch import Tensor
+
+from zc import adversary, codegen
+from zc.adversary import Transfer, Values
+from zc.schedule import results, segment, steps
+from zc.streams import ThreadStreams
+
+
+class _AtOnce:
+    """The simulation's exchanges on threads: done where they are launched."""
+
+    def transfer(self, task: object) -> Transfer:
+        made = Transfer(task)
+        made.finish()
+        return made
+
+
+def run_on_threads(shape: str, producers: int, delays: dict[str, float]) -> dict[str, Tensor]:
+    plan = make(3, ring=2)
+    graph = schedule(shape, plan, producers)
+    counts = {str(n.args[0]): len(results(n)) for n in steps(graph) if n.target is segment}
+    sim = Simulation(plan, _AtOnce(), counts)
+    streams = ThreadStreams(delays)
+    for _ in range(2):
+        names = [n.name for n in graph.nodes if n.op == "placeholder"]
+        values = Values({n: torch.full((2,), 0.1 * k, dtype=torch.float64) for k, n in enumerate(names)})
+        codegen.load(graph)(values, streams, sim)
+        left = {n.name for n in graph.output_node().all_input_nodes}
+        streams.join_home()
+        assert set(values) == left, "what is not returned has been freed"
+    streams.close()
+    return {k: v for k, v in sim.buffers.items() if k.startswith("acc")}
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_one_result_whichever_stream_is_slow(shape: str) -> None:
+    reference = run_on_threads(shape, 1, {})
+    for slow in ("compute", "comm", "compute.1"):
+        assert same(reference, run_on_threads(shape, 2, {slow: 0.002})), slow
+
+
+def test_streams_run_side_by_side_and_events_order_them() -> None:
+    streams, seen = ThreadStreams(), []
+    gate = threading.Event()
+    streams.run_on("comm", lambda: (gate.wait(5), seen.append("comm")))
+    streams.record("e", "comm")
+    streams.run_on("copy", lambda: seen.append("copy"))
+    streams.wait("e", "compute.1")
+    streams.run_on("compute.1", lambda: seen.append("after"))
+    while "copy" not in seen:  # not held up by comm
+        time.sleep(0.001)
+    assert seen == ["copy"]
+    gate.set()
+    streams.synchronize()
+    assert seen == ["copy", "comm", "after"]
+
+
+def test_a_wait_sees_the_latest_record_before_it_and_no_record_is_no_wait() -> None:
+    streams, seen = ThreadStreams(), []
+    streams.wait("never", "compute")
+    streams.record("e", "comm")
+    streams.wait("e", "compute")
+    gate = threading.Event()
+    streams.run_on("comm", lambda: gate.wait(5))
+    streams.record("e", "comm")  # a wait issued before is not for this one
+    streams.wait("e", "copy")
+    streams.run_on("copy", lambda: seen.append(gate.is_set()))
+    gate.set()
+    streams.synchronize()
+    assert seen == [True]
+
+
+def test_an_error_comes_home_once_and_nobody_waits_for_ever() -> None:
+    streams, seen = ThreadStreams(), []
+
+    def fail() -> None:
+        raise ValueError("in a lane")
+
+    streams.run_on("comm", fail)
+    streams.run_on("comm", lambda: seen.append("skipped"))
+    streams.record("e", "comm")
+    with pytest.raises(ValueError, match="in a lane"):
+        streams.join_home()
+    streams.wait("e", "compute")  # reached, in spite of the error
+    streams.run_on("comm", lambda: seen.append("again"))
+    streams.synchronize()
+    assert seen == ["again"]
+
+
+def test_lanes_make_no_autograd_graph() -> None:
+    streams, seen = ThreadStreams(), []
+    weight = torch.ones(2, requires_grad=True)
+    streams.run_on("comm", lambda: seen.append((weight * 2).requires_grad))
+    streams.synchronize()
+    assert seen == [False]
+
+
+def test_threads_end_with_their_owner() -> None:
+    def alive() -> int:
+        return sum(t.name == "zc ending" for t in threading.enumerate())
+
+    streams = ThreadStreams()
+    streams.run_on("ending", lambda: None)
+    assert alive() == 1
+    del streams
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert alive() == 0
+
+
+def test_adversary_and_threads_agree_in_program_order() -> None:
+    """The adversary's protocol is the same one."""
+    for make_streams in (ThreadStreams, lambda: adversary.AdversarialStreams(adversary.in_order)):
+        streams, seen = make_streams(), []
+        streams.run_on("compute", lambda seen=seen: seen.append(1))
+        streams.record("e", "compute")
+        streams.wait("e", "comm")
+        streams.run_on("comm", lambda seen=seen: seen.append(2))
+        streams.join_home()
+        streams.run_on("compute", lambda seen=seen: seen.append(3))
+        streams.synchronize()
+        assert seen == [1, 2, 3]
