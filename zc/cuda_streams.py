@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import torch
 
-from zc.schedule import HOME
+from zc.schedule import COMM, HOME
 
 
 class CudaStreams:
     """The home stream is whatever stream is current where the schedule runs, in autograd's device thread for instance;
-    the others are made when first used, with high priority, so that a reduction's kernels are not queued behind
-    compute.
+    the others are made when first used. Only comm has high priority, so that a reduction's kernels are not queued
+    behind compute.
 
     The caching allocator is told nothing: what crosses streams is owned by the plan and lives as long as it, or has a
     ``release`` in the schedule. An event object is made once a name: a wait captures the record before it, so recording
@@ -33,7 +33,7 @@ class CudaStreams:
             self._stream(HOME)
             task()
         else:
-            with torch.cuda.stream(self._stream(stream)):
+            with torch.cuda.stream(self._stream(stream)), torch.no_grad():
                 task()
 
     def record(self, event: str, stream: str) -> None:
@@ -63,5 +63,5 @@ class CudaStreams:
             self._last_home = home
             return home
         if name not in self._sides:
-            self._sides[name] = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+            self._sides[name] = torch.cuda.Stream(self._device, priority=-1 if name == COMM else 0)  # type: ignore[no-untyped-call]
         return self._sides[name]

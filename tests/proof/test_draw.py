@@ -1,0 +1,49 @@
+"""The picture tells the story: where DS#8364 stalls, and where it doesn't."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from schedules import make, schedule
+from test_reports import reverse_wait
+
+from zc.draw import draw, simulate
+from zc.schedule import flatten_cast, launch_reduce, segment, steps
+
+
+def fixed(graph: object, exchange: float) -> dict[str, float]:
+    """Compute 100 µs a segment, exchanges as given, the rest nothing."""
+    took = {segment: 100.0, launch_reduce: exchange}
+    return {n.name: took.get(n.target, 0.0) for n in steps(graph)}
+
+
+def test_the_stall_of_ds8364_and_its_absence() -> None:
+    plan = make(3, ring=3)
+    graph = schedule("mlp", plan)
+    good = simulate(graph, plan, fixed(graph, 90.0))
+    assert good.stop == pytest.approx(390.0) and good.exposed() == pytest.approx(90.0), "only the last is exposed"
+    stalled = reverse_wait(graph)
+    bad = simulate(stalled, plan, fixed(stalled, 90.0))
+    # the second segment does not wait, the write of bucket 1 does not stand still either: it comes 10 µs later anyway
+    assert bad.stop == pytest.approx(390.0)
+    slow = simulate(stalled, plan, fixed(stalled, 150.0))
+    write = [b for b in slow.boxes if b.node.target is flatten_cast][1]
+    assert write.start == pytest.approx(250.0), "bucket 1 is written when bucket 0 has arrived, not when it is ready"
+    free = [b for b in simulate(graph, plan, fixed(graph, 150.0)).boxes if b.node.target is flatten_cast][1]
+    assert free.start == pytest.approx(200.0)
+
+
+def test_png_and_chrome_trace(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plan = make(4, ring=2)
+    graph = schedule("heads", plan, producers=3)
+    draw(graph, tmp_path / "schedule.png", plan)
+    assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
+    timeline = draw(graph, tmp_path / "schedule.json", plan)
+    trace = json.loads((tmp_path / "schedule.json").read_text())["traceEvents"]
+    lanes = {e["args"]["name"] for e in trace if e["ph"] == "M"}
+    assert lanes == {"compute", "compute.1", "compute.2", "comm", "in flight"}
+    assert sum(e["ph"] == "X" for e in trace) == len(timeline.boxes)
+    assert sum(e["ph"] == "s" for e in trace) == sum(e["ph"] == "f" for e in trace) == len(timeline.arrows)
