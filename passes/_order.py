@@ -19,6 +19,7 @@ from torch import fx
 
 from zc.schedule import (
     HOME,
+    HOST,
     SYNC_OPS,
     Access,
     accesses,
@@ -128,6 +129,8 @@ class Order:
             positions, bits = [-1] * len(self.streams), 0
             if stream == self._id[HOME] or stream in self._carriers:
                 positions[stream] = 0  # a carrier comes after its own past, and so does all that waits for it
+            if self.streams[stream] == HOST:
+                positions[self._id[HOME]] = 0  # the thread that issues the schedule has done its own work
         node = self.nodes[k]
         if node.target is wait_event and k != skip:
             source = self.source[k]
@@ -171,7 +174,7 @@ class Order:
         end, record = len(self.nodes) - 1, self._latest.get(carried_event(buffer), -1)
         positions, bits = changed.get(end, self.clocks[end])
         if record < 0:
-            return positions, bits | self._bits[carried_event(buffer)]
+            return positions, bits | self._bits.get(carried_event(buffer), 0)
         theirs, more = changed.get(record, self.clocks[record])
         return [max(a, b) for a, b in zip(positions, theirs, strict=True)], bits | more
 
@@ -197,11 +200,16 @@ class Order:
                 touches[access.buffer] = [t for t in touches[access.buffer] if not _replaces(made, t)] + [made]
         self._oblige_end()
         self.futures = [
-            (b, Obligation(self._id[carrier(b)], t.position, t.bit, t.node, t.access, (t.writes, True)))
-            for b in sorted(self.shared)
-            for t in touches.get(b, [])
-            if t.stream == self._id[carrier(b)]
+            (b, Obligation(t.stream, t.position, t.bit, t.node, t.access, (t.writes, True)))
+            for b in sorted(b for b in touches if is_plan_buffer(b))
+            for t in touches[b]
+            if self._outlives(b, self.streams[t.stream])
         ]
+
+    def _outlives(self, buffer: str, stream: str) -> bool:
+        """Whether a touch on ``stream`` may not be done when home is, and later schedules must be able to wait for it:
+        always so on another buffer's carrier; on its own, program order is enough where no other stream uses it."""
+        return stream in self._lasting() - {HOME} and (stream != carrier(buffer) or buffer in self.shared)
 
     def _entry(self, buffer: str) -> list[_Touch]:
         if not is_plan_buffer(buffer):

@@ -41,6 +41,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     group: dist.ProcessGroup | None = None,
     backend: str = "inductor",
     offload: str | None = None,
+    offload_accumulate: str = "cpu",
     verify: bool = True,
     dump_dir: str | Path | None = None,
 ) -> tuple[nn.Module, Optimizer]:
@@ -61,7 +62,9 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         overlap: False runs the reductions on the compute stream.
         group: the ranks that share the model; None: the default group.
         backend: "inductor"; "aot_eager", the same schedule with its segments run op by op; "eager", hooks only.
-        offload: None (a host offload is not there yet).
+        offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there.
+        offload_accumulate: "cpu": accumulators in host memory, which visit the device for each backward; "device": they
+            stay there (stage 1: 4 bytes a parameter, stage 2: 4 / W) and are copied once an update.
         verify: False skips the proof of each schedule, and explain says so.
         dump_dir: a folder for each graph before and after every pass, and the schedule as Python.
 
@@ -83,6 +86,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             overlap=overlap,
             backend=backend,
             offload=offload,
+            offload_accumulate=offload_accumulate,
             verify=verify,
             dump_dir=dump_dir,
         )
@@ -134,6 +138,7 @@ def _check(
         num_buffers=config.num_buffers,
         overlap=config.overlap,
         layout=layout,
+        offload=config.host,
     )
     _check_wire(plan)
     return params, plan, note
@@ -173,7 +178,7 @@ def _fill(model: nn.Module, plan: Plan, buffers: Buffers, params: dict[str, nn.P
             given = param.detach().contiguous()
             ranks.broadcast_(given)
             first, stop = bucket.layout.owned(slot, ranks.rank)
-            if bucket.has_master:
+            if bucket.has_master or plan.offload is not None:
                 master[first - start : stop - start] = given.view(-1)[first - slot.offset : stop - slot.offset]
             view = flat[slot.offset : slot.stop].view(slot.shape)
             view.copy_(given)

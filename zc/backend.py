@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.utils.hooks import RemovableHandle
 
 from zc.errors import PassError, ZcError
 from zc.passes.base import copy_graph
@@ -315,3 +316,10 @@ def _canonical_key(gm: fx.GraphModule) -> str | None:
                 lines.append(f"{tuple(item.shape)} {strides} {item.dtype} {item.device}")
         lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def has_later_step_hook(optimizer: torch.optim.Optimizer, own: RemovableHandle) -> bool:
+    """Whether a step pre-hook of the optimizer was registered after ``own``, and so sees the gradients after it. The
+    hooks' dict is private (torch 2.11 to 2.15: an OrderedDict by handle id); where it is gone, True."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    return hooks is None or next(reversed(hooks), own.id) != own.id

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from zc.errors import PlanError
-from zc.placement import PLACEMENTS, Placement
+from zc.placement import OFFLOADS, PLACEMENTS, Offload, Placement
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 REDUCTIONS = ("exact", "native")
@@ -29,6 +29,7 @@ class Config:
     overlap: bool = True
     backend: str = "inductor"
     offload: str | None = None
+    offload_accumulate: str = "cpu"
     verify: bool = True
     dump_dir: str | Path | None = None
 
@@ -38,7 +39,8 @@ class Config:
         _one_of("reduce", self.reduce, REDUCTIONS)
         _one_of("param_dtype", self.param_dtype, (None, *DTYPES))
         _one_of("reduce_dtype", self.reduce_dtype, (None, *DTYPES))
-        _one_of("offload", self.offload, (None,), hint="offloading is not there yet")
+        _one_of("offload", self.offload, (None, "cpu"))
+        _one_of("offload_accumulate", self.offload_accumulate, tuple(OFFLOADS))
         for name in ("bucket_nbytes", "num_buffers"):
             given = getattr(self, name)
             if not isinstance(given, int) or isinstance(given, bool) or given < 1:
@@ -50,6 +52,11 @@ class Config:
     @property
     def placement(self) -> Placement:
         return PLACEMENTS[self.stage]
+
+    @property
+    def host(self) -> Offload | None:
+        """What lies in host memory; None: nothing."""
+        return None if self.offload is None else OFFLOADS[self.offload_accumulate]
 
 
 def _one_of(name: str, given: object, valid: Sequence[object], hint: str = "") -> None:
