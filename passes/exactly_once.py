@@ -131,7 +131,7 @@ class _Ledger:
     def _step(self, node: fx.Node) -> None:
         bucket = _int(node.args[0])
         self.step.setdefault(bucket, []).append(node.target)
-        names = {f"{kind}[{bucket}]" for kind in ("master", "host", "flat_param")}
+        names = {f"{kind}[{bucket}]" for kind in ("master", "host", "flat_param", "gathered")}
         wrong = [a for a in node.args[1:] if not str(a).startswith("param[") and str(a) not in names]
         if wrong:
             self.faults.append(f"{node.name} of bucket {bucket} takes {wrong[0]}")
@@ -146,6 +146,8 @@ class _Ledger:
         order = [k for k in (update, cast_param, copy_to_device, gather, publish) if k in kinds]
         several = self.plan is None or self.plan.world_size > 1
         complete = copy_to_device in kinds and publish in kinds and (gather in kinds or not several)
+        if self.plan is not None and self.plan.offload is None:  # gathered in one schedule, published there or later
+            complete = True
         if kinds != order or not complete:
             names = ", ".join(getattr(k, "__name__", str(k)) for k in kinds)
             self.faults.append(f"bucket {bucket} is not updated, copied, gathered and published once, in order: {names}")

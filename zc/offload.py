@@ -155,10 +155,7 @@ class HostStep:
         self.runtime.ops.move(out, given, "to_device")
 
     def gather(self, bucket: int, buffer: str) -> None:
-        flat, record = self.runtime.buffers.flat_param[bucket], self.runtime.plan.buckets[bucket]
-        work = self.runtime.group.all_gather(flat, self.runtime.buffers.part(flat, record))
-        if work is not None:
-            work.wait()
+        self.runtime.ops.gather(bucket, buffer)
 
     def publish(self, bucket: int, buffer: str) -> None:
         # a backward through a forward from before this step must fail as it does in PyTorch

@@ -4,7 +4,8 @@ A schedule is an ``fx.Graph`` whose call_function nodes have one of the targets 
 they are names. `zc.codegen` prints a schedule as Python that runs it, and `zc.verify` proves it; both look at the same
 graph.
 
-    placeholder                                   a value that exists on the home stream at entry
+    placeholder                                   a value that exists on the home stream at entry; a parameter of a
+                                                  forward names the buffer that it is a view of, meta["buffer"]
     segment(key, *inputs) -> tuple                compiled pure compute; outputs are taken by operator.getitem
     flatten_cast(bucket, buffer, slots, grads)    buffer <- grads, cast; everything else in it 0      (stage 2)
     accumulate_cast(bucket, buffer, slots, grads) buffer += grads, in fp32; the first write of an update overwrites
@@ -199,6 +200,7 @@ def results(node: fx.Node) -> tuple[fx.Node, ...]:
 def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
     """(reads, writes) of one node, from its kind and arguments alone."""
     inputs = tuple(value(n) for n in node.all_input_nodes)
+    inputs += tuple(Access(str(n.meta["buffer"])) for n in node.all_input_nodes if "buffer" in n.meta)
     made = tuple(value(n) for n in results(node))
     if node.op != "call_function" or node.target in (segment, deposit):
         return inputs, made
@@ -241,7 +243,7 @@ def shared_buffers(graph: fx.Graph, plan: Plan | None) -> frozenset[str]:
     if plan is not None:
         leaves = plan.world_size > 1 or plan.offload is not None  # the accumulator of stage 1 is read on comm as well
         stays = "flat_grad[" if plan.placement.gradient_in_ring else "acc[" if leaves else None
-        kinds = (stays,) if stays is not None and plan.overlap else ()
+        kinds = ("gathered[", stays) if stays is not None and plan.overlap else ("gathered[",)
         shared = {b for b in users if b.startswith(kinds)} | {b for b in users if b.startswith("host[")}
     both = {b for b, sides in users.items() if len(sides) == 2}
     return frozenset(b for b in shared | both if carrier(b) != HOME)

@@ -12,7 +12,8 @@ import torch
 from simulation import Case
 from torch import fx
 
-from zc.passes import insert_events, place_on_streams, reduce_buckets
+from zc.gathering import gather_graph, publish_graph
+from zc.passes import cut_forward, insert_events, place_on_streams, reduce_buckets
 from zc.placement import PLACEMENTS
 from zc.plan import ParamSpec, Plan, make_plan
 from zc.schedule import accumulate_cast, deposit, flatten_cast, segment, wgrad_into
@@ -20,12 +21,14 @@ from zc.schedule import accumulate_cast, deposit, flatten_cast, segment, wgrad_i
 Shape = Callable[["Builder"], Sequence[fx.Node]]
 
 
-def make(num_buckets: int, *, slots: int = 2, stage: int = 2, ring: int = 2, overlap: bool = True) -> Plan:
+def make(
+    num_buckets: int, *, slots: int = 2, stage: int = 2, ring: int = 2, overlap: bool = True, overlap_gather: bool = False
+) -> Plan:
     """Buckets of ``slots`` parameters of 2 elements each, for two ranks."""
     specs = [ParamSpec(f"p{k}", (2,), torch.float32, torch.device("cpu")) for k in range(num_buckets * slots)]
     return make_plan(
         specs, world_size=2, placement=PLACEMENTS[stage], reduce="exact", reduce_dtype=None, bucket_nbytes=slots * 8,
-        num_buffers=ring, overlap=overlap,
+        num_buffers=ring, overlap=overlap, overlap_gather=overlap_gather,
     )  # fmt: skip
 
 
@@ -140,6 +143,28 @@ def part_of(plan: Plan, buckets: Sequence[int], kept: Sequence[int] = (), produc
     return b.finish([grad])
 
 
+def forward(plan: Plan, layers_a_bucket: int = 1) -> fx.Graph:
+    """A chain of layers that read their parameters where the last update's gathers write them, and a head tied to the
+    first bucket read."""
+    b = Builder(plan, tag="f")
+    params = {k.index: b.placeholder(f"param_{k.index}") for k in plan.buckets}
+    for index, param in params.items():
+        param.meta["buffer"] = f"gathered[{index}]"
+    x = b.placeholder("x")
+    saved = []
+    for index in sorted(params, reverse=True):
+        for _ in range(layers_a_bucket):
+            x, kept = b.segment([x, params[index]], 2)
+            saved.append(kept)
+    (x,) = b.segment([x, params[max(params)]], 1)
+    b.graph.output((x, *saved, params[0]))  # a parameter that the backward needs as well
+    return placed(plan, cut_forward.run(b.graph, plan))
+
+
+def placed(plan: Plan, graph: fx.Graph) -> fx.Graph:
+    return insert_events.run(place_on_streams.PASS.run(graph, plan), plan)
+
+
 def cases() -> Iterator[Case]:
     """What the proof is shown on: every schedule twice in a row at least, so that the carried events count."""
     for shape in SHAPES:
@@ -162,6 +187,13 @@ def cases() -> Iterator[Case]:
         inside = schedule("mlp", replace(plan, is_boundary=False), producers)
         outside = schedule("mlp", plan, producers)
         yield Case(f"no_sync p{producers}", plan, (inside, outside, outside, inside))
+    for num_buckets, layers in ((1, 1), (3, 2), (8, 1)):
+        plan = make(num_buckets, overlap_gather=True)
+        gathers = placed(plan, gather_graph(plan, range(num_buckets)))
+        some = placed(plan, gather_graph(plan, [0]))  # the others had no gradient
+        wholly = placed(plan, publish_graph(plan))  # what `zc.synchronize` runs
+        graphs = (gathers, forward(plan, layers), schedule("mlp", plan), gathers, forward(plan, layers), some, wholly)
+        yield Case(f"overlap_gather b{num_buckets} l{layers}", plan, graphs)
     plan = make(64, ring=4)
     yield Case("mlp b64 r4 p4 s2", plan, (schedule("mlp", plan, 4),) * 2)
     plan = make(64, stage=1)

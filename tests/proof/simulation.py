@@ -47,7 +47,7 @@ class Simulation:
     def buffer(self, name: str) -> Tensor:
         if name not in self.buffers:
             size = max(2 * len(b.slots) for b in self.plan.buckets)
-            self.buffers[name] = torch.full((size,), 1.0 if name.startswith("acc") else NAN, dtype=torch.float64)
+            self.buffers[name] = torch.full((size,), 1.0 if name.startswith(("acc", "gathered")) else NAN, dtype=torch.float64)
         return self.buffers[name]
 
     def segment(self, key: str, args: list[Any]) -> list[Tensor]:
@@ -95,6 +95,12 @@ class Simulation:
         out.copy_(rows if src == acc or not self.plan.placement.gradient_in_ring else 0.5 * out + rows)
 
 
+    def gather(self, bucket: int, buffer: str) -> None:
+        self.buffer(buffer).mul_(0.5).add_(bucket + 1.25)
+
+    def publish(self, bucket: int, buffer: str) -> None: ...
+
+
 @dataclass(frozen=True)
 class Case:
     """Schedules that run one after the other under one plan, as a training loop would run them."""
@@ -123,7 +129,7 @@ def run(case: Case, choose: Chooser, *, contract: bool = True) -> dict[str, Tens
     for number, graph in enumerate(case.graphs):
         values = Values()
         expected += sum(n.target in (segment, wgrad_into) for n in steps(graph))
-        streams.run_on(HOME, _enter(values, graph, number))
+        streams.run_on(HOME, _enter(values, graph, number, sim))
         codegen.load(graph)(values, streams, sim)
         streams.run_on(HOME, _leave(values, graph, number, found, sim, expected))
     if contract:
@@ -171,12 +177,13 @@ def _carried(case: Case) -> list[str]:
     return sorted({b for graph in case.graphs for b in shared_buffers(graph, case.plan)})
 
 
-def _enter(values: Values, graph: fx.Graph, number: int) -> Callable[[], None]:
-    names = [n.name for n in graph.nodes if n.op == "placeholder"]
+def _enter(values: Values, graph: fx.Graph, number: int, sim: Simulation) -> Callable[[], None]:
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
 
     def task() -> None:
-        for k, name in enumerate(names):
-            values[name] = torch.full((2,), 0.01 * (k + 1) + 0.1 * number, dtype=torch.float64)
+        for k, node in enumerate(placeholders):
+            fresh = torch.full((2,), 0.01 * (k + 1) + 0.1 * number, dtype=torch.float64)
+            values[node.name] = sim.buffer(node.meta["buffer"]) if "buffer" in node.meta else fresh  # a parameter
 
     return task
 
