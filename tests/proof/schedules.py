@@ -13,8 +13,9 @@ from simulation import Case
 from torch import fx
 
 from zc.gathering import gather_graph, publish_graph
-from zc.passes import cut_forward, insert_events, place_on_streams, reduce_buckets
-from zc.placement import PLACEMENTS
+from zc.offload import step_graph
+from zc.passes import cut_forward, insert_events, offload_gradients, place_on_streams, reduce_buckets
+from zc.placement import OFFLOADS, PLACEMENTS
 from zc.plan import ParamSpec, Plan, make_plan
 from zc.schedule import accumulate_cast, deposit, flatten_cast, segment, wgrad_into
 
@@ -22,13 +23,15 @@ Shape = Callable[["Builder"], Sequence[fx.Node]]
 
 
 def make(
-    num_buckets: int, *, slots: int = 2, stage: int = 2, ring: int = 2, overlap: bool = True, overlap_gather: bool = False
-) -> Plan:
-    """Buckets of ``slots`` parameters of 2 elements each, for two ranks."""
-    specs = [ParamSpec(f"p{k}", (2,), torch.float32, torch.device("cpu")) for k in range(num_buckets * slots)]
+    num_buckets: int, *, slots: int = 2, stage: int = 2, ring: int = 2, overlap: bool = True, world_size: int = 2,
+    overlap_gather: bool = False, offload: str | None = None, dtype: torch.dtype = torch.float32,
+) -> Plan:  # fmt: skip
+    """Buckets of ``slots`` parameters of 2 elements each; ``offload``: where accumulators are then."""
+    specs = [ParamSpec(f"p{k}", (2,), dtype, torch.device("cpu")) for k in range(num_buckets * slots)]
     return make_plan(
-        specs, world_size=2, placement=PLACEMENTS[stage], reduce="exact", reduce_dtype=None, bucket_nbytes=slots * 8,
-        num_buffers=ring, overlap=overlap, overlap_gather=overlap_gather,
+        specs, world_size=world_size, placement=PLACEMENTS[stage], reduce="exact", reduce_dtype=None,
+        bucket_nbytes=slots * 2 * dtype.itemsize, num_buffers=ring, overlap=overlap, overlap_gather=overlap_gather,
+        offload=OFFLOADS[offload] if offload is not None else None,
     )  # fmt: skip
 
 
@@ -70,7 +73,8 @@ class Builder:
 
     def finish(self, returned: Sequence[fx.Node | None]) -> fx.Graph:
         self.graph.output(tuple(returned))
-        placed = place_on_streams.spread_producers(self.producers).run(self.graph, self.plan)
+        with_copies = offload_gradients.run(self.graph, self.plan)
+        placed = place_on_streams.spread_producers(self.producers).run(with_copies, self.plan)
         return insert_events.run(placed, self.plan)
 
 
@@ -163,6 +167,39 @@ def forward(plan: Plan, layers_a_bucket: int = 1) -> fx.Graph:
 
 def placed(plan: Plan, graph: fx.Graph) -> fx.Graph:
     return insert_events.run(place_on_streams.PASS.run(graph, plan), plan)
+
+
+def step_of(plan: Plan, buckets: Sequence[int] | None = None, *, with_update: bool = True) -> fx.Graph:
+    """The optimizer's step in host memory."""
+    chosen = tuple(range(len(plan.buckets)) if buckets is None else buckets)
+    placed = place_on_streams.run(step_graph(plan, chosen, with_update=with_update), plan)
+    return insert_events.run(placed, plan)
+
+
+def offloaded() -> Iterator[Case]:
+    """Training steps with offload: microbatches, a boundary, the update; and all of it again."""
+    for mode, stage, num_buckets, ring, producers, world_size, overlap, dtype in (
+        ("cpu", 2, 1, 1, 1, 2, True, torch.float32), ("cpu", 2, 3, 2, 1, 2, True, torch.bfloat16),
+        ("cpu", 2, 5, 3, 2, 2, True, torch.float32), ("cpu", 2, 3, 1, 2, 2, True, torch.float32),
+        ("cpu", 2, 3, 2, 1, 2, False, torch.bfloat16), ("cpu", 2, 3, 2, 1, 1, True, torch.float32),
+        ("cpu", 1, 1, 2, 1, 2, True, torch.float32), ("cpu", 1, 4, 2, 2, 2, True, torch.bfloat16),
+        ("cpu", 1, 3, 1, 1, 2, False, torch.float32), ("cpu", 1, 3, 2, 1, 1, True, torch.bfloat16),
+        ("device", 2, 1, 1, 1, 2, True, torch.float32), ("device", 2, 4, 2, 2, 2, True, torch.bfloat16),
+        ("device", 2, 3, 1, 1, 2, False, torch.float32), ("device", 2, 3, 2, 1, 1, True, torch.float32),
+        ("device", 1, 2, 2, 1, 2, True, torch.float32), ("device", 1, 4, 3, 2, 2, True, torch.bfloat16),
+        ("device", 1, 3, 2, 1, 2, False, torch.float32), ("device", 1, 3, 2, 1, 1, True, torch.bfloat16),
+    ):  # fmt: skip
+        plan = make(
+            num_buckets, stage=stage, ring=ring, overlap=overlap, world_size=world_size, offload=mode, dtype=dtype
+        )
+        inside, outside = (schedule("mlp", p, producers) for p in (plan.microbatch(), plan))
+        shown = f"{'' if overlap else ' no overlap'}{' bf16' if dtype == torch.bfloat16 else ''}"
+        name = f"offload {mode} b{num_buckets} r{ring} p{producers} s{stage} w{world_size}{shown}"
+        step = step_of(plan)
+        yield Case(name, plan, (inside, outside, step, outside, step_of(plan, with_update=False)))
+    plan = make(12, ring=3, offload="cpu")
+    graph = schedule("encdec", plan, 3)
+    yield Case("offload cpu encdec b12 r3 p3 s2 w2", plan, (graph, step_of(plan), graph))
 
 
 def cases() -> Iterator[Case]:
