@@ -129,7 +129,7 @@ def _carried(order: Order) -> list[str]:
 def _misplaced(nodes: list[fx.Node]) -> list[str]:
     """Host memory is touched by the processor and by copies on the copy stream: whose events it can wait for."""
     places = {update: HOST, cast_param: HOST, copy_to_host: COPY, copy_to_device: COPY}
-    wrong = [n for n in nodes if n.target in places and stream_of(n) != places[n.target]]  # type: ignore[index]
+    wrong = [n for n in nodes if n.target in places and stream_of(n) != places[n.target]]
     wrong += [n for n in nodes if stream_of(n) == HOST and n.target not in (*SYNC_OPS, update, cast_param)]
     return [f"{_kind(n)} ({n.name}) can't be on {stream_of(n)}" for n in wrong]
 
