@@ -54,8 +54,8 @@ def _offload(runtime: Runtime) -> str:
     here, there = ("in use", "instead") if plan.offload.accumulates_on_host else ("instead", "in use")
     return "\n".join(
         [
-            f"offload_accumulate='cpu' ({here}): {size * kept:,} bytes go to the host a backward, and as many come back "
-            "from the second one of an update on; none stay on the device",
+            f"offload_accumulate='cpu' ({here}): {size * kept:,} bytes go to the host a backward, and as many come "
+            "back from the second one of an update on; none stay on the device",
             f"offload_accumulate='device' ({there}): {size * kept:,} bytes stay on the device, {size * shard:,} go to "
             "the host an update (a backward, where microbatches are not declared with zc.no_sync)",
             "over the bus in the last step: " + ", ".join(f"{way} {nbytes:,} bytes" for way, nbytes in moved.items()),

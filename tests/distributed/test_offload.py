@@ -56,7 +56,7 @@ def run_form(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, form
 def zc_runs(rank: int, world_size: int, form: str, options: list[dict[str, Any]]) -> list[dict[str, Any]]:
     import contextlib
 
-    found = []
+    found: list[dict[str, Any]] = []
     for given in options:
         torch.manual_seed(0)
         model: nn.Module = Heads(DIM, TASKS)
@@ -64,8 +64,8 @@ def zc_runs(rank: int, world_size: int, form: str, options: list[dict[str, Any]]
         run_form(
             model, optimizer, rank, form, lambda inner, m=model: zc.no_sync(m) if inner else contextlib.nullcontext()
         )
-        counts = [int(row.split()[6]) for row in zc.explain(model).sections["buckets"].splitlines() if " end " in row
-                  or " inline " in row]  # fmt: skip
+        rows = zc.explain(model).sections["buckets"].splitlines()
+        counts = [int(row.split()[-2]) for row in rows if " at end " in row or " inline " in row]
         found.append({"weights": weights(model), "times": counts, "explain": str(zc.explain(model))})
     return found
 
@@ -82,25 +82,24 @@ def ddp_run(rank: int, world_size: int, form: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_ds7579_the_reported_script(form: str) -> None:
-    """DS#7579 (buckets that stay empty under ZeRO-2 + offload + overlap, in silence): every form of the loop, buckets of
-    50 M elements and of 500, overlap on and off, both stages, both places to accumulate: DDP's weights, bitwise those
-    without offload, and every bucket filled, which explain says."""
+    """DS#7579 (buckets that stay empty under ZeRO-2 + offload + overlap, in silence): every form of the loop, buckets
+    of 50 M elements and of 500, overlap on and off, both stages, both places to accumulate: DDP's weights, bitwise
+    those without offload, and every bucket filled, which explain says."""
     options: list[dict[str, Any]] = []
     for stage, backend, nbytes in ((2, "aot_eager", LARGE), (2, "eager", SMALL), (1, "eager", SMALL)):
         base = {"stage": stage, "backend": backend, "bucket_nbytes": nbytes}
         options += [base, {**base, "offload": "cpu"}, {**base, "offload": "cpu", "overlap": False}]
         options += [{**base, "offload": "cpu", "offload_accumulate": "device"}]
     reference = run_ranks(ddp_run, 2, form)[0]
-    for ranks in zip(*run_ranks(zc_runs, 2, form, options), strict=True):
-        for number, found in enumerate(ranks):
-            assert worst(found["weights"], reference)[0] < 2e-5, (number, form)
+    for rank in run_ranks(zc_runs, 2, form, options):
+        for number, found in enumerate(rank):
+            plain = rank[number - number % 4]["weights"]
+            assert all(torch.equal(found["weights"][name], plain[name]) for name in plain), options[number]
+            assert worst(found["weights"], reference)[0] < 2e-5, options[number]
             assert all(times >= 1 for times in found["times"]) and found["times"], found["explain"]
-    for rank in run_ranks(zc_runs, 2, form, options[:4]):
-        plain = rank[0]["weights"]
-        for found in rank[1:]:
-            assert all(torch.equal(found["weights"][name], plain[name]) for name in plain)
-        assert "over the bus in the last step: to_host" in rank[1]["explain"]
-        assert "update(0, master[0], host[0])" in rank[1]["explain"], "the update's schedule is shown"
+            if "offload" in options[number]:
+                assert "over the bus in the last step: to_host" in found["explain"]
+                assert "update(0, master[0], host[0])" in found["explain"], "the update's schedule is shown"
 
 
 def bitwise(rank: int, world_size: int, options: list[dict[str, Any]], delays: list[dict[str, float]]) -> list[bool]:
@@ -127,8 +126,8 @@ def bitwise(rank: int, world_size: int, options: list[dict[str, Any]], delays: l
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_bitwise_the_same_whichever_stream_is_late(stage: int) -> None:
-    """Each of the streams in turn slower than all others; with clipping, zeros for gradients, undeclared microbatches and
-    parameters narrower than their masters."""
+    """Each of the streams in turn slower than all others; with clipping, zeros for gradients, undeclared microbatches
+    and parameters narrower than their masters."""
     base = {"stage": stage, "param_dtype": torch.bfloat16}
     cpu = {**base, "offload": "cpu"}
     device = {**cpu, "offload_accumulate": "device"}
@@ -269,4 +268,4 @@ def test_bytes_move_by_the_formula(stage: int, mode: str) -> None:
         assert plain["acc"] == acc and offloaded["acc"] == (0 if mode == "cpu" else acc)
         assert offloaded["master_shard"] == plain["master_shard"] == 4 * numel // 2
         assert offloaded["host"] == (acc if mode == "cpu" else 4 * numel // 2)
-        assert offloaded["flat_param"] == plain["flat_param"] and offloaded["optimizer_state"] == plain["optimizer_state"]
+        assert all(offloaded[kind] == plain[kind] for kind in ("flat_param", "optimizer_state"))
