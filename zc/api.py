@@ -18,6 +18,8 @@ from zc.checks import check
 from zc.comm import Group, check_initialized
 from zc.config import Config
 from zc.errors import PlanError, ZcError
+from zc.estimate import STATES, held
+from zc.host_memory import available_nbytes, check_room, ranks_on_this_host
 from zc.optimizer import ShardedOptimizer, choose_layout
 from zc.plan import ParamSpec, Plan, make_plan
 from zc.runtime import Runtime
@@ -149,6 +151,8 @@ def _check(
         offload=config.host,
     )
     _check_wire(plan)
+    if plan.offload is not None:
+        _check_host(plan, optimizer)
     return params, plan, note
 
 
@@ -159,6 +163,18 @@ def _check_wire(plan: Plan) -> None:
                 f"stage 1 reduces sums in {bucket.acc_dtype}; reduce_dtype={bucket.reduce_dtype} would round them: "
                 "leave reduce_dtype at None, or use stage 2"
             )
+
+
+def _check_host(plan: Plan, optimizer: Optimizer) -> None:
+    """With offload: the update runs on the processor, and what it needs must fit into the host's memory."""
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        raise PlanError(
+            f"offload: {type(optimizer).__name__} was made with capturable=True, which keeps its state on the device; "
+            "make it without"
+        )
+    num_states = STATES.get(type(optimizer).__name__, 2)
+    _, needed = held(plan, num_states)
+    check_room(needed, ranks_on_this_host(plan.world_size), available_nbytes())
 
 
 def _fingerprint(model: nn.Module, config: Config) -> list[str]:

@@ -81,6 +81,10 @@ class HostStep:
         else:
             self.num_threads = num_threads(runtime.group.world_size)
             prefer_fused(optimizer)
+        fused = "fused " if any(group.get("fused") for group in optimizer.param_groups) else ""
+        how = "bucket by bucket as gradients land" if by_bucket else "all at once, after the last gradient has landed"
+        runtime.host_update = f"{fused}{type(optimizer).__name__}, {how}, {self.num_threads} thread(s) a rank"
+        runtime.host_programs = lambda: list(self._programs.values())
 
     def before(self, changed: tuple[int, ...], own: RemovableHandle) -> None:
         """The optimizer's step begins. Bucket by bucket where that can't be seen; then nothing is left to the step
@@ -120,11 +124,6 @@ class HostStep:
             self._programs[key] = build(graph, self.runtime.plan, passes, self, name=f"update_{len(self._programs)}")
         self._programs[key]([], self.runtime.streams)
         self.runtime.streams.join_home()
-
-    @property
-    def programs(self) -> list[Program]:
-        """The schedules that have run so far, for explain."""
-        return list(self._programs.values())
 
     # --- the operations ---
 

@@ -59,6 +59,8 @@ class Runtime:
         self.is_boundary = True
         self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
         self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
+        self.host_programs: Callable[[], list[Program]] = list  # the optimizer's: updates in host memory, for explain
+        self.host_update = "none yet"  # how they are done, for explain
         self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
         self._flushes: dict[tuple[str, int, bool], Program] = {}
         self._pending: dict[int, dict[int, list[Tensor]]] = {}  # bucket -> slot -> gradients of this backward

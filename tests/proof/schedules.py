@@ -24,7 +24,7 @@ Shape = Callable[["Builder"], Sequence[fx.Node]]
 
 def make(
     num_buckets: int, *, slots: int = 2, stage: int = 2, ring: int = 2, overlap: bool = True, world_size: int = 2,
-    offload: str | None = None, dtype: torch.dtype = torch.float32, overlap_gather: bool = False,
+    overlap_gather: bool = False, offload: str | None = None, dtype: torch.dtype = torch.float32,
 ) -> Plan:  # fmt: skip
     """Buckets of ``slots`` parameters of 2 elements each; ``offload``: where accumulators are then."""
     specs = [ParamSpec(f"p{k}", (2,), dtype, torch.device("cpu")) for k in range(num_buckets * slots)]
@@ -172,7 +172,8 @@ def placed(plan: Plan, graph: fx.Graph) -> fx.Graph:
 def step_of(plan: Plan, buckets: Sequence[int] | None = None, *, with_update: bool = True) -> fx.Graph:
     """The optimizer's step in host memory."""
     chosen = tuple(range(len(plan.buckets)) if buckets is None else buckets)
-    return placed(plan, step_graph(plan, chosen, with_update=with_update))
+    placed = place_on_streams.run(step_graph(plan, chosen, with_update=with_update), plan)
+    return insert_events.run(placed, plan)
 
 
 def offloaded() -> Iterator[Case]:
