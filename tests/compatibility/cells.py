@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from harness import RanksFailed, run_ranks
 from oracle import weights, worst
-from rows import BACKENDS, ROWS, STAGES, Row, Script, make_plain
+from rows import BACKENDS, ROWS, STAGES, Row, Script, make_plain, plain, sgd
 from torch import Tensor, nn
 
 import zc
@@ -54,8 +54,8 @@ ALL_CELLS = [Cell(name, backend, stage) for name in ROWS for backend in BACKENDS
 
 def run_cells(cells: Sequence[Cell], timeout: float = 240.0) -> dict[Cell, Outcome]:
     """All of them in one job; where that fails, one by one, so that the failure gets a name."""
-    wanted = [cell for cell in cells if _is_there(ROWS[cell.row].needs)]
-    found = {cell: Outcome("skipped", f"needs {ROWS[cell.row].needs}") for cell in cells if cell not in wanted}
+    wanted = [cell for cell in cells if _is_there(_row(cell.row).needs)]
+    found = {cell: Outcome("skipped", f"needs {_row(cell.row).needs}") for cell in cells if cell not in wanted}
     try:
         ranks = run_ranks(_job, 2, [tuple(cell) for cell in wanted], timeout=timeout)
     except RanksFailed as error:
@@ -65,7 +65,7 @@ def run_cells(cells: Sequence[Cell], timeout: float = 240.0) -> dict[Cell, Outco
             found.update(run_cells([cell], timeout=60.0))
         return found
     for k, cell in enumerate(wanted):
-        found[cell] = _judge(ROWS[cell.row], cell, [seen[k] for seen in ranks])
+        found[cell] = _judge(_row(cell.row), cell, [seen[k] for seen in ranks])
     return found
 
 
@@ -111,7 +111,7 @@ def _job(rank: int, world_size: int, cells: Sequence[tuple[str, str, int]]) -> l
         print(f"cell {name} / {backend} / stage {stage}", flush=True)  # in the log that a hang shows
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            seen.append(_cell(rank, world_size, ROWS[name], backend, stage))
+            seen.append(_cell(rank, world_size, _row(name), backend, stage))
         gc.collect()
     return seen
 
@@ -139,7 +139,7 @@ def _cell(rank: int, world_size: int, row: Row, backend: str, stage: int) -> See
     if row.name not in _REFERENCES:
         _REFERENCES[row.name] = _reference(rank, world_size, row)
     difference, where = worst(got, _REFERENCES[row.name])
-    digest = hashlib.sha256(b"".join(w.numpy().tobytes() for w in weights(model).values())).hexdigest()
+    digest = hashlib.sha256(b"".join(w.float().numpy().tobytes() for w in weights(model).values())).hexdigest()
     return Seen("", difference, where, digest)
 
 
@@ -151,3 +151,30 @@ def _reference(rank: int, world_size: int, row: Row) -> dict[str, Tensor]:
     row.loop(script)
     dist.barrier()
     return {**weights(model), **script.seen}
+
+
+# --- negative controls ---
+
+
+def _differs(script: Script) -> None:
+    for step in range(2):
+        (script.loss(step) * (1.001 if script.is_zc else 1.0)).backward()
+        script.update()
+
+
+def _raises(script: Script) -> None:
+    raise ValueError("nobody expects this")
+
+
+CONTROLS = {
+    row.name: row
+    for row in (
+        Row("control: differs", 0, _differs, optimizer=sgd),
+        Row("control: no error", 0, plain, refused={"always": "ZcError: sharded"}),
+        Row("control: an error", 0, _raises),
+    )
+}
+
+
+def _row(name: str) -> Row:
+    return ROWS.get(name) or CONTROLS[name]
