@@ -21,7 +21,7 @@ from zc.agreement import Agreement, describe
 from zc.buffers import Buffers
 from zc.comm import Group
 from zc.config import Config
-from zc.errors import UncoveredGradientError
+from zc.errors import UncoveredGradientError, ZcError
 from zc.ops import Acc, GradientOps, Segment
 from zc.passes import offload_gradients, reduce_buckets
 from zc.passes.base import Pass
@@ -75,8 +75,17 @@ class Runtime:
         self._final = False
         task = backend.current_graph_task()
         if task not in self._open_tasks:
+            self._refuse_accumulate_hooks()
             self._open_tasks.add(task)
             backend.queue_callback(partial(self.end_backward, task))
+
+    def _refuse_accumulate_hooks(self) -> None:
+        for name, param in self.params.items():
+            if backend.num_accumulate_hooks(param) > 1:  # one is ours
+                raise ZcError(
+                    f"{name} has a post-accumulate-grad hook: it would find no gradient, which has left for its bucket by "
+                    "then. Use register_hook for this rank's gradient, or read param.grad after the backward"
+                )
 
     def run_program(self, program: Program, args: list[object]) -> tuple[object, ...]:
         """A compiled backward graph, from its first node to its last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from models import Broken, PartlyEager
+from models import Broken, PartlyEager, mlp
 from rows import STEPS, Script, plain, row
 from torch import Tensor, nn
 
@@ -91,6 +91,16 @@ def changing_hook(s: Script) -> None:
 def post_accumulate_hook(s: Script) -> None:
     s.model[0].weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2.0))
     plain(s)
+
+
+def hooked() -> nn.Module:
+    model = mlp()
+    model[0].weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2.0))
+    return model
+
+
+row(2, "a post-accumulate-grad hook from before zc.compile", make=hooked,
+    refused={"always": "PlanError: post-accumulate-grad hook"})(plain)  # fmt: skip
 
 
 @row(2, "hooks on modules (full_backward_hook)")
