@@ -4,6 +4,7 @@ from zc.api import clip_grad_norm_, compile, full_grad, no_sync, persistent_nbyt
 from zc.errors import PassError, PlanError, RaceError, RankMismatchError, UncoveredGradientError, ZcError
 from zc.explain import explain
 from zc.passes.verify import Verdict, verify
+from zc.recompile import recompile
 
 __version__ = "0.1.0"
 
@@ -22,5 +23,6 @@ __all__ = [
     "full_grad",
     "no_sync",
     "persistent_nbytes",
+    "recompile",
     "verify",
 ]

@@ -54,7 +54,7 @@ class Agreement:
     error."""
 
     def __init__(self, group: Group, numel_flags: int, *, defers: bool) -> None:
-        self.group, self._numel_flags, self._defers = group, numel_flags, defers
+        self.group, self.numel_flags, self._defers = group, numel_flags, defers
         self.has_failed = False
         self._failed: Announcement | None = None
         self._count = 0
@@ -63,7 +63,7 @@ class Agreement:
         """Raises RankMismatchError where an earlier announcement has failed."""
         self.check()
         self._count += 1
-        return Announcement(self, self._count, what, flags if flags is not None else [0] * self._numel_flags)
+        return Announcement(self, self._count, what, flags if flags is not None else [0] * self.numel_flags)
 
     def meet(self, flags: Sequence[int]) -> list[int]:
         """The boundary: returns once all ranks are at theirs. The largest of each flag over the ranks."""
@@ -95,4 +95,3 @@ def describe(buckets: Sequence[int], first_params: Sequence[str]) -> str:
     """What an announcement says of a reduction: the same text on every rank that reduces the same."""
     shown = ", ".join(f"{b} ({name}, ...)" for b, name in zip(buckets, first_params, strict=True))
     return f"reduce buckets {shown}"
-

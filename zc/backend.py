@@ -92,13 +92,13 @@ def make_wrapper(cls: type[_T], like: torch.Tensor) -> _T:
 
 def make_backend(runtime: Runtime) -> Callable[..., Any]:
     """A backend for ``torch.compile`` whose backward graphs reduce gradients as ``runtime``'s plan says."""
-    name_of = {id(param): name for name, param in runtime.params.items()}
 
     def zc_backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         from torch._functorch import config as functorch_config
         from torch._inductor.compile_fx import compile_fx
 
         refuse_compiled_autograd()
+        name_of = {id(param): name for name, param in runtime.params.items()}  # zc.recompile may have added some
         names = [name_of.get(id(value)) for value in inputs]
         _guard_identity(gm, names)
         # The AOTAutograd cache's key ignores inner_compile: an entry of a plain run would replace our schedule

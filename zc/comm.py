@@ -18,7 +18,6 @@ from torch import Tensor
 
 from zc.errors import PlanError, RankMismatchError
 
-
 _NBYTES_TEXT = 1024  # of what a rank tells the others of itself in an error
 
 

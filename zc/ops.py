@@ -48,6 +48,16 @@ class GradientOps:
         self.nbytes_of_last_step = self.nbytes_moved
         self.on_deposit: Callable[[int, int, Tensor], None] = lambda bucket, slot, grad: None
 
+    def grow(self, plan: Plan) -> None:
+        """Takes in ``plan``, whose first buckets are the present ones."""
+        added = plan.buckets[len(self.plan.buckets) :]
+        self.plan = plan
+        self.state += [Acc.EMPTY] * len(added)
+        self.touched += [[False] * len(b.slots) for b in added]
+        self.num_reductions = [*self.num_reductions, *(0 for _ in added)]
+        self.reductions_of_last_step = [*self.reductions_of_last_step, *(0 for _ in added)]
+        self.landed += [False] * len(added)
+
     def bind(self, segments: dict[str, Segment]) -> BoundOps:
         return BoundOps(self, segments)
 
@@ -163,6 +173,19 @@ class GradientOps:
                     if tensors:
                         tensors[bucket.index].zero_()
         self._spilled.clear()
+
+    def forget(self, bucket: int, slot: int) -> None:
+        """One parameter's gradient becomes none: zeros in the accumulators, and in what was moved aside."""
+        record, rank = self.plan.buckets[bucket], self.group.rank
+        self.touched[bucket][slot] = False
+        start, _ = record.layout.shard_range(rank)
+        first, stop = record.layout.owned(record.slots[slot], rank)
+        kept = [tensors[bucket] for tensors in (self.buffers.host, self.buffers.acc) if tensors]
+        for tensor in (*kept, *([self._spill[bucket]] if bucket in self._spilled else ())):
+            if tensor.numel() == record.numel:
+                tensor[record.slots[slot].offset : record.slots[slot].stop] = 0
+            else:
+                tensor[first - start : stop - start] = 0
 
     def touched_flags(self) -> list[int]:
         return [int(flag) for flags in self.touched for flag in flags]

@@ -26,7 +26,7 @@ from zc.ops import Acc, GradientOps, Segment
 from zc.passes import offload_gradients, reduce_buckets
 from zc.passes.base import Pass
 from zc.passes.pipeline import PIPELINE
-from zc.plan import Plan
+from zc.plan import Bucket, Plan
 from zc.program import Program, build
 from zc.schedule import deposit
 from zc.streams import Streams
@@ -49,13 +49,13 @@ class Runtime:
         self.params = params
         self.ops = GradientOps(plan, buffers, group)
         self.ops.on_deposit = self._keep
-        num_flags = len(plan.buckets) + sum(len(b.slots) for b in plan.buckets)
-        defers = not plan.placement.reduces_every_backward
-        self.agreement = Agreement(group, num_flags, defers=defers)
+        self.agreement = Agreement(group, _num_flags(plan), defers=not plan.placement.reduces_every_backward)
         self.passes: tuple[Pass, ...] = tuple(p for p in PIPELINE if config.verify or p.name != "verify")
         self.programs: list[Program] = []  # of compiled graphs, for explain
         self.compiled_segments: dict[str, Segment] = {}  # by canonical text
         self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
+        self.num_skipped = 0  # steps that a GradScaler left out
+        self.frozen: dict[str, nn.Parameter] = {}  # not in the plan; one that asks for a gradient needs zc.recompile
         self.is_boundary = True
         self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
         self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
@@ -65,6 +65,18 @@ class Runtime:
         self._done: set[int] = set()  # buckets that this backward has reduced
         self._open_tasks: set[int] = set()  # autograd graph tasks whose end will call us
         self._final = False
+
+    def grow(self, plan: Plan, params: dict[str, nn.Parameter]) -> None:
+        """Takes in ``plan``, whose first buckets are the present ones, and the parameters of the others. Schedules that
+        were compiled before stay as they are: their buckets keep their places."""
+        self.streams.synchronize()
+        added = plan.buckets[len(self.plan.buckets) :]
+        self.buffers.grow(plan)
+        self.ops.grow(plan)
+        self.plan = plan
+        self.agreement.numel_flags = _num_flags(plan)
+        self.params.update(params)
+        self._install_hooks(added)
 
     # --- gradients come in ---
 
@@ -76,6 +88,7 @@ class Runtime:
         task = backend.current_graph_task()
         if task not in self._open_tasks:
             self._refuse_accumulate_hooks()
+            self._notice_cleared()
             self._open_tasks.add(task)
             backend.queue_callback(partial(self.end_backward, task))
 
@@ -194,11 +207,12 @@ class Runtime:
 
     def finish_gradients(self) -> None:
         """The boundary: afterwards every rank's shard holds the mean over ranks of the sum over backward calls."""
+        self._check_param_grads()
+        self._notice_cleared()
         if self._final:
             return
         self._pending.clear()  # of a backward that raised half-way: its end never came
         self._open_tasks.clear()
-        self._check_param_grads()
         self.streams.join_home()
         self._meet()
         self._land()
@@ -244,6 +258,31 @@ class Runtime:
                     f"{name}.grad holds a full gradient that did not come through a backward of this model; zc trains "
                     "from its own shards: don't assign param.grad by hand"
                 )
+        for name, param in self.frozen.items():
+            if param.requires_grad:
+                raise ZcError(
+                    f"parameter {name} asks for a gradient, and had none to get when the model was compiled: no bucket has a "
+                    "place for it. Call zc.recompile(model) after requires_grad_; the state of all others is kept"
+                )
+
+    def _notice_cleared(self) -> None:
+        """``param.grad = None`` by hand, or the stock model.zero_grad(): the accumulator forgets that parameter."""
+        gone = [
+            (bucket.index, k)
+            for bucket in self.plan.buckets
+            for k, slot in enumerate(bucket.slots)
+            if self.ops.touched[bucket.index][k] and self.params[slot.name].grad is None
+        ]
+        if not gone:
+            return
+        self.streams.join_home()
+        self._final = False
+        if len(gone) == sum(sum(flags) for flags in self.ops.touched):
+            self.ops.clear(set_to_none=True)
+            return
+        self.wait_for_host_memory()
+        for bucket, slot in gone:
+            self.ops.forget(bucket, slot)
 
     def clear(self, *, set_to_none: bool) -> None:
         """zero_grad of the module or of the optimizer."""
@@ -286,7 +325,10 @@ class Runtime:
             warnings.warn(f"zc: {note}", stacklevel=3)
 
     def install_hooks(self) -> None:
-        for bucket in self.plan.buckets:
+        self._install_hooks(self.plan.buckets)
+
+    def _install_hooks(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
             for k, slot in enumerate(bucket.slots):
                 hook = partial(_receive, weakref.ref(self), bucket.index, k)
                 self.params[slot.name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -298,6 +340,11 @@ def _receive(runtime: weakref.ref[Runtime], bucket: int, slot: int, param: nn.Pa
     found = runtime()
     if found is not None:
         found.receive_eager(bucket, slot, param)
+
+
+def _num_flags(plan: Plan) -> int:
+    """What ranks tell each other at a boundary: which parameters have a gradient, which buckets a partial sum."""
+    return len(plan.buckets) + sum(len(bucket.slots) for bucket in plan.buckets)
 
 
 def _deposits(plan: Plan, index: int) -> fx.Graph:

@@ -42,7 +42,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="generate", description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="*", default=[], help="rows whose name has one of these words")
     parser.add_argument("--backend", nargs="*", default=[])
-    parser.add_argument("--missing", action="store_true", help="only cells that are not right or refused in the results")
+    parser.add_argument(
+        "--missing", action="store_true", help="only cells that are not right or refused in the results"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this long; --missing goes on")
     args = parser.parse_args()
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "distributed")]

@@ -199,6 +199,41 @@ def zero_between(s: Script) -> None:
         s.optimizer.step()
 
 
+@row(2, "model.zero_grad(set_to_none=False)", make=PartlyEager)
+def zeros_of_model(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.optimizer.step()
+        s.model.zero_grad(set_to_none=False)
+
+
+@row(2, "param.grad = None by hand for every parameter")
+def none_by_hand(s: Script) -> None:
+    for step in range(STEPS):
+        for param in s.model.parameters():
+            param.grad = None
+        s.loss(step).backward()
+        s.optimizer.step()
+
+
+@row(2, "param.grad = None by hand for one parameter, before the step")
+def none_for_one(s: Script) -> None:
+    for step in range(STEPS):
+        for m in range(2):
+            s.loss(step, m).backward()
+        s.model[0].weight.grad = None
+        s.update()
+
+
+@row(2, "param.grad = None for one parameter, between two backwards")
+def none_between(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step, 0).backward()
+        s.model[2].weight.grad = None
+        s.loss(step, 1).backward()
+        s.update()
+
+
 @row(2, "no zero_grad: gradients go on adding up")
 def no_zero_grad(s: Script) -> None:
     for step in range(STEPS):

@@ -125,13 +125,12 @@ def frozen_for_a_while(s: Script) -> None:
         s.update()
 
 
-@row(4, "a layer unfrozen, zc.recompile(model)", make=frozen)
+@row(4, "a layer unfrozen: add_param_group, zc.recompile(model)", make=frozen)
 def unfrozen(s: Script) -> None:
-    if not s.is_zc:  # plain PyTorch takes it in at once
-        s.optimizer.add_param_group({"params": list(s.model[2].parameters())})
     for step in range(6):
         if step == 3:
             s.model[2].requires_grad_(True)
+            s.optimizer.add_param_group({"params": list(s.model[2].parameters()), "lr": 3e-3})
             if s.is_zc:
                 zc.recompile(s.model)
         s.loss(step).backward()
@@ -152,7 +151,7 @@ def gradual(s: Script) -> None:
         s.update()
 
 
-@row(4, "a layer unfrozen without zc.recompile", make=frozen, refused={"always": "PlanError: zc.recompile"})
+@row(4, "a layer unfrozen without zc.recompile", make=frozen, refused={"always": "ZcError: zc.recompile"})
 def unfrozen_silently(s: Script) -> None:
     s.loss(0).backward()
     s.update()
@@ -161,7 +160,9 @@ def unfrozen_silently(s: Script) -> None:
     s.update()
 
 
-@row(4, "optimizer.add_param_group", refused={"always": "PlanError: add_param_group"})
+@row(
+    4, "optimizer.add_param_group with a tensor that the model lacks", refused={"always": "PlanError: add_param_group"}
+)
 def add_group(s: Script) -> None:
     s.loss(0).backward()
     s.update()

@@ -118,8 +118,8 @@ def overflow(s: Script) -> None:
         x, y = s.batch(step)
         with torch.autocast("cpu", dtype=torch.float16):
             loss = F.mse_loss(s.model(x), y)
-        if step in (1, 2) and s.rank == step - 1:
-            loss = loss + s.model[2 * (step - 1)].bias[3] * float("inf")
+        if step in (1, 2):
+            loss = loss + s.model[2 * (step - 1)].bias[3] * (float("inf") if s.rank == step - 1 else 0.0)
         before = [p.detach().clone() for p in s.model.parameters()]
         scaler.scale(loss).backward()
         s.reduced()
