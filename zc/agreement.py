@@ -87,7 +87,8 @@ class Agreement:
         shown = "; ".join(f"rank {rank} was about to {what}" for rank, what in enumerate(others))
         raise RankMismatchError(
             f"stage 2 reduces in every backward, so all ranks must reduce the same buckets in the same order, and they "
-            f"differ: {shown}. Give every rank the same tasks in each backward, or use stage=1, which reduces at the step"
+            f"differ: {shown}. Give every rank the same tasks in each backward, or use stage=1, which reduces at the "
+            "step"
         )
 
 

@@ -200,8 +200,8 @@ def fill(runtime: Runtime, buckets: Sequence[Bucket]) -> None:
 
 
 def _own_methods(model: nn.Module, optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
-    """What the optimizer's methods must do beside what its class says. Instance attributes: the class stays the caller's.
-    (model.zero_grad stays its own: a parameter whose ``.grad`` was set to None is noticed.)"""
+    """What the optimizer's methods must do beside what its class says. Instance attributes: the class stays the
+    caller's. (model.zero_grad stays its own: a parameter whose ``.grad`` was set to None is noticed.)"""
     owner, of_model = weakref.proxy(sharded), weakref.ref(model)
     add = type(optimizer).add_param_group
 
@@ -222,8 +222,8 @@ def _own_methods(model: nn.Module, optimizer: Optimizer, sharded: ShardedOptimiz
                     else f"a tensor {tuple(param.shape)} that the model lacks"
                 )
                 raise PlanError(
-                    f"add_param_group was given {shown}: after zc.compile it takes parameters of the model that were frozen "
-                    "or are new; call zc.recompile(model) behind it"
+                    f"add_param_group was given {shown}: after zc.compile it takes parameters of the model that were "
+                    "frozen or are new; call zc.recompile(model) behind it"
                 )
         add(optimizer, {**param_group, "params": given})
         owner.runtime.frozen.update({names[id(param)]: param for param in given})

@@ -51,13 +51,13 @@ def has_gradient_hook(param: torch.nn.Parameter) -> bool:
 
 
 def num_accumulate_hooks(param: torch.nn.Parameter) -> int:
-    """Post-accumulate-grad hooks on a parameter. (``Tensor._post_accumulate_grad_hooks``, a dict or None, since 2.1.)"""
+    """Post-accumulate-grad hooks on a parameter. (``Tensor._post_accumulate_grad_hooks``, since 2.1.)"""
     return len(getattr(param, "_post_accumulate_grad_hooks", None) or ())
 
 
 def accumulates(param: torch.nn.Parameter) -> bool:
     """Whether the backward that runs will add to ``param.grad``: not under torch.autograd.grad, nor for what
-    ``backward(inputs=...)`` leaves out. (torch._C._will_engine_execute_node, which torch's checkpointing asks as well.)"""
+    ``backward(inputs=...)`` leaves out. (torch._C._will_engine_execute_node, since 2.1.)"""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined, unused-ignore]

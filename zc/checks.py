@@ -67,8 +67,8 @@ def _check_tensors(params: dict[str, nn.Parameter]) -> None:
             raise PlanError(f"parameter {name} is a {type(param.data).__name__}, zc takes plain tensors")
         if backend.num_accumulate_hooks(param):
             raise PlanError(
-                f"parameter {name} has a post-accumulate-grad hook, which would find no gradient: zc takes it to its bucket. "
-                "Use register_hook for this rank's gradient, or read param.grad after the backward"
+                f"parameter {name} has a post-accumulate-grad hook, which would find no gradient: zc takes it to its "
+                "bucket. Use register_hook for this rank's gradient, or read param.grad after the backward"
             )
         if param.grad is not None:
             raise PlanError(f"parameter {name} has a gradient already: call model.zero_grad() before zc.compile")

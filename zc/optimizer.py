@@ -86,7 +86,7 @@ class ShardedOptimizer:
         for name, (bucket, slot) in slots.items():
             self._make_slice(name, bucket, slot)
         if not self.slices and not self._whole:
-            # torch's GradScaler fails where an optimizer has no gradient at all: this rank owns nothing of one parameter
+            # torch's GradScaler fails where an optimizer has no gradient at all, as a rank that owns nothing
             name, (bucket, slot) = next(iter(slots.items()))
             self._make_slice(name, bucket, slot, is_empty=True)
         for group in self.optimizer.param_groups:

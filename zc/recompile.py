@@ -16,11 +16,11 @@ from zc.plan import Layout, Plan
 
 def recompile(model: nn.Module) -> None:
     """Plans the parameters that have become trainable since `compile` (``requires_grad_(True)``, DS#5639), between two
-    updates, on all ranks. Everything else keeps its place: weights, optimizer state, and schedules; a parameter that was
-    frozen since needs no call, it just gets no gradient.
+    updates, on all ranks. Everything else keeps its place: weights, optimizer state, and schedules. A parameter that
+    was frozen since needs no call, it just gets no gradient.
 
-    The optimizer must hold the new parameters: from its construction on, or by ``optimizer.add_param_group`` before this
-    call.
+    The optimizer must hold the new parameters: from its construction on, or by ``optimizer.add_param_group`` before
+    this call.
 
     Raises:
         PlanError, TypeError: as `compile`; nothing has changed. RankMismatchError: ranks differ in what is trainable.

@@ -96,8 +96,8 @@ class Runtime:
         for name, param in self.params.items():
             if backend.num_accumulate_hooks(param) > 1:  # one is ours
                 raise ZcError(
-                    f"{name} has a post-accumulate-grad hook: it would find no gradient, which has left for its bucket by "
-                    "then. Use register_hook for this rank's gradient, or read param.grad after the backward"
+                    f"{name} has a post-accumulate-grad hook: it would find no gradient, which has left for its bucket "
+                    "by then. Use register_hook for this rank's gradient, or read param.grad after the backward"
                 )
 
     def run_program(self, program: Program, args: list[object]) -> tuple[object, ...]:
@@ -261,8 +261,8 @@ class Runtime:
         for name, param in self.frozen.items():
             if param.requires_grad:
                 raise ZcError(
-                    f"parameter {name} asks for a gradient, and had none to get when the model was compiled: no bucket has a "
-                    "place for it. Call zc.recompile(model) after requires_grad_; the state of all others is kept"
+                    f"parameter {name} asks for a gradient, and had none to get when the model was compiled: no bucket "
+                    "has a place for it. Call zc.recompile(model) after requires_grad_; the state of all others is kept"
                 )
 
     def _notice_cleared(self) -> None:

@@ -78,8 +78,8 @@ class ShardedGrad(Tensor):
 
 
 class SliceGrad(Tensor):
-    """What the optimizer's own slice of a parameter has as ``.grad`` from a backward to the boundary: torch's GradScaler
-    can unscale it, and then all ranks agree on what it found; the optimizer itself gets the plain gradient.
+    """What the optimizer's own slice of a parameter has as ``.grad`` from a backward to the boundary: torch's
+    GradScaler can unscale it, and then all ranks agree on what it found; the optimizer itself gets the plain gradient.
 
     Anything else raises: a loop over the optimizer's parameters sees one rank's slices, and its norm would differ from
     rank to rank. (DTensor gives GradScaler its one answer in the same place.)
@@ -112,8 +112,8 @@ class SliceGrad(Tensor):
         flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
         name = next((item.param_name for item in flat if isinstance(item, SliceGrad)), "a parameter")
         raise ZcError(
-            f"{func} on the optimizer's gradient of {name}: the optimizer holds this rank's slices only, and their gradients "
-            "are finished when step() starts. Clip, scale and look at model.parameters() instead"
+            f"{func} on the optimizer's gradient of {name}: the optimizer holds this rank's slices only, and their "
+            "gradients are finished when step() starts. Clip, scale and look at model.parameters() instead"
         )
 
 

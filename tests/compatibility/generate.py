@@ -2,8 +2,8 @@
 
     python tests/compatibility/generate.py [--only WORD ...] [--backend NAME ...]
 
-All cells take some 20 minutes on two cores. Outcomes are kept in tests/compatibility/results.csv, so a part of the table
-can be run again alone; the document is made from that file.
+All cells take some 20 minutes on two cores. Outcomes are kept in tests/compatibility/results.csv, so a part of the
+table can be run again alone; the document is made from that file.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ TITLES = {
 }
 HEAD = """# Training loops: right, or refused with a reason
 
-Each row is a model and a loop, run as it stands on 2 gloo ranks and, in plain PyTorch and float64, with gradients averaged
-over ranks before each step. *right*: every weight (and loss, norm and gradient that the loop notes) agrees within the
-row's tolerance, 2e-5 relative where no note says otherwise. *refused*: the error of the note is raised on every rank, and
-nothing hangs. Columns are backend and stage.
+Each row is a model and a loop, run as it stands on 2 gloo ranks and, in plain PyTorch and float64, with gradients
+averaged over ranks before each step. *right*: every weight (and loss, norm and gradient that the loop notes) agrees
+within the row's tolerance, 2e-5 relative where no note says otherwise. *refused*: the error of the note is raised on
+every rank, and nothing hangs. Columns are backend and stage.
 
 Made by `python tests/compatibility/generate.py` from `tests/compatibility/results.csv`. Do not edit."""
 

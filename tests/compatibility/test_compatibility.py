@@ -1,7 +1,7 @@
 """Training loops as people write them: each row of the table is right, or refused with the error that it names.
 
-By default every row runs once, with another backend and stage from row to row; the rest, and all of Inductor's, run with
-ZC_TESTS=full. docs/compatibility.md is made from all of them: ``python tests/compatibility/generate.py``.
+By default every row runs once, with another backend and stage from row to row; the rest, and all of Inductor's, run
+with ZC_TESTS=full. docs/compatibility.md is made from all of them: ``python tests/compatibility/generate.py``.
 """
 
 from __future__ import annotations
