@@ -58,6 +58,8 @@ def num_accumulate_hooks(param: torch.nn.Parameter) -> int:
 def accumulates(param: torch.nn.Parameter) -> bool:
     """Whether the backward that runs will add to ``param.grad``: not under torch.autograd.grad, nor for what
     ``backward(inputs=...)`` leaves out. (torch._C._will_engine_execute_node, since 2.1.)"""
+    if not param.requires_grad:  # frozen between the forward and this backward
+        return False
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined, unused-ignore]
@@ -179,7 +181,8 @@ class CompiledBackward:
         self.runtime, self.gm = runtime, gm
         self.compile_segment = _segment_compiler(runtime, kwargs)
         self.graph = _annotate(gm, names)
-        self.params = {name: runtime.params[name] for name in names if name is not None}
+        written = self.graph.output_node().meta["grad_of"]
+        self.params = {name: runtime.params[name] for name in written if name is not None}
         self._programs: dict[tuple[bool, frozenset[str]], Program] = {}
         self._build(runtime.current_plan.reduces, frozenset())  # while Dynamo's context is open
 

@@ -218,12 +218,12 @@ class AgreedOps(BoundOps):
 
     def __init__(self, ops: GradientOps, segments: dict[str, Segment], is_agreed: Callable[[], bool]) -> None:
         super().__init__(ops, segments)
-        self.launch_reduce, self.wait_reduce, self.accumulate = (  # type: ignore[method-assign]
+        self.launch_reduce, self.wait_reduce, self.accumulate = (
             _if(is_agreed, op) for op in (ops.launch_reduce, ops.wait_reduce, ops.accumulate)
         )
         if ops.buffers.acc:  # host memory takes reduced gradients only; where it has the accumulators it takes all
-            self.stage_shard = _if(is_agreed, ops.stage_shard)  # type: ignore[method-assign]
-            self.copy_to_host = _if(is_agreed, ops.copy_to_host)  # type: ignore[method-assign]
+            self.stage_shard = _if(is_agreed, ops.stage_shard)
+            self.copy_to_host = _if(is_agreed, ops.copy_to_host)
 
 
 def _if(is_agreed: Callable[[], bool], operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -88,7 +88,8 @@ class Runtime:
         task = backend.current_graph_task()
         if task not in self._open_tasks:
             self._refuse_accumulate_hooks()
-            self._notice_cleared()
+            if not self._open_tasks:  # not inside another one (reentrant checkpointing), which has yet to show its own
+                self._notice_cleared()
             self._open_tasks.add(task)
             backend.queue_callback(partial(self.end_backward, task))
 

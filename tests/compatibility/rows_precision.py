@@ -13,6 +13,8 @@ from rows_params import language
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import zc
+
 row(5, "checkpointing, non-reentrant", make=lambda: GPT(dim=16, layers=2, use_checkpoint=True))(language)
 row(5, "checkpointing, reentrant", make=lambda: GPT(dim=16, layers=2, use_checkpoint=True, reentrant=True))(language)
 
@@ -129,6 +131,8 @@ def overflow(s: Script) -> None:
         same = all(torch.equal(b, p) for b, p in zip(before, s.model.parameters(), strict=True))
         assert same == (step in (1, 2)), f"step {step}: a skipped step changes nothing (DS#8432)"
     s.note("scale", scaler.get_scale())
+    if s.is_zc:
+        assert "no rank takes that step" in zc.explain(s.model).sections["notes"], "a skipped step is announced (I10)"
 
 
 @row(5, "bf16 parameters from the caller", make=lambda: mlp().bfloat16(), refused={}, optimizer=sgd,

@@ -11,9 +11,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from cells import ALL_CELLS, Cell, Outcome, run_cells
 from generate import DOCUMENT, documented_rows
-from rows import ROWS, Row
+from harness import run_ranks
+from loops import counted_collectives
+from models import mlp
+from rows import ROWS, Row, adamw
+
+import zc
 
 PER_JOB = 16
 INDUCTOR = ("the plain loop", "one backward of the summed losses", "a hook on a parameter sees its gradient")
@@ -58,6 +64,27 @@ def test_a_wrong_number_and_a_missing_error_are_noticed() -> None:
     cells = [Cell(name, "eager", 2) for name in ("control: differs", "control: no error", "control: an error")]
     kinds = [outcome.kind for outcome in run_cells(cells).values()]
     assert kinds == ["wrong", "failed", "failed"]
+
+
+def _clipping(rank: int, world_size: int, stage: int) -> list[str]:
+    """Job: the collectives of reading all norms, one by one, and clipping after a backward."""
+    model = mlp()
+    zc.compile(model, adamw(model.parameters()), stage=stage, backend="eager", bucket_nbytes=512)
+    model(torch.ones(2, 16)).sum().backward()
+    with counted_collectives() as calls:
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.norm()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    numel = len(list(model.parameters()))
+    return [call for call in calls if call == f"all_reduce {numel}"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_all_norms_take_one_collective(stage: int) -> None:
+    """One all-reduce of a number a parameter, not one a parameter (the issue's line)."""
+    for calls in run_ranks(_clipping, 2, stage):
+        assert len(calls) == 1, calls
 
 
 def test_the_document_has_every_row() -> None:
