@@ -1,6 +1,6 @@
 """zc: ZeRO, compiled. ``model, optimizer = zc.compile(model, optimizer)`` and the loop stays as it is."""
 
-from zc.api import clip_grad_norm_, compile, full_grad, no_sync, persistent_nbytes  # noqa: A004
+from zc.api import clip_grad_norm_, compile, full_grad, no_sync, persistent_nbytes, synchronize  # noqa: A004
 from zc.errors import PassError, PlanError, RaceError, RankMismatchError, UncoveredGradientError, ZcError
 from zc.explain import explain
 from zc.passes.verify import Verdict, verify
@@ -24,5 +24,6 @@ __all__ = [
     "no_sync",
     "persistent_nbytes",
     "recompile",
+    "synchronize",
     "verify",
 ]

@@ -39,6 +39,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     bucket_nbytes: int = 25 * 2**20,
     num_buffers: int = 2,
     overlap: bool = True,
+    overlap_gather: bool = False,
     group: dist.ProcessGroup | None = None,
     backend: str = "inductor",
     offload: str | None = None,
@@ -61,6 +62,9 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         bucket_nbytes: no bucket is larger, unless one parameter is (the ring is as large as the largest bucket).
         num_buffers: flat_grad buffers in the ring (stage 2), each as large as the largest bucket.
         overlap: False runs the reductions on the compute stream.
+        overlap_gather: step() returns with the all-gathers launched, and the next compiled forward waits for each
+            bucket where it first reads it. Opt-in, since a raw read of ``p.data`` right after step() can't be guarded:
+            call `synchronize` before one.
         group: the ranks that share the model; None: the default group.
         backend: "inductor"; "aot_eager", the same schedule with its segments run op by op; "eager", hooks only.
         offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there.
@@ -85,6 +89,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             bucket_nbytes=bucket_nbytes,
             num_buffers=num_buffers,
             overlap=overlap,
+            overlap_gather=overlap_gather,
             backend=backend,
             offload=offload,
             offload_accumulate=offload_accumulate,
@@ -115,6 +120,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     _COMPILED[model] = sharded
     _own_methods(model, optimizer, sharded)
     runtime.frozen = {n: p for n, p in model.named_parameters() if n not in params}
+    if plan.overlap_gather:
+        runtime.weights.install_hooks(model)
     if config.backend != "eager":
         compiler.raise_recompile_limit(model)
         compiler.compile_in_place(model, compiler.make_backend(runtime))
@@ -147,6 +154,7 @@ def plan_of(params: dict[str, nn.Parameter], config: Config, world_size: int, la
         bucket_nbytes=config.bucket_nbytes,
         num_buffers=config.num_buffers,
         overlap=config.overlap,
+        overlap_gather=config.overlap_gather,
         layout=layout,
         offload=config.host,
     )
@@ -249,6 +257,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     with sharded(model).runtime.no_sync():
         yield
+
+
+def synchronize(model: nn.Module) -> None:
+    """With ``overlap_gather``: whatever comes next on the current stream (on CPU: in this thread) may read parameters.
+
+    Only needed before a read that no module and no state_dict makes: ``p.data`` or ``model.parameters()`` between
+    ``optimizer.step()`` and the next forward. Does nothing without ``overlap_gather``. The host does not wait on CUDA.
+    """
+    sharded(model).runtime.weights.synchronize()
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:

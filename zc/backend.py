@@ -21,7 +21,9 @@ from torch import fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from zc.errors import PassError, ZcError
+from zc.gathering import buffer_name
 from zc.passes.base import copy_graph
+from zc.passes.tag_gradients import slot_of
 from zc.program import Program, build
 
 if TYPE_CHECKING:
@@ -153,6 +155,8 @@ def _inner_compile(
     runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
 ) -> Any:
     if not kwargs.get("is_backward"):
+        if runtime.plan.overlap_gather:
+            return _compile_forward(runtime, names, gm, example_inputs, kwargs)
         return _whole(runtime, gm, example_inputs, kwargs)
     backward = CompiledBackward(runtime, names, gm, kwargs)
 
@@ -172,6 +176,65 @@ def _whole(runtime: Runtime, gm: fx.GraphModule, example_inputs: Sequence[Any], 
     return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
+def _compile_forward(
+    runtime: Runtime,
+    names: Sequence[str | None],
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A forward graph under overlap_gather: a schedule that waits for each bucket where it first reads it; where that
+    can't be had, the whole graph, behind all gathers.
+
+    Relies on AOTAutograd's descriptors of a forward's inputs: ``placeholder.meta["desc"]`` is ``PlainAOTInput(idx)``
+    (torch >= 2.9).
+    """
+    why = _why_whole(gm, kwargs)
+    if why is None:
+        graph = _name_buffers(runtime, names, gm)
+        run = runtime.weights.compile_forward(graph, _segment_compiler(runtime, kwargs, is_backward=False))
+    else:
+        if not kwargs.get("is_inference"):
+            runtime.say_once(f"a forward graph waits for all gathers before it starts: {why}")
+        whole = _whole(runtime, gm, example_inputs, kwargs)
+
+        def run(args: list[Any]) -> Any:
+            runtime.weights.synchronize()
+            return whole(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _why_whole(gm: fx.GraphModule, kwargs: dict[str, Any]) -> str | None:
+    """Why a forward graph can't be cut, or None."""
+    if kwargs.get("is_inference"):
+        return "it is not differentiated"
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.SymInt):
+            return "its sizes are symbolic"
+        schema = getattr(node.target, "_schema", None)
+        if node.op == "call_function" and schema is not None and schema.is_mutable:
+            return f"{node.target} changes an input"
+    return None
+
+
+def _name_buffers(runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule) -> fx.Graph:
+    """A copy of a forward graph in which the parameters' placeholders say of which buffer they are a view."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    graph, _ = copy_graph(gm.graph)
+    graph.owning_module = gm
+    where = slot_of(runtime.plan)
+    for node in graph.nodes:
+        desc = node.meta.get("desc")
+        name = names[desc.idx] if node.op == "placeholder" and isinstance(desc, PlainAOTInput) else None
+        if name is not None:
+            node.meta["buffer"] = buffer_name(runtime.plan, where[name][0])
+    _mark_storages(graph, donated=())
+    return graph
+
+
 class CompiledBackward:
     """One backward graph: its program at a boundary, and the one for microbatches where that is another."""
 
@@ -179,7 +242,7 @@ class CompiledBackward:
         self, runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule, kwargs: dict[str, Any]
     ) -> None:
         self.runtime, self.gm = runtime, gm
-        self.compile_segment = _segment_compiler(runtime, kwargs)
+        self.compile_segment = _segment_compiler(runtime, kwargs, is_backward=True)
         self.graph = _annotate(gm, names)
         written = self.graph.output_node().meta["grad_of"]
         self.params = {name: runtime.params[name] for name in written if name is not None}
@@ -231,18 +294,16 @@ def _annotate(gm: fx.GraphModule, names: Sequence[str | None]) -> fx.Graph:
     if len(grad_of) != len(output.args[0]):  # type: ignore[arg-type]
         raise PassError(f"the backward graph has {len(output.args[0])} outputs and {len(grad_of)} descriptors")  # type: ignore[arg-type]
     output.meta["grad_of"] = tuple(grad_of)
-    _mark_storages(graph)
+    _mark_storages(graph, _donated_inputs())
     return graph
 
 
-def _mark_storages(graph: fx.Graph) -> None:
+def _mark_storages(graph: fx.Graph, donated: Sequence[int]) -> None:
     """``meta["storage"]`` of every value, and ``meta["donated"]`` of the inputs that AOTAutograd lets the backward
     overwrite.
 
-    Relies on ``TracingContext.fw_metadata.bw_donated_idxs`` (positions among the backward's inputs), and on fake
-    tensors sharing a storage where the real ones do.
+    Relies on fake tensors sharing a storage where the real ones do.
     """
-    donated = set(_donated_inputs())
     numbers: dict[int, int] = {}
     placeholders = 0
     for node in graph.nodes:
@@ -255,6 +316,7 @@ def _mark_storages(graph: fx.Graph) -> None:
 
 
 def _donated_inputs() -> list[int]:
+    """``TracingContext.fw_metadata.bw_donated_idxs``: positions among the backward's inputs."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -262,9 +324,11 @@ def _donated_inputs() -> list[int]:
 
 
 @contextlib.contextmanager
-def _donating(positions: Sequence[int]) -> Iterator[None]:
+def _apart_from_the_whole(donated: Sequence[int]) -> Iterator[None]:
     """Inductor reads from the tracing context which inputs it may overwrite, by position in the *whole* backward. For a
-    segment those positions mean other tensors, a parameter perhaps: they must never be left standing here."""
+    segment those positions mean other tensors, a parameter perhaps: they must never be left standing here. And it
+    writes the strides of its outputs there (``output_strides``), which would be taken for the whole graph's; segments
+    keep the strides that were traced."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -272,11 +336,13 @@ def _donating(positions: Sequence[int]) -> Iterator[None]:
     if metadata is None:
         yield
         return
-    before, metadata.bw_donated_idxs = metadata.bw_donated_idxs, list(positions)
+    before, metadata.bw_donated_idxs = metadata.bw_donated_idxs, list(donated)
+    strides, context.output_strides = context.output_strides, None  # type: ignore[union-attr]
     try:
         yield
     finally:
         metadata.bw_donated_idxs = before
+        context.output_strides = strides  # type: ignore[union-attr]
 
 
 # --- segments ---
@@ -292,10 +358,12 @@ def _interpret(gm: fx.GraphModule) -> Segment:
     return run
 
 
-def _segment_compiler(runtime: Runtime, kwargs: dict[str, Any]) -> Callable[[fx.GraphModule], Segment]:
+def _segment_compiler(
+    runtime: Runtime, kwargs: dict[str, Any], *, is_backward: bool
+) -> Callable[[fx.GraphModule], Segment]:
     if runtime.config.backend == "aot_eager":
         return _interpret
-    return partial(_compile_segment, runtime, kwargs)
+    return partial(_compile_segment, runtime, {**kwargs, "is_backward": is_backward})
 
 
 def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModule) -> Segment:
@@ -317,9 +385,9 @@ def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModul
     example_inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     accepted = inspect.signature(compile_fx_inner).parameters
     passed = {k: v for k, v in kwargs.items() if k in accepted or "kwargs" in accepted}
-    passed.update(static_input_idxs=(), is_backward=True)
+    passed.update(static_input_idxs=())
     passed.pop("boxed_forward_device_index", None)  # tells a forward about its device; no segment is one
-    with _donating(gm.meta["donated"]):
+    with _apart_from_the_whole(gm.meta["donated"]):
         compiled: Segment = compile_fx_inner(gm, example_inputs, **passed)
     if key is not None:
         runtime.compiled_segments[key] = compiled  # pure code, no state: layers of one shape can share it

@@ -37,7 +37,7 @@ def explain(model: nn.Module) -> Explanation:
         + f"\n{'total':>16}: {sum(nbytes.values()):,}",
         "notes": "\n".join(runtime.notes) or "none",
     }
-    for program in runtime.programs:
+    for program in (*runtime.forwards, *runtime.programs, *runtime.weights.programs):
         sections[f"schedule {program.name}"] = _program(program)
     return Explanation(sections)
 

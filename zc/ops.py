@@ -152,6 +152,17 @@ class GradientOps:
         out.copy_(given, non_blocking=True)
         self.nbytes_moved[way] += out.nbytes
 
+    # --- parameters ---
+
+    def gather(self, bucket: int, buffer: str) -> None:
+        flat, record = self.buffers.flat_param[bucket], self.plan.buckets[bucket]
+        work = self.group.all_gather(flat, self.buffers.part(flat, record))
+        if work is not None:
+            work.wait()
+
+    def publish(self, bucket: int, buffer: str) -> None:
+        """Nothing to do: the node stands for the home stream's right to read, and its waits give it that."""
+
     def add_nothing(self, bucket: int) -> None:
         """The accumulator becomes a partial sum, of nothing: only other ranks have something to reduce."""
         if self.state[bucket] is Acc.REDUCED:
@@ -204,6 +215,7 @@ class BoundOps:
         self.launch_reduce, self.wait_reduce, self.accumulate = ops.launch_reduce, ops.wait_reduce, ops.accumulate
         self.stage_shard = ops.stage_shard
         self.copy_to_host, self.copy_to_device = ops.copy_to_host, ops.copy_to_device
+        self.gather, self.publish = ops.gather, ops.publish
 
     def segment(self, key: str, args: list[Any]) -> Sequence[Any]:
         return self._segments[key](args)

@@ -8,7 +8,7 @@ the updated masters are cast into flat_param and gathered (ZeRO, arXiv:1910.0205
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc.errors import PlanError
-from zc.kernels import sum_of_squares, unflatten_cast
+from zc.kernels import sum_of_squares
 from zc.layout import Slot, flat_layout, whole_layout
 from zc.offload import HostStep
 from zc.passes.tag_gradients import slot_of
 from zc.plan import Bucket, Layout
 from zc.runtime import Runtime
-from zc.schedule import COMM, HOME
 from zc.sharded_grad import ShardedGrad, SliceGrad
 
 # Elementwise: each element's update reads that element's gradient and state alone, so a shard may cut a parameter
@@ -167,28 +166,12 @@ class ShardedOptimizer:
         if self._offload is not None:
             self._offload.after(self._changed())
         else:
-            self.publish()
+            self.runtime.weights.publish(self._changed())
         self.runtime.after_update()
 
     def _changed(self) -> tuple[int, ...]:
         """Buckets of which some parameter has a gradient on some rank."""
         return tuple(b.index for b in self.runtime.plan.buckets if any(self.runtime.ops.touched[b.index]))
-
-    def publish(self) -> None:
-        """flat_param <- all ranks' masters, cast to param_dtype, in place, before step() returns."""
-        runtime = self.runtime
-        streams = runtime.streams
-        changed = [runtime.plan.buckets[index] for index in self._changed()]
-        streams.record("publish", HOME)
-        streams.wait("publish", COMM)
-        for bucket in changed:
-            streams.run_on(COMM, _publish_bucket(runtime, bucket.index))
-        streams.join_home()
-        # the parameters changed behind autograd's back (their storage is flat_param): a backward through a forward from
-        # before this step must fail as it does in PyTorch
-        for bucket in changed:
-            for slot in bucket.slots:
-                torch.autograd.graph.increment_version(runtime.params[slot.name])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the shards; what ``model.zero_grad`` and ``optimizer.zero_grad`` both do."""
@@ -295,17 +278,3 @@ class ShardedOptimizer:
 
     def add_grad(self, name: str, grad: Tensor) -> None:
         self.runtime.receive(*self._where[name], grad)
-
-
-def _publish_bucket(runtime: Runtime, index: int) -> Callable[[], None]:
-    def run() -> None:
-        bucket, flat = runtime.plan.buckets[index], runtime.buffers.flat_param[index]
-        start, stop = bucket.layout.shard_range(runtime.group.rank)
-        if bucket.has_master:
-            unflatten_cast(flat[start:stop], runtime.buffers.master_shard[index])
-        if runtime.group.world_size > 1:
-            work = runtime.group.all_gather(flat, flat[start:stop])
-            if work is not None:
-                work.wait()
-
-    return run

@@ -22,6 +22,7 @@ from zc.buffers import Buffers
 from zc.comm import Group
 from zc.config import Config
 from zc.errors import UncoveredGradientError, ZcError
+from zc.gathering import WeightGather
 from zc.ops import Acc, GradientOps, Segment
 from zc.passes import offload_gradients, reduce_buckets
 from zc.passes.base import Pass
@@ -51,7 +52,9 @@ class Runtime:
         self.ops.on_deposit = self._keep
         self.agreement = Agreement(group, _num_flags(plan), defers=not plan.placement.reduces_every_backward)
         self.passes: tuple[Pass, ...] = tuple(p for p in PIPELINE if config.verify or p.name != "verify")
-        self.programs: list[Program] = []  # of compiled graphs, for explain
+        self.programs: list[Program] = []  # of compiled backward graphs, for explain
+        self.forwards: list[Program] = []  # of compiled forward graphs (overlap_gather)
+        self.weights = WeightGather(self)
         self.compiled_segments: dict[str, Segment] = {}  # by canonical text
         self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
         self.num_skipped = 0  # steps that a GradScaler left out
@@ -208,6 +211,7 @@ class Runtime:
 
     def finish_gradients(self) -> None:
         """The boundary: afterwards every rank's shard holds the mean over ranks of the sum over backward calls."""
+        self.weights.synchronize()
         self._check_param_grads()
         self._notice_cleared()
         if self._final:
@@ -287,7 +291,8 @@ class Runtime:
 
     def clear(self, *, set_to_none: bool) -> None:
         """zero_grad of the module or of the optimizer."""
-        self.streams.join_home()
+        if not self._final:  # else all reductions are done, and gathers may go on
+            self.streams.join_home()
         if not set_to_none:
             self.wait_for_host_memory()
         self._pending.clear()
