@@ -21,6 +21,7 @@ from zc.agreement import Agreement, describe
 from zc.buffers import Buffers
 from zc.comm import Group
 from zc.config import Config
+from zc.disk_file import StateFile
 from zc.errors import UncoveredGradientError, ZcError
 from zc.gathering import WeightGather
 from zc.ops import Acc, GradientOps, Segment
@@ -63,6 +64,7 @@ class Runtime:
         self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
         self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
         self.host_programs: Callable[[], list[Program]] = list  # the optimizer's: updates in host memory, for explain
+        self.state_file: StateFile | None = None  # offload="disk"
         self.host_update = "none yet"  # how they are done, for explain
         self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
         self._flushes: dict[tuple[str, int, bool], Program] = {}
