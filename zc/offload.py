@@ -82,7 +82,8 @@ class HostStep:
         self.disk = DiskState(runtime, file, optimizer, slices) if file is not None else None
         self.num_threads = torch.get_num_threads()
         if plan.buckets[0].device.type == "cpu":
-            runtime.say_once("offload: parameters are in host memory already, so it saves no memory here")
+            saves = "only the optimizer's state leaves it" if file is not None else "so it saves no memory here"
+            runtime.say_once(f"offload: parameters are in host memory already, {saves}")
         else:
             self.num_threads = num_threads(runtime.group.world_size)
             prefer_fused(optimizer)

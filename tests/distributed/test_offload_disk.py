@@ -82,7 +82,6 @@ def restarted(rank: int, world_size: int, folder: str, kind: str, options: dict[
         "notes": notes,
         "where": where,
         "mapped": sum(v.numel() for v in tensors),
-        "in memory": sum(v.untyped_storage().nbytes() == v.nbytes and v.data_ptr() % 4096 != 0 for v in tensors),
     }
 
 
@@ -240,12 +239,12 @@ def refuses(match: str, **options: Any) -> None:
     make = options.pop("optimizer", torch.optim.AdamW)
     optimizer = make(model.parameters(), lr=1e-3)
     before = [p.data_ptr() for p in model.parameters()]
-    folder = Path(options.get("offload_dir") or ".")
-    entries = sorted(folder.iterdir()) if folder.is_dir() else None
+    folder = options.get("offload_dir")
+    entries = sorted(folder.iterdir()) if isinstance(folder, Path) and folder.is_dir() else None
     with pytest.raises(PlanError, match=match):
         zc.compile(model, optimizer, backend="eager", offload="disk", **options)
     assert [p.data_ptr() for p in model.parameters()] == before and len(optimizer.param_groups[0]["params"]) == 4
-    assert (sorted(folder.iterdir()) if folder.is_dir() else None) == entries
+    assert entries is None or sorted(folder.iterdir()) == entries
 
 
 def test_what_is_refused_with_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
