@@ -1,11 +1,12 @@
-"""The update in host memory, on one shard and one thread: torch's AdamW in its forms and DeepSpeed's CPUAdam, against the
-time that the memory needs for the 28 bytes an element that any of them must read and write.
+"""The update in host memory, on one shard and one thread: torch's AdamW in its forms and DeepSpeed's CPUAdam, against
+the time that the memory needs for the 28 bytes an element that any of them must read and write.
 
     python -m bench.host_adamw [--mebi 32] [--folder DIR]
 
 One element's update reads weight, gradient and two moments (16 bytes) and writes weight and moments (12). The floor is
-those bytes at the best rate that any plain in-place kernel reaches on this thread, measured in the same run. All are
-interleaved, on the same numbers, and no time is shown for one whose weights are not those of torch's single-tensor form.
+those bytes at the best rate that any plain in-place kernel reaches on this thread, measured in the same run. All run
+interleaved, on the same numbers, and there is no time for one whose weights are not those of torch's single-tensor
+form.
 ``--folder``: the moments in memory-mapped files there, as offload="disk" has them; warm (in the page cache) and cold
 (dropped from it before each update, and waited for on the disk behind it), beside what reading and writing those bytes
 takes without an update. Rows: bench/results/host_adamw.csv.
@@ -32,8 +33,8 @@ from bench.measure import ROOT, device_name, versions
 from zc.disk_file import StateFile, place
 
 RESULTS = ROOT / "bench" / "results" / "host_adamw.csv"
-COLUMNS = ("what", "numel", "threads", "ms_p20", "ms_p50", "ms_p80", "floor_ms", "of_floor", "max_error", "device", "torch",
-           "python", "commit")  # fmt: skip
+COLUMNS = ("what", "numel", "threads", "ms_p20", "ms_p50", "ms_p80", "floor_ms", "of_floor", "max_error", "device",
+           "torch", "python", "commit")  # fmt: skip
 LR, NUM_TENSORS = 1e-3, 32
 
 
@@ -151,7 +152,7 @@ def compare(numel: int, repeats: int) -> list[dict[str, Any]]:
             params = shard(numel)
             optimizer = make(params)
             optimizer.step()
-        except Exception as error:  # it is not installed, or does not build
+        except (ImportError, RuntimeError, OSError, AttributeError) as error:  # not installed, or does not build
             print(f"{name}: left out, {type(error).__name__}: {str(error).splitlines()[0][:150]}")
             continue
         held[name] = params

@@ -1,5 +1,5 @@
-"""offload="disk": bitwise the same training, across a restart as well; a crash at any moment leaves nothing that a restart
-trusts; and what is refused, before anything is moved."""
+"""offload="disk": bitwise the same training, across a restart as well; a crash at any moment leaves nothing that a
+restart trusts; and what is refused, before anything is moved."""
 
 from __future__ import annotations
 
@@ -216,9 +216,9 @@ def flushed(folder: Path) -> StateFile:
 
 def test_a_truncated_file_and_another_plan_are_refused_and_left_alone(tmp_path: Path) -> None:
     path, size = flushed(tmp_path).path, place(SIZES)[-1].offset + 28
-    with pytest.raises(PlanError, match=r"another plan: it has weight \(3, 4\) at 0 of bucket 0, this one weight \(4, 4\)"):
+    with pytest.raises(PlanError, match=r"another plan: it has weight \(3, 4\) .* bucket 0, this one weight \(4, 4\)"):
         StateFile(tmp_path, 0, 1, place(SIZES), ["plan", "weight (4, 4) at 0 of bucket 0"])
-    with pytest.raises(PlanError, match=r"it has nothing, this one more: to start without that state, remove zc-rank00000"):
+    with pytest.raises(PlanError, match=r"it has nothing, this one more: to start without .* remove zc-rank00000"):
         StateFile(tmp_path, 0, 1, place(SIZES)[:0], ["plan", "weight (3, 4) at 0 of bucket 0",
                   *(f"{r.name}: {r.numel} {r.dtype} at {r.offset}" for r in place(SIZES)), "more"])  # fmt: skip
     os.truncate(path, 4096)
@@ -279,7 +279,7 @@ def test_what_is_refused_with_its_figures(tmp_path: Path, monkeypatch: pytest.Mo
         zc.flush_state(build()[0])
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not os.path.isdir("/proc/self"), reason="needs a folder that refuses even root")
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that refuses even root")
 def test_a_folder_that_really_is_not_writable() -> None:
     refuses(r"offload_dir /proc/self can't be written to", offload_dir="/proc/self")
 
@@ -342,7 +342,7 @@ def test_state_that_was_loaded_moves_to_the_file_and_new_state_is_announced(tmp_
         warnings.simplefilter("always")
         train(model, optimizer, 0, range(1))
     assert any("the state max_exp_avg_sq was not there when the file was made" in str(w.message) for w in caught)
-    with pytest.raises(PlanError, match="the state max_exp_avg_sq of .* is not in the file"):
+    with pytest.raises(PlanError, match=r"the state max_exp_avg_sq of .* is not in the file"):
         zc.flush_state(model)
 
 

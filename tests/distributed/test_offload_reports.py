@@ -1,5 +1,5 @@
-"""Public reports of norms and gradients that went wrong with offload (INVARIANTS I5, I9), each with what it looks like when
-the code under it is broken."""
+"""Public reports of norms and gradients that went wrong with offload (INVARIANTS I5, I9), each with what it looks like
+when the code under it is broken."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zc
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: device memory, pinned copies")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: its memory is counted")
 
 FEATURES, LAYERS = 1024, 8  # no padding, no rounding by the allocator: every tensor is a multiple of 2 MiB
 NUMEL = FEATURES * FEATURES * LAYERS
@@ -61,7 +61,7 @@ def test_device_memory_falls_by_the_formula(stage: int, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["cpu", "device"])
 def test_the_weights_are_those_without_offload(mode: str) -> None:
-    """Two updates that differ only in where AdamW runs; the gradients are bitwise the same at the first."""
+    """Only AdamW runs somewhere else, in another order of its operations."""
     found: list[dict[str, Tensor]] = []
     for options in ({}, {"offload": "cpu", "offload_accumulate": mode}):
         model, optimizer, _ = run(steps=3, **options)
