@@ -141,13 +141,15 @@ def rows_of(
     return rows
 
 
-def compare(numel: int, repeats: int) -> list[dict[str, Any]]:
+def compare(numel: int, repeats: int, left_out: list[str]) -> list[dict[str, Any]]:
     rates = memory_rate(numel, repeats)
     print(", ".join(f"{name}: {rate / 1e9:.2f} GB/s" for name, rate in rates.items()))
     floor = 28 * numel / max(rates.values())
     tasks: dict[str, Timed] = {}
     held: dict[str, list[nn.Parameter]] = {}
     for name, make in MAKERS.items():
+        if name in left_out:
+            continue
         try:
             params = shard(numel)
             optimizer = make(params)
@@ -204,10 +206,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="measure the moments in files under it as well")
+    parser.add_argument("--without", action="append", default=[], choices=list(MAKERS)[3:], help="leaves one out")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     numel = given.mebi * 2**20
-    rows = compare(numel, given.repeats)
+    rows = compare(numel, given.repeats, given.without)
     if given.folder is not None:
         rows += compare_disk(given.folder, numel, given.repeats)
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
