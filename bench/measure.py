@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -40,6 +41,31 @@ def reset_peak_rss() -> bool:
     except (OSError, AttributeError):  # another libc, no /proc, or it is read-only
         return False
     return True
+
+
+def storages() -> dict[int, int]:
+    """Address -> bytes of every storage that a Python object or a gradient of one holds, each counted once."""
+    gc.collect()
+    found: dict[int, int] = {}
+    with warnings.catch_warnings():  # some libraries' objects warn when they are looked at
+        warnings.simplefilter("ignore")
+        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    for tensor in tensors:
+        parts = [tensor] if tensor.grad is None or not tensor.is_leaf else [tensor, tensor.grad]
+        for part in parts:
+            local = part.to_local() if hasattr(part, "to_local") else part
+            try:
+                storage = local.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+            except (RuntimeError, NotImplementedError):  # fake tensors and wrappers have no storage of their own
+                continue
+    found.pop(0, None)  # freed, or a meta tensor's
+    return found
+
+
+def live_nbytes(before: Mapping[int, int]) -> int:
+    """Bytes of tensors that live now and did not in ``before`` (`storages`)."""
+    return sum(n for address, n in storages().items() if before.get(address) != n)
 
 
 def device_name(device: torch.device) -> str:

@@ -1,0 +1,2 @@
+NETWORKS = {"zero": None}
+def init_paced(name, world): raise NotImplementedError
