@@ -6,11 +6,14 @@ import ctypes
 import gc
 import os
 import platform
+import re
+import signal
 import subprocess
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -78,12 +81,18 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str:
-    """Short commit of the checkout, with + where tracked files differ from it; "unknown" outside of one."""
+    """Short commit of the checkout, with + where its code differs from it; "unknown" outside of one."""
     try:
-        call = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=10"]
-        return subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip()
+        git = ["git", "-C", str(ROOT)]
+        head = _output([*git, "rev-parse", "--short=10", "HEAD"])
+        changed = _output([*git, "status", "--porcelain", "-uno", "--", ".", ":!bench/results", ":!*.md"])
+        return head + "+" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def _output(call: list[str]) -> str:
+    return subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def versions() -> dict[str, str]:
@@ -91,11 +100,71 @@ def versions() -> dict[str, str]:
     return {"torch": str(torch.__version__), "python": platform.python_version(), "commit": commit()}
 
 
-def launch(module: str, flags: Sequence[str], *, ranks: int, env: Mapping[str, str] | None = None) -> None:
-    """``python -m module flags`` on ``ranks`` processes of one thread each; raises CalledProcessError if one fails."""
+def torchrun_command(module: str, flags: Sequence[str], ranks: int, python: str = sys.executable) -> list[str]:
+    """``python -m module flags`` on ``ranks`` processes of this machine."""
+    torchrun = ["-m", "torch.distributed.run", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
+    return [python, *torchrun, "--nproc_per_node", str(ranks), "-m", module, *flags]
+
+
+def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     if sys.platform == "linux":
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo else looks the host's name up, which may not resolve
-    torchrun = ["-m", "torch.distributed.run", "--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0"]
-    command = [sys.executable, *torchrun, "--nproc_per_node", str(ranks), "-m", module, *flags]
-    subprocess.run(command, env=variables, cwd=ROOT, check=True)
+    return variables
+
+
+def launch(module: str, flags: Sequence[str], *, ranks: int, env: Mapping[str, str] | None = None) -> None:
+    """Runs `torchrun_command` with one thread a process; raises CalledProcessError if one fails."""
+    subprocess.run(torchrun_command(module, flags, ranks), env=_environment(env), cwd=ROOT, check=True)
+
+
+class Launched(NamedTuple):
+    """How a run ended: ``reason`` is the error's own line where there is one."""
+
+    status: int
+    reason: str
+
+
+def launch_quietly(
+    module: str, flags: Sequence[str], *, ranks: int, env: Mapping[str, str], log: Path, timeout_s: float
+) -> Launched:
+    """As `launch`, with all output in ``log``; raises for no failure, and ends the processes after ``timeout_s``."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            torchrun_command(module, flags, ranks),
+            env=_environment(env),
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return Launched(-signal.SIGTERM, f"not at its end after {timeout_s:g} s")
+        except BaseException:  # an interrupted benchmark leaves no ranks behind
+            _end(process)
+            raise
+    return Launched(status, error_line(log.read_text(errors="replace")) or f"exit status {status}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """torchrun ends its ranks, each a session of its own, when it is asked to; killed, it would leave them behind."""
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def error_line(text: str) -> str | None:
+    """The last line of the first traceback in a log: what a rank died of. torchrun's own report comes after it."""
+    inside = False
+    for raw in text.splitlines():
+        line = re.sub(r"^\[?(rank\d+|default\d+)\]?:\s?", "", raw)
+        if line.startswith("Traceback (most recent call last)"):
+            inside = True
+        elif inside and re.match(r"[\w.]+(Error|Exception|Exit|Interrupt)?(:|$)", line) and not line.startswith(" "):
+            return line[:200]
+    return None

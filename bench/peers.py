@@ -38,7 +38,7 @@ def zero_redundancy(model: nn.Module, adamw: AdamW, options: Options) -> System:
         param_groups(model, adamw.weight_decay), torch.optim.AdamW, parameters_as_bucket_view=True, **adamw.options()
     )
     nbytes = _nbytes(model.parameters())
-    made = systems.stock(wrapped, model, optimizer, options, unseen_nbytes=nbytes)
+    made = systems.stock(wrapped, model, optimizer, options)
     held = lambda: {"params": nbytes, "gradients": nbytes, "optimizer_state": _state_nbytes(optimizer.optim)}  # noqa: E731
     return System(
         made.model,
@@ -47,15 +47,15 @@ def zero_redundancy(model: nn.Module, adamw: AdamW, options: Options) -> System:
         persistent_nbytes=held,
         no_sync=made.no_sync,
         precision=made.precision,
-        unseen_nbytes=nbytes,
     )
 
 
 def fsdp2(model: nn.Module, adamw: AdamW, options: Options) -> System:
     """``fully_shard`` of every block and of the model, weights kept between forward and backward: ZeRO-2.
 
-    bf16 by its own policy (weights gathered in bf16, gradients reduced in fp32). A step's backwards but the last neither
-    reduce nor free the gathered weights. Compiled: each block and the loss's head by itself, as torchtitan does it.
+    bf16 by its own policy (weights gathered in bf16, gradients reduced in fp32). A step's backwards but the last
+    neither reduce nor free the gathered weights. Compiled: each block and the loss's head by itself, as torchtitan
+    does it.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -114,7 +114,7 @@ def deepspeed_config(options: Options, lr: float) -> dict[str, Any]:
 
 
 def deepspeed(model: nn.Module, adamw: AdamW, options: Options, *, deep: bool = False) -> System:
-    """DeepSpeed's engine with the client's AdamW; compiled by ``engine.compile``, ``deep`` with its own graph passes."""
+    """DeepSpeed's engine with the client's AdamW; compiled by ``engine.compile``; ``deep``: its own graph passes."""
     device = next(model.parameters()).device.type
     if device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -126,7 +126,7 @@ def deepspeed(model: nn.Module, adamw: AdamW, options: Options, *, deep: bool = 
     optimizer = adamw.make(model)
     if not ds.comm.is_initialized():
         ds.init_distributed(dist_backend="gloo" if device == "cpu" else "nccl")
-    engine, wrapped, _, _ = ds.initialize(model=model, optimizer=optimizer, config=config)
+    engine, _, _, _ = ds.initialize(model=model, optimizer=optimizer, config=config)
     if options.backend != "eager":
         engine.compile(backend=options.backend)
 

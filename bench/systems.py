@@ -140,9 +140,9 @@ def ddp(model: nn.Module, adamw: AdamW, options: Options) -> System:
 
 
 def ddp_view(model: nn.Module, adamw: AdamW, options: Options) -> System:
-    """DDP whose gradients are views of its buckets: its smallest memory. The buckets live on when gradients do not."""
-    wrapped, nbytes = wrap_in_ddp(model, options, view=True), sum(p.nbytes for p in model.parameters())
-    return stock(wrapped, model, adamw.make(model), options, unseen_nbytes=nbytes)
+    """DDP whose gradients are views of its buckets: its smallest memory. The buckets outlive the gradients, and stay
+    visible from Python, since the optimizer has looked at the views."""
+    return stock(wrap_in_ddp(model, options, view=True), model, adamw.make(model), options)
 
 
 def local(model: nn.Module, adamw: AdamW, options: Options) -> System:

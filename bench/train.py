@@ -196,15 +196,15 @@ def main(argv: list[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     record = train(args, rank, world_size, device)
     records: list[object] = [record]
-    if dist.is_initialized():
-        if not args.paced:
-            records = [None] * world_size
-            dist.all_gather_object(records, record)
-        dist.destroy_process_group()
-    if rank == 0:
+    if dist.is_initialized() and not args.paced:
+        records = [None] * world_size
+        dist.all_gather_object(records, record)
+    if rank == 0:  # before the group is torn down: what goes wrong there is not the run's
         flags = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
         run = {"flags": flags, "world_size": world_size, "device": device_name(device), **versions(), "ranks": records}
         (args.out / "run.json").write_text(json.dumps(run, indent=1))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
