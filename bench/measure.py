@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+LONGEST_REASON = 160  # characters of an error that a row keeps
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -59,10 +60,11 @@ def storages() -> dict[int, int]:
             local = part.to_local() if hasattr(part, "to_local") else part
             try:
                 storage = local.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-            except (RuntimeError, NotImplementedError):  # fake tensors and wrappers have no storage of their own
+            except (RuntimeError, NotImplementedError):  # a wrapper has no storage of its own
                 continue
-    found.pop(0, None)  # freed, or a meta tensor's
+            if storage.device.type != "meta":  # a fake tensor's
+                found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)  # freed
     return found
 
 
@@ -159,12 +161,25 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def error_line(text: str) -> str | None:
-    """The last line of the first traceback in a log: what a rank died of. torchrun's own report comes after it."""
-    inside = False
-    for raw in text.splitlines():
-        line = re.sub(r"^\[?(rank\d+|default\d+)\]?:\s?", "", raw)
-        if line.startswith("Traceback (most recent call last)"):
-            inside = True
-        elif inside and re.match(r"[\w.]+(Error|Exception|Exit|Interrupt)?(:|$)", line) and not line.startswith(" "):
-            return line[:200]
-    return None
+    """What a run died of, from its log: a compiler's fatal error, else the end of the first traceback with what it led
+    to; torchrun's own report comes after it."""
+    lines = [re.match(r"(\[?rank\d+\]?: ?)?(.*)", raw) for raw in text.splitlines()]
+    pairs = [(m[1] or "", m[2]) for m in lines if m is not None]
+    first = next((n for n, (_, line) in enumerate(pairs) if line.startswith("Traceback (most recent")), None)
+    fatal = next((line for _, line in pairs if "fatal error: " in line), None)
+    if first is None:
+        return None
+    if fatal is not None:
+        return fatal[fatal.index("fatal error: ") :][:LONGEST_REASON]
+    rank = pairs[first][0]
+    found = None
+    for prefix, line in pairs[first:]:
+        if prefix != rank:  # another rank's, or torchrun's
+            if found:
+                break
+            continue
+        if re.match(r"[\w.]*(Error|Exception|Exit|Interrupt)\b", line):
+            found = line[:LONGEST_REASON]
+            if not rank:
+                break
+    return found

@@ -14,7 +14,7 @@ from bench.measure import ROOT
 COLUMNS = (
     "session", "time", "case", "provider", "version", "repeat", "start", "status", "p20_ms", "p50_ms", "p80_ms",
     "tokens_per_s_rank", "first_step_s", "peak_steady_mb", "peak_mb", "held_mb", "loss_after_5", "final_loss",
-    "num_params", "ranks", "steps", "device", "torch", "python", "commit", "command",
+    "num_params", "ranks", "network", "steps", "device", "torch", "python", "commit", "command",
 )  # fmt: skip
 # What a time depends on; a change in a table's words does not make a new session.
 MEASURED = ("zc/*.py", "passes/*.py", "kernels/*.py", "bench/train.py", "bench/systems.py", "bench/peers.py")

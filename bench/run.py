@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -44,9 +45,15 @@ def matrix(cases: list[str], providers: list[str], repeats: int) -> list[Run]:
 
 
 def left(wanted: list[Run], known: list[rows.Row], session: str) -> list[Run]:
-    """What has no row in this session yet."""
-    done = {(r["case"], r["provider"], r["repeat"]) for r in known if r["session"] == session}
-    return [run for run in wanted if (run.case, run.provider, str(run.repeat)) not in done]
+    """What has no row in this session yet, without the repeats of what has failed: it would again."""
+    rows_now = [r for r in known if r["session"] == session]
+    done = {(r["case"], r["provider"], r["repeat"]) for r in rows_now}
+    hopeless = {(r["case"], r["provider"]) for r in rows_now if r["status"].startswith(("failed", "not measured"))}
+    return [
+        run
+        for run in wanted
+        if (run.case, run.provider, str(run.repeat)) not in done and (run.case, run.provider) not in hopeless
+    ]
 
 
 def flags_of(run: Run, paced: tuple[str, int] | None) -> list[str]:
@@ -67,7 +74,8 @@ def run_once(run: Run, session: str, expected: list[float] | None, args: argpars
     flags = flags_of(run, args.paced)
     ranks = 1 if args.paced else case.ranks
     shown = torchrun_command("bench.train", [*flags, "--out", "OUT"], ranks, python="python")
-    row: dict[str, Any] = {"start": start, "version": version_of(provider) or "", "command": " ".join(shown)}
+    row: dict[str, Any] = {"start": start, "version": version_of(provider) or "", "command": shlex.join(shown)}
+    row["network"] = args.paced[0] if args.paced else ""
     if version_of(provider) is None:
         return row | {"status": f"not measured: {provider.package} is not installed"}
     env = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
@@ -110,7 +118,11 @@ def main(argv: list[str] | None = None) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=len(todo))
+        failed: set[tuple[str, str]] = set()
         for run in todo:
+            if (run.case, run.provider) in failed:
+                progress.advance(task)
+                continue
             guess = seconds.get((run.case, run.provider), max(seconds.values(), default=0.0))
             if time.monotonic() + guess > deadline:
                 console.print(f"{args.minutes:g} minutes are over: run it again to go on with session {args.session}")
@@ -124,6 +136,8 @@ def main(argv: list[str] | None = None) -> int:
             stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
             rows.append(args.csv, versions() | {"session": args.session, "time": stamp, **run._asdict(), **row})
             progress.advance(task)
+            if row["status"].startswith(("failed", "not measured")):
+                failed.add((run.case, run.provider))
             if not console.is_terminal:
                 shown = f"{row['p50_ms']} ms" if row["status"] == "ok" else row["status"]
                 console.print(f"{run.case}: {run.provider}: {row['start']}, {shown}", soft_wrap=True)
