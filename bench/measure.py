@@ -60,10 +60,10 @@ def storages() -> dict[int, int]:
             local = part.to_local() if hasattr(part, "to_local") else part
             try:
                 storage = local.untyped_storage()
+                if storage.device.type != "meta":  # a fake tensor's
+                    found[storage.data_ptr()] = storage.nbytes()
             except (RuntimeError, NotImplementedError):  # a wrapper has no storage of its own
                 continue
-            if storage.device.type != "meta":  # a fake tensor's
-                found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)  # freed
     return found
 

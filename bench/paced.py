@@ -169,6 +169,12 @@ class PacedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return "paced"
 
+    @property
+    def group_name(self) -> str:
+        """What device meshes find the group by. c10d names a Python group only in its own table, which has no public
+        reader."""
+        return str(dist.distributed_c10d._get_process_group_name(self))
+
     def size(self) -> int:
         return self._size
 

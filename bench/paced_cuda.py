@@ -6,7 +6,6 @@ Not run here yet: no GPU was at hand when it was written. Its kernels are compil
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,19 +15,19 @@ from torch import Tensor
 
 
 @triton.jit
-def now_ns() -> Any:
+def now_ns():
     """Nanoseconds of the GPU's global timer; one SM's one warp reads it."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
-def mark_kernel(start_ptr: Any) -> None:
+def mark_kernel(start_ptr):
     """start <- the time at which the stream has come here."""
     tl.store(start_ptr, now_ns())
 
 
 @triton.jit
-def spin_kernel(start_ptr: Any, nanoseconds: Any) -> None:
+def spin_kernel(start_ptr, nanoseconds):
     """Ends once ``nanoseconds`` have gone by since the mark."""
     ends = tl.load(start_ptr) + nanoseconds
     now = now_ns()

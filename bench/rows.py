@@ -16,6 +16,10 @@ COLUMNS = (
     "tokens_per_s_rank", "first_step_s", "peak_steady_mb", "peak_mb", "held_mb", "loss_after_5", "final_loss",
     "num_params", "ranks", "network", "steps", "device", "torch", "python", "commit", "command",
 )  # fmt: skip
+# What a run says only when its losses are right
+NUMBERS = (
+    "p20_ms", "p50_ms", "p80_ms", "tokens_per_s_rank", "first_step_s", "peak_steady_mb", "peak_mb", "held_mb",
+)  # fmt: skip
 # What a time depends on; a change in a table's words does not make a new session.
 MEASURED = ("zc/*.py", "passes/*.py", "kernels/*.py", "bench/train.py", "bench/systems.py", "bench/peers.py")
 MEASURED += ("bench/models.py", "bench/decoder.py", "bench/data.py", "bench/measure.py")

@@ -1,6 +1,7 @@
 """How cost grows: with the number of ranks, of layers, and of buckets. Rows to bench/results/scale.csv.
 
     python -m bench.scale plan               # bytes a rank, plan seconds, modelled communication, W = 8 to 4,096
+    python -m bench.scale pace               # the paced group's time against its model's
     python -m bench.scale paced --worlds 8 64 512 4096
     python -m bench.scale depth --depths 12 24 48 96
     python -m bench.scale host               # microseconds of Python a step, by number of buckets
@@ -89,6 +90,32 @@ def plan_points(model: str, worlds: list[int]) -> Iterator[Point]:
         yield Point("padding", model, world, 100 * padding, "%")
 
 
+def pace_points(device: torch.device) -> Iterator[Point]:
+    """How far a sequence of collectives on the real clock is from the model: percent of the model's time, 3 at most."""
+    sizes = [1 << 20, 8 << 20, 1 << 18, 16 << 20, 4 << 20]  # elements of bf16
+    for network in NETWORKS.values():
+        if network.name == "zero" or (device.type == "cpu" and network.busbw > 5e9):
+            continue  # faster than this processor copies: the line would be late, not the model wrong
+        init_paced(network, 8)
+        flats = [torch.zeros(numel, dtype=torch.bfloat16, device=device) for numel in sizes]
+        shards = [torch.zeros(numel // 8, dtype=torch.bfloat16, device=device) for numel in sizes]
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        expected = sum(network.seconds("all_gather", f.nbytes, 8) for f in flats)
+        found = []
+        for _ in range(4):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            started = time.perf_counter()
+            works = [gather(flat, shard, async_op=True) for flat, shard in zip(flats, shards, strict=True)]
+            for work in works:
+                work.wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            found.append(time.perf_counter() - started)
+        dist.destroy_process_group()
+        yield Point("paced group against its model", network.name, 8, 100 * (min(found[1:]) / expected - 1), "%")
+
+
 def train_once(provider: str, flags: list[str], timeout_s: float, cache: str | None = None) -> dict[str, object] | str:
     """One process of bench.train: rank 0's record, or why there is none."""
     with tempfile.TemporaryDirectory(prefix="scale-") as out:
@@ -131,14 +158,14 @@ def depth_points(depths: list[int], providers: list[str]) -> Iterator[Point]:
             yield Point("first step, cold", provider, depth, float(record["first_step_s"]), "s")  # type: ignore[arg-type]
 
 
-def host_points(counts: list[int], world: int, num_steps: int = 40) -> Iterator[Point]:
-    """Microseconds of a whole step of 64 tiny matrices, by number of buckets; and the slope a bucket, least squares.
+def host_points(counts: list[int], world: int, num_steps: int = 40, layers: int = 64) -> Iterator[Point]:
+    """Microseconds of a whole step of ``layers`` tiny matrices, by number of buckets; and the slope a bucket.
 
     The arithmetic is next to nothing and the network costs nothing: what is left is Python, dispatch and threads.
     """
     import zc
 
-    width, layers = 16, 64
+    width = 16
     nbytes = width * width * 4
     if world > 1:
         init_paced("zero", world)
@@ -203,7 +230,8 @@ def draw(path: Path, folder: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.scale", description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("kinds", nargs="+", choices=("plan", "paced", "depth", "host"))
+    add("kinds", nargs="+", choices=("plan", "pace", "paced", "depth", "host"))
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="pace")
     add("--model", choices=MODELS, default="llama-3b", help="plan")
     add("--case", choices=CASES, default="tiny", help="paced")
     add("--worlds", type=int, nargs="+", default=[8, 32, 128, 512, 2048, 4096], help="plan, paced")
@@ -215,6 +243,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     makers: dict[str, Callable[[], Iterator[Point]]] = {
         "plan": lambda: plan_points(args.model, args.worlds),
+        "pace": lambda: pace_points(torch.device(args.device)),
         "paced": lambda: paced_points(args.case, args.worlds, args.providers, args.networks),
         "depth": lambda: depth_points(args.depths, args.providers),
         "host": lambda: (p for world in (1, 8) for p in host_points(args.buckets, world)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -167,3 +168,20 @@ def test_zc_opens_its_groups_on_the_callers_backend() -> None:
     assert isinstance(group.control, PacedGroup)
     assert isinstance(group.data, PacedGroup)
     assert group.world_size == 4
+
+
+def test_the_clock_is_read_again_in_each_turn_of_the_gpu_kernel() -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from bench.paced_cuda import mark_kernel, spin_kernel
+
+    if triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET=1: kernels are interpreted, not compiled")
+    target = GPUTarget("cuda", 90, 32)
+    mark = triton.compile(ASTSource(fn=mark_kernel, signature={"start_ptr": "*i64"}), target=target)
+    assert mark.asm["ptx"].count("%globaltimer") == 1
+    types = {"start_ptr": "*i64", "nanoseconds": "i64"}
+    text = triton.compile(ASTSource(fn=spin_kernel, signature=types), target=target).asm["ptx"]
+    assert re.search(r"(\$L__BB\w+):.*%globaltimer.*bra\s+\1;", text, re.DOTALL), text
