@@ -19,11 +19,13 @@ from torch import fx
 
 from zc.schedule import (
     HOME,
+    HOST,
     SYNC_OPS,
     Access,
     accesses,
     carried_event,
     carrier,
+    in_host_memory,
     is_getitem,
     is_plan_buffer,
     launch_reduce,
@@ -128,6 +130,8 @@ class Order:
             positions, bits = [-1] * len(self.streams), 0
             if stream == self._id[HOME] or stream in self._carriers:
                 positions[stream] = 0  # a carrier comes after its own past, and so does all that waits for it
+            if self.streams[stream] == HOST:
+                positions[self._id[HOME]] = 0  # the thread that issues the schedule has done its own work
         node = self.nodes[k]
         if node.target is wait_event and k != skip:
             source = self.source[k]
@@ -166,12 +170,16 @@ class Order:
         return any(not self.holds(self.future_clock(buffer, changed), need) for buffer, need in self.futures)
 
     def future_clock(self, buffer: str, changed: dict[int, Clock] | None = None) -> Clock:
-        """What a later schedule comes after that starts when the home stream is done, and waits for a carried event."""
+        """What a later schedule comes after that starts when the home stream is done, and waits for a carried event: of
+        host memory, what the processor comes after."""
         changed = changed or {}
         end, record = len(self.nodes) - 1, self._latest.get(carried_event(buffer), -1)
         positions, bits = changed.get(end, self.clocks[end])
+        if in_host_memory(buffer):  # it is the processor that comes later, and it does not wait for home
+            end = max((k for k, s in enumerate(self.stream) if self.streams[s] == HOST), default=-1)
+            positions, bits = changed.get(end, self.clocks[end]) if end >= 0 else ([-1] * len(self.streams), 0)
         if record < 0:
-            return positions, bits | self._bits[carried_event(buffer)]
+            return positions, bits | self._bits.get(carried_event(buffer), 0)
         theirs, more = changed.get(record, self.clocks[record])
         return [max(a, b) for a, b in zip(positions, theirs, strict=True)], bits | more
 
@@ -196,12 +204,18 @@ class Order:
                 made = _Touch(access, is_write, stream, position, 0, node)
                 touches[access.buffer] = [t for t in touches[access.buffer] if not _replaces(made, t)] + [made]
         self._oblige_end()
+        lasting = self._lasting() - {HOME}
         self.futures = [
-            (b, Obligation(self._id[carrier(b)], t.position, t.bit, t.node, t.access, (t.writes, True)))
-            for b in sorted(self.shared)
-            for t in touches.get(b, [])
-            if t.stream == self._id[carrier(b)]
+            (b, Obligation(t.stream, t.position, t.bit, t.node, t.access, (t.writes, True)))
+            for b in sorted(b for b in touches if is_plan_buffer(b))
+            for t in touches[b]
+            if self._outlives(b, self.streams[t.stream], lasting)
         ]
+
+    def _outlives(self, buffer: str, stream: str, lasting: set[str]) -> bool:
+        """Whether a touch on ``stream`` may not be done when home is, and later schedules must be able to wait for it:
+        always so on another buffer's carrier; on its own, program order is enough where no other stream uses it."""
+        return stream in lasting and (stream != carrier(buffer) or buffer in self.shared)
 
     def _entry(self, buffer: str) -> list[_Touch]:
         if not is_plan_buffer(buffer):

@@ -13,6 +13,7 @@ from torch import fx
 
 from zc.schedule import (
     HOME,
+    HOST,
     Access,
     accesses,
     carried_event,
@@ -42,7 +43,8 @@ class Timeline:
 
     def __init__(self, graph: fx.Graph, shared: frozenset[str]) -> None:
         self.graph, self.shared = graph, shared
-        self.clocks: dict[str, Clock] = {HOME: {HOME: 0}}
+        # the thread that issues the schedule is the host: what it has done with host memory is done
+        self.clocks: dict[str, Clock] = {HOME: {HOME: 0}, HOST: {HOME: 0}}
         self.nodes: dict[Point, fx.Node] = {}
         self.touches: dict[str, list[_Touch]] = {}  # buffer -> touches that a later one may still conflict with
         self._placeholders = {value(n).buffer for n in graph.nodes if n.op == "placeholder"}
@@ -100,6 +102,10 @@ class Timeline:
 
     def last_touch(self, buffer: str, stream: str) -> Point | None:
         return self._last.get((buffer, stream))
+
+    def last_touches(self) -> list[tuple[tuple[str, str], Point]]:
+        """((buffer, stream), its last touch there)"""
+        return sorted(self._last.items())
 
     def nodes_on(self, stream: str) -> list[fx.Node]:
         return [self.nodes[stream, k] for k in range(1, self.length(stream) + 1)]

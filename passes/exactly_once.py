@@ -10,6 +10,12 @@ followed is which bucket's gradient each buffer holds, and how far it has come::
 
 An overwritten gradient that was not sent, rows that no accumulate took, a second reduction of one bucket: each is a
 fault (PR#7985, DS#7981, DS#7366).
+
+With offload the sum goes on to host memory, once, out of what was accumulated last, and new weights come back::
+
+    copy_to_device(2, "staging[0]", "host[2]")         staging[0]: sum of bucket 2 so far
+    accumulate(2, "staging[0]", "recv[0]")             staging[0]: total of bucket 2
+    copy_to_host(2, "host[2]", "staging[0]")           staging[0]: empty; bucket 2 has landed
 """
 
 from __future__ import annotations
@@ -23,9 +29,16 @@ from zc.plan import Plan
 from zc.schedule import (
     accumulate,
     accumulate_cast,
+    cast_param,
+    copy_to_device,
+    copy_to_host,
     deposit,
     flatten_cast,
+    gather,
     launch_reduce,
+    publish,
+    stage_shard,
+    update,
     wait_reduce,
     wgrad_into,
 )
@@ -47,6 +60,9 @@ class _Ledger:
     written: dict[tuple[int, int], fx.Node] = field(default_factory=dict)
     reduced: dict[int, fx.Node] = field(default_factory=dict)  # bucket -> its launch, or its accumulate with one rank
     in_flight: dict[fx.Node, int] = field(default_factory=dict)
+    summed: dict[int, fx.Node] = field(default_factory=dict)  # bucket -> its accumulation
+    landed: dict[int, fx.Node] = field(default_factory=dict)  # bucket -> its copy to host memory
+    step: dict[int, list[object]] = field(default_factory=dict)  # bucket -> kinds of its update, as they come
 
     def visit(self, node: fx.Node) -> None:
         if node.target in (flatten_cast, accumulate_cast, wgrad_into, deposit):
@@ -61,20 +77,80 @@ class _Ledger:
             self._complete(node)
         elif node.target is accumulate:
             bucket, acc, src = _int(node.args[0]), str(node.args[1]), str(node.args[2])
-            if acc != f"acc[{bucket}]":
-                self.faults.append(f"{node.name} adds bucket {bucket} into {acc}")
+            visits = acc.startswith("staging[") and self.holds.pop(acc, None) in ((bucket, "sum"), (bucket, "sent"))
+            if acc != f"acc[{bucket}]" and not visits:
+                self.faults.append(f"{node.name} adds bucket {bucket} into {acc}, which does not hold its sum")
+            if visits:
+                self.holds[acc] = (bucket, "total")
+            if (bucket, "total") in self.holds.values() and not visits:
+                self.faults.append(f"{node.name} adds bucket {bucket} after its sum was taken for host memory")
+            self.summed[bucket] = node
             if self.holds.get(src) == (bucket, "gradient"):  # one rank: nothing was sent
                 self._reduce(node, bucket, src)
             elif self.holds.pop(src, None) != (bucket, "rows"):
                 self.faults.append(f"{node.name} adds bucket {bucket} from {src}, which does not hold its rows")
+        elif node.target in (copy_to_device, stage_shard, copy_to_host) and not _is_param(node):
+            self._move(node)
+        elif node.target in (update, cast_param, copy_to_device, gather, publish):
+            self._step(node)
 
     def close(self) -> list[str]:
         for launch, bucket in self.in_flight.items():
             self.faults.append(f"{launch.name} of bucket {bucket} is never completed")
         for buffer, (bucket, what) in self.holds.items():
-            if what == "rows" or (what == "gradient" and not buffer.startswith("acc[")):
+            if what in ("rows", "total") or (what == "gradient" and not buffer.startswith("acc[")):
                 self.faults.append(f"the {what} of bucket {bucket} in {buffer} never reach the accumulator")
+        if self.plan is not None and self.plan.offload is not None and self.plan.is_boundary:
+            for bucket in self.summed.keys() - self.landed.keys():
+                self.faults.append(f"the sum of bucket {bucket} stays on the device: {self.summed[bucket].name}")
+        for bucket, kinds in self.step.items():
+            self._check_step(bucket, kinds)
         return self.faults
+
+    def _move(self, node: fx.Node) -> None:
+        bucket, dst, src = _int(node.args[0]), str(node.args[1]), str(node.args[2])
+        near, far = (src, dst) if node.target is copy_to_host else (dst, src)
+        wanted = f"acc[{bucket}]" if node.target is stage_shard else f"host[{bucket}]"
+        if far != wanted or not near.startswith("staging["):
+            self.faults.append(f"{node.name} copies bucket {bucket} from {src} to {dst}")
+        unsummed = bucket not in self.summed and self.holds.get(src) == (bucket, "gradient")
+        if node.target is stage_shard and unsummed and (self.plan is None or self.plan.world_size > 1):
+            self.faults.append(f"{node.name} takes bucket {bucket} for host memory before it is reduced")
+        if node.target is not copy_to_host:
+            self._overwrite(node, dst)
+            self.holds[dst] = (bucket, "sum" if node.target is copy_to_device else "total")
+            return
+        held = self.holds.pop(src, None)
+        if held not in ((bucket, "total"), (bucket, "gradient")):
+            holds = "nothing new" if held is None else f"the {held[1]} of bucket {held[0]}"
+            self.faults.append(f"{node.name} copies bucket {bucket} to the host from {src}, which holds {holds}")
+        if bucket in self.landed:
+            self.faults.append(f"bucket {bucket} lands twice: {self.landed[bucket].name} and {node.name}")
+        self.landed[bucket] = node
+
+    def _step(self, node: fx.Node) -> None:
+        bucket = _int(node.args[0])
+        self.step.setdefault(bucket, []).append(node.target)
+        names = {f"{kind}[{bucket}]" for kind in ("master", "host", "flat_param", "gathered")}
+        wrong = [a for a in node.args[1:] if not str(a).startswith("param[") and str(a) not in names]
+        if wrong:
+            self.faults.append(f"{node.name} of bucket {bucket} takes {wrong[0]}")
+        param = next((str(a) for a in node.args[1:] if str(a).startswith("param[")), None)
+        if node.target is cast_param and param is not None:
+            self._overwrite(node, param)
+            self.holds[param] = (bucket, "weights")
+        elif param is not None and self.holds.pop(param, None) != (bucket, "weights"):
+            self.faults.append(f"{node.name} copies bucket {bucket} from {param}, which does not hold its weights")
+
+    def _check_step(self, bucket: int, kinds: list[object]) -> None:
+        order = [k for k in (update, cast_param, copy_to_device, gather, publish) if k in kinds]
+        several = self.plan is None or self.plan.world_size > 1
+        complete = copy_to_device in kinds and publish in kinds and (gather in kinds or not several)
+        if self.plan is not None and self.plan.offload is None:  # gathered in one schedule, published there or later
+            complete = True
+        if kinds != order or not complete:
+            names = ", ".join(getattr(k, "__name__", str(k)) for k in kinds)
+            self.faults.append(f"bucket {bucket} is not updated, copied, gathered, published once, in order: {names}")
 
     def _write(self, node: fx.Node) -> None:
         bucket = _int(node.args[0])
@@ -99,13 +175,15 @@ class _Ledger:
         buffer = str(node.args[1])
         if buffer.startswith("acc[") and buffer != f"acc[{bucket}]":
             self.faults.append(f"{node.name} writes bucket {bucket} into {buffer}")
+        if buffer.startswith("staging[") and self.holds.pop(buffer, None) != (bucket, "sum"):
+            self.faults.append(f"{node.name} adds bucket {bucket} into {buffer}, which does not hold its sum")
         if self.holds.get(buffer) != (bucket, "gradient") or node.target is flatten_cast:
             self._overwrite(node, buffer)
         self.holds[buffer] = (bucket, "gradient")
 
     def _overwrite(self, node: fx.Node, buffer: str) -> None:
         bucket, what = self.holds.pop(buffer, (-1, ""))
-        if what == "gradient" or what == "rows":
+        if what in ("gradient", "rows", "sum", "total", "weights"):
             self.faults.append(f"{node.name} overwrites the {what} of bucket {bucket} in {buffer}")
 
     def _reduce(self, node: fx.Node, bucket: int, src: str) -> None:
@@ -114,7 +192,9 @@ class _Ledger:
         self.reduced[bucket] = node
         held = self.holds.pop(src, None)
         # an accumulator may hold what earlier microbatches have left in it
-        if held != (bucket, "gradient") and not (held is None and src == f"acc[{bucket}]"):
+        if src.startswith("staging["):
+            self.holds[src] = (bucket, "sent")
+        if held not in ((bucket, "gradient"), (bucket, "sum")) and not (held is None and src == f"acc[{bucket}]"):
             holds = "nothing of this schedule" if held is None else f"the {held[1]} of bucket {held[0]}"
             self.faults.append(f"{node.name} reduces bucket {bucket} from {src}, which holds {holds}")
 
@@ -126,6 +206,10 @@ class _Ledger:
         if (bucket, dst, src) != (_int(work.args[0]), str(work.args[1]), str(work.args[2])):
             self.faults.append(f"{node.name} names another bucket or buffers than {work.name}, which it completes")
         self.holds[dst] = (bucket, "rows")
+
+
+def _is_param(node: fx.Node) -> bool:
+    return node.target is copy_to_device and str(node.args[1]).startswith("flat_param[")
 
 
 def _int(value: object) -> int:

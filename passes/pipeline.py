@@ -5,6 +5,7 @@ from __future__ import annotations
 from zc.passes import (
     bucket_gradients,
     insert_events,
+    offload_gradients,
     outline_segments,
     place_on_streams,
     reduce_buckets,
@@ -17,6 +18,7 @@ PIPELINE: tuple[Pass, ...] = (
     tag_gradients.PASS,
     bucket_gradients.PASS,
     reduce_buckets.PASS,
+    offload_gradients.PASS,
     outline_segments.PASS,
     place_on_streams.PASS,
     insert_events.PASS,

@@ -1,4 +1,4 @@
-"""Every node gets its stream: compute for segments and writes, comm for reductions.
+"""Every node gets its stream: compute for segments and writes, comm for reductions, copy for what crosses the bus.
 
 Before and after (the stream in front, as `zc.schedule.text` prints it)::
 
@@ -6,7 +6,8 @@ Before and after (the stream in front, as `zc.schedule.text` prints it)::
     flatten_cast(0, "flat_grad[0]", (0,), [%g])        ->     compute | flatten_cast(0, "flat_grad[0]", (0,), [%g])
     launch_reduce(0, "recv[0]", "flat_grad[0]")                  comm | launch_reduce(0, "recv[0]", "flat_grad[0]")
 
-Placeholders, getitems and the output have no stream and are left alone. Without ``plan.overlap`` all is on compute.
+Placeholders, getitems and the output have no stream and are left alone. Without ``plan.overlap`` all is on compute; but
+what crosses the bus stays on copy and what the processor does on host: the processor must be able to wait for one copy.
 
 `spread_producers(n)` is the same pass with the producers dealt in turn over n compute streams, so that a bucket is
 really filled from several (DS#8061)::
@@ -29,17 +30,26 @@ from zc.plan import Plan
 from zc.schedule import (
     COMM,
     COMPUTE,
+    COPY,
+    HOST,
     accumulate,
+    cast_param,
+    copy_to_device,
+    copy_to_host,
     deposit,
+    gather,
     is_schedule_node,
     launch_reduce,
     results,
     segment,
+    stage_shard,
+    update,
     wait_reduce,
     wgrad_into,
 )
 
-_ON_COMM = (launch_reduce, wait_reduce, accumulate)
+_ON_COMM = (launch_reduce, wait_reduce, accumulate, stage_shard, gather)
+_ALWAYS = {copy_to_host: COPY, copy_to_device: COPY, update: HOST, cast_param: HOST}
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -52,7 +62,8 @@ def _place(graph: fx.Graph, plan: Plan, num_producers: int) -> fx.Graph:
     for node in new.nodes:
         if not is_schedule_node(node):
             continue
-        node.meta["stream"] = COMM if plan.overlap and node.target in _ON_COMM else COMPUTE
+        overlapped = COMM if plan.overlap and node.target in _ON_COMM else COMPUTE
+        node.meta["stream"] = _ALWAYS.get(node.target, overlapped)
         if num_producers > 1 and plan.overlap and _may_move(node):
             k = next(turn) % num_producers
             node.meta["stream"] = f"{COMPUTE}.{k}" if k else COMPUTE

@@ -18,6 +18,8 @@ from zc.checks import check
 from zc.comm import Group, check_initialized
 from zc.config import Config
 from zc.errors import PlanError, ZcError
+from zc.estimate import STATES, held
+from zc.host_memory import available_nbytes, check_room, ranks_on_this_host
 from zc.optimizer import ShardedOptimizer, choose_layout
 from zc.plan import ParamSpec, Plan, make_plan
 from zc.runtime import Runtime
@@ -38,9 +40,11 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     bucket_nbytes: int = 25 * 2**20,
     num_buffers: int = 2,
     overlap: bool = True,
+    overlap_gather: bool = False,
     group: dist.ProcessGroup | None = None,
     backend: str = "inductor",
     offload: str | None = None,
+    offload_accumulate: str = "cpu",
     verify: bool = True,
     dump_dir: str | Path | None = None,
 ) -> tuple[nn.Module, Optimizer]:
@@ -59,9 +63,14 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         bucket_nbytes: no bucket is larger, unless one parameter is (the ring is as large as the largest bucket).
         num_buffers: flat_grad buffers in the ring (stage 2), each as large as the largest bucket.
         overlap: False runs the reductions on the compute stream.
+        overlap_gather: step() returns with the all-gathers launched, and the next compiled forward waits for each
+            bucket where it first reads it. Opt-in, since a raw read of ``p.data`` right after step() can't be guarded:
+            call `synchronize` before one.
         group: the ranks that share the model; None: the default group.
         backend: "inductor"; "aot_eager", the same schedule with its segments run op by op; "eager", hooks only.
-        offload: None (a host offload is not there yet).
+        offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there.
+        offload_accumulate: "cpu": accumulators in host memory, which visit the device for each backward; "device": they
+            stay there (stage 1: 4 bytes a parameter, stage 2: 4 / W) and are copied once an update.
         verify: False skips the proof of each schedule, and explain says so.
         dump_dir: a folder for each graph before and after every pass, and the schedule as Python.
 
@@ -81,8 +90,10 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             bucket_nbytes=bucket_nbytes,
             num_buffers=num_buffers,
             overlap=overlap,
+            overlap_gather=overlap_gather,
             backend=backend,
             offload=offload,
+            offload_accumulate=offload_accumulate,
             verify=verify,
             dump_dir=dump_dir,
         )
@@ -108,6 +119,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     runtime.install_hooks()
     _COMPILED[model] = sharded
     _clear_both(model, optimizer, sharded)
+    if plan.overlap_gather:
+        runtime.weights.install_hooks(model)
     if config.backend != "eager":
         compiler.raise_recompile_limit(model)
         compiler.compile_in_place(model, compiler.make_backend(runtime))
@@ -133,9 +146,13 @@ def _check(
         bucket_nbytes=config.bucket_nbytes,
         num_buffers=config.num_buffers,
         overlap=config.overlap,
+        overlap_gather=config.overlap_gather,
         layout=layout,
+        offload=config.host,
     )
     _check_wire(plan)
+    if plan.offload is not None:
+        _check_host(plan, optimizer)
     return params, plan, note
 
 
@@ -146,6 +163,18 @@ def _check_wire(plan: Plan) -> None:
                 f"stage 1 reduces sums in {bucket.acc_dtype}; reduce_dtype={bucket.reduce_dtype} would round them: "
                 "leave reduce_dtype at None, or use stage 2"
             )
+
+
+def _check_host(plan: Plan, optimizer: Optimizer) -> None:
+    """With offload: the update runs on the processor, and what it needs must fit into the host's memory."""
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        raise PlanError(
+            f"offload: {type(optimizer).__name__} was made with capturable=True, which keeps its state on the device; "
+            "make it without"
+        )
+    num_states = STATES.get(type(optimizer).__name__, 2)
+    _, needed = held(plan, num_states)
+    check_room(needed, ranks_on_this_host(plan.world_size), available_nbytes())
 
 
 def _fingerprint(model: nn.Module, config: Config) -> list[str]:
@@ -173,7 +202,7 @@ def _fill(model: nn.Module, plan: Plan, buffers: Buffers, params: dict[str, nn.P
             given = param.detach().contiguous()
             ranks.broadcast_(given)
             first, stop = bucket.layout.owned(slot, ranks.rank)
-            if bucket.has_master:
+            if bucket.has_master or plan.offload is not None:
                 master[first - start : stop - start] = given.view(-1)[first - slot.offset : stop - slot.offset]
             view = flat[slot.offset : slot.stop].view(slot.shape)
             view.copy_(given)
@@ -208,6 +237,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     with sharded(model).runtime.no_sync():
         yield
+
+
+def synchronize(model: nn.Module) -> None:
+    """With ``overlap_gather``: whatever comes next on the current stream (on CPU: in this thread) may read parameters.
+
+    Only needed before a read that no module and no state_dict makes: ``p.data`` or ``model.parameters()`` between
+    ``optimizer.step()`` and the next forward. Does nothing without ``overlap_gather``. The host does not wait on CUDA.
+    """
+    sharded(model).runtime.weights.synchronize()
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:

@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.utils.hooks import RemovableHandle
 
 from zc.errors import PassError, ZcError
+from zc.gathering import buffer_name
 from zc.passes.base import copy_graph
+from zc.passes.tag_gradients import slot_of
 from zc.program import Program, build
 
 if TYPE_CHECKING:
@@ -130,6 +133,8 @@ def _inner_compile(
     runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
 ) -> Any:
     if not kwargs.get("is_backward"):
+        if runtime.plan.overlap_gather:
+            return _compile_forward(runtime, names, gm, example_inputs, kwargs)
         return _whole(runtime, gm, example_inputs, kwargs)
     backward = CompiledBackward(runtime, names, gm, kwargs)
 
@@ -149,6 +154,65 @@ def _whole(runtime: Runtime, gm: fx.GraphModule, example_inputs: Sequence[Any], 
     return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
+def _compile_forward(
+    runtime: Runtime,
+    names: Sequence[str | None],
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A forward graph under overlap_gather: a schedule that waits for each bucket where it first reads it; where that
+    can't be had, the whole graph, behind all gathers.
+
+    Relies on AOTAutograd's descriptors of a forward's inputs: ``placeholder.meta["desc"]`` is ``PlainAOTInput(idx)``
+    (torch >= 2.9).
+    """
+    why = _why_whole(gm, kwargs)
+    if why is None:
+        graph = _name_buffers(runtime, names, gm)
+        run = runtime.weights.compile_forward(graph, _segment_compiler(runtime, kwargs, is_backward=False))
+    else:
+        if not kwargs.get("is_inference"):
+            runtime.say_once(f"a forward graph waits for all gathers before it starts: {why}")
+        whole = _whole(runtime, gm, example_inputs, kwargs)
+
+        def run(args: list[Any]) -> Any:
+            runtime.weights.synchronize()
+            return whole(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _why_whole(gm: fx.GraphModule, kwargs: dict[str, Any]) -> str | None:
+    """Why a forward graph can't be cut, or None."""
+    if kwargs.get("is_inference"):
+        return "it is not differentiated"
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.SymInt):
+            return "its sizes are symbolic"
+        schema = getattr(node.target, "_schema", None)
+        if node.op == "call_function" and schema is not None and schema.is_mutable:
+            return f"{node.target} changes an input"
+    return None
+
+
+def _name_buffers(runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule) -> fx.Graph:
+    """A copy of a forward graph in which the parameters' placeholders say of which buffer they are a view."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    graph, _ = copy_graph(gm.graph)
+    graph.owning_module = gm
+    where = slot_of(runtime.plan)
+    for node in graph.nodes:
+        desc = node.meta.get("desc")
+        name = names[desc.idx] if node.op == "placeholder" and isinstance(desc, PlainAOTInput) else None
+        if name is not None:
+            node.meta["buffer"] = buffer_name(runtime.plan, where[name][0])
+    _mark_storages(graph, donated=())
+    return graph
+
+
 class CompiledBackward:
     """One backward graph: its program at a boundary, and the one for microbatches where that is another."""
 
@@ -156,7 +220,7 @@ class CompiledBackward:
         self, runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule, kwargs: dict[str, Any]
     ) -> None:
         self.runtime, self.gm = runtime, gm
-        self.compile_segment = _segment_compiler(runtime, kwargs)
+        self.compile_segment = _segment_compiler(runtime, kwargs, is_backward=True)
         self.graph = _annotate(gm, names)
         self._programs: dict[bool, Program] = {}
         self.program()
@@ -197,18 +261,16 @@ def _annotate(gm: fx.GraphModule, names: Sequence[str | None]) -> fx.Graph:
     if len(grad_of) != len(output.args[0]):  # type: ignore[arg-type]
         raise PassError(f"the backward graph has {len(output.args[0])} outputs and {len(grad_of)} descriptors")  # type: ignore[arg-type]
     output.meta["grad_of"] = tuple(grad_of)
-    _mark_storages(graph)
+    _mark_storages(graph, _donated_inputs())
     return graph
 
 
-def _mark_storages(graph: fx.Graph) -> None:
+def _mark_storages(graph: fx.Graph, donated: Sequence[int]) -> None:
     """``meta["storage"]`` of every value, and ``meta["donated"]`` of the inputs that AOTAutograd lets the backward
     overwrite.
 
-    Relies on ``TracingContext.fw_metadata.bw_donated_idxs`` (positions among the backward's inputs), and on fake
-    tensors sharing a storage where the real ones do.
+    Relies on fake tensors sharing a storage where the real ones do.
     """
-    donated = set(_donated_inputs())
     numbers: dict[int, int] = {}
     placeholders = 0
     for node in graph.nodes:
@@ -221,6 +283,7 @@ def _mark_storages(graph: fx.Graph) -> None:
 
 
 def _donated_inputs() -> list[int]:
+    """``TracingContext.fw_metadata.bw_donated_idxs``: positions among the backward's inputs."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -228,9 +291,11 @@ def _donated_inputs() -> list[int]:
 
 
 @contextlib.contextmanager
-def _donating(positions: Sequence[int]) -> Iterator[None]:
+def _apart_from_the_whole(donated: Sequence[int]) -> Iterator[None]:
     """Inductor reads from the tracing context which inputs it may overwrite, by position in the *whole* backward. For a
-    segment those positions mean other tensors, a parameter perhaps: they must never be left standing here."""
+    segment those positions mean other tensors, a parameter perhaps: they must never be left standing here. And it
+    writes the strides of its outputs there (``output_strides``), which would be taken for the whole graph's; segments
+    keep the strides that were traced."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -238,11 +303,13 @@ def _donating(positions: Sequence[int]) -> Iterator[None]:
     if metadata is None:
         yield
         return
-    before, metadata.bw_donated_idxs = metadata.bw_donated_idxs, list(positions)
+    before, metadata.bw_donated_idxs = metadata.bw_donated_idxs, list(donated)
+    strides, context.output_strides = context.output_strides, None  # type: ignore[union-attr]
     try:
         yield
     finally:
         metadata.bw_donated_idxs = before
+        context.output_strides = strides  # type: ignore[union-attr]
 
 
 # --- segments ---
@@ -258,10 +325,12 @@ def _interpret(gm: fx.GraphModule) -> Segment:
     return run
 
 
-def _segment_compiler(runtime: Runtime, kwargs: dict[str, Any]) -> Callable[[fx.GraphModule], Segment]:
+def _segment_compiler(
+    runtime: Runtime, kwargs: dict[str, Any], *, is_backward: bool
+) -> Callable[[fx.GraphModule], Segment]:
     if runtime.config.backend == "aot_eager":
         return _interpret
-    return partial(_compile_segment, runtime, kwargs)
+    return partial(_compile_segment, runtime, {**kwargs, "is_backward": is_backward})
 
 
 def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModule) -> Segment:
@@ -283,9 +352,9 @@ def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModul
     example_inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     accepted = inspect.signature(compile_fx_inner).parameters
     passed = {k: v for k, v in kwargs.items() if k in accepted or "kwargs" in accepted}
-    passed.update(static_input_idxs=(), is_backward=True)
+    passed.update(static_input_idxs=())
     passed.pop("boxed_forward_device_index", None)  # tells a forward about its device; no segment is one
-    with _donating(gm.meta["donated"]):
+    with _apart_from_the_whole(gm.meta["donated"]):
         compiled: Segment = compile_fx_inner(gm, example_inputs, **passed)
     if key is not None:
         runtime.compiled_segments[key] = compiled  # pure code, no state: layers of one shape can share it
@@ -315,3 +384,10 @@ def _canonical_key(gm: fx.GraphModule) -> str | None:
                 lines.append(f"{tuple(item.shape)} {strides} {item.dtype} {item.device}")
         lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def has_later_step_hook(optimizer: torch.optim.Optimizer, own: RemovableHandle) -> bool:
+    """Whether a step pre-hook of the optimizer was registered after ``own``, and so sees the gradients after it. The
+    hooks' dict is private (torch 2.11 to 2.15: an OrderedDict by handle id); where it is gone, True."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    return hooks is None or next(reversed(hooks), own.id) != own.id

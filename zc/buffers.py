@@ -6,6 +6,15 @@ Bytes that a rank holds persistently, by element of P (docs/design.md has the ta
     master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype
     acc           S (stage 2) or P (stage 1) * acc_dtype
     ring          num_buffers flat_grad and one recv, in reduce_dtype, sized for the largest bucket
+
+With offload, host memory holds (pinned where the device is a GPU)::
+
+    master_shard  S * acc_dtype      always: flat_param is on the device
+    host          S (stage 1 that accumulates there: P) * acc_dtype: the gradient that the update reads
+    param         num_buffers * S * param_dtype of the largest bucket that has a cast
+
+and the device ``staging``: num_buffers times the largest ``host``. Where gradients accumulate in ``host`` there is no
+acc.
 """
 
 from __future__ import annotations
@@ -13,6 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zc.host_memory import HostMemory
 from zc.plan import Bucket, Plan
 
 
@@ -34,16 +44,24 @@ class Buffers:
         self.flat_param: list[Tensor] = []
         self.master_shard: list[Tensor] = []
         self.acc: list[Tensor] = []
+        self.host: list[Tensor] = []
+        memory = HostMemory(plan.buckets[0].device) if plan.offload is not None and plan.buckets else None
         for bucket in plan.buckets:
             start, stop = bucket.layout.shard_range(rank)
             self.flat_param.append(torch.zeros(bucket.numel, dtype=bucket.param_dtype, device=bucket.device))
-            self.master_shard.append(
-                torch.zeros(stop - start, dtype=bucket.acc_dtype, device=bucket.device)
-                if bucket.has_master
-                else self.flat_param[-1][start:stop]
-            )
-            self.acc.append(torch.zeros(fp32_shard(plan, bucket), dtype=bucket.acc_dtype, device=bucket.device))
+            if memory is not None:
+                self.master_shard.append(memory.zeros(stop - start, bucket.acc_dtype))
+                self.host.append(memory.zeros(plan.numel_on_host(bucket), bucket.acc_dtype))
+            else:
+                self.master_shard.append(
+                    torch.zeros(stop - start, dtype=bucket.acc_dtype, device=bucket.device)
+                    if bucket.has_master
+                    else self.flat_param[-1][start:stop]
+                )
+            if plan.offload is None or not plan.offload.accumulates_on_host:
+                self.acc.append(torch.zeros(fp32_shard(plan, bucket), dtype=bucket.acc_dtype, device=bucket.device))
         self._flat_grad, self._recv = self._make_ring()
+        self._staging, self._param = self._make_staging(memory)
 
     def _make_ring(self) -> tuple[list[Tensor], list[Tensor]]:
         plan = self.plan
@@ -61,19 +79,53 @@ class Buffers:
         )
         return flat_grad, received
 
-    def acc_shard(self, bucket: Bucket) -> Tensor:
-        """[S]: this rank's part of the accumulator, the reduced gradient once the bucket is reduced."""
-        acc = self.acc[bucket.index]
-        if self.plan.placement.gradient_in_ring:
-            return acc
+    def _make_staging(self, memory: HostMemory | None) -> tuple[list[Tensor], list[Tensor]]:
+        plan = self.plan
+        if memory is None:
+            return [], []
+        largest = max(plan.numel_on_host(b) * b.acc_dtype.itemsize for b in plan.buckets)
+        cast = max((b.layout.numel_shard * b.param_dtype.itemsize for b in plan.buckets if b.has_master), default=0)
+        device = plan.buckets[0].device
+        staging = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(plan.num_staging)]
+        return staging, [memory.zeros(cast, torch.uint8) for _ in range(plan.num_staging if cast else 0)]
+
+    def part(self, tensor: Tensor, bucket: Bucket) -> Tensor:
+        """[S]: this rank's part of an accumulator, whether that is [P] or [S] already."""
+        if tensor.numel() == bucket.layout.numel_shard:
+            return tensor
         start, stop = bucket.layout.shard_range(self.rank)
-        return acc[start:stop]
+        return tensor[start:stop]
+
+    def acc_shard(self, bucket: Bucket) -> Tensor:
+        """[S]: the reduced gradient that the update reads, once the bucket is reduced (and has landed in host
+        memory)."""
+        return self.part((self.host or self.acc)[bucket.index], bucket)
+
+    def acc_copies(self, bucket: Bucket) -> list[Tensor]:
+        """[S] each: all that holds the reduced gradient. Who changes it in place changes every one."""
+        return [self.part(tensors[bucket.index], bucket) for tensors in (self.host, self.acc) if tensors]
 
     def named(self, name: str, bucket: Bucket) -> Tensor:
-        """The tensor behind a buffer of the schedule: ``flat_grad[i]`` [P], ``recv[i]`` [P] or [S], ``acc[b]``."""
+        """The tensor behind a buffer of the schedule: ``flat_grad[i]`` [P], ``recv[i]`` [P] or [S], ``acc[b]``.
+
+        With offload ``staging[i]`` and ``host[b]`` [S] or [P], ``master[b]`` [S], ``param[i]`` [S], and of
+        ``flat_param[b]`` this rank's part [S].
+        """
         kind, index = name[:-1].split("[")
         if kind == "acc":
             return self.acc[int(index)]
+        if kind == "host":
+            return self.host[int(index)]
+        if kind == "master":
+            return self.master_shard[int(index)]
+        if kind == "flat_param":
+            return self.part(self.flat_param[int(index)], bucket)
+        if kind == "staging":
+            numel, dtype = self.plan.numel_on_host(bucket), bucket.acc_dtype
+            return self._staging[int(index)][: numel * dtype.itemsize].view(dtype)
+        if kind == "param":
+            numel, dtype = bucket.layout.numel_shard, bucket.param_dtype
+            return self._param[int(index)][: numel * dtype.itemsize].view(dtype)
         if kind == "flat_grad":
             return self._view(self._flat_grad[int(index)], bucket, bucket.numel)
         if kind == "recv":
@@ -87,7 +139,8 @@ class Buffers:
 
     def nbytes(self) -> dict[str, int]:
         """Persistent bytes on this rank, counted from the tensors themselves, each storage once."""
-        masters = [m for b, m in zip(self.plan.buckets, self.master_shard, strict=True) if b.has_master]
+        own = [b.has_master or self.plan.offload is not None for b in self.plan.buckets]
+        masters = [m for m, is_own in zip(self.master_shard, own, strict=True) if is_own]
         groups = {
             "flat_param": self.flat_param,
             "master_shard": masters,
@@ -95,4 +148,6 @@ class Buffers:
             "flat_grad": self._flat_grad,
             "recv": self._recv,
         }
+        if self.plan.offload is not None:
+            groups.update({"staging": self._staging, "host": self.host, "param": self._param})
         return {name: sum(t.untyped_storage().nbytes() for t in tensors) for name, tensors in groups.items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from zc.errors import PlanError
-from zc.placement import PLACEMENTS, Placement
+from zc.placement import OFFLOADS, PLACEMENTS, Offload, Placement
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 REDUCTIONS = ("exact", "native")
@@ -27,8 +27,10 @@ class Config:
     bucket_nbytes: int = 25 * 2**20
     num_buffers: int = 2
     overlap: bool = True
+    overlap_gather: bool = False
     backend: str = "inductor"
     offload: str | None = None
+    offload_accumulate: str = "cpu"
     verify: bool = True
     dump_dir: str | Path | None = None
 
@@ -38,18 +40,31 @@ class Config:
         _one_of("reduce", self.reduce, REDUCTIONS)
         _one_of("param_dtype", self.param_dtype, (None, *DTYPES))
         _one_of("reduce_dtype", self.reduce_dtype, (None, *DTYPES))
-        _one_of("offload", self.offload, (None,), hint="offloading is not there yet")
+        _one_of("offload", self.offload, (None, "cpu"))
+        _one_of("offload_accumulate", self.offload_accumulate, tuple(OFFLOADS))
         for name in ("bucket_nbytes", "num_buffers"):
             given = getattr(self, name)
             if not isinstance(given, int) or isinstance(given, bool) or given < 1:
                 raise PlanError(f"{name} must be a whole number of at least 1, got {given!r}")
-        for name in ("overlap", "verify"):
+        for name in ("overlap", "overlap_gather", "verify"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.overlap_gather and not self.overlap:
+            raise PlanError("overlap_gather=True needs overlap=True: without it there is no comm stream to gather on")
+        if self.overlap_gather and self.offload is not None:
+            raise PlanError(
+                f"overlap_gather=True and offload={self.offload!r}: with offload the update ends with the gathers, "
+                "bucket by bucket; leave one of them out"
+            )
 
     @property
     def placement(self) -> Placement:
         return PLACEMENTS[self.stage]
+
+    @property
+    def host(self) -> Offload | None:
+        """What lies in host memory; None: nothing."""
+        return None if self.offload is None else OFFLOADS[self.offload_accumulate]
 
 
 def _one_of(name: str, given: object, valid: Sequence[object], hint: str = "") -> None:

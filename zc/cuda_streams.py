@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from zc.schedule import COMM, HOME
+from zc.schedule import COMM, HOME, HOST
 
 
 class CudaStreams:
@@ -20,6 +20,9 @@ class CudaStreams:
     The caching allocator is told nothing: what crosses streams is owned by the plan and lives as long as it, or has a
     ``release`` in the schedule. An event object is made once a name: a wait captures the record before it, so recording
     it again later is safe.
+
+    The host stream is the calling thread: its tasks run at once, a wait on it blocks until the event has happened, and
+    what it records has happened already. Kernels that were issued before go on meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +32,10 @@ class CudaStreams:
         self._last_home: torch.cuda.Stream | None = None
 
     def run_on(self, stream: str, task: Callable[[], object]) -> None:
-        if stream == HOME:
+        if stream == HOST:
+            with torch.no_grad():
+                task()
+        elif stream == HOME:
             self._stream(HOME)
             task()
         else:
@@ -37,12 +43,17 @@ class CudaStreams:
                 task()
 
     def record(self, event: str, stream: str) -> None:
+        if stream == HOST:
+            self._events.pop(event, None)  # it has happened: whoever waits for it has nothing to wait for
+            return
         if event not in self._events:
             self._events[event] = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._events[event].record(self._stream(stream))
 
     def wait(self, event: str, stream: str) -> None:
-        if event in self._events:
+        if event in self._events and stream == HOST:
+            self._events[event].synchronize()
+        elif event in self._events:
             self._stream(stream).wait_event(self._events[event])
 
     def join_home(self) -> None:

@@ -44,6 +44,9 @@ class GradientOps:
         self.num_reductions = [0] * len(plan.buckets)  # since the last update, for explain
         self.reductions_of_last_step = self.num_reductions
         self.order: list[int] = []  # buckets in the order of their launches since the last update
+        self.landed = [False] * len(plan.buckets)  # whether host memory has the reduced gradient (offload)
+        self.nbytes_moved = {"to_host": 0, "to_device": 0}  # over the bus, by this rank, since the last update
+        self.nbytes_of_last_step = self.nbytes_moved
         self.on_deposit: Callable[[int, int, Tensor], None] = lambda bucket, slot, grad: None
 
     def bind(self, segments: dict[str, Segment]) -> BoundOps:
@@ -54,20 +57,23 @@ class GradientOps:
         flatten_cast(out, *self._present(bucket, slots, grads))
 
     def accumulate_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        acc = self.buffers.acc[bucket]
+        acc = self.buffers.named(buffer, self.plan.buckets[bucket])
         present, offsets = self._present(bucket, slots, grads)
+        self.landed[bucket] = False
         if self.state[bucket] is Acc.PARTIAL:
             accumulate_cast(acc, present, offsets)
             return
-        if self.state[bucket] is Acc.REDUCED:
-            reduced = self.buffers.acc_shard(self.plan.buckets[bucket])
-            # kept for the plan's life: the comm stream still reads it when the next backward has begun
-            if bucket not in self._spill:
-                self._spill[bucket] = torch.empty_like(reduced)
-            self._spill[bucket].copy_(reduced)
-            self._spilled.add(bucket)
+        if self.state[bucket] is Acc.REDUCED and self.buffers.acc:
+            self._move_aside(bucket, self.buffers.part(acc, self.plan.buckets[bucket]))
         flatten_cast(acc, present, offsets)
         self.state[bucket] = Acc.PARTIAL
+
+    def _move_aside(self, bucket: int, reduced: Tensor) -> None:
+        # kept for the plan's life: the comm stream still reads it when the next backward has begun
+        if bucket not in self._spill:
+            self._spill[bucket] = torch.empty_like(reduced, device=self.plan.buckets[bucket].device)
+        self._spill[bucket].copy_(reduced, non_blocking=True)
+        self._spilled.add(bucket)
 
     def _present(
         self, bucket: int, slots: Sequence[int], grads: Sequence[Tensor | None]
@@ -97,7 +103,8 @@ class GradientOps:
     def accumulate(self, bucket: int, acc: str, src: str) -> None:
         record, world_size = self.plan.buckets[bucket], self.plan.world_size
         rows = self.buffers.named(src, record).view(-1, record.layout.numel_shard)
-        out = self.buffers.acc_shard(record)
+        out = self.buffers.part(self.buffers.named(acc, record), record)
+        self.landed[bucket] = False
         if self.plan.placement.gradient_in_ring:
             reduce_rows(rows, out, scale=1.0 / world_size, add=self.state[bucket] is not Acc.EMPTY)
         else:
@@ -107,6 +114,54 @@ class GradientOps:
                 out.add_(self._spill[bucket])
         self.state[bucket] = Acc.REDUCED
 
+    # --- host memory ---
+
+    def stage_shard(self, bucket: int, dst: str, src: str) -> None:
+        record = self.plan.buckets[bucket]
+        self.buffers.named(dst, record).copy_(self.buffers.part(self.buffers.named(src, record), record))
+
+    def copy_to_host(self, bucket: int, dst: str, src: str) -> None:
+        record = self.plan.buckets[bucket]
+        out, given = self.buffers.named(dst, record), self.buffers.named(src, record)
+        if self.state[bucket] is Acc.REDUCED:  # the rest of a partial sum is spent
+            out, given = self.buffers.part(out, record), self.buffers.part(given, record)
+        self.move(out, given, "to_host")
+        self.landed[bucket] = True
+
+    def copy_to_device(self, bucket: int, dst: str, src: str) -> None:
+        """An accumulator visits the device, unless it is empty: the first write of an update overwrites."""
+        record = self.plan.buckets[bucket]
+        out, given = self.buffers.named(dst, record), self.buffers.named(src, record)
+        if self.plan.placement.gradient_in_ring or self.state[bucket] is Acc.PARTIAL:
+            if self.state[bucket] is not Acc.EMPTY:
+                self.move(out, given, "to_device")
+        elif self.state[bucket] is Acc.REDUCED:
+            self._move_aside(bucket, self.buffers.part(given, record))
+            self.nbytes_moved["to_device"] += self._spill[bucket].nbytes
+
+    def move(self, out: Tensor, given: Tensor, way: str) -> None:
+        """Over the bus, on the current stream; the host does not wait, both ends are there for the plan's life."""
+        out.copy_(given, non_blocking=True)
+        self.nbytes_moved[way] += out.nbytes
+
+    # --- parameters ---
+
+    def gather(self, bucket: int, buffer: str) -> None:
+        flat, record = self.buffers.flat_param[bucket], self.plan.buckets[bucket]
+        work = self.group.all_gather(flat, self.buffers.part(flat, record))
+        if work is not None:
+            work.wait()
+
+    def publish(self, bucket: int, buffer: str) -> None:
+        """Nothing to do: the node stands for the home stream's right to read, and its waits give it that."""
+
+    def fill_zeros(self, bucket: int) -> None:
+        """An empty accumulator becomes a partial sum of nothing, where only other ranks have a gradient."""
+        for tensors in (self.buffers.host, self.buffers.acc):
+            if tensors:
+                tensors[bucket].zero_()
+        self.state[bucket] = Acc.PARTIAL
+
     def clear(self, *, set_to_none: bool) -> None:
         """zero_grad. With ``set_to_none`` False the gradients become zeros, which still count as gradients."""
         for bucket in self.plan.buckets:
@@ -114,7 +169,9 @@ class GradientOps:
                 self.state[bucket.index] = Acc.EMPTY
                 self.touched[bucket.index] = [False] * len(bucket.slots)
             elif self.state[bucket.index] is not Acc.EMPTY:
-                self.buffers.acc[bucket.index].zero_()
+                for tensors in (self.buffers.host, self.buffers.acc):
+                    if tensors:
+                        tensors[bucket.index].zero_()
         self._spilled.clear()
 
     def touched_flags(self) -> list[int]:
@@ -132,6 +189,9 @@ class BoundOps:
         self._segments = segments
         self.flatten_cast, self.accumulate_cast, self.deposit = ops.flatten_cast, ops.accumulate_cast, ops.deposit
         self.launch_reduce, self.wait_reduce, self.accumulate = ops.launch_reduce, ops.wait_reduce, ops.accumulate
+        self.stage_shard = ops.stage_shard
+        self.copy_to_host, self.copy_to_device = ops.copy_to_host, ops.copy_to_device
+        self.gather, self.publish = ops.gather, ops.publish
 
     def segment(self, key: str, args: list[Any]) -> Sequence[Any]:
         return self._segments[key](args)

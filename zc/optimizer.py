@@ -8,7 +8,6 @@ the updated masters are cast into flat_param and gathered (ZeRO, arXiv:1910.0205
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc.errors import PlanError
-from zc.kernels import sum_of_squares, unflatten_cast
+from zc.kernels import sum_of_squares
 from zc.layout import flat_layout, whole_layout
+from zc.offload import HostStep
 from zc.passes.tag_gradients import slot_of
 from zc.plan import Layout
 from zc.runtime import Runtime
-from zc.schedule import COMM, HOME
 from zc.sharded_grad import ShardedGrad
 
 # Elementwise: each element's update reads that element's gradient and state alone, so a shard may cut a parameter
@@ -56,7 +55,8 @@ class ShardedOptimizer:
         self.runtime, self.optimizer = runtime, optimizer
         self.slices: dict[str, nn.Parameter] = {}
         self._where = slot_of(runtime.plan)
-        self._acc: dict[str, Tensor] = {}
+        self._acc: dict[str, Tensor] = {}  # what the slices' gradients are
+        self._copies: dict[str, list[Tensor]] = {}  # each part of a gradient wherever it is kept, ``_acc`` among them
         self._make_slices(whole)
         by_id = {id(param): name for name, param in runtime.params.items()}
         for group in optimizer.param_groups:
@@ -68,6 +68,7 @@ class ShardedOptimizer:
         runtime.on_final = self._hand_out
         runtime.on_backward = self._show
         runtime.is_shown = lambda name, grad: grad is self.grads[name]
+        self._offload = HostStep(runtime, optimizer, self.slices, by_bucket=not whole) if runtime.plan.offload else None
         self._handles = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -77,7 +78,7 @@ class ShardedOptimizer:
         runtime = self.runtime
         for bucket in runtime.plan.buckets:
             start, _ = bucket.layout.shard_range(runtime.group.rank)
-            master, acc = runtime.buffers.master_shard[bucket.index], runtime.buffers.acc_shard(bucket)
+            master, copies = runtime.buffers.master_shard[bucket.index], runtime.buffers.acc_copies(bucket)
             for slot in bucket.slots:
                 first, stop = bucket.layout.owned(slot, runtime.group.rank)
                 if first == stop:
@@ -85,7 +86,8 @@ class ShardedOptimizer:
                 # a whole parameter keeps its shape: optimizers and their options may look at it
                 shape = slot.shape if whole or stop - first == slot.numel else (stop - first,)
                 self.slices[slot.name] = nn.Parameter(master[first - start : stop - start].view(shape))
-                self._acc[slot.name] = acc[first - start : stop - start].view(shape)
+                self._copies[slot.name] = [copy[first - start : stop - start].view(shape) for copy in copies]
+                self._acc[slot.name] = self._copies[slot.name][0]
 
     def _hand_out(self) -> None:
         """Gives each slice its gradient; None where no rank had one, and then the optimizer leaves it alone."""
@@ -112,26 +114,19 @@ class ShardedOptimizer:
                 "starts, so call the closure yourself, then step()"
             )
         self.runtime.finish_gradients()
+        if self._offload is not None:
+            self._offload.before(self._changed(), self._handles[0])
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.publish()
+        if self._offload is not None:
+            self._offload.after(self._changed())
+        else:
+            self.runtime.weights.publish(self._changed())
         self.runtime.after_update()
 
-    def publish(self) -> None:
-        """flat_param <- all ranks' masters, cast to param_dtype, in place, before step() returns."""
-        runtime = self.runtime
-        streams = runtime.streams
-        changed = [b for b in runtime.plan.buckets if any(runtime.ops.touched[b.index])]
-        streams.record("publish", HOME)
-        streams.wait("publish", COMM)
-        for bucket in changed:
-            streams.run_on(COMM, _publish_bucket(runtime, bucket.index))
-        streams.join_home()
-        # the parameters changed behind autograd's back (their storage is flat_param): a backward through a forward from
-        # before this step must fail as it does in PyTorch
-        for bucket in changed:
-            for slot in bucket.slots:
-                torch.autograd.graph.increment_version(runtime.params[slot.name])
+    def _changed(self) -> tuple[int, ...]:
+        """Buckets of which some parameter has a gradient on some rank."""
+        return tuple(b.index for b in self.runtime.plan.buckets if any(self.runtime.ops.touched[b.index]))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the shards; what ``model.zero_grad`` and ``optimizer.zero_grad`` both do."""
@@ -150,8 +145,8 @@ class ShardedOptimizer:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         for bucket in self.runtime.plan.buckets:
             if any(self.runtime.ops.touched[bucket.index]):
-                shard = self.runtime.buffers.acc_shard(bucket)
-                shard.mul_(scale.to(shard.dtype))
+                for shard in self.runtime.buffers.acc_copies(bucket):
+                    shard.mul_(scale.to(device=shard.device, dtype=shard.dtype))
         self._norms.clear()
         return norm.to(torch.float32)
 
@@ -160,12 +155,13 @@ class ShardedOptimizer:
         changes."""
         self.runtime.finish_gradients()
         if order not in self._norms:
+            self.runtime.wait_for_host_memory()
             names = [s.name for b in self.runtime.plan.buckets for s in b.slots if self._is_touched(s.name)]
-            wide = torch.float64 if self.runtime.plan.buckets[0].device.type == "cpu" else torch.float32
+            wide = torch.float64 if self._norm_device.type == "cpu" else torch.float32
             parts = [self._local_norm(name, order, wide) for name in names]
             if not parts:
                 return {}
-            joint = torch.stack(parts)
+            joint = torch.stack(parts).to(self.runtime.plan.buckets[0].device)
             if order == float("inf"):
                 self.runtime.group.max_(joint)
             else:
@@ -174,6 +170,11 @@ class ShardedOptimizer:
             self._norms[order] = dict(zip(names, joint.unbind(), strict=True))
         return self._norms[order]
 
+    @property
+    def _norm_device(self) -> torch.device:
+        """Where the gradients are that the update reads."""
+        return self.runtime.buffers.acc_shard(self.runtime.plan.buckets[0]).device
+
     def _is_touched(self, name: str) -> bool:
         bucket, k = self._where[name]
         return self.runtime.ops.touched[bucket][k]
@@ -181,7 +182,7 @@ class ShardedOptimizer:
     def _local_norm(self, name: str, order: float, wide: torch.dtype) -> Tensor:
         shard = self._acc.get(name)
         if shard is None or shard.numel() == 0:
-            return torch.zeros((), dtype=wide, device=self.runtime.plan.buckets[0].device)
+            return torch.zeros((), dtype=wide, device=self._norm_device)
         if order == 2.0:
             return sum_of_squares(shard.view(-1)).to(wide)
         if order == float("inf"):
@@ -197,16 +198,17 @@ class ShardedOptimizer:
     def scale_grad(self, name: str, factor: Tensor | float) -> None:
         """In place. Scaling every gradient by one factor keeps the cached norms of none."""
         self.runtime.finish_gradients()
+        self.runtime.wait_for_host_memory()
         self._norms.clear()
-        if name in self._acc:
-            shard = self._acc[name]
-            shard.mul_(factor.to(shard.dtype) if isinstance(factor, Tensor) else factor)
+        for shard in self._copies.get(name, ()):
+            shard.mul_(factor.to(device=shard.device, dtype=shard.dtype) if isinstance(factor, Tensor) else factor)
 
     def zero_grad_of(self, name: str) -> None:
         self.runtime.finish_gradients()
+        self.runtime.wait_for_host_memory()
         self._norms.clear()
-        if name in self._acc:
-            self._acc[name].zero_()
+        for shard in self._copies.get(name, ()):
+            shard.zero_()
 
     def full_grad_of(self, name: str) -> Tensor:
         grad = self.runtime.full_grad(self._where[name][0]).get(name)
@@ -215,17 +217,3 @@ class ShardedOptimizer:
 
     def add_grad(self, name: str, grad: Tensor) -> None:
         self.runtime.receive(*self._where[name], grad)
-
-
-def _publish_bucket(runtime: Runtime, index: int) -> Callable[[], None]:
-    def run() -> None:
-        bucket, flat = runtime.plan.buckets[index], runtime.buffers.flat_param[index]
-        start, stop = bucket.layout.shard_range(runtime.group.rank)
-        if bucket.has_master:
-            unflatten_cast(flat[start:stop], runtime.buffers.master_shard[index])
-        if runtime.group.world_size > 1:
-            work = runtime.group.all_gather(flat, flat[start:stop])
-            if work is not None:
-                work.wait()
-
-    return run

@@ -2,6 +2,7 @@
 
 Partial: every rank holds a full-size sum of its own gradients, not yet reduced. Shard: each rank holds 1/W of the sum
 over all ranks. No code outside this table asks which stage it is. Source: ZeRO, arXiv:1910.02054, sections 5.1 and 5.2.
+What host memory holds in its place is data as well (ZeRO-Offload, arXiv:2101.06840).
 """
 
 from __future__ import annotations
@@ -31,3 +32,17 @@ PLACEMENTS: dict[int, Placement] = {
     1: Placement(1, Between.PARTIAL, reduces_every_backward=False, gradient_in_ring=False),
     2: Placement(2, Between.SHARD, reduces_every_backward=True, gradient_in_ring=True),
 }
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What lies in host memory: masters and optimizer state always, the accumulators with ``accumulates_on_host``.
+
+    An accumulator in host memory visits the device for each backward: 8 bytes an element over the bus, 4 for the first
+    one of an update. One that stays on the device costs its 4 bytes there, and 4 over the bus at the boundary.
+    """
+
+    accumulates_on_host: bool
+
+
+OFFLOADS: dict[str, Offload] = {"cpu": Offload(True), "device": Offload(False)}  # by offload_accumulate

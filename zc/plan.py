@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zc.layout import ALIGN_NBYTES, FlatLayout, Slot, flat_layout
-from zc.placement import Placement
+from zc.placement import Offload, Placement
 
 Layout = Callable[[Sequence[tuple[str, tuple[int, ...]]], int, int], FlatLayout]
 
@@ -69,6 +69,8 @@ class Plan:
     num_buffers: int
     overlap: bool
     is_boundary: bool = True
+    offload: Offload | None = None
+    overlap_gather: bool = False
 
     @property
     def reduces(self) -> bool:
@@ -77,6 +79,16 @@ class Plan:
 
     def microbatch(self) -> Plan:
         return replace(self, is_boundary=False)
+
+    @property
+    def num_staging(self) -> int:
+        """Staging buffers on the device (offload)."""
+        return min(self.num_buffers, len(self.buckets)) if self.offload is not None else 0
+
+    def numel_on_host(self, bucket: Bucket) -> int:
+        """Elements of ``host[b]`` and of a staging buffer: P where a partial sum lives in host memory, else S."""
+        partial = not self.placement.gradient_in_ring and self.offload is not None and self.offload.accumulates_on_host
+        return bucket.numel if partial else bucket.layout.numel_shard
 
     def __str__(self) -> str:
         rows = [
@@ -98,6 +110,8 @@ def make_plan(
     num_buffers: int,
     overlap: bool,
     layout: Layout = flat_layout,
+    offload: Offload | None = None,
+    overlap_gather: bool = False,
 ) -> Plan:
     """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes``
     bytes.
@@ -117,7 +131,10 @@ def make_plan(
             shapes = [(spec.name, spec.shape) for spec in members]
             record = Bucket(len(buckets), layout(shapes, world_size, align), dtype, wire, acc_dtype, device)
             buckets.append(record)
-    return Plan(tuple(buckets), world_size, placement, reduce, num_buffers, overlap)
+    packed = tuple(buckets)
+    return Plan(
+        packed, world_size, placement, reduce, num_buffers, overlap, offload=offload, overlap_gather=overlap_gather
+    )
 
 
 def _split(specs: Sequence[ParamSpec], itemsize: int, bucket_nbytes: int) -> list[list[ParamSpec]]:

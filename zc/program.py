@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import fx
 
 from zc import codegen
-from zc.ops import BoundOps, GradientOps, Segment
+from zc.ops import Segment
 from zc.passes.base import Pass
 from zc.passes.runner import PassRecord, run_passes
 from zc.plan import Plan
 from zc.schedule import accumulate, accumulate_cast, flatten_cast, launch_reduce, segment, steps
 from zc.streams import Streams
+
+
+class Ops(Protocol):
+    """The operations that a schedule names, as methods of what ``bind`` returns."""
+
+    def bind(self, segments: dict[str, Segment]) -> Any: ...
+
 
 CompileSegment = Callable[[fx.GraphModule], Segment]
 
@@ -28,7 +35,7 @@ class Program:
     graph: fx.Graph
     plan: Plan
     run: Callable[[dict[str, Any], Streams, Any], None]
-    ops: BoundOps
+    ops: Any
     records: tuple[PassRecord, ...]
     num_runs: int = 0
     placeholders: tuple[str, ...] = field(init=False)
@@ -55,7 +62,7 @@ def build(
     graph: fx.Graph,
     plan: Plan,
     passes: Sequence[Pass],
-    ops: GradientOps,
+    ops: Ops,
     compile_segment: CompileSegment | None = None,
     *,
     name: str,

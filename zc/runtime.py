@@ -22,8 +22,9 @@ from zc.buffers import Buffers
 from zc.comm import Group
 from zc.config import Config
 from zc.errors import RankMismatchError, UncoveredGradientError
+from zc.gathering import WeightGather
 from zc.ops import Acc, GradientOps, Segment
-from zc.passes import reduce_buckets
+from zc.passes import offload_gradients, reduce_buckets
 from zc.passes.base import Pass
 from zc.passes.pipeline import PIPELINE
 from zc.plan import Plan
@@ -50,12 +51,16 @@ class Runtime:
         self.ops = GradientOps(plan, buffers, group)
         self.ops.on_deposit = self._keep
         self.passes: tuple[Pass, ...] = tuple(p for p in PIPELINE if config.verify or p.name != "verify")
-        self.programs: list[Program] = []  # of compiled graphs, for explain
+        self.programs: list[Program] = []  # of compiled backward graphs, for explain
+        self.forwards: list[Program] = []  # of compiled forward graphs (overlap_gather)
+        self.weights = WeightGather(self)
         self.compiled_segments: dict[str, Segment] = {}  # by canonical text
         self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
         self.is_boundary = True
         self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
         self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
+        self.host_programs: Callable[[], list[Program]] = list  # the optimizer's: updates in host memory, for explain
+        self.host_update = "none yet"  # how they are done, for explain
         self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
         self._flushes: dict[tuple[str, int, bool], Program] = {}
         self._pending: dict[int, dict[int, list[Tensor]]] = {}  # bucket -> slot -> gradients of this backward
@@ -145,9 +150,9 @@ class Runtime:
         key = (kind, index, reduce)
         if key not in self._flushes:
             plan = self.plan if reduce else self.plan.microbatch()
-            graph = _deposits(plan, index) if kind == "flush" else _reduction_only(plan, index)
+            graph = _GRAPHS[kind](plan, index)
             passes = [p for p in self.passes if p.name not in ("tag_gradients", "outline_segments")]
-            if kind == "reduce":
+            if kind != "flush":
                 passes = [p for p in passes if p.name not in ("bucket_gradients", "reduce_buckets")]
             relaxed = [p._replace(requires=frozenset()) for p in passes]
             self._flushes[key] = build(graph, plan, relaxed, self.ops, name=f"{kind}_bucket_{index}")
@@ -169,6 +174,7 @@ class Runtime:
 
     def finish_gradients(self) -> None:
         """The boundary: afterwards every rank's shard holds the mean over ranks of the sum over backward calls."""
+        self.weights.synchronize()
         if self._final:
             return
         self._pending.clear()  # of a backward that raised half-way: its end never came
@@ -180,11 +186,27 @@ class Runtime:
             for bucket in self.plan.buckets:
                 if any(self.ops.touched[bucket.index]) and self.ops.state[bucket.index] is not Acc.REDUCED:
                     if self.ops.state[bucket.index] is Acc.EMPTY:  # only other ranks have a gradient here: zeros
-                        self.ops.accumulate_cast(bucket.index, f"acc[{bucket.index}]", (), ())
+                        self.ops.fill_zeros(bucket.index)
                     self._flush_program("reduce", bucket.index, True)([], self.streams)
             self.streams.join_home()
+        self._land()
         self._final = True
         self.on_final()
+
+    def _land(self) -> None:
+        """With offload: what no boundary backward has copied to host memory (microbatches in no_sync, partial
+        buckets)."""
+        if self.plan.offload is None or self.plan.offload.accumulates_on_host:
+            return
+        for bucket in self.plan.buckets:
+            if self.ops.state[bucket.index] is not Acc.EMPTY and not self.ops.landed[bucket.index]:
+                self._flush_program("land", bucket.index, True)([], self.streams)
+        self.streams.join_home()
+
+    def wait_for_host_memory(self) -> None:
+        """Before the calling thread itself reads or writes what copies may still be on their way to."""
+        if self.plan.offload is not None:
+            self.streams.synchronize()
 
     def _agree(self) -> None:
         """One small exchange on the host: which parameters have a gradient on any rank, and one order of reductions."""
@@ -208,7 +230,10 @@ class Runtime:
 
     def clear(self, *, set_to_none: bool) -> None:
         """zero_grad of the module or of the optimizer."""
-        self.streams.join_home()
+        if not self._final:  # else all reductions are done, and gathers may go on
+            self.streams.join_home()
+        if not set_to_none:
+            self.wait_for_host_memory()
         self._pending.clear()
         self._open_tasks.clear()
         self._final = False
@@ -217,8 +242,9 @@ class Runtime:
     def full_grad(self, index: int) -> dict[str, Tensor | None]:
         """The whole gradients [shape] of one bucket's parameters, in acc_dtype, on every rank; None where none came."""
         self.finish_gradients()
+        self.wait_for_host_memory()
         bucket = self.plan.buckets[index]
-        shard = self.buffers.acc_shard(bucket)
+        shard = self.buffers.acc_shard(bucket).to(bucket.device)
         flat = shard
         if self.group.world_size > 1:
             flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
@@ -232,6 +258,8 @@ class Runtime:
         self.ops.order.clear()
         self.ops.reductions_of_last_step = self.ops.num_reductions
         self.ops.num_reductions = [0] * len(self.plan.buckets)
+        self.ops.nbytes_of_last_step = self.ops.nbytes_moved
+        self.ops.nbytes_moved = dict.fromkeys(self.ops.nbytes_moved, 0)
 
     def say_once(self, note: str) -> None:
         """Records a fallback or a condition for explain, and warns the first time."""
@@ -272,3 +300,14 @@ def _reduction_only(plan: Plan, index: int) -> fx.Graph:
     last = graph.output(())
     reduce_buckets.insert_reduction(graph, plan, last.prev, index, index % plan.num_buffers)
     return graph
+
+
+def _landing_only(plan: Plan, index: int) -> fx.Graph:
+    """The way to host memory of what is reduced already."""
+    graph = fx.Graph()
+    last = graph.output(())
+    offload_gradients.insert_landing(graph, plan, last.prev, index, index)
+    return graph
+
+
+_GRAPHS = {"flush": _deposits, "reduce": _reduction_only, "land": _landing_only}

@@ -4,7 +4,8 @@ A schedule is an ``fx.Graph`` whose call_function nodes have one of the targets 
 they are names. `zc.codegen` prints a schedule as Python that runs it, and `zc.verify` proves it; both look at the same
 graph.
 
-    placeholder                                   a value that exists on the home stream at entry
+    placeholder                                   a value that exists on the home stream at entry; a parameter of a
+                                                  forward names the buffer that it is a view of, meta["buffer"]
     segment(key, *inputs) -> tuple                compiled pure compute; outputs are taken by operator.getitem
     flatten_cast(bucket, buffer, slots, grads)    buffer <- grads, cast; everything else in it 0      (stage 2)
     accumulate_cast(bucket, buffer, slots, grads) buffer += grads, in fp32; the first write of an update overwrites
@@ -16,12 +17,24 @@ graph.
     launch_reduce(bucket, dst, src) -> work       starts the exchange of src into dst
     wait_reduce(bucket, work, dst, src)           its completion
     accumulate(bucket, acc, src)                  acc (+)= mean over ranks of the rows in src
+    stage_shard(bucket, dst, src)                 dst <- this rank's part of the accumulator src           (offload)
+    copy_to_host(bucket, dst, src)                host memory <- device
+    copy_to_device(bucket, dst, src)              device <- host memory; an accumulator only where it holds something
+    update(bucket, master, grad)                  the optimizer's update of one bucket, by the processor
+    cast_param(bucket, dst, src)                  host memory <- masters, cast to the parameters' dtype
+    gather(bucket, buffer)                        flat_param <- all ranks' shards of it
+    publish(bucket, buffer)                       the home stream may read the new parameters
     record_event(event) / wait_event(event)       on the node's stream
     release(*values)                              gives the values' storage back, on the stream that made them
     output
 
 Every node but placeholder, getitem and output has ``meta["stream"]``. Buffers that the plan owns are named
-``flat_grad[i]`` (the ring) and ``recv[0]``, ``acc[b]``; values are named after their nodes, with a ``%``.
+``flat_grad[i]`` (the ring) and ``recv[0]``, ``acc[b]``, ``flat_param[b]``; with offload also ``staging[i]`` (a ring on
+the device), and in host memory ``host[b]`` (gradients), ``master[b]`` and ``param[i]`` (a ring). Values are named after
+their nodes, with a ``%``.
+
+The host stream is the processor. It alone, copies on the copy stream, and the thread that issues schedules touch host
+memory; what that thread did there itself is done when a schedule begins (docs/proof.md).
 
 A launch is in flight until its wait_reduce: until then it reads src and writes dst, whatever runs elsewhere.
 
@@ -41,7 +54,7 @@ from torch import fx
 
 from zc.plan import Plan
 
-COMPUTE, COMM, COPY = "compute", "comm", "copy"
+COMPUTE, COMM, COPY, HOST = "compute", "comm", "copy", "host"
 HOME = COMPUTE  # the stream on which autograd calls the schedule; its program order goes on across schedules
 
 
@@ -81,6 +94,34 @@ def accumulate(bucket: int, acc: str, src: str) -> Any:
     _never()
 
 
+def stage_shard(bucket: int, dst: str, src: str) -> Any:
+    _never()
+
+
+def copy_to_host(bucket: int, dst: str, src: str) -> Any:
+    _never()
+
+
+def copy_to_device(bucket: int, dst: str, src: str) -> Any:
+    _never()
+
+
+def update(bucket: int, master: str, grad: str) -> Any:
+    _never()
+
+
+def cast_param(bucket: int, dst: str, src: str) -> Any:
+    _never()
+
+
+def gather(bucket: int, buffer: str) -> Any:
+    _never()
+
+
+def publish(bucket: int, buffer: str) -> Any:
+    _never()
+
+
 def record_event(event: str) -> Any:
     _never()
 
@@ -94,8 +135,10 @@ def release(*values: Any) -> Any:
 
 
 GRADIENT_OPS = (flatten_cast, accumulate_cast, wgrad_into, deposit, launch_reduce, wait_reduce, accumulate)
+MOVES = (stage_shard, copy_to_host, copy_to_device, cast_param)  # (bucket, dst, src)
+STEP_OPS = (update, gather, publish)
 SYNC_OPS = (record_event, wait_event, release)
-KINDS = (segment, *GRADIENT_OPS, *SYNC_OPS)
+KINDS = (segment, *GRADIENT_OPS, *MOVES, *STEP_OPS, *SYNC_OPS)
 
 
 class Access(NamedTuple):
@@ -130,13 +173,23 @@ def carried_event(buffer: str) -> str:
 
 
 def carrier(buffer: str) -> str:
-    """The one side stream on which a plan-owned buffer may still be in use after the end of a schedule."""
+    """The one side stream on which a plan-owned buffer may still be in use after the end of a schedule; HOME: on
+    none."""
     assert is_plan_buffer(buffer)
-    return COMM
+    return _CARRIERS.get(buffer[: buffer.index("[")], COMM)
+
+
+_CARRIERS = {"staging": COPY, "host": COPY, "master": COPY, "param": COPY, "flat_param": HOME}
 
 
 def is_plan_buffer(buffer: str) -> bool:
     return not buffer.startswith("%")
+
+
+def in_host_memory(buffer: str) -> bool:
+    """Buffers that the processor reads or writes itself. That home comes after a copy of one says nothing to it: home's
+    waits are the device's."""
+    return buffer.startswith(("host[", "master[", "param["))
 
 
 def value(node: fx.Node) -> Access:
@@ -153,6 +206,7 @@ def results(node: fx.Node) -> tuple[fx.Node, ...]:
 def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
     """(reads, writes) of one node, from its kind and arguments alone."""
     inputs = tuple(value(n) for n in node.all_input_nodes)
+    inputs += tuple(Access(str(n.meta["buffer"])) for n in node.all_input_nodes if "buffer" in n.meta)
     made = tuple(value(n) for n in results(node))
     if node.op != "call_function" or node.target in (segment, deposit):
         return inputs, made
@@ -169,6 +223,12 @@ def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
         return (*inputs, Access(str(node.args[3]))), (Access(str(node.args[2])),)
     if node.target is accumulate:
         return (Access(str(node.args[2])), Access(str(node.args[1]))), (Access(str(node.args[1])),)
+    if node.target in MOVES:
+        return (Access(str(node.args[2])),), (Access(str(node.args[1])),)
+    if node.target is update:
+        return (Access(str(node.args[2])), Access(str(node.args[1]))), (Access(str(node.args[1])),)
+    if node.target in (gather, publish):
+        return (Access(str(node.args[1])),), (Access(str(node.args[1])),)
     if node.target is release:
         return (), inputs
     return (), ()
@@ -187,9 +247,13 @@ def shared_buffers(graph: fx.Graph, plan: Plan | None) -> frozenset[str]:
         if node.target in (record_event, wait_event) and str(node.args[0]).startswith(carried_event("")):
             shared.add(str(node.args[0])[len(carried_event("")) :])
     if plan is not None:
-        kind = "flat_grad[" if plan.placement.gradient_in_ring else "acc[" if plan.world_size > 1 else None
-        shared = {b for b in users if plan.overlap and kind is not None and b.startswith(kind)}
-    return frozenset(shared | {b for b, sides in users.items() if len(sides) == 2})
+        leaves = plan.world_size > 1 or plan.offload is not None  # the accumulator of stage 1 is read on comm as well
+        stays = "flat_grad[" if plan.placement.gradient_in_ring else "acc[" if leaves else None
+        kinds = ("gathered[", "host[", *((stays,) if stays is not None and plan.overlap else ()))
+        shared = {b for b in users if b.startswith(kinds)}
+        shared |= {f"master[{b.index}]" for b in plan.buckets if not b.has_master} & users.keys()  # copied as they are
+    both = {b for b, sides in users.items() if len(sides) == 2}
+    return frozenset(b for b in shared | both if carrier(b) != HOME)
 
 
 def steps(graph: fx.Graph) -> Iterator[fx.Node]:
