@@ -5,6 +5,7 @@ from zc.errors import PassError, PlanError, RaceError, RankMismatchError, Uncove
 from zc.estimate import Estimate, plan
 from zc.explain import explain
 from zc.passes.verify import Verdict, verify
+from zc.recompile import recompile
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "no_sync",
     "persistent_nbytes",
     "plan",
+    "recompile",
     "synchronize",
     "verify",
 ]

@@ -47,6 +47,28 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def has_gradient_hook(param: torch.nn.Parameter) -> bool:
+    """Whether ``param.register_hook`` was called. (``Tensor._backward_hooks``, a dict or None since torch 0.4.)"""
+    return bool(param._backward_hooks)
+
+
+def num_accumulate_hooks(param: torch.nn.Parameter) -> int:
+    """Post-accumulate-grad hooks on a parameter. (``Tensor._post_accumulate_grad_hooks``, since 2.1.)"""
+    return len(getattr(param, "_post_accumulate_grad_hooks", None) or ())
+
+
+def accumulates(param: torch.nn.Parameter) -> bool:
+    """Whether the backward that runs will add to ``param.grad``: not under torch.autograd.grad, nor for what
+    ``backward(inputs=...)`` leaves out. (torch._C._will_engine_execute_node, since 2.1.)"""
+    if not param.requires_grad:  # frozen between the forward and this backward
+        return False
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined, unused-ignore]
+    except RuntimeError:  # torch.autograd.grad has asked for this very gradient
+        return False
+
+
 def refuse_compiled_autograd() -> None:
     """Compiled autograd traces through the backward's side effects and would drop them, so it is refused, not
     ignored."""
@@ -74,13 +96,13 @@ def make_wrapper(cls: type[_T], like: torch.Tensor) -> _T:
 
 def make_backend(runtime: Runtime) -> Callable[..., Any]:
     """A backend for ``torch.compile`` whose backward graphs reduce gradients as ``runtime``'s plan says."""
-    name_of = {id(param): name for name, param in runtime.params.items()}
 
     def zc_backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         from torch._functorch import config as functorch_config
         from torch._inductor.compile_fx import compile_fx
 
         refuse_compiled_autograd()
+        name_of = {id(param): name for name, param in runtime.params.items()}  # zc.recompile may have added some
         names = [name_of.get(id(value)) for value in inputs]
         _guard_identity(gm, names)
         # The AOTAutograd cache's key ignores inner_compile: an entry of a plain run would replace our schedule
@@ -222,25 +244,36 @@ class CompiledBackward:
         self.runtime, self.gm = runtime, gm
         self.compile_segment = _segment_compiler(runtime, kwargs, is_backward=True)
         self.graph = _annotate(gm, names)
-        self._programs: dict[bool, Program] = {}
-        self.program()
+        written = self.graph.output_node().meta["grad_of"]
+        self.params = {name: runtime.params[name] for name in written if name is not None}
+        self._programs: dict[tuple[bool, frozenset[str]], Program] = {}
+        self._build(runtime.current_plan.reduces, frozenset())  # while Dynamo's context is open
 
     def program(self) -> Program:
-        plan = self.runtime.current_plan
-        if plan.reduces not in self._programs:
-            name = f"backward_{len(self.runtime.programs)}"
-            built = build(
-                self.graph,
-                plan,
-                self.runtime.passes,
-                self.runtime.ops,
-                self.compile_segment,
-                name=name,
-                dump_dir=self.runtime.config.dump_dir,
-            )
-            self.runtime.programs.append(built)
-            self._programs[plan.reduces] = built
-        return self._programs[plan.reduces]
+        """The one for the backward that runs now. A gradient that autograd itself has to see (a hook waits for it,
+        torch.autograd.grad returns it) leaves the graph as PyTorch has it, and comes back, if at all, through the
+        parameter's own hook."""
+        shown = frozenset(n for n, p in self.params.items() if has_gradient_hook(p) or not accumulates(p))
+        key = self.runtime.current_plan.reduces, shown
+        return self._programs[key] if key in self._programs else self._build(*key)
+
+    def _build(self, reduces: bool, shown: frozenset[str]) -> Program:
+        runtime = self.runtime
+        graph, _ = copy_graph(self.graph)
+        output = graph.output_node()
+        output.meta["grad_of"] = tuple(None if name in shown else name for name in output.meta["grad_of"])
+        built = build(
+            graph,
+            runtime.plan if reduces else runtime.plan.microbatch(),
+            runtime.passes,
+            runtime.ops,
+            self.compile_segment,
+            name=f"backward_{len(runtime.programs)}",
+            dump_dir=runtime.config.dump_dir,
+        )
+        runtime.programs.append(built)
+        self._programs[reduces, shown] = built
+        return built
 
 
 def _annotate(gm: fx.GraphModule, names: Sequence[str | None]) -> fx.Graph:

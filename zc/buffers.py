@@ -19,6 +19,8 @@ acc.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -62,6 +64,16 @@ class Buffers:
                 self.acc.append(torch.zeros(fp32_shard(plan, bucket), dtype=bucket.acc_dtype, device=bucket.device))
         self._flat_grad, self._recv = self._make_ring()
         self._staging, self._param = self._make_staging(memory)
+
+    def grow(self, plan: Plan) -> None:
+        """Takes in ``plan``, whose first buckets are the present ones, for which nothing moves. Nothing may be using
+        the ring. Not with offload."""
+        added = Buffers(replace(plan, buckets=plan.buckets[len(self.plan.buckets) :]), self.rank)
+        self.flat_param += added.flat_param
+        self.master_shard += added.master_shard
+        self.acc += added.acc
+        self.plan = plan
+        self._flat_grad, self._recv = self._make_ring()
 
     def _make_ring(self) -> tuple[list[Tensor], list[Tensor]]:
         plan = self.plan
