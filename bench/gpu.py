@@ -1,10 +1,11 @@
 """`make gpu-bench`: what one GPU can show in one call of at most nine minutes, in one CSV; the next call goes on.
 
     python -m bench.gpu [--minutes 8.5] [--csv bench/results/gpu.csv] [--only kernels|pace|steps]
+    python -m bench.gpu --dry-run     # on the CPU: the same cells, a tiny model, eager; to see that all of them run
 
 1. the kernels (bench/gpu_kernels.py), each against a copy's bandwidth; 2. the paced group against its model;
 3. training steps in the order of CELLS: W=1 real, then W=8 paced on NVLink and on a network that costs nothing, whose
-difference is exposed communication. Not run yet: no GPU was at hand when it was written.
+difference is exposed communication. Never run on a GPU: none was at hand when it was written.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from bench import rows, run
 from bench.measure import ROOT, device_name, versions
 
 RESULTS = ROOT / "bench" / "results" / "gpu.csv"
+DRY = ROOT / "out" / "bench" / "gpu-dry-run.csv"  # a dry run's times mean nothing and are never committed
+LONGEST_RUN_S = 240.0
+SHORTEST_RUN_S = 60.0  # less time than this is not worth a start
 
 
 class Cell(NamedTuple):
@@ -34,6 +38,7 @@ class Cell(NamedTuple):
 
 
 FLOOR = "compiled, no communication"
+DRY_FLAGS = ("--backend", "eager")
 CELLS = [
     *(Cell("llama-1.3b-2048-ga1", p, None) for p in (FLOOR, "zc stage 2", "zc stage 1")),
     *(
@@ -65,10 +70,13 @@ def as_row(kernel: dict[str, Any]) -> dict[str, Any]:
     return made | {c: kernel[c] for c in ("p20_ms", "p50_ms", "p80_ms", "device")}
 
 
-def step_rows(deadline: float, session: str, known: list[rows.Row], timeout_s: float) -> Iterator[dict[str, Any]]:
-    """One run a cell, while there is time for it (as much as the longest so far)."""
+def step_rows(
+    deadline: float, session: str, known: list[rows.Row], *, is_dry: bool = False
+) -> Iterator[dict[str, Any]]:
+    """One run a cell, while there is time for it (as much as the longest so far). One that the deadline ends has no
+    row: the next call runs it again."""
     done = {(r["case"], r["provider"], r["network"]) for r in known if r["session"] == session}
-    longest = 60.0
+    longest = SHORTEST_RUN_S
     for cell in CELLS:
         network = cell.paced[0] if cell.paced else ""
         if (cell.case, cell.provider, network) in done:
@@ -77,30 +85,37 @@ def step_rows(deadline: float, session: str, known: list[rows.Row], timeout_s: f
             print(f"no time left for {cell.case}, {cell.provider} {network}: call it again", flush=True)
             return
         started = time.monotonic()
-        args = argparse.Namespace(paced=cell.paced, timeout=timeout_s)
-        wanted = run.Run(cell.case, cell.provider, 0)
+        timeout_s = min(LONGEST_RUN_S, deadline - started)
+        args = argparse.Namespace(paced=cell.paced, timeout=timeout_s, ranks=1, extra=DRY_FLAGS if is_dry else ())
+        wanted = run.Run("tiny" if is_dry else cell.case, cell.provider, 0)
         # one float64 pass over 1.3 B parameters would take the whole call: the losses of one real rank are compared
         # with the floor's, which is plain torch (`depart`)
-        yield run.run_once(wanted, session, None, args) | wanted._asdict()
+        row = run.run_once(wanted, session, None, args) | wanted._asdict() | {"case": cell.case}
         longest = max(longest, time.monotonic() - started)
+        if timeout_s < LONGEST_RUN_S and time.monotonic() >= deadline and row["status"].startswith("failed"):
+            print(f"{cell.case}, {cell.provider} {network}: cut off by the deadline: call it again", flush=True)
+            return
+        yield row
 
 
 def depart(row: dict[str, Any], known: list[rows.Row], tolerance: float = 3e-2) -> str | None:
-    """Why a real rank's time may not be shown: its loss after five updates is not the floor's of the same session.
-    bf16; on one rank the floor is the same training. None on a paced network, whose losses mean nothing."""
-    if row.get("network") or row["status"] != "ok" or row["provider"] == FLOOR:
+    """Why a time may not be shown: its loss after five updates is not the floor's of the same session (bf16; on one
+    rank the floor is the same training). On a paced network the first update makes up other ranks' weights: there the
+    loss before it is compared."""
+    if row["status"] != "ok" or row["provider"] == FLOOR:
         return None
+    column, when = ("loss_before", "before any update") if row.get("network") else ("loss_after_5", "after 5 updates")
     floors = [r for r in known if (r["case"], r["provider"], r["status"]) == (row["case"], FLOOR, "ok")]
     if not floors:
         return "no floor to compare its losses with"
-    expected, found = float(floors[-1]["loss_after_5"]), float(row["loss_after_5"])
+    expected, found = float(floors[-1][column]), float(row[column])
     if not abs(found - expected) <= tolerance:
-        return f"loss after 5 updates is {found:.5f}, the floor's is {expected:.5f}"
+        return f"loss {when} is {found:.5f}, the floor's is {expected:.5f}"
     return None
 
 
-def write(path: Path, session: str, row: dict[str, Any]) -> None:
-    about = {"device": device_name(torch.device("cuda"))}
+def write(path: Path, session: str, row: dict[str, Any], device: torch.device) -> None:
+    about = {"device": device_name(device)}
     stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     rows.append(path, about | versions() | {"session": session, "time": stamp, **row})
     print(f"{row['case']}: {row['provider']}: {row.get('p50_ms', '')} ms {row['status']}", flush=True)
@@ -109,30 +124,41 @@ def write(path: Path, session: str, row: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.gpu", description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=8.5)
-    parser.add_argument("--csv", type=Path, default=RESULTS)
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, tiny and eager")
     parser.add_argument("--only", choices=("kernels", "pace", "steps"))
     args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.exit("bench.gpu needs CUDA; `make bench` measures on the CPU")
+    if not args.dry_run and not torch.cuda.is_available():
+        sys.exit(
+            "bench.gpu: torch.cuda.is_available() is False: nothing is measured. `make gpu-bench ARGS=--dry-run` tries "
+            "its parts on the CPU, `make bench` measures there"
+        )
+    device = torch.device("cpu" if args.dry_run else "cuda")
+    path = args.csv or (DRY if args.dry_run else RESULTS)
     deadline, session = time.monotonic() + 60 * args.minutes, rows.fingerprint()
-    known = [r for r in rows.read(args.csv) if r["session"] == session]
-    if args.only in (None, "kernels") and not any(r["case"].startswith("kernel ") for r in known):
+    if args.dry_run:  # each time from the start
+        session = "dry-" + session
+        path.unlink(missing_ok=True)
+        print("dry run: the kernels need a GPU and are left out", flush=True)
+    known = [r for r in rows.read(path) if r["session"] == session]
+    if not args.dry_run and args.only in (None, "kernels") and not any(r["case"].startswith("kernel ") for r in known):
         for row in kernel_rows():
-            write(args.csv, session, row)
+            write(path, session, row, device)
     if args.only in (None, "pace") and not any(r["case"] == "pace" for r in known):
         from bench.scale import pace_points
 
-        for point in pace_points(torch.device("cuda")):
+        for point in pace_points(device):
             off = abs(point.value)
             status = f"{point.value:+.2f} % off its model" if off > 3 else "ok"
             row = {"case": "pace", "provider": point.series, "repeat": 0, "network": point.series, "status": status}
-            write(args.csv, session, row | {"p50_ms": f"{point.value:.3f}", "command": "p50_ms is percent here"})
+            about = {"p50_ms": f"{point.value:.3f}", "command": "p50_ms is percent here"}
+            write(path, session, row | about, device)
     if args.only in (None, "steps"):
-        for row in step_rows(deadline, session, rows.read(args.csv), timeout_s=240):
-            reason = depart(row, [r for r in rows.read(args.csv) if r["session"] == session])
+        for row in step_rows(deadline, session, rows.read(path), is_dry=args.dry_run):
+            reason = depart(row, [r for r in rows.read(path) if r["session"] == session])
             if reason is not None:
                 row = {k: v for k, v in row.items() if k not in rows.NUMBERS} | {"status": reason}
-            write(args.csv, session, row)
+            write(path, session, row, device)
     return 0
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 LONGEST_REASON = 160  # characters of an error that a row keeps
+LINES_OF_A_TAIL = 30  # of a failed run's output that are shown
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -121,10 +122,11 @@ def launch(module: str, flags: Sequence[str], *, ranks: int, env: Mapping[str, s
 
 
 class Launched(NamedTuple):
-    """How a run ended: ``reason`` is the error's own line where there is one."""
+    """How a run ended: ``reason`` is the error's own line where there is one, ``tail`` the end of its output."""
 
     status: int
     reason: str
+    tail: str = ""
 
 
 def launch_quietly(
@@ -143,11 +145,20 @@ def launch_quietly(
             status = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             _end(process)
-            return Launched(-signal.SIGTERM, f"not at its end after {timeout_s:g} s")
+            return Launched(-signal.SIGTERM, f"not at its end after {timeout_s:g} s", tail_of(log))
         except BaseException:  # an interrupted benchmark leaves no ranks behind
             _end(process)
             raise
-    return Launched(status, error_line(log.read_text(errors="replace")) or f"exit status {status}")
+    if not status:
+        return Launched(0, "")
+    return Launched(status, error_line(log.read_text(errors="replace")) or f"exit status {status}", tail_of(log))
+
+
+def tail_of(log: Path) -> str:
+    """The last lines of a run's output, up to where torchrun begins to report what the rank has said already."""
+    lines = log.read_text(errors="replace").splitlines()
+    theirs = next((n for n, line in enumerate(lines) if "elastic/multiprocessing/api.py" in line), len(lines))
+    return "\n".join(lines[:theirs][-LINES_OF_A_TAIL:])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

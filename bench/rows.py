@@ -13,8 +13,8 @@ from bench.measure import ROOT
 
 COLUMNS = (
     "session", "time", "case", "provider", "version", "repeat", "start", "status", "p20_ms", "p50_ms", "p80_ms",
-    "tokens_per_s_rank", "first_step_s", "peak_steady_mb", "peak_mb", "held_mb", "loss_after_5", "final_loss",
-    "num_params", "ranks", "network", "steps", "device", "torch", "python", "commit", "command",
+    "tokens_per_s_rank", "first_step_s", "peak_steady_mb", "peak_mb", "held_mb", "loss_before", "loss_after_5",
+    "final_loss", "num_params", "ranks", "network", "steps", "device", "torch", "python", "commit", "command",
 )  # fmt: skip
 # What a run says only when its losses are right
 NUMBERS = (
@@ -22,7 +22,15 @@ NUMBERS = (
 )  # fmt: skip
 # What a time depends on; a change in a table's words does not make a new session.
 MEASURED = ("zc/*.py", "passes/*.py", "kernels/*.py", "bench/train.py", "bench/systems.py", "bench/peers.py")
-MEASURED += ("bench/models.py", "bench/decoder.py", "bench/data.py", "bench/measure.py")
+MEASURED += (
+    "bench/cases.py",
+    "bench/paced.py",
+    "bench/paced_cuda.py",
+    "bench/models.py",
+    "bench/decoder.py",
+    "bench/data.py",
+    "bench/measure.py",
+)
 Row = dict[str, str]
 
 
@@ -81,6 +89,7 @@ def measured(run: dict[str, Any], reason: str | None) -> dict[str, Any]:
     losses = losses_of(run)
     row: dict[str, Any] = {n: run[n] for n in ("device", "torch", "python", "commit")}
     row |= {"status": reason or "ok", "num_params": ranks[0]["num_params"], "ranks": run["world_size"]}
+    row["loss_before"] = f"{losses[0]:.6f}"
     row |= {"loss_after_5": f"{losses[min(5, len(losses) - 1)]:.6f}", "final_loss": f"{losses[-1]:.6f}"}
     row["steps"] = len(losses)
     if reason is not None:

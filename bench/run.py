@@ -2,6 +2,7 @@
 
     python -m bench.run --cases gpt30m-fp32 --repeats 3 [--minutes 4]
 
+Output of a run is kept in out/bench/SESSION/CASE/PROVIDER/REPEAT/log.txt; the end of a failed one's is printed.
 A row is written as soon as its run ends; a run whose losses depart from the float64 reference, or that fails, has its
 reason there in place of a number. What has a row in this session is not run again: a cut-off run goes on where it was.
 A session's default name is a digest of the measured code. A provider's first run starts with an empty compile cache
@@ -14,8 +15,10 @@ import argparse
 import datetime
 import json
 import shlex
+import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +26,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import rows
-from bench.cases import CASES, PROVIDERS, version_of
+from bench.cases import CASES, FIRST_CASES, FIRST_PROVIDERS, PROVIDERS, version_of
 from bench.measure import ROOT, launch_quietly, torchrun_command, versions
 from bench.reference import disagreement, reference
 
 RESULTS = ROOT / "bench" / "results" / "run.csv"
 WORK = ROOT / "out" / "bench"
+FIRST_GUESS_S = 90.0  # how long a run takes, before one has ended
 
 
 class Run(NamedTuple):
@@ -40,8 +44,16 @@ class Run(NamedTuple):
 
 
 def matrix(cases: list[str], providers: list[str], repeats: int) -> list[Run]:
-    """Case by case, all providers in turn, and that ``repeats`` times: A B C A B C, so that a slow hour hits all."""
-    return [Run(c, p, r) for c in cases for r in range(repeats) for p in providers]
+    """All providers of a case in turn, and that ``repeats`` times: A B C A B C, so that a slow hour hits all.
+
+    What says most comes first: cells of FIRST_CASES and FIRST_PROVIDERS with all their repeats, then those of one of
+    the two, then the others. Among these, each cell has its n-th run before any has its next.
+    """
+    cells = [(c, p) for c in cases for p in providers]
+    tiers: list[list[tuple[str, str]]] = [[], [], []]
+    for case, provider in cells:
+        tiers[(case not in FIRST_CASES) + (provider not in FIRST_PROVIDERS)].append((case, provider))
+    return [Run(case, provider, repeat) for tier in tiers for repeat in range(repeats) for case, provider in tier]
 
 
 def left(wanted: list[Run], known: list[rows.Row], session: str) -> list[Run]:
@@ -56,8 +68,8 @@ def left(wanted: list[Run], known: list[rows.Row], session: str) -> list[Run]:
     ]
 
 
-def flags_of(run: Run, paced: tuple[str, int] | None) -> list[str]:
-    flags = [*PROVIDERS[run.provider].flags, *CASES[run.case].all_flags]
+def flags_of(run: Run, paced: tuple[str, int] | None, extra: Sequence[str] = ()) -> list[str]:
+    flags = [*PROVIDERS[run.provider].flags, *CASES[run.case].all_flags, *extra]
     return flags + (["--paced", paced[0], "--world", str(paced[1])] if paced else [])
 
 
@@ -66,13 +78,15 @@ def run_once(run: Run, session: str, expected: list[float] | None, args: argpars
     case, provider = CASES[run.case], PROVIDERS[run.provider]
     slug = "".join(ch if ch.isalnum() else "-" for ch in run.provider)
     folder = WORK / session / run.case / slug
-    cache = folder / "cache"
-    start = "warm" if cache.exists() else "cold"
+    cache, filled = folder / "cache", folder / "cache-is-filled"
+    if not filled.exists():  # never used, or by a run that was cut off while it compiled
+        shutil.rmtree(cache, ignore_errors=True)
+    start = "warm" if filled.exists() else "cold"
     out = folder / str(run.repeat)
     out.mkdir(parents=True, exist_ok=True)
     (out / "run.json").unlink(missing_ok=True)
-    flags = flags_of(run, args.paced)
-    ranks = 1 if args.paced else case.ranks
+    flags = flags_of(run, args.paced, args.extra)
+    ranks = 1 if args.paced else args.ranks or case.ranks
     shown = torchrun_command("bench.train", [*flags, "--out", "OUT"], ranks, python="python")
     row: dict[str, Any] = {"start": start, "version": version_of(provider) or "", "command": shlex.join(shown)}
     row["network"] = args.paced[0] if args.paced else ""
@@ -84,7 +98,9 @@ def run_once(run: Run, session: str, expected: list[float] | None, args: argpars
     )
     # complete before the processes end: what goes wrong while they are torn down spoils no number
     if not (out / "run.json").exists():
+        print(ended.tail, f"all of it: {out / 'log.txt'}", sep="\n", file=sys.stderr, flush=True)
         return row | {"status": f"failed: {ended.reason}"}
+    filled.touch()
     record = json.loads((out / "run.json").read_text())
     losses = rows.losses_of(record)
     reason = None if expected is None else disagreement(losses, expected, case.tolerance, provider.communicates)
@@ -102,7 +118,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--session", help="name of the session to go on with")
     add("--paced", nargs=2, metavar=("NETWORK", "WORLD"), help="one process plays rank 0 of WORLD (bench/paced.py)")
     add("--csv", type=Path, default=RESULTS)
+    add("--first", action="store_true", help="the cases and providers that say most, and nothing else")
     args = parser.parse_args(argv)
+    args.extra, args.ranks = (), None
+    if args.first:
+        args.cases, args.providers = list(FIRST_CASES), list(FIRST_PROVIDERS)
     if args.paced:
         args.paced = (args.paced[0], int(args.paced[1]))
     args.session = args.session or rows.fingerprint() + ("-{}-{}".format(*args.paced) if args.paced else "")
@@ -123,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
             if (run.case, run.provider) in failed:
                 progress.advance(task)
                 continue
-            guess = seconds.get((run.case, run.provider), max(seconds.values(), default=0.0))
+            guess = seconds.get((run.case, run.provider), max(seconds.values(), default=FIRST_GUESS_S))
             if time.monotonic() + guess > deadline:
                 console.print(f"{args.minutes:g} minutes are over: run it again to go on with session {args.session}")
                 break

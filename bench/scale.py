@@ -6,7 +6,9 @@
     python -m bench.scale depth --depths 12 24 48 96
     python -m bench.scale host               # microseconds of Python a step, by number of buckets
 
-``plan`` moves no byte: it asks the plan and the network's model. ``paced`` runs bench.train as rank 0 of W.
+Points of ``paced`` and ``depth`` that the session has already are not measured again. ``pace`` fails where the paced
+group is more than 3 % off its model. ``plan`` moves no byte: it asks the plan and the network's model. ``paced`` runs
+bench.train as rank 0 of W.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ from bench.paced import NETWORKS, init_paced
 RESULTS = ROOT / "bench" / "results" / "scale.csv"
 COLUMNS = ("session", "time", "kind", "series", "x", "value", "unit", "device", "torch", "python", "commit")
 MB = 1e6
+PACE_TOLERANCE = 3.0  # percent: beyond, what is measured on a paced network means nothing
+Done = Callable[[str, str, int], bool]  # kind, series, x: whether this session has the point already
 
 
 class Point(NamedTuple):
@@ -124,17 +128,22 @@ def train_once(provider: str, flags: list[str], timeout_s: float, cache: str | N
         ended = launch_quietly("bench.train", line, ranks=1, env=env, log=Path(out) / "log.txt", timeout_s=timeout_s)
         found = Path(out) / "run.json"
         if not found.exists():
+            print(ended.tail, file=sys.stderr, flush=True)
             return ended.reason
         record: dict[str, object] = json.loads(found.read_text())["ranks"][0]
         return record
 
 
-def paced_points(case: str, worlds: list[int], providers: list[str], networks: list[str]) -> Iterator[Point]:
+def paced_points(
+    case: str, worlds: list[int], providers: list[str], networks: list[str], done: Done
+) -> Iterator[Point]:
     """Median step of rank 0 on each network, and on one that costs nothing: the difference is exposed communication."""
     with tempfile.TemporaryDirectory(prefix="scale-cache-") as cache:
         for world in worlds:
             for provider in providers:
                 for network in ("zero", *networks):
+                    if done(f"paced step, {case}", f"{provider}, {network}", world):
+                        continue
                     flags = [*CASES[case].all_flags, "--paced", network, "--world", str(world)]
                     record = train_once(provider, flags, 400, f"{cache}/{provider}")
                     if isinstance(record, str):
@@ -144,13 +153,15 @@ def paced_points(case: str, worlds: list[int], providers: list[str], networks: l
                     yield Point(f"paced step, {case}", f"{provider}, {network}", world, step_s * 1e3, "ms")
 
 
-def depth_points(depths: list[int], providers: list[str]) -> Iterator[Point]:
+def depth_points(depths: list[int], providers: list[str], done: Done) -> Iterator[Point]:
     """Seconds of the first step, everything compiled anew, of a narrow GPT: what compiling costs by depth."""
     narrow = (
         "--vocab 256 --seq 32 --width 64 --heads 4 --batch 1 --steps 2 --settle 1 --clip 0 --eval-batches 0 --quiet"
     )
     for depth in depths:
         for provider in providers:
+            if done("first step, cold", provider, depth):
+                continue
             record = train_once(provider, [*narrow.split(), "--layers", str(depth)], 850)
             if isinstance(record, str):
                 print(f"{provider}, {depth} layers: {record}", file=sys.stderr)
@@ -241,19 +252,27 @@ def main(argv: list[str] | None = None) -> int:
     add("--providers", nargs="+", choices=PROVIDERS, default=["zc stage 2", "compiled, no communication"])
     add("--csv", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
+    session = rows.fingerprint()
+    known = {(r["kind"], r["series"], int(r["x"])) for r in rows.read(args.csv) if r["session"] == session}
+    done: Done = lambda *point: point in known  # noqa: E731
     makers: dict[str, Callable[[], Iterator[Point]]] = {
         "plan": lambda: plan_points(args.model, args.worlds),
         "pace": lambda: pace_points(torch.device(args.device)),
-        "paced": lambda: paced_points(args.case, args.worlds, args.providers, args.networks),
-        "depth": lambda: depth_points(args.depths, args.providers),
+        "paced": lambda: paced_points(args.case, args.worlds, args.providers, args.networks, done),
+        "depth": lambda: depth_points(args.depths, args.providers, done),
         "host": lambda: (p for world in (1, 8) for p in host_points(args.buckets, world)),
     }
-    console, session = Console(), rows.fingerprint()
+    console = Console()
+    off: list[str] = []
     for kind in args.kinds:
         for point in track(makers[kind](), description=kind, console=console):
             append(args.csv, session, point)
+            if kind == "pace" and abs(point.value) > PACE_TOLERANCE:
+                off.append(f"{point.series}: {point.value:+.2f} %, more than {PACE_TOLERANCE:g} % off its model")
             console.print(f"{point.kind}: {point.series}: {point.x}: {point.value:.4g} {point.unit}", soft_wrap=True)
     draw(args.csv, ROOT / "docs" / "benchmarks")
+    if off:
+        sys.exit("paced group: " + "; ".join(off))
     return 0
 
 

@@ -42,6 +42,7 @@ class Options:
     bucket_nbytes: int = 25 * 2**20
     reduce: str = "exact"
     offload: str | None = None
+    overlap_gather: bool = False
     compute_dtype: torch.dtype | None = None  # bf16 by each peer's own means: autocast, a policy, an engine's option
     accum: int = 1
     clip: float = 0.0
@@ -92,6 +93,7 @@ def zc(model: nn.Module, adamw: AdamW, options: Options) -> System:
         bucket_nbytes=options.bucket_nbytes,
         reduce=options.reduce,
         offload=options.offload,
+        overlap_gather=options.overlap_gather,
         backend=options.backend,
     )
     return System(

@@ -1,4 +1,5 @@
-"""Fills the tables of README.md and docs/benchmarks.md from the committed rows under bench/results.
+"""Fills the tables of README.md and docs/benchmarks.md from the committed rows under bench/results, and draws
+docs/benchmarks/CASE.png.
 
     python -m bench.tables [--check]
 
@@ -155,6 +156,11 @@ def main() -> None:
             sys.exit(f"{path.name}: a table is not what bench/results says; run python -m bench.tables")
         if not check:
             path.write_text(after)
+    if not check:
+        from bench.charts import draw
+
+        for case in dict.fromkeys(r["case"] for r in read(RESULTS / "run.csv")):
+            draw(case, rows_of(RESULTS / "run.csv", {"case": case}), ROOT / "docs" / "benchmarks" / f"{case}.png")
 
 
 if __name__ == "__main__":
