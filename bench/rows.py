@@ -13,23 +13,20 @@ from bench.measure import ROOT
 
 COLUMNS = (
     "session", "time", "case", "provider", "version", "repeat", "start", "status", "p20_ms", "p50_ms", "p80_ms",
-    "tokens_per_s_rank", "first_step_s", "peak_steady_mb", "peak_mb", "held_mb", "loss_before", "loss_after_5",
-    "final_loss", "num_params", "ranks", "network", "steps", "device", "torch", "python", "commit", "command",
+    "host_ms", "tokens_per_s_rank", "first_step_s", "peak_steady_mb", "peak_mb", "held_mb", "loss_before",
+    "loss_after_5", "final_loss", "num_params", "ranks", "network", "steps", "device", "torch", "python", "commit",
+    "command",
 )  # fmt: skip
 # What a run says only when its losses are right
 NUMBERS = (
-    "p20_ms", "p50_ms", "p80_ms", "tokens_per_s_rank", "first_step_s", "peak_steady_mb", "peak_mb", "held_mb",
+    "p20_ms", "p50_ms", "p80_ms", "host_ms", "tokens_per_s_rank", "first_step_s", "peak_steady_mb", "peak_mb",
+    "held_mb",
 )  # fmt: skip
 # What a time depends on; a change in a table's words does not make a new session.
-MEASURED = ("zc/*.py", "passes/*.py", "kernels/*.py", "bench/train.py", "bench/systems.py", "bench/peers.py")
-MEASURED += (
-    "bench/cases.py",
-    "bench/paced.py",
-    "bench/paced_cuda.py",
-    "bench/models.py",
-    "bench/decoder.py",
-    "bench/data.py",
-    "bench/measure.py",
+MEASURED = (
+    *("zc/*.py", "passes/*.py", "kernels/*.py"),
+    *(f"bench/{name}.py" for name in ("train", "systems", "peers", "models", "decoder", "data", "measure", "cases")),
+    *("bench/paced.py", "bench/paced_cuda.py"),
 )
 Row = dict[str, str]
 
@@ -100,6 +97,7 @@ def measured(run: dict[str, Any], reason: str | None) -> dict[str, Any]:
     row["first_step_s"] = f"{max(r['first_step_s'] for r in ranks):.2f}"
     on_device = "peak_device_nbytes" in ranks[0]
     if on_device:
+        row["host_ms"] = f"{percentiles(ranks[0]['host_s'][settle:])[1] * 1e3:.2f}"
         row["peak_mb"] = row["peak_steady_mb"] = f"{max(r['peak_device_nbytes'] for r in ranks) / 1e6:.1f}"
     else:
         row["peak_mb"] = f"{max(r['peak_nbytes'] for r in ranks) / 1e6:.1f}"

@@ -92,7 +92,8 @@ def run_once(run: Run, session: str, expected: list[float] | None, args: argpars
     row["network"] = args.paced[0] if args.paced else ""
     if version_of(provider) is None:
         return row | {"status": f"not measured: {provider.package} is not installed"}
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    # extensions (DeepSpeed's): apart too, since a build that was cut off leaves a lock that the next one waits for
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCH_EXTENSIONS_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     ended = launch_quietly(
         "bench.train", [*flags, "--out", str(out)], ranks=ranks, env=env, log=out / "log.txt", timeout_s=args.timeout
     )

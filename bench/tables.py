@@ -129,7 +129,48 @@ def _caption(rows: list[Row]) -> str:
     )
 
 
-TABLES: dict[str, Callable[[Path, Mapping[str, str]], str]] = {"run": run}
+def scale(path: Path, chosen: Mapping[str, str]) -> str:
+    """One kind of bench.scale: a line an x, a column a series."""
+    rows = rows_of(path, chosen)
+    if not rows:
+        return f"No rows yet in {path.name} with {dict(chosen)}."
+    series = list(dict.fromkeys(r["series"] for r in rows))
+    found = {(int(r["x"]), r["series"]): float(r["value"]) for r in rows}  # of a point measured twice the later one
+    lines = [[f"{x:,}", *(_show(found.get((x, s)), ",.4g") for s in series)] for x in sorted({x for x, _ in found})]
+    last = rows[-1]
+    about = f"{last['kind']}, {last['unit']}. {last['device']}, torch {last['torch']}, commit {last['commit']}, "
+    return f"{markdown(['', *series], lines)}\n\n{about}{last['time'][:10]}."
+
+
+def gpu(path: Path, chosen: Mapping[str, str]) -> str:
+    """One case of bench.gpu: providers with one real rank (no network) and on modelled networks."""
+    rows = rows_of(path, chosen)
+    if not rows:
+        return f"No rows yet in {path.name} with {dict(chosen)}."
+    zero = {r["provider"]: float(r["p50_ms"]) for r in rows if r["network"] == "zero" and r["p50_ms"]}
+    head = [
+        "provider",
+        "network",
+        "step ms p50 (p20 to p80)",
+        "exposed communication ms",
+        "host ms",
+        "peak MB",
+        "held MB",
+    ]
+    lines = []
+    for r in rows:
+        line = [r["provider"], r["network"] or "none, 1 rank"]
+        if r["status"] != "ok":
+            lines.append([*line, f"no number: {r['status']}", *[""] * 4])
+            continue
+        base = zero.get(r["provider"]) if r["network"] not in ("", "zero") else None
+        exposed = None if base is None else float(r["p50_ms"]) - base
+        line += [f"{r['p50_ms']} ({r['p20_ms']} to {r['p80_ms']})", _show(exposed, ".2f")]
+        lines.append([*line, r["host_ms"], r["peak_steady_mb"], r["held_mb"]])
+    return f"{markdown(head, lines)}\n\n{_caption(rows)}"
+
+
+TABLES: dict[str, Callable[[Path, Mapping[str, str]], str]] = {"run": run, "scale": scale, "gpu": gpu}
 
 
 def fill(text: str, results: Path = RESULTS) -> str:

@@ -123,7 +123,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     factor = lambda step: warmup_cosine(step, args.warmup, args.steps)  # noqa: E731
     scheduler = torch.optim.lr_scheduler.LambdaLR(system.optimizer, factor)
 
-    losses, norms, step_s = [], [], []
+    losses, norms, step_s, host_s = [], [], [], []
     peaks = [0]
     tokens_per_step = args.batch * args.seq * args.accum * world_size
     with Progress(args.steps, f"{args.system} {args.backend}", shown=rank == 0 and not args.quiet) as progress:
@@ -134,6 +134,9 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
             start = time.perf_counter()
             loss, norm = one_step(args, system, corpus.train, step, rank, device)
             scheduler.step()
+            host_s.append(time.perf_counter() - start)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             losses.append(float(loss))
             norms.append(float(norm))
             step_s.append(time.perf_counter() - start)
@@ -146,7 +149,8 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     record["peak_nbytes"] = max(*peaks, peak_rss_nbytes())
     if device.type == "cuda":
         record["peak_device_nbytes"] = torch.cuda.max_memory_allocated(device)
-    record.update(losses=losses, grad_norms=norms, step_s=step_s, first_step_s=setup_s + step_s[0])
+    # host_s: until all of a step is queued. On a GPU what the host needs; on the CPU the step itself
+    record.update(losses=losses, grad_norms=norms, step_s=step_s, host_s=host_s, first_step_s=setup_s + step_s[0])
     record["tokens_per_step"] = tokens_per_step
     if args.system == "zc" and rank == 0:
         import zc
@@ -177,8 +181,6 @@ def one_step(
         total += loss.detach()
     norm = system.clip(args.clip) if args.clip else torch.tensor(math.nan)
     system.update()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
     return total, norm
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import charts, rows, run, tables
+from bench import charts, rows, run, scale, tables
 from bench.cases import CASES, COMPILED_PAIRS, PROVIDERS
 from bench.measure import ROOT, error_line, launch_quietly
 from bench.reference import NUM_LOSSES, compute, disagreement, flags_of
@@ -139,7 +139,7 @@ def test_a_row_has_times_only_without_a_reason() -> None:
     bad = rows.measured(record(), "no")
     assert bad["status"] == "no"
     assert not set(rows.NUMBERS) & set(bad)
-    assert set(rows.NUMBERS) <= set(good)
+    assert set(rows.NUMBERS) - {"host_ms"} <= set(good)  # which is a GPU's
     assert set(good) <= set(rows.COLUMNS)
 
 
@@ -208,6 +208,28 @@ def test_a_table_shows_the_reason_in_place_of_a_number(tmp_path: Path) -> None:
     assert cells[1] == "no number: loss after 3 updates is 1.0, float64 says 2.0"
     assert set(cells[2:]) == {""}
     assert line_of(tables.run(path, {}), "DDP + compile")[2] == ""  # nothing to compare it with
+
+
+def test_a_table_of_scale_has_a_line_an_x(tmp_path: Path) -> None:
+    path = tmp_path / "scale.csv"
+    for series, x, value in (("a", 64, 9.0), ("a", 8, 1.5), ("b", 64, 4000.0), ("a", 64, 2.0)):
+        scale.append(path, "s", scale.Point("first step, cold", series, x, value, "s"))
+    made = tables.scale(path, {"kind": "first_step,_cold"}).splitlines()
+    assert made[:4] == ["|  | a | b |", "| --- | --: | --: |", "| 8 | 1.5 |  |", "| 64 | 2 | 4,000 |"]
+    assert tables.scale(path, {"kind": "plan"}).startswith("No rows yet")
+
+
+def test_a_table_of_the_gpu_shows_what_communication_adds(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.csv"
+    base = dict.fromkeys(rows.COLUMNS, "1") | {"session": "s", "status": "ok", "case": "c", "num_params": "1000"}
+    for network, p50 in (("", 70.0), ("zero", 80.0), ("nvlink", 83.5)):
+        rows.append(path, base | {"provider": "zc stage 2", "network": network} | times_of(p50))
+    rows.append(path, base | {"provider": "DDP", "network": "nvlink", "status": "failed: no", "p50_ms": ""})
+    lines = [[c.strip() for c in line.split("|")[1:-1]] for line in tables.gpu(path, {"case": "c"}).splitlines()[2:6]]
+    assert [line[1] for line in lines] == ["none, 1 rank", "zero", "nvlink", "nvlink"]
+    assert [line[3] for line in lines] == ["", "", "3.50", ""]
+    assert lines[2][2] == "83.5 (82.5 to 85.5)"
+    assert lines[3][2] == "no number: failed: no"
 
 
 def test_fill_replaces_only_what_is_marked(tmp_path: Path) -> None:
