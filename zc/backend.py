@@ -52,6 +52,11 @@ def has_gradient_hook(param: torch.nn.Parameter) -> bool:
     return bool(param._backward_hooks)
 
 
+def version(param: torch.nn.Parameter) -> int:
+    """How often autograd has seen ``param`` written in place. (``Tensor._version``, since torch 0.4.)"""
+    return int(param._version)
+
+
 def num_accumulate_hooks(param: torch.nn.Parameter) -> int:
     """Post-accumulate-grad hooks on a parameter. (``Tensor._post_accumulate_grad_hooks``, since 2.1.)"""
     return len(getattr(param, "_post_accumulate_grad_hooks", None) or ())

@@ -78,6 +78,7 @@ class Runtime:
         """Takes in ``plan``, whose first buckets are the present ones, and the parameters of the others. Schedules that
         were compiled before stay as they are: their buckets keep their places."""
         self.streams.synchronize()
+        self.weights.grow()
         added = plan.buckets[len(self.plan.buckets) :]
         self.buffers.grow(plan)
         self.ops.grow(plan)
