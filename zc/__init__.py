@@ -1,7 +1,7 @@
 """zc: ZeRO, compiled. ``model, optimizer = zc.compile(model, optimizer)`` and the loop stays as it is."""
 
 from zc.api import clip_grad_norm_, compile, full_grad, no_sync, persistent_nbytes  # noqa: A004
-from zc.errors import PassError, PlanError, RaceError, RankMismatchError, UncoveredGradientError, ZcError
+from zc.errors import PassError, PlanError, RaceError, RankLostError, RankMismatchError, UncoveredGradientError, ZcError
 from zc.explain import explain
 from zc.passes.verify import Verdict, verify
 
@@ -11,6 +11,7 @@ __all__ = [
     "PassError",
     "PlanError",
     "RaceError",
+    "RankLostError",
     "RankMismatchError",
     "UncoveredGradientError",
     "Verdict",

@@ -67,6 +67,12 @@ def make_wrapper(cls: type[_T], like: torch.Tensor) -> _T:
     return made
 
 
+def default_store() -> Any:
+    """The store of the default process group: torchrun's agent holds it, so it outlives a rank. (FSDP's and
+    torch.distributed.checkpoint's own tests and elastic code take it the same way; 2.11 to 2.15.)"""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 # --- the Dynamo backend ---
 
 

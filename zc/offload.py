@@ -156,7 +156,7 @@ class HostStep:
 
     def gather(self, bucket: int, buffer: str) -> None:
         flat, record = self.runtime.buffers.flat_param[bucket], self.runtime.plan.buckets[bucket]
-        work = self.runtime.group.all_gather(flat, self.runtime.buffers.part(flat, record))
+        work = self.runtime.group.all_gather(flat, self.runtime.buffers.part(flat, record), "gather weights", bucket)
         if work is not None:
             work.wait()
 

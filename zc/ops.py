@@ -94,7 +94,7 @@ class GradientOps:
         self.order.append(bucket)
         self.num_reductions[bucket] += 1
         exchange = self.group.all_to_all if self.plan.reduce == "exact" else self.group.reduce_scatter
-        return exchange(received, sent)
+        return exchange(received, sent, bucket)
 
     def wait_reduce(self, bucket: int, work: Work | None, dst: str, src: str) -> None:
         if work is not None:

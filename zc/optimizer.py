@@ -244,7 +244,7 @@ def _publish_bucket(runtime: Runtime, index: int) -> Callable[[], None]:
         if bucket.has_master:
             unflatten_cast(flat[start:stop], runtime.buffers.master_shard[index])
         if runtime.group.world_size > 1:
-            work = runtime.group.all_gather(flat, flat[start:stop])
+            work = runtime.group.all_gather(flat, flat[start:stop], "gather weights", index)
             if work is not None:
                 work.wait()
 

@@ -76,6 +76,16 @@ class Plan:
         """Whether a backward under this plan reduces, or only accumulates."""
         return self.placement.reduces_every_backward or self.is_boundary
 
+    def describe_exchange(self, entry: tuple[str, int]) -> str:
+        """An entry of a rank's journal in words: what is exchanged, and of which parameters."""
+        kind, index = entry
+        if kind == "agree":
+            return "the end of the gradients (a step, a clip or a norm)"
+        if kind == "norm":
+            return f"the norm of {index} gradients"
+        slots = self.buckets[index].slots
+        return f"{kind} of bucket {index} ({slots[0].name} ... {slots[-1].name}, {self.buckets[index].numel} elements)"
+
     def microbatch(self) -> Plan:
         return replace(self, is_boundary=False)
 

@@ -41,11 +41,13 @@ class Program:
     placeholders: tuple[str, ...] = field(init=False)
     outputs: Any = field(init=False)
     inline_buckets: frozenset[int] = field(init=False)
+    reductions: tuple[int, ...] = field(init=False)  # buckets, in the order of their launches
 
     def __post_init__(self) -> None:
         self.placeholders = tuple(n.name for n in self.graph.nodes if n.op == "placeholder")
         self.outputs = self.graph.output_node().args[0]
         self.inline_buckets = frozenset(int(n.args[0]) for n in steps(self.graph) if n.target in _WRITES)  # type: ignore[arg-type]
+        self.reductions = tuple(int(n.args[0]) for n in steps(self.graph) if n.target is launch_reduce)  # type: ignore[arg-type]
 
     def __call__(self, args: list[Any], streams: Streams) -> tuple[Any, ...]:
         values: dict[str, Any] = dict(zip(self.placeholders, args, strict=True))

@@ -9,7 +9,6 @@ or at the end of the backward, in plan order: the same on every rank, and nobody
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +20,7 @@ from zc import backend
 from zc.buffers import Buffers
 from zc.comm import Group
 from zc.config import Config
-from zc.errors import RankMismatchError, UncoveredGradientError
+from zc.errors import UncoveredGradientError
 from zc.ops import Acc, GradientOps, Segment
 from zc.passes import offload_gradients, reduce_buckets
 from zc.passes.base import Pass
@@ -29,7 +28,7 @@ from zc.passes.pipeline import PIPELINE
 from zc.plan import Plan
 from zc.program import Program, build
 from zc.schedule import deposit
-from zc.streams import Streams
+from zc.streams import Streams, ThreadStreams
 
 
 class Runtime:
@@ -49,6 +48,10 @@ class Runtime:
         self.params = params
         self.ops = GradientOps(plan, buffers, group)
         self.ops.on_deposit = self._keep
+        if group.world_size > 1:
+            group.watch(plan, backend.default_store())
+        if group.check is not None and isinstance(streams, ThreadStreams):
+            streams.wait_for = group.check.wait_event  # a stream's thread may wait for a rank that never comes
         self.passes: tuple[Pass, ...] = tuple(p for p in PIPELINE if config.verify or p.name != "verify")
         self.programs: list[Program] = []  # of compiled graphs, for explain
         self.compiled_segments: dict[str, Segment] = {}  # by canonical text
@@ -78,11 +81,17 @@ class Runtime:
     def run_program(self, program: Program, args: list[object]) -> tuple[object, ...]:
         """A compiled backward graph, from its first node to its last."""
         self.begin_backward()
-        outputs = program(args, self.streams)
+        outputs = self._run(program, args)
         if program.plan.reduces:
             self._done |= program.inline_buckets
         self._flush_ready()
         return outputs
+
+    def _run(self, program: Program, args: list[object]) -> tuple[object, ...]:
+        if self.group.check is not None:
+            reductions = [("reduce", bucket) for bucket in program.reductions]
+            self.group.check.before_schedule(program.name, reductions, is_first=program.num_runs == 0)
+        return program(args, self.streams)
 
     def receive_eager(self, bucket: int, slot: int, param: nn.Parameter) -> None:
         """The post-accumulate-grad hook: the gradient leaves ``param.grad`` for the plan."""
@@ -137,7 +146,7 @@ class Runtime:
                 assert total is not None
                 total = total.to(bucket.acc_dtype) + part
             grads.append(total)
-        self._flush_program("flush", index, reduce)(grads, self.streams)
+        self._run(self._flush_program("flush", index, reduce), grads)
         if reduce:
             self._done.add(index)
 
@@ -181,7 +190,7 @@ class Runtime:
                 if any(self.ops.touched[bucket.index]) and self.ops.state[bucket.index] is not Acc.REDUCED:
                     if self.ops.state[bucket.index] is Acc.EMPTY:  # only other ranks have a gradient here: zeros
                         self.ops.fill_zeros(bucket.index)
-                    self._flush_program("reduce", bucket.index, True)([], self.streams)
+                    self._run(self._flush_program("reduce", bucket.index, True), [])
             self.streams.join_home()
         self._land()
         self._final = True
@@ -204,14 +213,15 @@ class Runtime:
 
     def _agree(self) -> None:
         """One small exchange on the host: which parameters have a gradient on any rank, and one order of reductions."""
-        digest = zlib.crc32(repr(self.ops.order).encode())
+        check = self.group.check
+        if check is None:
+            return
+        check.enter("agree", 0)
+        digest = check.checksum()
         high, low, *flags = self.group.max_on_host([digest, -digest, *self.ops.touched_flags()])
         if high != -low:
-            self.group.same_everywhere(
-                "the order of reductions since the last update", [str(b) for b in self.ops.order]
-            )
-        if high != -low:
-            raise RankMismatchError(f"rank {self.group.rank}: reductions {self.ops.order} differ from another rank's")
+            self.group.same_everywhere("what was exchanged since the last update", check.lines())
+        check.agreed()
         self.ops.set_touched(flags)
 
     def _check_param_grads(self) -> None:
@@ -241,7 +251,7 @@ class Runtime:
         flat = shard
         if self.group.world_size > 1:
             flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
-            work = self.group.all_gather(flat, shard.contiguous())
+            work = self.group.all_gather(flat, shard.contiguous(), "gather gradient", index)
             if work is not None:
                 work.wait()
         pairs = zip(bucket.slots, self.ops.touched[index], strict=True)

@@ -1,0 +1,264 @@
+"""Ranks that get out of step: found, named on every rank, never waited for without end (INVARIANTS I7).
+
+Every rank keeps a *journal*: the exchanges that zc has started since the last update, in order. Ranks in step have the
+same journal. Nothing of it is sent while all goes well, but for the checksum that travels with the exchange before
+each update. Three things find a difference:
+
+- **A schedule's first run.** The rank that comes first leaves the schedule's reductions in the store, under the place
+  in the journal where they begin; whoever comes to the same place with a new schedule compares. Nobody waits: a rank
+  may compile alone, for a batch of another length.
+- **The checksum**, for schedules that have all run before and whose exchanges happen to go through.
+- **The watch**, a thread a rank. It looks at the store once a second. When this rank, or another, has stood in an
+  exchange for a second, all ranks put their journals into the store. Two journals that differ at one place can never
+  meet again: RankMismatchError on every rank. A rank that does not answer for ``timeout`` seconds is gone: RankLostError,
+  by name. A rank that answers and is only late (it compiles, it reads data) is waited for.
+
+A mismatch must not do harm before it is found: exchanges on CPU are sends and receives whose tag names the bucket, since
+gloo matches collectives by their number alone and *aborts the process* where sizes differ (pair.cc, "Received data size
+doesn't match expected size").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from zc.errors import RankLostError, RankMismatchError, ZcError
+
+TICK_S = 1.0  # between two looks at the store; an exchange that takes longer is a stall
+SLICE_S = 0.5  # how often a waiting thread looks whether the watch has found something
+LOST_CONNECTION_S = 6.0  # patience with a silent rank once the network has reported an error
+Entry = tuple[str, int]
+
+
+class Work(Protocol):
+    def wait(self, timeout: timedelta = ...) -> Any: ...
+    def is_completed(self) -> bool: ...
+
+
+class Store(Protocol):
+    """The part of torch.distributed's stores that never blocks."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def delete_key(self, key: str) -> bool: ...
+
+
+def patience() -> float:
+    """Seconds after which a rank that does not answer is given up; ``ZC_RANK_TIMEOUT`` in the environment sets them."""
+    return float(os.environ.get("ZC_RANK_TIMEOUT", "20"))
+
+
+class RankCheck:
+    """One rank's journal, and its watch. ``describe`` turns a journal entry into words."""
+
+    def __init__(self, rank: int, world_size: int, store: Store, describe: Callable[[Entry], str]) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store, self._describe = store, describe
+        self.timeout = patience()
+        self.epoch = 0  # updates agreed on
+        self.journal: list[Entry] = []  # of this epoch
+        self._planned = 0  # reductions of the schedules that were started in this epoch
+        self._failed = threading.Event()
+        self._failure: tuple[str, str] | None = None
+        self._network_error: str | None = None
+        self._waits: dict[int, tuple[Entry, float]] = {}  # thread -> what it waits for, since when
+        self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and when we saw it change
+        self._beat = 0
+        self._alarmed = False
+        self.exposed_s = 0.0  # seconds that the calling thread stood still for exchanges, since the last update
+        stop = threading.Event()
+        tick = TICK_S * max(1.0, world_size / 64)  # the store answers W ranks that each read W states
+        thread = threading.Thread(target=_watch, args=(weakref.ref(self), stop, tick), name="zc watch", daemon=True)
+        thread.start()
+        self.close = weakref.finalize(self, stop.set)
+
+    # --- the journal ---
+
+    def enter(self, kind: str, index: int) -> None:
+        """An exchange starts here."""
+        self.journal.append((kind, index))
+
+    def checksum(self) -> int:
+        return zlib.crc32(repr(self.journal).encode())
+
+    def lines(self) -> list[str]:
+        return [self._describe(entry) for entry in self.journal]
+
+    def agreed(self) -> None:
+        """All ranks have had this journal: the next one begins."""
+        self.epoch += 1
+        self.journal, self._planned = [], 0
+
+    def before_schedule(self, name: str, reductions: Sequence[Entry], *, is_first: bool) -> None:
+        """Called with the reductions of a schedule before it runs; the first time they are compared with those of the
+        ranks that have come here before. Raises RankMismatchError."""
+        place = self._planned
+        self._planned += len(reductions)
+        if not is_first or not reductions:
+            return
+        mine = {"rank": self.rank, "name": name, "reductions": [self._describe(entry) for entry in reductions]}
+        text = json.dumps(mine)
+        found = self._store.compare_set(f"schedule/{self.epoch}/{place}", "", text).decode()
+        theirs = json.loads(found)
+        for k, (here, there) in enumerate(zip(mine["reductions"], theirs["reductions"], strict=False)):
+            if here != there:
+                self._fail(
+                    RankMismatchError,
+                    f"schedules differ between ranks: exchange {place + k + 1} since the last update is, on rank "
+                    f"{theirs['rank']} in {theirs['name']}: {there}; on rank {self.rank} in {name}: {here}",
+                )
+                raise self.error()
+
+    # --- waiting ---
+
+    def wait(self, work: Work, entry: Entry, *, interruptible: bool) -> None:
+        """Waits for an exchange. Raises what the watch finds, or the network's own error where it finds nothing.
+
+        Without ``interruptible`` (a stream's thread) only errors of the network end the wait; the calling thread, which
+        waits for the stream with `wait_event`, is the one that raises.
+        """
+        started = time.monotonic()
+        self._waits[threading.get_ident()] = (entry, started)
+        try:
+            self._wait(work, interruptible)
+        except RuntimeError as error:
+            if isinstance(error, ZcError):
+                raise
+            raise self._explained(error) from error
+        finally:
+            del self._waits[threading.get_ident()]
+            if interruptible:
+                self.exposed_s += time.monotonic() - started
+
+    def _wait(self, work: Work, interruptible: bool) -> None:
+        if not interruptible:
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(timedelta(seconds=SLICE_S))
+                return
+            except RuntimeError as error:
+                if self._failed.is_set():
+                    raise self.error() from None
+                if work.is_completed() or "timed out" not in str(error):
+                    raise
+
+    def wait_event(self, event: threading.Event) -> None:
+        """Waits for a stream's thread, on the calling thread. Raises what the watch finds."""
+        started = time.monotonic()
+        while not event.wait(SLICE_S):
+            if self._failed.is_set():
+                raise self.error()
+        self.exposed_s += time.monotonic() - started
+
+    def error(self) -> ZcError:
+        assert self._failure is not None
+        kind, text = self._failure
+        return {"RankLostError": RankLostError, "RankMismatchError": RankMismatchError}[kind](text)
+
+    def _explained(self, error: RuntimeError) -> Exception:
+        """A broken connection says an address; the watch says which rank, or what it has raised."""
+        self._network_error = str(error)
+        if self._failed.wait(self.timeout + 2 * TICK_S):
+            return self.error()
+        return error
+
+    # --- the watch ---
+
+    def look(self) -> None:
+        """One tick of the watch."""
+        now = time.monotonic()
+        stalled = any(now - since >= TICK_S for _, since in list(self._waits.values())) or self._network_error is not None
+        if self._failed.is_set() or not (stalled or self._alarmed or self._store.check(["alarm"])):
+            return
+        if self._store.check(["failure"]):
+            self._take(self._store.get("failure").decode())
+            return
+        self._publish()
+        if stalled:
+            self._store.set("alarm", str(self.rank))
+            self._compare(now)
+        elif self._alarmed:
+            self._store.delete_key("alarm")  # whoever still stands sets it again
+            self._seen.clear()
+        self._alarmed = stalled
+
+    def _publish(self) -> None:
+        self._beat += 1
+        waits = [entry for entry, _ in list(self._waits.values())]
+        state = {"beat": self._beat, "epoch": self.epoch, "journal": list(self.journal), "waits": waits}
+        self._store.set(f"state/{self.rank}", json.dumps(state))
+
+    def _compare(self, now: float) -> None:
+        patience = self.timeout if self._network_error is None else min(self.timeout, LOST_CONNECTION_S)
+        for rank in range(self.world_size):
+            if rank == self.rank:
+                continue
+            key = f"state/{rank}"
+            state = json.loads(self._store.get(key)) if self._store.check([key]) else {"beat": 0}
+            beat, seen = self._seen.get(rank, (-1, now))
+            if beat != state["beat"]:
+                self._seen[rank] = (state["beat"], now)
+            elif now - seen > patience:
+                self._fail(RankLostError, self._lost(rank, now - seen))
+                return
+            if state.get("epoch") == self.epoch and self._differs(rank, [(k, i) for k, i in state["journal"]]):
+                return
+
+    def _differs(self, rank: int, theirs: list[Entry]) -> bool:
+        for k, (here, there) in enumerate(zip(list(self.journal), theirs, strict=False)):
+            if here != there:
+                self._fail(
+                    RankMismatchError,
+                    f"ranks are out of step: exchange {k + 1} since the last update is, on rank {rank}: "
+                    f"{self._describe(there)}; on rank {self.rank}: {self._describe(here)}",
+                )
+                return True
+        return False
+
+    def _lost(self, rank: int, seconds: float) -> str:
+        waits = [self._describe(entry) for entry, _ in list(self._waits.values())]
+        return (
+            f"rank {rank} has not answered for {seconds:.0f} s (it ended, was killed, or stands still), and rank "
+            f"{self.rank} waits for it in: {', '.join(waits) or 'an exchange'}"
+            + (f"; the network says: {self._network_error}" if self._network_error else "")
+        )
+
+    def store_is_gone(self, error: Exception) -> None:
+        """Whoever held the store has ended. Not an error by itself: a rank may be done. One that waits is told."""
+        text = f"the store that the ranks share is gone (the process that held it, most often rank 0, ended): {error}"
+        self._failure = ("RankLostError", text)
+        self._failed.set()
+
+    def _fail(self, kind: type[ZcError], text: str) -> None:
+        """The first verdict is everyone's."""
+        self._take(self._store.compare_set("failure", "", json.dumps([kind.__name__, text])).decode())
+
+    def _take(self, verdict: str) -> None:
+        kind, text = json.loads(verdict)
+        self._failure = (kind, text)
+        self._failed.set()
+
+
+def _watch(check: weakref.ref[RankCheck], stop: threading.Event, tick: float) -> None:
+    while not stop.wait(tick):
+        found = check()
+        if found is None:
+            return
+        try:
+            found.look()
+        except Exception as error:  # noqa: BLE001  (a thread of its own: the store is gone, and with it who held it)
+            found.store_is_gone(error)
+            return
+        del found
