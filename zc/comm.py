@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from torch import Tensor
 from zc.errors import PlanError, RankMismatchError
 from zc.plan import Plan
 from zc.rank_check import Entry, RankCheck, Work
+
+# lifetime: for ever. gloo's destructor waits for a collective that was started, and a lost rank never ends it.
+_ABANDONED: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []
 
 # What is exchanged under a bucket's number. On CPU the position in this list is part of the message's tag.
 EXCHANGES = ("reduce", "gather weights", "gather gradient")
@@ -123,8 +127,9 @@ class Group:
     def watch(self, plan: Plan, store: Any) -> None:
         """From here on exchanges are kept in the rank's journal, and watched through ``store``."""
         if self.control is not None:
-            store = dist.PrefixStore(f"zc/{self.control.group_name}", store)
-            self.check = RankCheck(self.rank, self.world_size, store, plan.describe_exchange)
+            own = dist.PrefixStore(f"zc/{self.control.group_name}", store)  # type: ignore[attr-defined]
+            self.check = RankCheck(self.rank, self.world_size, own, plan.describe_exchange)
+            self.check.on_failure = partial(_ABANDONED.append, (self.data, self.control))
 
     def _begin(self, kind: str, index: int) -> Entry:
         if self.check is not None:

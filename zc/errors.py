@@ -3,7 +3,15 @@ unless its text says so."""
 
 from __future__ import annotations
 
-__all__ = ["PassError", "PlanError", "RaceError", "RankLostError", "RankMismatchError", "UncoveredGradientError", "ZcError"]
+__all__ = [
+    "PassError",
+    "PlanError",
+    "RaceError",
+    "RankLostError",
+    "RankMismatchError",
+    "UncoveredGradientError",
+    "ZcError",
+]
 
 
 class ZcError(RuntimeError):

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from zc.buffers import Buffers
-from zc.comm import Group, Work
+from zc.comm import Group
 from zc.kernels import accumulate_cast, flatten_cast, reduce_rows
 from zc.plan import Plan
+from zc.rank_check import Work
 
 
 class Acc(enum.Enum):

@@ -13,8 +13,8 @@ each update. Three things find a difference:
   meet again: RankMismatchError on every rank. A rank that does not answer for ``timeout`` seconds is gone: RankLostError,
   by name. A rank that answers and is only late (it compiles, it reads data) is waited for.
 
-A mismatch must not do harm before it is found: exchanges on CPU are sends and receives whose tag names the bucket, since
-gloo matches collectives by their number alone and *aborts the process* where sizes differ (pair.cc, "Received data size
+A mismatch must not do harm before it is found: exchanges on CPU are sends and receives whose tag names the bucket. gloo
+matches collectives by their number alone, and *aborts the process* where sizes differ (pair.cc, "Received data size
 doesn't match expected size").
 """
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 import weakref
@@ -70,9 +71,11 @@ class RankCheck:
         self._planned = 0  # reductions of the schedules that were started in this epoch
         self._failed = threading.Event()
         self._failure: tuple[str, str] | None = None
+        self.on_failure: Callable[[], None] = lambda: None
         self._network_error: str | None = None
         self._waits: dict[int, tuple[Entry, float]] = {}  # thread -> what it waits for, since when
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and when we saw it change
+        self._elsewhere: tuple[str, float] | None = None  # the caller's own collective, and since when
         self._beat = 0
         self._alarmed = False
         self.exposed_s = 0.0  # seconds that the calling thread stood still for exchanges, since the last update
@@ -106,16 +109,17 @@ class RankCheck:
         self._planned += len(reductions)
         if not is_first or not reductions:
             return
-        mine = {"rank": self.rank, "name": name, "reductions": [self._describe(entry) for entry in reductions]}
-        text = json.dumps(mine)
-        found = self._store.compare_set(f"schedule/{self.epoch}/{place}", "", text).decode()
-        theirs = json.loads(found)
-        for k, (here, there) in enumerate(zip(mine["reductions"], theirs["reductions"], strict=False)):
+        mine = [self._describe(entry) for entry in reductions]
+        found = self._store.compare_set(
+            f"schedule/{self.epoch}/{place}", "", json.dumps([self.rank, name, mine])
+        ).decode()
+        rank, their_name, theirs = json.loads(found)
+        for k, (here, there) in enumerate(zip(mine, theirs, strict=False)):
             if here != there:
                 self._fail(
                     RankMismatchError,
                     f"schedules differ between ranks: exchange {place + k + 1} since the last update is, on rank "
-                    f"{theirs['rank']} in {theirs['name']}: {there}; on rank {self.rank} in {name}: {here}",
+                    f"{rank} in {their_name}: {there}; on rank {self.rank} in {name}: {here}",
                 )
                 raise self.error()
 
@@ -179,7 +183,8 @@ class RankCheck:
     def look(self) -> None:
         """One tick of the watch."""
         now = time.monotonic()
-        stalled = any(now - since >= TICK_S for _, since in list(self._waits.values())) or self._network_error is not None
+        stalled = any(now - since >= TICK_S for _, since in list(self._waits.values()))
+        stalled = stalled or self._network_error is not None
         if self._failed.is_set() or not (stalled or self._alarmed or self._store.check(["alarm"])):
             return
         if self._store.check(["failure"]):
@@ -196,17 +201,27 @@ class RankCheck:
 
     def _publish(self) -> None:
         self._beat += 1
-        waits = [entry for entry, _ in list(self._waits.values())]
-        state = {"beat": self._beat, "epoch": self.epoch, "journal": list(self.journal), "waits": waits}
+        now, place = time.monotonic(), None if self._waits else collective_of_the_caller()
+        if place is None or self._elsewhere is None or self._elsewhere[0] != place:
+            self._elsewhere = None if place is None else (place, now)
+        state = {
+            "beat": self._beat,
+            "epoch": self.epoch,
+            "journal": list(self.journal),
+            "waits": bool(self._waits),
+            "elsewhere": self._elsewhere and [self._elsewhere[0], now - self._elsewhere[1]],
+        }
         self._store.set(f"state/{self.rank}", json.dumps(state))
 
     def _compare(self, now: float) -> None:
+        states: dict[int, dict[str, Any]] = {}
         patience = self.timeout if self._network_error is None else min(self.timeout, LOST_CONNECTION_S)
         for rank in range(self.world_size):
             if rank == self.rank:
                 continue
             key = f"state/{rank}"
-            state = json.loads(self._store.get(key)) if self._store.check([key]) else {"beat": 0}
+            state: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {"beat": 0}
+            states[rank] = state
             beat, seen = self._seen.get(rank, (-1, now))
             if beat != state["beat"]:
                 self._seen[rank] = (state["beat"], now)
@@ -215,6 +230,21 @@ class RankCheck:
                 return
             if state.get("epoch") == self.epoch and self._differs(rank, [(k, i) for k, i in state["journal"]]):
                 return
+        self._find_deadlock(states)
+
+    def _find_deadlock(self, states: dict[int, dict[str, Any]]) -> None:
+        """Every rank stands in an exchange of zc's, or in a collective that its script has called: a rank that has left
+        the loop early (fewer batches) and stands in a barrier is no reason to wait."""
+        elsewhere = {r: s["elsewhere"] for r, s in states.items() if s.get("elsewhere")}
+        standing = all(s.get("waits") or r in elsewhere for r, s in states.items())
+        if standing and elsewhere and all(seconds > self.timeout for _, seconds in elsewhere.values()):
+            places = "; ".join(f"rank {r} stands in {place}" for r, (place, _) in elsewhere.items())
+            waits = ", ".join(self._describe(entry) for entry, _ in list(self._waits.values()))
+            self._fail(
+                RankMismatchError,
+                f"ranks are out of step, for {self.timeout:.0f} s now: {places}; rank {self.rank} in {waits} "
+                f"(exchange {len(self.journal)} since the last update)",
+            )
 
     def _differs(self, rank: int, theirs: list[Entry]) -> bool:
         for k, (here, there) in enumerate(zip(list(self.journal), theirs, strict=False)):
@@ -238,8 +268,7 @@ class RankCheck:
     def store_is_gone(self, error: Exception) -> None:
         """Whoever held the store has ended. Not an error by itself: a rank may be done. One that waits is told."""
         text = f"the store that the ranks share is gone (the process that held it, most often rank 0, ended): {error}"
-        self._failure = ("RankLostError", text)
-        self._failed.set()
+        self._failed_with("RankLostError", text)
 
     def _fail(self, kind: type[ZcError], text: str) -> None:
         """The first verdict is everyone's."""
@@ -247,8 +276,25 @@ class RankCheck:
 
     def _take(self, verdict: str) -> None:
         kind, text = json.loads(verdict)
+        self._failed_with(kind, text)
+
+    def _failed_with(self, kind: str, text: str) -> None:
         self._failure = (kind, text)
+        self.on_failure()
         self._failed.set()
+
+
+def collective_of_the_caller() -> str | None:
+    """The call into torch.distributed that the main thread is in, and the line that made it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    inside = None
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
+            inside = inside if frame.f_code.co_name == "wrapper" else frame.f_code.co_name  # a decorator of torch's
+        elif inside is not None:
+            return f"torch.distributed.{inside} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+        frame = frame.f_back
+    return None
 
 
 def _watch(check: weakref.ref[RankCheck], stop: threading.Event, tick: float) -> None:
