@@ -1,0 +1,146 @@
+"""Unmodified models train as under DDP: transformers' own modelling code and loss, and plain PyTorch's modules.
+
+By default every model runs in both stages op by op, two compiled. ZC_TESTS=full compiles all of them, and
+ZC_MODELS_TABLE=docs/models.md also writes the table (`make models-table`).
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from harness import run_ranks
+from oracle import train_ddp, weights
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from zoo import ZOO
+
+import zc
+
+STEPS = 5
+TOLERANCE = 2e-5
+FULL = os.environ.get("ZC_TESTS") == "full"
+COMPILED = list(ZOO) if FULL else ["GPT-2", "ResNet-like"]
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+class Outcome(NamedTuple):
+    """After the run: weights, this rank's losses, and what explain says."""
+
+    weights: dict[str, Tensor]
+    losses: list[float]
+    num_params: int
+    notes: str
+    uncovered: str
+    num_schedules: int
+
+
+def train(rank: int, world_size: int, name: str, stage: int, backend: str) -> Outcome:
+    """Job: ``STEPS`` updates with zc; stage 0 is DDP, plain PyTorch."""
+    entry = ZOO[name]
+    torch.manual_seed(0)
+    model = entry.make().train()
+    batches = [[entry.batch(rank, step)] for step in range(STEPS)]
+    if stage == 0:
+        found, losses = train_ddp(model, entry.loss, sgd, batches, find_unused=True)
+        return Outcome(found, losses, sum(p.numel() for p in model.parameters()), "", "", 0)
+    model, optimizer = zc.compile(model, sgd(model), stage=stage, backend=backend, bucket_nbytes=2**15)
+    losses = []
+    for (batch,) in batches:
+        loss = entry.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    report = zc.explain(model)
+    schedules = sum(title.startswith("schedule ") for title in report.sections)
+    sections = report.sections["notes"], report.sections["not covered by a schedule"]
+    return Outcome(weights(model), losses, sum(p.numel() for p in model.parameters()), *sections, schedules)
+
+
+@cache
+def ddp(name: str) -> list[Outcome]:
+    return run_ranks(train, 2, name, 0, "", timeout=300)
+
+
+def difference(got: Outcome, wanted: Outcome) -> tuple[float, str]:
+    """The largest relative difference of a parameter, and its name. The scale is that of the parameter, but never less
+    than a ten-thousandth of the largest one's: a key's bias starts at zero and has a gradient of zero, so all that it
+    ever holds is rounding."""
+    assert got.weights.keys() == wanted.weights.keys()
+    floor = 1e-4 * max(float(w.norm()) for w in wanted.weights.values())
+    pairs = (
+        (float((got.weights[n] - w).double().norm()) / max(float(w.double().norm()), floor), n)
+        for n, w in wanted.weights.items()
+    )
+    return max(pairs, key=lambda pair: (pair[0] != pair[0], pair[0]))
+
+
+_ROWS: dict[tuple[str, int, str], tuple[float, Outcome]] = {}
+
+
+def check(name: str, stage: int, backend: str) -> None:
+    wanted = ddp(name)
+    found = run_ranks(train, 2, name, stage, backend, timeout=600)
+    worst, where = difference(found[0], wanted[0])
+    for other in found[1:]:
+        for param, value in found[0].weights.items():
+            assert torch.equal(value, other.weights[param]), f"ranks ended with different {param}"
+    assert worst <= TOLERANCE, f"{where} differs by {worst:.1e}"
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(torch.tensor(mine.losses), torch.tensor(theirs.losses), rtol=1e-4, atol=1e-5)
+    assert found[0].losses[0] != found[0].losses[-1]
+    if backend != "eager":
+        assert found[0].num_schedules > 0, f"nothing was compiled: {found[0].notes}"
+    _ROWS[name, stage, backend] = worst, found[0]
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_op_by_op(name: str) -> None:
+    """backend="eager": every gradient through hooks, both stages."""
+    for stage in (1, 2):
+        check(name, stage, "eager")
+
+
+@pytest.mark.parametrize("stage", [1, 2] if FULL else [2])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"] if FULL else ["inductor"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name: str, backend: str, stage: int) -> None:
+    check(name, stage, backend)
+
+
+@pytest.mark.skipif(not os.environ.get("ZC_MODELS_TABLE"), reason="ZC_MODELS_TABLE names no file to write")
+def test_write_the_table() -> None:
+    """Last in the file: the rows of the tests above, as docs/models.md."""
+    Path(os.environ["ZC_MODELS_TABLE"]).write_text(table())
+
+
+def table() -> str:
+    import transformers
+
+    runs = [(stage, backend) for backend in ("eager", "aot_eager", "inductor") for stage in (1, 2)]
+    lines = [
+        "# Models",
+        "",
+        "Written by `make models-table`; don't edit. Tiny random configurations, unmodified modelling code, the model's own",
+        f"loss; 2 gloo ranks, fp32, SGD with momentum, {STEPS} updates, torch {torch.__version__}, transformers",
+        f"{transformers.__version__}. Each cell: the largest relative difference of a parameter to DDP's; the tests allow",
+        f"{TOLERANCE:.0e}. `refused`: zc.explain or the error says why.",
+        "",
+        "| model | parameters | " + " | ".join(f"{backend}, stage {stage}" for stage, backend in runs) + " | schedules |",
+        "|---|---|" + "---|" * (len(runs) + 1),
+    ]
+    for name in ZOO:
+        rows: list[Any] = [_ROWS.get((name, stage, backend)) for stage, backend in runs]
+        cells = ["not run" if row is None else f"{row[0]:.0e}" for row in rows]
+        some = next((row[1] for row in reversed(rows) if row is not None), None)
+        numbers = (f"{some.num_params:,}", some.num_schedules) if some is not None else ("", "")
+        lines.append(f"| {name} | {numbers[0]} | " + " | ".join(cells) + f" | {numbers[1]} |")
+    return "\n".join(lines) + "\n"
