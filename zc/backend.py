@@ -138,6 +138,7 @@ def _inner_compile(
 ) -> Any:
     if not kwargs.get("is_backward"):
         return _whole(runtime, gm, example_inputs, kwargs)
+    _adopt_strides(gm, example_inputs)
     backward = CompiledBackward(runtime, names, gm, kwargs)
 
     def run(args: list[Any]) -> tuple[Any, ...]:
@@ -145,6 +146,23 @@ def _inner_compile(
 
     run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
     return run
+
+
+def _adopt_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Inductor may give a saved activation other strides than it was traced with (channels last around convolutions).
+    AOTAutograd hands them in with ``example_inputs``; the graph's own values learn of them here, before it is cut into
+    segments, each of which asserts the strides of its inputs.
+
+    Relies on AOTAutograd restriding the example inputs by what the compiled forward reports, as Inductor's own
+    FakeTensorProp does (2.11 to 2.15).
+    """
+    from torch._guards import detect_fake_mode
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    pairs = zip((node.meta.get("val") for node in placeholders), example_inputs, strict=True)
+    if any(_strides_of(traced) != _strides_of(real) for traced, real in pairs):
+        FakeTensorProp(gm, mode=detect_fake_mode(example_inputs)).propagate_dont_convert_inputs(*example_inputs)
 
 
 def _whole(runtime: Runtime, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -286,7 +304,7 @@ def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModul
     output = gm.graph.output_node()
     outputs: Any = output.args[0]
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
-    output.meta["original_output_strides"] = [_strides(n) for n in outputs]
+    output.meta["original_output_strides"] = [_strides_of(n.meta.get("val")) for n in outputs]
     example_inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     accepted = inspect.signature(compile_fx_inner).parameters
     passed = {k: v for k, v in kwargs.items() if k in accepted or "kwargs" in accepted}
@@ -299,8 +317,7 @@ def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModul
     return compiled
 
 
-def _strides(node: fx.Node) -> Any:
-    val = node.meta.get("val")
+def _strides_of(val: Any) -> Any:
     return val.stride() if isinstance(val, torch.Tensor) and val.layout == torch.strided else None
 
 
