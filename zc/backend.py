@@ -85,6 +85,7 @@ def make_backend(runtime: Runtime) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
         refuse_compiled_autograd()
+        runtime.ledger.graphs.append(_compile_id())
         names = [name_of.get(id(value)) for value in inputs]
         _guard_identity(gm, names)
         # The AOTAutograd cache's key ignores inner_compile: an entry of a plain run would replace our schedule
@@ -93,6 +94,28 @@ def make_backend(runtime: Runtime) -> Callable[..., Any]:
             return compile_fx(gm, list(inputs), inner_compile=partial(_inner_compile, runtime, names))
 
     return zc_backend
+
+
+def _compile_id() -> str:
+    """Dynamo's id of the graph that is being compiled, frame / how often that frame was compiled before."""
+    from torch._guards import CompileContext
+
+    found = CompileContext.current_compile_id()
+    return f"{found.frame_id}/{found.frame_compile_id}" if found is not None else "?"
+
+
+def graph_breaks() -> dict[str, int]:
+    """Why Dynamo broke graphs in this process, and how often; under "skipped frames" those that it left uncompiled.
+
+    Relies on ``torch._dynamo.utils.counters``, which TORCH_LOGS and Dynamo's own tests read (2.11 to 2.15).
+    """
+    from torch._dynamo.utils import counters
+
+    found = {str(reason): int(times) for reason, times in counters["graph_break"].items()}
+    frames = counters["frames"]
+    if frames["total"] > frames["ok"]:
+        found["skipped frames"] = int(frames["total"] - frames["ok"])
+    return found
 
 
 def compile_in_place(model: nn.Module, backend: Callable[..., Any]) -> None:

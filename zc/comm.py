@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -91,6 +92,7 @@ class Group:
         self.data: dist.ProcessGroup | None = None
         self.control: dist.ProcessGroup | None = None
         self.check: RankCheck | None = None
+        self._nbytes_sent: Counter[str] = Counter()  # by kind of exchange, by this rank
         self._given = group
         if not dist.is_available() or not dist.is_initialized():
             return
@@ -131,7 +133,13 @@ class Group:
             self.check = RankCheck(self.rank, self.world_size, own, plan.describe_exchange)
             self.check.on_failure = partial(_ABANDONED.append, (self.data, self.control))
 
-    def _begin(self, kind: str, index: int) -> Entry:
+    def take_nbytes_sent(self) -> Counter[str]:
+        """Since it was last asked: bytes that this rank has sent, by kind of exchange."""
+        sent, self._nbytes_sent = self._nbytes_sent, Counter()
+        return sent
+
+    def _begin(self, kind: str, index: int, nbytes: int) -> Entry:
+        self._nbytes_sent[kind] += nbytes * (self.world_size - 1) // self.world_size
         if self.check is not None:
             self.check.enter(kind, index)
         return kind, index
@@ -141,7 +149,7 @@ class Group:
 
     def all_to_all(self, out: Tensor, rows: Tensor, bucket: int) -> Work | None:
         """out[s*S:(s+1)*S] on rank r <- rows[r*S:(r+1)*S] of rank s; both [P], contiguous. Asynchronous."""
-        entry = self._begin("reduce", bucket)
+        entry = self._begin("reduce", bucket, rows.nbytes)
         if out.device.type != "cpu":
             return self._watched(dist.all_to_all_single(out, rows, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
         theirs, mine = out.view(self.world_size, -1), rows.view(self.world_size, -1)
@@ -150,7 +158,7 @@ class Group:
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, bucket: int) -> Work | None:
         """out [S] <- sum over ranks of this rank's rows of flat [P]. Asynchronous."""
-        entry = self._begin("reduce", bucket)
+        entry = self._begin("reduce", bucket, flat.nbytes)
         # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
         call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return self._watched(call(out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
@@ -158,7 +166,7 @@ class Group:
     def all_gather(self, out: Tensor, shard: Tensor, what: str, bucket: int) -> Work | None:
         """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. ``what`` is one of EXCHANGES.
         Asynchronous."""
-        entry = self._begin(what, bucket)
+        entry = self._begin(what, bucket, out.nbytes)
         if out.device.type != "cpu":
             call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             return self._watched(call(out, shard, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
@@ -190,7 +198,7 @@ class Group:
 
     def _all_reduce(self, value: Tensor, op: Any) -> None:
         if self.world_size > 1:
-            entry = self._begin("norm", value.numel())
+            entry = self._begin("norm", value.numel(), 2 * value.nbytes)
             self._watched(dist.all_reduce(value, op=op, group=self.data, async_op=True), entry).wait()
 
     def broadcast_(self, tensor: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from zc.buffers import Buffers
 from zc.comm import Group
 from zc.kernels import accumulate_cast, flatten_cast, reduce_rows
+from zc.log import log
 from zc.plan import Plan
 from zc.rank_check import Work
 
@@ -54,10 +55,12 @@ class GradientOps:
         return BoundOps(self, segments)
 
     def flatten_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        log.debug("bucket %d: slots %s are written into %s", bucket, slots, buffer)
         out = self.buffers.named(buffer, self.plan.buckets[bucket])
         flatten_cast(out, *self._present(bucket, slots, grads))
 
     def accumulate_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        log.debug("bucket %d: slots %s are added to %s (%s)", bucket, slots, buffer, self.state[bucket].value)
         acc = self.buffers.named(buffer, self.plan.buckets[bucket])
         present, offsets = self._present(bucket, slots, grads)
         self.landed[bucket] = False
@@ -87,11 +90,13 @@ class GradientOps:
         return [g for g, _ in pairs], [offset for _, offset in pairs]
 
     def deposit(self, bucket: int, slot: int, grad: Tensor) -> None:
+        log.debug("bucket %d: the gradient of slot %d is kept until the bucket is reduced", bucket, slot)
         self.on_deposit(bucket, slot, grad)
 
     def launch_reduce(self, bucket: int, dst: str, src: str) -> Work | None:
         record = self.plan.buckets[bucket]
         received, sent = self.buffers.named(dst, record), self.buffers.named(src, record)
+        log.debug("bucket %d: its reduction %d since the last step starts", bucket, self.num_reductions[bucket] + 1)
         self.order.append(bucket)
         self.num_reductions[bucket] += 1
         exchange = self.group.all_to_all if self.plan.reduce == "exact" else self.group.reduce_scatter
@@ -100,9 +105,11 @@ class GradientOps:
     def wait_reduce(self, bucket: int, work: Work | None, dst: str, src: str) -> None:
         if work is not None:
             work.wait()
+            log.debug("bucket %d: its reduction has arrived in %s", bucket, dst)
 
     def accumulate(self, bucket: int, acc: str, src: str) -> None:
         record, world_size = self.plan.buckets[bucket], self.plan.world_size
+        log.debug("bucket %d: the mean over ranks goes from %s into %s", bucket, src, acc)
         rows = self.buffers.named(src, record).view(-1, record.layout.numel_shard)
         out = self.buffers.part(self.buffers.named(acc, record), record)
         self.landed[bucket] = False

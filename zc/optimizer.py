@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from zc.errors import PlanError
 from zc.kernels import sum_of_squares, unflatten_cast
 from zc.layout import flat_layout, whole_layout
+from zc.log import log
 from zc.offload import HostStep
 from zc.passes.tag_gradients import slot_of
 from zc.plan import Layout
@@ -239,6 +240,7 @@ class ShardedOptimizer:
 
 def _publish_bucket(runtime: Runtime, index: int) -> Callable[[], None]:
     def run() -> None:
+        log.debug("bucket %d: its weights are gathered", index)
         bucket, flat = runtime.plan.buckets[index], runtime.buffers.flat_param[index]
         start, stop = bucket.layout.shard_range(runtime.group.rank)
         if bucket.has_master:

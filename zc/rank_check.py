@@ -10,8 +10,8 @@ each update. Three things find a difference:
 - **The checksum**, for schedules that have all run before and whose exchanges happen to go through.
 - **The watch**, a thread a rank. It looks at the store once a second. When this rank, or another, has stood in an
   exchange for a second, all ranks put their journals into the store. Two journals that differ at one place can never
-  meet again: RankMismatchError on every rank. A rank that does not answer for ``timeout`` seconds is gone: RankLostError,
-  by name. A rank that answers and is only late (it compiles, it reads data) is waited for.
+  meet again: RankMismatchError on every rank. A rank that does not answer for ``timeout`` seconds is gone:
+  RankLostError, by name. One that answers and is only late (it compiles, it reads data) is waited for.
 
 A mismatch must not do harm before it is found: exchanges on CPU are sends and receives whose tag names the bucket. gloo
 matches collectives by their number alone, and *aborts the process* where sizes differ (pair.cc, "Received data size

@@ -21,6 +21,8 @@ from zc.buffers import Buffers
 from zc.comm import Group
 from zc.config import Config
 from zc.errors import UncoveredGradientError
+from zc.ledger import Ledger
+from zc.log import log
 from zc.ops import Acc, GradientOps, Segment
 from zc.passes import offload_gradients, reduce_buckets
 from zc.passes.base import Pass
@@ -56,6 +58,8 @@ class Runtime:
         self.programs: list[Program] = []  # of compiled graphs, for explain
         self.compiled_segments: dict[str, Segment] = {}  # by canonical text
         self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
+        self.ledger = Ledger()
+        self.ledger.breaks_before = backend.graph_breaks()
         self.is_boundary = True
         self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
         self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
@@ -81,6 +85,8 @@ class Runtime:
     def run_program(self, program: Program, args: list[object]) -> tuple[object, ...]:
         """A compiled backward graph, from its first node to its last."""
         self.begin_backward()
+        self.ledger.step.runs[program.name] += 1
+        log.debug("%s: runs, fills %s", program.name, sorted(program.inline_buckets))
         outputs = self._run(program, args)
         if program.plan.reduces:
             self._done |= program.inline_buckets
@@ -109,6 +115,8 @@ class Runtime:
                 f"the gradient of {name} is {grad.layout} {grad.dtype}: zc takes dense real ones"
             )
         self.begin_backward()
+        self.ledger.step.hooks[bucket, slot] += 1
+        log.debug("bucket %d: a hook brings the gradient of %s", bucket, self.plan.buckets[bucket].slots[slot].name)
         self._keep(bucket, slot, grad)
         self._flush_ready()
 
@@ -161,6 +169,11 @@ class Runtime:
             relaxed = [p._replace(requires=frozenset()) for p in passes]
             self._flushes[key] = build(graph, plan, relaxed, self.ops, name=f"{kind}_bucket_{index}")
         return self._flushes[key]
+
+    @property
+    def own_programs(self) -> list[Program]:
+        """Schedules of single buckets: what came in through hooks, what is reduced or moved at a boundary."""
+        return list(self._flushes.values())
 
     # --- boundaries ---
 
@@ -257,7 +270,26 @@ class Runtime:
         pairs = zip(bucket.slots, self.ops.touched[index], strict=True)
         return {s.name: flat[s.offset : s.stop].view(s.shape).clone() if touched else None for s, touched in pairs}
 
+    def _name_unused(self) -> None:
+        """A parameter that no backward has reached, on any rank, is named once: DS#7579 ran on for days like that."""
+        arrived = self.ledger.arrived(self.programs, self.ledger.step)
+        slots = [(b.index, k, slot.name) for b in self.plan.buckets for k, slot in enumerate(b.slots)]
+        unused = [n for b, k, n in slots if (b, k) not in arrived and not self.ops.touched[b][k]]
+        if len(unused) == len(slots):
+            self.say_once("optimizer.step() was called, and no parameter had a gradient")
+            return
+        fresh = self.ledger.unnamed(unused)
+        if fresh:
+            shown = ", ".join(fresh[:5]) + (f" and {len(fresh) - 5} more" if len(fresh) > 5 else "")
+            self.say_once(f"took part in no backward since the last step, on any rank, and was not updated: {shown}")
+
     def after_update(self) -> None:
+        self._name_unused()
+        check, exposed_s = self.group.check, None
+        if check is not None and isinstance(self.streams, ThreadStreams):  # elsewhere the device waits, not the host
+            exposed_s, check.exposed_s = check.exposed_s, 0.0
+        self.ledger.close_step(exposed_s, self.group.take_nbytes_sent())
+        log.debug("step %d is done", self.ledger.num_steps)
         self.ops.order.clear()
         self.ops.reductions_of_last_step = self.ops.num_reductions
         self.ops.num_reductions = [0] * len(self.plan.buckets)

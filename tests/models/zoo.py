@@ -1,7 +1,7 @@
 """Real models, tiny and random: transformers' own modelling code with its own loss, and plain PyTorch's modules.
 
-A `Entry` makes a model and a batch for (rank, step); ``loss(model, batch)`` is what the model's authors compute. Dropout
-is off: DDP and a compiled run draw other random numbers.
+An `Entry` makes a model and a batch for (rank, step); ``loss(model, batch)`` is what the model's authors compute.
+Dropout is off: DDP and a compiled run draw other random numbers.
 """
 
 from __future__ import annotations
