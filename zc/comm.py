@@ -71,7 +71,7 @@ class Several:
 class Watched:
     """A work whose wait ends with a named error where the ranks are out of step (zc/rank_check.py)."""
 
-    def __init__(self, work: Work, check: RankCheck, entry: Entry) -> None:
+    def __init__(self, work: Work, check: RankCheck, entry: Entry | str) -> None:
         self._work, self._check, self._entry = work, check, entry
 
     def wait(self) -> None:
@@ -144,7 +144,7 @@ class Group:
             self.check.enter(kind, index)
         return kind, index
 
-    def _watched(self, work: Any, entry: Entry) -> Any:
+    def _watched(self, work: Any, entry: Entry | str) -> Any:
         return work if self.check is None or work is None else Watched(work, self.check, entry)
 
     def all_to_all(self, out: Tensor, rows: Tensor, bucket: int) -> Work | None:
@@ -190,15 +190,15 @@ class Group:
 
     def sum_(self, value: Tensor) -> None:
         """Adds a small tensor over the ranks, in place."""
-        self._all_reduce(value, dist.ReduceOp.SUM)
+        self._all_reduce("sum", value, dist.ReduceOp.SUM)
 
     def max_(self, value: Tensor) -> None:
         """The largest over the ranks, elementwise, in place."""
-        self._all_reduce(value, dist.ReduceOp.MAX)
+        self._all_reduce("largest", value, dist.ReduceOp.MAX)
 
-    def _all_reduce(self, value: Tensor, op: Any) -> None:
+    def _all_reduce(self, kind: str, value: Tensor, op: Any) -> None:
         if self.world_size > 1:
-            entry = self._begin("norm", value.numel(), 2 * value.nbytes)
+            entry = self._begin(kind, value.numel(), 2 * value.nbytes)
             self._watched(dist.all_reduce(value, op=op, group=self.data, async_op=True), entry).wait()
 
     def broadcast_(self, tensor: Tensor) -> None:
@@ -212,9 +212,18 @@ class Group:
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
-        self._watched(work, ("agree", 0)).wait()
+        work = self.max_async_on_host(tensor, "an exchange of a few numbers")
+        assert work is not None
+        work.wait()
         return [int(value) for value in tensor]
+
+    def max_async_on_host(self, values: Tensor, what: str) -> Work | None:
+        """The largest of each value over the ranks, in place, in host memory. Asynchronous; None with one rank.
+        ``what`` says in an error what this rank waited for."""
+        if self.world_size == 1:
+            return None
+        work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+        return self._watched(work, what)  # type: ignore[no-any-return]
 
     def same_everywhere(self, what: str, lines: Sequence[str]) -> None:
         """Raises RankMismatchError on every rank, naming the first line in which some rank differs from rank 0."""

@@ -60,19 +60,41 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
         + f"\n{'total':>16}: {sum(nbytes.values()):,}",
         "notes": "\n".join(runtime.notes) or "none",
     }
-    hooks = [p for p in runtime.own_programs if p.num_runs]
-    if hooks:
+    if runtime.plan.offload is not None:
+        sections["offload"] = _offload(runtime)
+    single = [p for p in runtime.flushes.programs if p.num_runs]
+    if single:
         sections["schedules of what came in through hooks, and at the end"] = "\n".join(
-            f"{p.name}: {_verdict(p)}" for p in hooks
+            f"{p.name}: {_verdict(p)}" for p in single
         )
-    for program in runtime.programs:
+    shown = (*runtime.forwards, *runtime.programs, *runtime.weights.programs, *runtime.host_programs())
+    for program in shown:
         sections[f"schedule {program.name}"] = f"{_verdict(program)}\n{text(program.graph)}"
     if format == "text":
         return Explanation(sections)
     written = Path(path) if path is not None else Path(f"zc-explain-rank{runtime.group.rank}.html")
-    graphs = {f"schedule {p.name}": (p.graph, p.plan) for p in (*runtime.programs, *hooks)}
+    graphs = {f"schedule {p.name}": (p.graph, p.plan) for p in (*shown, *single)}
     written.write_text(page(f"zc: {type(model).__name__}", sections, graphs))
     return Explanation(sections, written)
+
+
+def _offload(runtime: Runtime) -> str:
+    plan, moved = runtime.plan, runtime.ops.nbytes_of_last_step
+    assert plan.offload is not None
+    shard, whole = (sum(n) for n in zip(*((b.layout.numel_shard, b.numel) for b in plan.buckets), strict=True))
+    size = plan.buckets[0].acc_dtype.itemsize
+    kept = shard if plan.placement.gradient_in_ring else whole
+    here, there = ("in use", "instead") if plan.offload.accumulates_on_host else ("instead", "in use")
+    return "\n".join(
+        [
+            f"offload_accumulate='cpu' ({here}): {size * kept:,} bytes go to the host a backward, and as many come "
+            "back from the second one of an update on; none stay on the device",
+            f"offload_accumulate='device' ({there}): {size * kept:,} bytes stay on the device, {size * shard:,} go to "
+            "the host an update (a backward, where microbatches are not declared with zc.no_sync)",
+            "over the bus in the last step: " + ", ".join(f"{way} {nbytes:,} bytes" for way, nbytes in moved.items()),
+            f"update: {runtime.host_update}",
+        ]
+    )
 
 
 def _buckets(runtime: Runtime) -> str:

@@ -6,9 +6,10 @@ Counting is all that the hot path does, one addition a schedule or hook; `zc.exp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from zc.plan import Plan
 from zc.program import Program
 from zc.schedule import accumulate_cast, deposit, flatten_cast, steps, wgrad_into
 
@@ -71,8 +72,17 @@ class Ledger:
         self.last, self.step = self.step, Step()
         self.num_steps += 1
 
-    def unnamed(self, names: Iterable[str]) -> list[str]:
-        """Those of ``names`` that have not been asked for before."""
+    def unused(self, programs: Iterable[Program], plan: Plan, touched: Sequence[Sequence[bool]]) -> str | None:
+        """The parameters that no backward of this step has reached, on any rank, each named once: DS#7579 ran on for
+        days like that. ``touched``: by bucket and slot, whether some rank has a gradient."""
+        arrived = self.arrived(programs, self.step)
+        slots = [(b.index, k, slot.name) for b in plan.buckets for k, slot in enumerate(b.slots)]
+        names = [name for b, k, name in slots if (b, k) not in arrived and not touched[b][k]]
+        if len(names) == len(slots):
+            return "optimizer.step() was called, and no parameter had a gradient"
         fresh = [name for name in names if name not in self._named]
         self._named.update(fresh)
-        return fresh
+        if not fresh:
+            return None
+        shown = ", ".join(fresh[:5]) + (f" and {len(fresh) - 5} more" if len(fresh) > 5 else "")
+        return f"took part in no backward since the last step, on any rank, and was not updated: {shown}"

@@ -70,6 +70,7 @@ class Plan:
     overlap: bool
     is_boundary: bool = True
     offload: Offload | None = None
+    overlap_gather: bool = False
 
     @property
     def reduces(self) -> bool:
@@ -79,10 +80,8 @@ class Plan:
     def describe_exchange(self, entry: tuple[str, int]) -> str:
         """An entry of a rank's journal in words: what is exchanged, and of which parameters."""
         kind, index = entry
-        if kind == "agree":
-            return "the end of the gradients (a step, a clip or a norm)"
-        if kind == "norm":
-            return f"the norm of {index} gradients"
+        if kind in ("sum", "largest"):
+            return f"the {kind} over ranks of {index} values (norms of gradients, or whether any is infinite)"
         slots = self.buckets[index].slots
         return f"{kind} of bucket {index} ({slots[0].name} ... {slots[-1].name}, {self.buckets[index].numel} elements)"
 
@@ -120,6 +119,7 @@ def make_plan(
     overlap: bool,
     layout: Layout = flat_layout,
     offload: Offload | None = None,
+    overlap_gather: bool = False,
 ) -> Plan:
     """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes``
     bytes.
@@ -139,7 +139,10 @@ def make_plan(
             shapes = [(spec.name, spec.shape) for spec in members]
             record = Bucket(len(buckets), layout(shapes, world_size, align), dtype, wire, acc_dtype, device)
             buckets.append(record)
-    return Plan(tuple(buckets), world_size, placement, reduce, num_buffers, overlap, offload=offload)
+    packed = tuple(buckets)
+    return Plan(
+        packed, world_size, placement, reduce, num_buffers, overlap, offload=offload, overlap_gather=overlap_gather
+    )
 
 
 def _split(specs: Sequence[ParamSpec], itemsize: int, bucket_nbytes: int) -> list[list[ParamSpec]]:

@@ -1,17 +1,16 @@
 """Ranks that get out of step: found, named on every rank, never waited for without end (INVARIANTS I7).
 
-Every rank keeps a *journal*: the exchanges that zc has started since the last update, in order. Ranks in step have the
-same journal. Nothing of it is sent while all goes well, but for the checksum that travels with the exchange before
-each update. Three things find a difference:
+What may differ, and whether that is an error, `zc/agreement.py` decides before the ranks reduce anything: an exchange
+of gradients starts where all have announced it. This file is for the rest, for ranks that come to different exchanges
+or never come. Every rank keeps a *journal*: the exchanges that zc has started since the last update, in order. As
+gradients are agreed on, ranks in step have the same journal, whatever tasks each of them sees. Two things find a
+difference:
 
-- **A schedule's first run.** The rank that comes first leaves the schedule's reductions in the store, under the place
-  in the journal where they begin; whoever comes to the same place with a new schedule compares. Nobody waits: a rank
-  may compile alone, for a batch of another length.
-- **The checksum**, for schedules that have all run before and whose exchanges happen to go through.
 - **The watch**, a thread a rank. It looks at the store once a second. When this rank, or another, has stood in an
   exchange for a second, all ranks put their journals into the store. Two journals that differ at one place can never
   meet again: RankMismatchError on every rank. A rank that does not answer for ``timeout`` seconds is gone:
   RankLostError, by name. One that answers and is only late (it compiles, it reads data) is waited for.
+- **The checksum** of the journal, which travels with the exchange before each update, for what happens to go through.
 
 A mismatch must not do harm before it is found: exchanges on CPU are sends and receives whose tag names the bucket. gloo
 matches collectives by their number alone, and *aborts the process* where sizes differ (pair.cc, "Received data size
@@ -27,9 +26,9 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from zc.errors import RankLostError, RankMismatchError, ZcError
 
@@ -37,6 +36,13 @@ TICK_S = 1.0  # between two looks at the store; an exchange that takes longer is
 SLICE_S = 0.5  # how often a waiting thread looks whether the watch has found something
 LOST_CONNECTION_S = 6.0  # patience with a silent rank once the network has reported an error
 Entry = tuple[str, int]
+
+
+class Journal(NamedTuple):
+    """``epoch``: updates that all ranks have agreed on; what was started since."""
+
+    epoch: int
+    entries: list[Entry]
 
 
 class Work(Protocol):
@@ -60,20 +66,19 @@ def patience() -> float:
 
 
 class RankCheck:
-    """One rank's journal, and its watch. ``describe`` turns a journal entry into words."""
+    """One rank's journal, and its watch. ``describe`` turns a journal entry into words; what is announced comes in
+    words."""
 
     def __init__(self, rank: int, world_size: int, store: Store, describe: Callable[[Entry], str]) -> None:
         self.rank, self.world_size = rank, world_size
-        self._store, self._describe = store, describe
+        self._store, self.describe = store, describe
         self.timeout = patience()
-        self.epoch = 0  # updates agreed on
-        self.journal: list[Entry] = []  # of this epoch
-        self._planned = 0  # reductions of the schedules that were started in this epoch
+        self._journal = Journal(0, [])  # one object: the watch's thread must not see a new epoch with old entries
         self._failed = threading.Event()
         self._failure: tuple[str, str] | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self._network_error: str | None = None
-        self._waits: dict[int, tuple[Entry, float]] = {}  # thread -> what it waits for, since when
+        self._waits: dict[int, tuple[Entry | str, float]] = {}  # thread -> what it waits for, since when
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and when we saw it change
         self._elsewhere: tuple[str, float] | None = None  # the caller's own collective, and since when
         self._beat = 0
@@ -89,43 +94,37 @@ class RankCheck:
 
     def enter(self, kind: str, index: int) -> None:
         """An exchange starts here."""
-        self.journal.append((kind, index))
+        self._journal.entries.append((kind, index))
 
     def checksum(self) -> int:
-        return zlib.crc32(repr(self.journal).encode())
+        return zlib.crc32(repr(self._journal.entries).encode())
 
     def lines(self) -> list[str]:
-        return [self._describe(entry) for entry in self.journal]
+        return [self._words(entry) for entry in self._journal.entries]
 
     def agreed(self) -> None:
         """All ranks have had this journal: the next one begins."""
-        self.epoch += 1
-        self.journal, self._planned = [], 0
+        self._journal = Journal(self._journal.epoch + 1, [])
 
-    def before_schedule(self, name: str, reductions: Sequence[Entry], *, is_first: bool) -> None:
-        """Called with the reductions of a schedule before it runs; the first time they are compared with those of the
-        ranks that have come here before. Raises RankMismatchError."""
-        place = self._planned
-        self._planned += len(reductions)
-        if not is_first or not reductions:
-            return
-        mine = [self._describe(entry) for entry in reductions]
-        found = self._store.compare_set(
-            f"schedule/{self.epoch}/{place}", "", json.dumps([self.rank, name, mine])
-        ).decode()
-        rank, their_name, theirs = json.loads(found)
-        for k, (here, there) in enumerate(zip(mine, theirs, strict=False)):
-            if here != there:
-                self._fail(
-                    RankMismatchError,
-                    f"schedules differ between ranks: exchange {place + k + 1} since the last update is, on rank "
-                    f"{rank} in {their_name}: {there}; on rank {self.rank} in {name}: {here}",
-                )
-                raise self.error()
+    def _words(self, entry: Entry | str) -> str:
+        return entry if isinstance(entry, str) else self.describe(entry)
+
+    # --- what ranks tell each other when they differ ---
+
+    def tell(self, key: str, text: str) -> None:
+        """For the others to read, whatever this rank does next. Does not wait."""
+        self._store.set(f"{key}/{self.rank}", text)
+
+    def told(self, key: str) -> list[str | None]:
+        """What every rank has told under ``key``; None for one that says nothing for ``timeout`` seconds."""
+        keys, end = [f"{key}/{rank}" for rank in range(self.world_size)], time.monotonic() + self.timeout
+        while not self._store.check(keys) and time.monotonic() < end:
+            time.sleep(0.05)
+        return [self._store.get(k).decode() if self._store.check([k]) else None for k in keys]
 
     # --- waiting ---
 
-    def wait(self, work: Work, entry: Entry, *, interruptible: bool) -> None:
+    def wait(self, work: Work, entry: Entry | str, *, interruptible: bool) -> None:
         """Waits for an exchange. Raises what the watch finds, or the network's own error where it finds nothing.
 
         Without ``interruptible`` (a stream's thread) only errors of the network end the wait; the calling thread, which
@@ -204,10 +203,11 @@ class RankCheck:
         now, place = time.monotonic(), None if self._waits else collective_of_the_caller()
         if place is None or self._elsewhere is None or self._elsewhere[0] != place:
             self._elsewhere = None if place is None else (place, now)
+        journal = self._journal
         state = {
             "beat": self._beat,
-            "epoch": self.epoch,
-            "journal": list(self.journal),
+            "epoch": journal.epoch,
+            "journal": list(journal.entries),
             "waits": bool(self._waits),
             "elsewhere": self._elsewhere and [self._elsewhere[0], now - self._elsewhere[1]],
         }
@@ -228,7 +228,7 @@ class RankCheck:
             elif now - seen > patience:
                 self._fail(RankLostError, self._lost(rank, now - seen))
                 return
-            if state.get("epoch") == self.epoch and self._differs(rank, [(k, i) for k, i in state["journal"]]):
+            if "journal" in state and self._differs(rank, Journal(state["epoch"], state["journal"])):
                 return
         self._find_deadlock(states)
 
@@ -239,26 +239,29 @@ class RankCheck:
         standing = all(s.get("waits") or r in elsewhere for r, s in states.items())
         if standing and elsewhere and all(seconds > self.timeout for _, seconds in elsewhere.values()):
             places = "; ".join(f"rank {r} stands in {place}" for r, (place, _) in elsewhere.items())
-            waits = ", ".join(self._describe(entry) for entry, _ in list(self._waits.values()))
+            waits = ", ".join(self._words(entry) for entry, _ in list(self._waits.values()))
             self._fail(
                 RankMismatchError,
                 f"ranks are out of step, for {self.timeout:.0f} s now: {places}; rank {self.rank} in {waits} "
-                f"(exchange {len(self.journal)} since the last update)",
+                f"(after {len(self._journal.entries)} exchanges since the last update)",
             )
 
-    def _differs(self, rank: int, theirs: list[Entry]) -> bool:
-        for k, (here, there) in enumerate(zip(list(self.journal), theirs, strict=False)):
-            if here != there:
+    def _differs(self, rank: int, theirs: Journal) -> bool:
+        mine = self._journal
+        if theirs.epoch != mine.epoch:
+            return False
+        for k, (here, (kind, index)) in enumerate(zip(list(mine.entries), theirs.entries, strict=False)):
+            if here != (kind, index):
                 self._fail(
                     RankMismatchError,
                     f"ranks are out of step: exchange {k + 1} since the last update is, on rank {rank}: "
-                    f"{self._describe(there)}; on rank {self.rank}: {self._describe(here)}",
+                    f"{self._words((kind, index))}; on rank {self.rank}: {self._words(here)}",
                 )
                 return True
         return False
 
     def _lost(self, rank: int, seconds: float) -> str:
-        waits = [self._describe(entry) for entry, _ in list(self._waits.values())]
+        waits = [self._words(entry) for entry, _ in list(self._waits.values())]
         return (
             f"rank {rank} has not answered for {seconds:.0f} s (it ended, was killed, or stands still), and rank "
             f"{self.rank} waits for it in: {', '.join(waits) or 'an exchange'}"

@@ -9,27 +9,28 @@ or at the end of the backward, in plan order: the same on every rank, and nobody
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from zc import backend
+from zc import backend, param_grads
+from zc.agreement import Agreement, describe
 from zc.buffers import Buffers
 from zc.comm import Group
 from zc.config import Config
 from zc.errors import UncoveredGradientError
+from zc.flushes import Flushes
+from zc.gathering import WeightGather
 from zc.ledger import Ledger
 from zc.log import log
 from zc.ops import Acc, GradientOps, Segment
-from zc.passes import offload_gradients, reduce_buckets
 from zc.passes.base import Pass
 from zc.passes.pipeline import PIPELINE
-from zc.plan import Plan
-from zc.program import Program, build
-from zc.schedule import deposit
+from zc.plan import Bucket, Plan
+from zc.program import Program
 from zc.streams import Streams, ThreadStreams
 
 
@@ -54,21 +55,42 @@ class Runtime:
             group.watch(plan, backend.default_store())
         if group.check is not None and isinstance(streams, ThreadStreams):
             streams.wait_for = group.check.wait_event  # a stream's thread may wait for a rank that never comes
+        self.agreement = Agreement(group, _num_flags(plan), defers=not plan.placement.reduces_every_backward)
         self.passes: tuple[Pass, ...] = tuple(p for p in PIPELINE if config.verify or p.name != "verify")
-        self.programs: list[Program] = []  # of compiled graphs, for explain
+        self.flushes = Flushes(self.passes, self.ops)
+        self.programs: list[Program] = []  # of compiled backward graphs, for explain
+        self.forwards: list[Program] = []  # of compiled forward graphs (overlap_gather)
+        self.weights = WeightGather(self)
         self.compiled_segments: dict[str, Segment] = {}  # by canonical text
         self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
         self.ledger = Ledger()
         self.ledger.breaks_before = backend.graph_breaks()
+        self.num_skipped = 0  # steps that a GradScaler left out
+        self.frozen: dict[str, nn.Parameter] = {}  # not in the plan; one that asks for a gradient needs zc.recompile
         self.is_boundary = True
         self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
         self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
+        self.host_programs: Callable[[], list[Program]] = list  # the optimizer's: updates in host memory, for explain
+        self.host_update = "none yet"  # how they are done, for explain
         self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
-        self._flushes: dict[tuple[str, int, bool], Program] = {}
         self._pending: dict[int, dict[int, list[Tensor]]] = {}  # bucket -> slot -> gradients of this backward
         self._done: set[int] = set()  # buckets that this backward has reduced
         self._open_tasks: set[int] = set()  # autograd graph tasks whose end will call us
         self._final = False
+
+    def grow(self, plan: Plan, params: dict[str, nn.Parameter]) -> None:
+        """Takes in ``plan``, whose first buckets are the present ones, and the parameters of the others. Schedules that
+        were compiled before stay as they are: their buckets keep their places."""
+        self.streams.synchronize()
+        added = plan.buckets[len(self.plan.buckets) :]
+        self.buffers.grow(plan)
+        self.ops.grow(plan)
+        self.plan = plan
+        self.agreement.numel_flags = _num_flags(plan)
+        if self.group.check is not None:
+            self.group.check.describe = plan.describe_exchange
+        self.params.update(params)
+        self._install_hooks(added)
 
     # --- gradients come in ---
 
@@ -79,6 +101,9 @@ class Runtime:
         self._final = False
         task = backend.current_graph_task()
         if task not in self._open_tasks:
+            param_grads.refuse_accumulate_hooks(self.params)
+            if not self._open_tasks:  # not inside another one (reentrant checkpointing), which has yet to show its own
+                self._notice_cleared()
             self._open_tasks.add(task)
             backend.queue_callback(partial(self.end_backward, task))
 
@@ -87,17 +112,11 @@ class Runtime:
         self.begin_backward()
         self.ledger.step.runs[program.name] += 1
         log.debug("%s: runs, fills %s", program.name, sorted(program.inline_buckets))
-        outputs = self._run(program, args)
+        outputs = program(args, self.streams, self._announce(program.launched))
         if program.plan.reduces:
             self._done |= program.inline_buckets
         self._flush_ready()
         return outputs
-
-    def _run(self, program: Program, args: list[object]) -> tuple[object, ...]:
-        if self.group.check is not None:
-            reductions = [("reduce", bucket) for bucket in program.reductions]
-            self.group.check.before_schedule(program.name, reductions, is_first=program.num_runs == 0)
-        return program(args, self.streams)
 
     def receive_eager(self, bucket: int, slot: int, param: nn.Parameter) -> None:
         """The post-accumulate-grad hook: the gradient leaves ``param.grad`` for the plan."""
@@ -124,26 +143,42 @@ class Runtime:
         # lifetime: until the bucket is flushed, at the latest at the end of this backward
         self._pending.setdefault(bucket, {}).setdefault(slot, []).append(grad.detach())
 
+    def _announce(self, buckets: Sequence[int]) -> Callable[[], bool] | None:
+        """Tells the other ranks which buckets come next. The comm stream asks the answer before it reduces them."""
+        if not buckets or self.plan.world_size == 1:
+            return None
+        return self.agreement.announce(describe(buckets, [self.plan.buckets[b].slots[0].name for b in buckets])).is_same
+
     def _flush_ready(self) -> None:
+        ready = []
         for bucket in self.plan.buckets:
             if bucket.index in self._done:
                 continue
             if len(self._pending.get(bucket.index, ())) < len(bucket.slots):
-                return  # later ones wait: one order on every rank
-            self._flush(bucket.index, reduce=self.current_plan.reduces)
+                break  # later ones wait: one order on every rank
+            ready.append(bucket.index)
+        self._flush(ready, reduce=self.current_plan.reduces)
 
     def end_backward(self, task: int) -> None:
         """Autograd's final callback. What is still deposited is written, with zeros where nothing came."""
         self._open_tasks.discard(task)
-        for index in sorted(self._pending):
-            # stage 2 must reduce here; stage 1 keeps a partial sum, which waits for the boundary
-            self._flush(index, reduce=self.plan.placement.reduces_every_backward)
+        # stage 2 must reduce here; stage 1 keeps a partial sum, which waits for the boundary
+        self._flush(sorted(self._pending), reduce=self.plan.placement.reduces_every_backward)
         self._done.clear()
+        self.agreement.check()  # of what is known by now: this backward may be the rank's last
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
         self.on_backward()
 
-    def _flush(self, index: int, *, reduce: bool) -> None:
+    def _flush(self, buckets: Sequence[int], *, reduce: bool) -> None:
+        is_agreed = self._announce(buckets) if reduce else None
+        for index in buckets:
+            self.flushes.get("flush", index, reduce, self.plan)(self._take(index), self.streams, is_agreed)
+            if reduce:
+                self._done.add(index)
+
+    def _take(self, index: int) -> list[object]:
+        """What was deposited for one bucket: a gradient a slot, None where nothing came."""
         arrived = self._pending.pop(index)
         bucket = self.plan.buckets[index]
         grads: list[object] = []
@@ -154,26 +189,7 @@ class Runtime:
                 assert total is not None
                 total = total.to(bucket.acc_dtype) + part
             grads.append(total)
-        self._run(self._flush_program("flush", index, reduce), grads)
-        if reduce:
-            self._done.add(index)
-
-    def _flush_program(self, kind: str, index: int, reduce: bool) -> Program:
-        key = (kind, index, reduce)
-        if key not in self._flushes:
-            plan = self.plan if reduce else self.plan.microbatch()
-            graph = _GRAPHS[kind](plan, index)
-            passes = [p for p in self.passes if p.name not in ("tag_gradients", "outline_segments")]
-            if kind != "flush":
-                passes = [p for p in passes if p.name not in ("bucket_gradients", "reduce_buckets")]
-            relaxed = [p._replace(requires=frozenset()) for p in passes]
-            self._flushes[key] = build(graph, plan, relaxed, self.ops, name=f"{kind}_bucket_{index}")
-        return self._flushes[key]
-
-    @property
-    def own_programs(self) -> list[Program]:
-        """Schedules of single buckets: what came in through hooks, what is reduced or moved at a boundary."""
-        return list(self._flushes.values())
+        return grads
 
     # --- boundaries ---
 
@@ -191,20 +207,15 @@ class Runtime:
 
     def finish_gradients(self) -> None:
         """The boundary: afterwards every rank's shard holds the mean over ranks of the sum over backward calls."""
+        self.weights.synchronize()
+        param_grads.check(self.params, self.frozen, self.is_shown)
+        self._notice_cleared()
         if self._final:
             return
         self._pending.clear()  # of a backward that raised half-way: its end never came
         self._open_tasks.clear()
-        self._check_param_grads()
         self.streams.join_home()
-        self._agree()
-        if self.plan.world_size > 1 and not self.plan.placement.reduces_every_backward:
-            for bucket in self.plan.buckets:
-                if any(self.ops.touched[bucket.index]) and self.ops.state[bucket.index] is not Acc.REDUCED:
-                    if self.ops.state[bucket.index] is Acc.EMPTY:  # only other ranks have a gradient here: zeros
-                        self.ops.fill_zeros(bucket.index)
-                    self._run(self._flush_program("reduce", bucket.index, True), [])
-            self.streams.join_home()
+        self._meet()
         self._land()
         self._final = True
         self.on_final()
@@ -216,7 +227,7 @@ class Runtime:
             return
         for bucket in self.plan.buckets:
             if self.ops.state[bucket.index] is not Acc.EMPTY and not self.ops.landed[bucket.index]:
-                self._flush_program("land", bucket.index, True)([], self.streams)
+                self.flushes.get("land", bucket.index, True, self.plan)([], self.streams)
         self.streams.join_home()
 
     def wait_for_host_memory(self) -> None:
@@ -224,30 +235,41 @@ class Runtime:
         if self.plan.offload is not None:
             self.streams.synchronize()
 
-    def _agree(self) -> None:
-        """One small exchange on the host: which parameters have a gradient on any rank, and one order of reductions."""
-        check = self.group.check
-        if check is None:
+    def _meet(self) -> None:
+        """All ranks are at the boundary: one small exchange on the host says which parameters have a gradient on any of
+        them, and which buckets some rank has yet to reduce."""
+        if self.plan.world_size == 1:
             return
-        check.enter("agree", 0)
-        digest = check.checksum()
-        high, low, *flags = self.group.max_on_host([digest, -digest, *self.ops.touched_flags()])
-        if high != -low:
-            self.group.same_everywhere("what was exchanged since the last update", check.lines())
-        check.agreed()
-        self.ops.set_touched(flags)
+        partial = [state is Acc.PARTIAL for state in self.ops.state]
+        flags = self.agreement.meet([*self.ops.touched_flags(), *map(int, partial)])
+        self.ops.set_touched(flags[: len(flags) - len(partial)])
+        if self.plan.placement.reduces_every_backward:
+            return
+        for bucket, is_partial in zip(self.plan.buckets, flags[len(flags) - len(partial) :], strict=True):
+            if is_partial:
+                if self.ops.state[bucket.index] is not Acc.PARTIAL:
+                    self.ops.add_nothing(bucket.index)
+                self.flushes.get("reduce", bucket.index, True, self.plan)([], self.streams)
+        self.streams.join_home()
 
-    def _check_param_grads(self) -> None:
-        for name, param in self.params.items():
-            if param.grad is not None and not self.is_shown(name, param.grad):
-                raise UncoveredGradientError(
-                    f"{name}.grad holds a full gradient that did not come through a backward of this model; zc trains "
-                    "from its own shards: don't assign param.grad by hand"
-                )
+    def _notice_cleared(self) -> None:
+        """``param.grad = None`` by hand, or the stock model.zero_grad(): the accumulator forgets that parameter."""
+        gone = param_grads.cleared(self.plan, self.ops, self.params)
+        if not gone:
+            return
+        self.streams.join_home()
+        self._final = False
+        if len(gone) == sum(sum(flags) for flags in self.ops.touched):
+            self.ops.clear(set_to_none=True)
+            return
+        self.wait_for_host_memory()
+        for bucket, slot in gone:
+            self.ops.forget(bucket, slot)
 
     def clear(self, *, set_to_none: bool) -> None:
         """zero_grad of the module or of the optimizer."""
-        self.streams.join_home()
+        if not self._final:  # else all reductions are done, and gathers may go on
+            self.streams.join_home()
         if not set_to_none:
             self.wait_for_host_memory()
         self._pending.clear()
@@ -270,31 +292,17 @@ class Runtime:
         pairs = zip(bucket.slots, self.ops.touched[index], strict=True)
         return {s.name: flat[s.offset : s.stop].view(s.shape).clone() if touched else None for s, touched in pairs}
 
-    def _name_unused(self) -> None:
-        """A parameter that no backward has reached, on any rank, is named once: DS#7579 ran on for days like that."""
-        arrived = self.ledger.arrived(self.programs, self.ledger.step)
-        slots = [(b.index, k, slot.name) for b in self.plan.buckets for k, slot in enumerate(b.slots)]
-        unused = [n for b, k, n in slots if (b, k) not in arrived and not self.ops.touched[b][k]]
-        if len(unused) == len(slots):
-            self.say_once("optimizer.step() was called, and no parameter had a gradient")
-            return
-        fresh = self.ledger.unnamed(unused)
-        if fresh:
-            shown = ", ".join(fresh[:5]) + (f" and {len(fresh) - 5} more" if len(fresh) > 5 else "")
-            self.say_once(f"took part in no backward since the last step, on any rank, and was not updated: {shown}")
-
     def after_update(self) -> None:
-        self._name_unused()
+        self._final = False  # the next step meets the other ranks again, whether or not this one has a backward before
+        unused = self.ledger.unused(self.programs, self.plan, self.ops.touched)
+        if unused:
+            self.say_once(unused)
         check, exposed_s = self.group.check, None
         if check is not None and isinstance(self.streams, ThreadStreams):  # elsewhere the device waits, not the host
             exposed_s, check.exposed_s = check.exposed_s, 0.0
         self.ledger.close_step(exposed_s, self.group.take_nbytes_sent())
         log.debug("step %d is done", self.ledger.num_steps)
-        self.ops.order.clear()
-        self.ops.reductions_of_last_step = self.ops.num_reductions
-        self.ops.num_reductions = [0] * len(self.plan.buckets)
-        self.ops.nbytes_of_last_step = self.ops.nbytes_moved
-        self.ops.nbytes_moved = dict.fromkeys(self.ops.nbytes_moved, 0)
+        self.ops.close_step()
 
     def say_once(self, note: str) -> None:
         """Records a fallback or a condition for explain, and warns the first time."""
@@ -305,7 +313,10 @@ class Runtime:
             warnings.warn(f"zc: {note}", stacklevel=3)
 
     def install_hooks(self) -> None:
-        for bucket in self.plan.buckets:
+        self._install_hooks(self.plan.buckets)
+
+    def _install_hooks(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
             for k, slot in enumerate(bucket.slots):
                 hook = partial(_receive, weakref.ref(self), bucket.index, k)
                 self.params[slot.name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -319,30 +330,6 @@ def _receive(runtime: weakref.ref[Runtime], bucket: int, slot: int, param: nn.Pa
         found.receive_eager(bucket, slot, param)
 
 
-def _deposits(plan: Plan, index: int) -> fx.Graph:
-    """All gradients of one bucket as inputs: the schedule of the eager path, taken through the same passes."""
-    graph = fx.Graph()
-    grads = [graph.placeholder(f"grad_{k}") for k in range(len(plan.buckets[index].slots))]
-    for k, grad in enumerate(grads):
-        graph.call_function(deposit, (index, k, grad))
-    graph.output(())
-    return graph
-
-
-def _reduction_only(plan: Plan, index: int) -> fx.Graph:
-    """The reduction of what is already in acc_flat."""
-    graph = fx.Graph()
-    last = graph.output(())
-    reduce_buckets.insert_reduction(graph, plan, last.prev, index, index % plan.num_buffers)
-    return graph
-
-
-def _landing_only(plan: Plan, index: int) -> fx.Graph:
-    """The way to host memory of what is reduced already."""
-    graph = fx.Graph()
-    last = graph.output(())
-    offload_gradients.insert_landing(graph, plan, last.prev, index, index)
-    return graph
-
-
-_GRAPHS = {"flush": _deposits, "reduce": _reduction_only, "land": _landing_only}
+def _num_flags(plan: Plan) -> int:
+    """What ranks tell each other at a boundary: which parameters have a gradient, which buckets a partial sum."""
+    return len(plan.buckets) + sum(len(bucket.slots) for bucket in plan.buckets)
