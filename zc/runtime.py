@@ -77,6 +77,7 @@ class Runtime:
         self._done: set[int] = set()  # buckets that this backward has reduced
         self._open_tasks: set[int] = set()  # autograd graph tasks whose end will call us
         self._final = False
+        self._is_home = True  # no gradient is on its way: all streams that carry them were joined since the last one
 
     def grow(self, plan: Plan, params: dict[str, nn.Parameter]) -> None:
         """Takes in ``plan``, whose first buckets are the present ones, and the parameters of the others. Schedules that
@@ -98,7 +99,7 @@ class Runtime:
         """Called by whatever brings a gradient, in autograd's thread: makes sure that the end of this backward is
         ours."""
         backend.refuse_compiled_autograd()
-        self._final = False
+        self._final = self._is_home = False
         task = backend.current_graph_task()
         if task not in self._open_tasks:
             param_grads.refuse_accumulate_hooks(self.params)
@@ -217,7 +218,7 @@ class Runtime:
         self.streams.join_home()
         self._meet()
         self._land()
-        self._final = True
+        self._final = self._is_home = True
         self.on_final()
 
     def _land(self) -> None:
@@ -268,7 +269,7 @@ class Runtime:
 
     def clear(self, *, set_to_none: bool) -> None:
         """zero_grad of the module or of the optimizer."""
-        if not self._final:  # else all reductions are done, and gathers may go on
+        if not self._is_home:  # else gathers may go on (overlap_gather)
             self.streams.join_home()
         if not set_to_none:
             self.wait_for_host_memory()
