@@ -1,7 +1,7 @@
 """Unmodified models train as under DDP: transformers' own modelling code and loss, and plain PyTorch's modules.
 
-By default every model runs op by op in stage 2, five of them through the compiled schedules (aot_eager), one through
-Inductor. ZC_TESTS=full runs all of them in all ways. With ZC_MODELS_TABLE=docs/models.md the table is written,
+By default every model runs op by op in stage 2, four of them through the compiled schedules (aot_eager).
+ZC_TESTS=full runs all of them in all ways, Inductor's too. With ZC_MODELS_TABLE=docs/models.md the table is written,
 too, from this run's rows and those that lie in build/models.json from runs before (`make models-table`).
 """
 
@@ -27,9 +27,9 @@ STEPS = 5
 TOLERANCE = 2e-5
 FULL = os.environ.get("ZC_TESTS") == "full"
 STAGES = (1, 2) if FULL else (2,)
-SAMPLE = ("Llama", "Mixtral", "T5", "ResNet-like", "nn.LSTM")
+SAMPLE = ("Llama", "Mixtral", "ResNet-like", "nn.LSTM")
 COMPILED = [(name, stage, "aot_eager") for name in (ZOO if FULL else SAMPLE) for stage in STAGES]
-COMPILED += [(name, stage, "inductor") for name in (ZOO if FULL else ("nn.LSTM",)) for stage in STAGES]
+COMPILED += [(name, stage, "inductor") for name in (ZOO if FULL else ()) for stage in STAGES]
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -45,6 +45,7 @@ class Outcome(NamedTuple):
     notes: str
     uncovered: str
     num_schedules: int
+    compilation: str
 
 
 def train(rank: int, world_size: int, name: str, stage: int, backend: str) -> Outcome:
@@ -55,7 +56,7 @@ def train(rank: int, world_size: int, name: str, stage: int, backend: str) -> Ou
     batches = [[entry.batch(rank, step)] for step in range(STEPS)]
     if stage == 0:
         found, losses = train_ddp(model, entry.loss, sgd, batches, find_unused=True)
-        return Outcome(found, losses, sum(p.numel() for p in model.parameters()), "", "", 0)
+        return Outcome(found, losses, sum(p.numel() for p in model.parameters()), "", "", 0, "")
     model, optimizer = zc.compile(model, sgd(model), stage=stage, backend=backend, bucket_nbytes=2**15)
     losses = []
     for (batch,) in batches:
@@ -66,8 +67,9 @@ def train(rank: int, world_size: int, name: str, stage: int, backend: str) -> Ou
         losses.append(loss.item())
     report = zc.explain(model)
     schedules = sum(title.startswith("schedule backward") for title in report.sections)
-    sections = report.sections["notes"], report.sections["not covered by a schedule"]
-    return Outcome(weights(model), losses, sum(p.numel() for p in model.parameters()), *sections, schedules)
+    notes, uncovered = report.sections["notes"], report.sections["not covered by a schedule"]
+    num_params, compilation = sum(p.numel() for p in model.parameters()), report.sections["compilation"]
+    return Outcome(weights(model), losses, num_params, notes, uncovered, schedules, compilation)
 
 
 @cache
@@ -109,8 +111,10 @@ def check(name: str, stage: int, backend: str) -> None:
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(torch.tensor(mine.losses), torch.tensor(theirs.losses), rtol=1e-4, atol=1e-5)
     assert found[0].losses[0] != found[0].losses[-1]
-    if backend != "eager":
-        assert found[0].num_schedules > 0, f"nothing was compiled: {found[0].notes}"
+    if backend != "eager" and ZOO[name].why_eager is None:
+        assert found[0].num_schedules > 0, f"nothing was compiled: {found[0].compilation}"
+    elif backend != "eager":
+        assert "nothing of the model was compiled" in found[0].notes and ZOO[name].why_eager in found[0].compilation
     if os.environ.get("ZC_MODELS_TABLE"):
         keep_row(name, stage, backend, worst, found[0])
 
@@ -137,6 +141,7 @@ def table() -> str:
     import transformers
 
     runs = [(stage, backend) for backend in ("eager", "aot_eager", "inductor") for stage in (1, 2)]
+    hooks = "; ".join(f"{name}: {entry.why_eager}" for name, entry in ZOO.items() if entry.why_eager)
     rows: dict[str, list[Any]] = json.loads(ROWS.read_text())
     lines = [
         "# Models",
@@ -145,6 +150,8 @@ def table() -> str:
         f"model's own loss; 2 gloo ranks on CPU, fp32, SGD with momentum, {STEPS} updates, torch {torch.__version__},",
         f"transformers {transformers.__version__}. Each cell: the largest relative difference of a parameter to DDP's",
         f"(the tests allow {TOLERANCE:.0e}). In brackets: the schedules that the backward graphs became, where not 1.",
+        "No model is refused. *hooks*: Dynamo compiles none of it, as zc.explain says, and gradients come in through",
+        f"hooks ({hooks}). *not run*: the tests do not have that row in this table yet.",
         "",
         "| model | parameters | " + " | ".join(f"{backend}, stage {stage}" for stage, backend in runs) + " |",
         "|---|---|" + "---|" * len(runs),
@@ -152,8 +159,15 @@ def table() -> str:
     for name in ZOO:
         found = [rows.get(f"{name}, {stage}, {backend}") for stage, backend in runs]
         cells = [
-            "not run" if row is None else f"{row[0]:.0e}" + (f" ({row[2]})" if row[2] > 1 else "") for row in found
+            "not run" if row is None else f"{row[0]:.0e}" + _schedules(row[2], backend)
+            for row, (_, backend) in zip(found, runs, strict=True)
         ]
         num_params = next((row[1] for row in found if row is not None), 0)
         lines.append(f"| {name} | {num_params:,} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _schedules(count: int, backend: str) -> str:
+    if backend == "eager" or count == 1:
+        return ""
+    return f" ({count})" if count else " (hooks)"
