@@ -21,6 +21,7 @@ from zc.agreement import Agreement, describe
 from zc.buffers import Buffers
 from zc.comm import Group
 from zc.config import Config
+from zc.disk_file import StateFile
 from zc.errors import UncoveredGradientError, ZcError
 from zc.gathering import WeightGather
 from zc.ops import Acc, GradientOps, Segment
@@ -63,6 +64,7 @@ class Runtime:
         self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
         self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
         self.host_programs: Callable[[], list[Program]] = list  # the optimizer's: updates in host memory, for explain
+        self.state_file: StateFile | None = None  # offload="disk"
         self.host_update = "none yet"  # how they are done, for explain
         self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
         self._flushes: dict[tuple[str, int, bool], Program] = {}
@@ -187,9 +189,11 @@ class Runtime:
         return grads
 
     def _flush_program(self, kind: str, index: int, reduce: bool) -> Program:
-        key = (kind, index, reduce)
+        # a microbatch in no_sync that reduces (stage 2) still leaves the way to host memory to the boundary
+        is_final = reduce and (self.is_boundary or kind != "flush")
+        key = (kind, index, is_final)
         if key not in self._flushes:
-            plan = self.plan if reduce else self.plan.microbatch()
+            plan = self.plan if is_final else self.plan.microbatch()
             graph = _GRAPHS[kind](plan, index)
             passes = [p for p in self.passes if p.name not in ("tag_gradients", "outline_segments")]
             if kind != "flush":
