@@ -3,7 +3,15 @@ unless its text says so."""
 
 from __future__ import annotations
 
-__all__ = ["PassError", "PlanError", "RaceError", "RankMismatchError", "UncoveredGradientError", "ZcError"]
+__all__ = [
+    "CheckpointError",
+    "PassError",
+    "PlanError",
+    "RaceError",
+    "RankMismatchError",
+    "UncoveredGradientError",
+    "ZcError",
+]
 
 
 class ZcError(RuntimeError):
@@ -30,3 +38,7 @@ class RankMismatchError(ZcError):
 
 class UncoveredGradientError(ZcError):
     """A gradient came in by a way that the plan does not know."""
+
+
+class CheckpointError(ZcError):
+    """A checkpoint can't be written or read: names the folder and the tensor or file. The state is as before."""

@@ -61,6 +61,8 @@ class ShardedOptimizer:
         self._copies: dict[str, list[Tensor]] = {}  # each part of a gradient wherever it is kept, ``_acc`` among them
         self._make_slices(whole)
         by_id = {id(param): name for name, param in runtime.params.items()}
+        # for checkpoints: each group's parameters, the same on every rank, trainable ones by name
+        self.members = [[by_id.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             # frozen parameters stay: they have no gradient, and the optimizer leaves them alone
             owned = [self.slices.get(by_id[id(p)]) if id(p) in by_id else p for p in group["params"]]
@@ -130,11 +132,20 @@ class ShardedOptimizer:
         """Buckets of which some parameter has a gradient on some rank."""
         return tuple(b.index for b in self.runtime.plan.buckets if any(self.runtime.ops.touched[b.index]))
 
-    def publish(self) -> None:
-        """flat_param <- all ranks' masters, cast to param_dtype, in place, before step() returns."""
+    def publish_all(self) -> None:
+        """All weights anew from all masters, after these were loaded."""
+        everything = tuple(b.index for b in self.runtime.plan.buckets)
+        if self._offload is not None:
+            self._offload.publish_all(everything)
+        else:
+            self.publish(everything)
+
+    def publish(self, buckets: tuple[int, ...] | None = None) -> None:
+        """flat_param <- all ranks' masters, cast to param_dtype, in place, before step() returns. None: what has
+        changed."""
         runtime = self.runtime
         streams = runtime.streams
-        changed = [runtime.plan.buckets[index] for index in self._changed()]
+        changed = [runtime.plan.buckets[index] for index in (self._changed() if buckets is None else buckets)]
         streams.record("publish", HOME)
         streams.wait("publish", COMM)
         for bucket in changed:
