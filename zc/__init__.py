@@ -2,8 +2,10 @@
 
 from zc.api import clip_grad_norm_, compile, full_grad, no_sync, persistent_nbytes  # noqa: A004
 from zc.checkpoint import Saving, latest, load, load_state_dict, save, state_dict
+from zc.deepspeed import load_universal
 from zc.errors import CheckpointError, PassError, PlanError, RaceError, RankMismatchError, UncoveredGradientError, ZcError
 from zc.explain import explain
+from zc.export import export, full_optimizer_state
 from zc.passes.verify import Verdict, verify
 
 __version__ = "0.1.0"
@@ -22,10 +24,13 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "explain",
+    "export",
     "full_grad",
+    "full_optimizer_state",
     "latest",
     "load",
     "load_state_dict",
+    "load_universal",
     "no_sync",
     "persistent_nbytes",
     "save",

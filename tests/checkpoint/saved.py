@@ -9,12 +9,42 @@ from typing import Any
 
 import torch
 from loops import adamw
-from models import CASES
+from models import CASES, Case, mean_square, mlp, vectors
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zc
 from zc.api import sharded
+
+def matrices() -> nn.Module:
+    """Muon takes nothing else. 33 rows are cut by every number of ranks."""
+    return nn.Sequential(nn.Linear(16, 33, bias=False), nn.Tanh(), nn.Linear(33, 16, bias=False))
+
+
+def narrow_mlp() -> nn.Module:
+    """The names of the "mlp" case, and another shape between."""
+    model = mlp()
+    first, _, last = (m for m in model.modules() if not list(m.children()))
+    first.weight, first.bias = nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(8))
+    last.weight = nn.Parameter(torch.randn(16, 8))
+    return model
+
+
+class Vocabulary(nn.Module):
+    """GPT-2's vocabulary, which no number of ranks divides (DS#5105)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50257, 3), nn.Linear(3, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embed((x.abs() * 9000).long() % 50257).mean(-2))
+        return out
+
+
+CASES["matrices"] = Case(matrices, vectors(), mean_square)
+CASES["narrow_mlp"] = Case(narrow_mlp, vectors(), mean_square)
+CASES["vocabulary"] = Case(Vocabulary, vectors(), mean_square)
 
 Part = tuple[int, Tensor]  # first element and values, 1-D, of a parameter or of one of its states
 
