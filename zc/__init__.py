@@ -1,17 +1,23 @@
 """zc: ZeRO, compiled. ``model, optimizer = zc.compile(model, optimizer)`` and the loop stays as it is."""
 
-from zc.api import clip_grad_norm_, compile, full_grad, no_sync, persistent_nbytes  # noqa: A004
+from zc.api import clip_grad_norm_, compile, full_grad, no_sync, persistent_nbytes, synchronize  # noqa: A004
 from zc.checkpoint import Saving, latest, load, load_state_dict, save, state_dict
 from zc.deepspeed import load_universal
 from zc.errors import CheckpointError, PassError, PlanError, RaceError, RankMismatchError, UncoveredGradientError, ZcError
+from zc.estimate import Estimate, plan
 from zc.explain import explain
 from zc.export import export, full_optimizer_state
 from zc.passes.verify import Verdict, verify
+from zc.recompile import recompile
 
 __version__ = "0.1.0"
 
+# `zc.plan` and `zc.explain` are these functions. The modules of the same names are loaded by then, so that
+# `from zc.plan import Plan` goes on to work: Python looks a module up in sys.modules, not on the package.
+
 __all__ = [
     "CheckpointError",
+    "Estimate",
     "PassError",
     "PlanError",
     "RaceError",
@@ -33,7 +39,10 @@ __all__ = [
     "load_universal",
     "no_sync",
     "persistent_nbytes",
+    "plan",
+    "recompile",
     "save",
     "state_dict",
+    "synchronize",
     "verify",
 ]
