@@ -54,8 +54,8 @@ def small(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(value)
-    compiled: tuple[nn.Module, torch.optim.Optimizer] = zc.compile(model, optimizer, backend="eager", bucket_nbytes=2**16)
-    return compiled
+    model, optimizer = zc.compile(model, optimizer, backend="eager", bucket_nbytes=2**16)
+    return model, optimizer
 
 
 def set_state(model: nn.Module, optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -130,7 +130,7 @@ def kill(args: argparse.Namespace) -> dict[str, Any]:
             saves += found - newest
             newest = found
             progress.tick(f"newest: step {newest}  killed inside a save: {unfinished}")
-    return {"kills": args.kills, "inside_a_save": unfinished, "saves": saves, "newest_loaded": args.kills, "failures": 0}
+    return {"kills": args.kills, "inside_a_save": unfinished, "saves": saves, "newest_loaded": args.kills}
 
 
 def in_child(context: Any, folder: Path) -> int:

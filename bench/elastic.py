@@ -3,9 +3,9 @@
     python -m bench.elastic --out out/elastic
 
 1. An uninterrupted run on 2 nodes, for comparison.
-2. The same run under two agents (``--nnodes 1:2``): a rank of the second agent is killed with SIGKILL in the middle of a
-   step; both agents restart their ranks from the newest complete checkpoint, on 2 nodes. Then the second agent and its
-   ranks are killed: the first goes on alone, with half as many ranks and the same data (``--global-accum``).
+2. The same run under two agents (``--nnodes 1:2``): a rank of the second agent is killed with SIGKILL in the middle
+   of a step; both agents restart their ranks from the newest complete checkpoint, on 2 nodes. Then the second agent
+   and its ranks are killed: the first goes on alone, with half as many ranks and the same data (``--global-accum``).
 
 Prints each restart, and the largest difference of a loss to the uninterrupted run: 0 where as many ranks train.
 """
@@ -26,7 +26,10 @@ from typing import Any
 
 from bench.progress import Progress
 
-SIZES = "--vocab 256 --seq 32 --layers 2 --width 32 --heads 2 --batch 2 --eval-batches 0 --backend eager".split()
+SIZES = [
+    "--vocab", "256", "--seq", "32", "--layers", "2", "--width", "32",
+    "--heads", "2", "--batch", "2", "--eval-batches", "0", "--backend", "eager",
+]  # fmt: skip
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -111,7 +114,7 @@ def run(args: argparse.Namespace, folder: Path, kills: list[tuple[int, str]]) ->
                     seen = len(rows(folder)) + 1
                 time.sleep(0.02)
         if agents[0].returncode != 0:
-            raise SystemExit(f"{folder.name}: the first agent ended with {agents[0].returncode}, see {folder}/agent_0.log")
+            raise SystemExit(f"{folder}: the first agent ended with {agents[0].returncode}, see agent_0.log in it")
         if waiting:
             raise SystemExit(f"{folder.name}: the run was over before the kill at step {waiting[0][0]}")
         if not kills:

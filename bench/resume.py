@@ -19,8 +19,11 @@ import zc
 class Resume:
     """``checkpoints/step_<n>`` holds the state after n steps; ``losses.jsonl`` beside them one line a step."""
 
-    def __init__(self, args: argparse.Namespace, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-        self.folder, self.every, self.keep, self.asynchronous = args.checkpoints, args.save_every, args.keep, args.async_save
+    def __init__(
+        self, args: argparse.Namespace, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
+    ) -> None:
+        self.folder, self.every, self.keep = args.checkpoints, args.save_every, args.keep
+        self.asynchronous = args.async_save
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.saving: zc.Saving | None = None
 

@@ -3,7 +3,15 @@
 from zc.api import clip_grad_norm_, compile, full_grad, no_sync, persistent_nbytes, synchronize  # noqa: A004
 from zc.checkpoint import Saving, latest, load, load_state_dict, save, state_dict
 from zc.deepspeed import load_universal
-from zc.errors import CheckpointError, PassError, PlanError, RaceError, RankMismatchError, UncoveredGradientError, ZcError
+from zc.errors import (
+    CheckpointError,
+    PassError,
+    PlanError,
+    RaceError,
+    RankMismatchError,
+    UncoveredGradientError,
+    ZcError,
+)
 from zc.estimate import Estimate, plan
 from zc.explain import explain
 from zc.export import export, full_optimizer_state

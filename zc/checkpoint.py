@@ -1,6 +1,6 @@
 """Checkpoints through torch.distributed.checkpoint: named, resharded, crash-safe (docs/checkpoints.md).
 
-What is saved, by DCP's keys (those of ``torch.distributed.checkpoint.state_dict``, so that DDP and FSDP2 programs read it)::
+What is saved, by DCP's keys, those of ``torch.distributed.checkpoint.state_dict``: DDP and FSDP2 programs read it::
 
     model.<name>                       fp32 master in the parameter's shape; frozen parameters and buffers as they are
     optimizer.state.<name>.<key>       each optimizer state, in the parameter's shape; scalars as they are
@@ -19,10 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 import zc
@@ -38,15 +41,20 @@ __all__ = ["Saving", "latest", "load", "load_state_dict", "save", "state_dict"]
 
 
 class _Channel:
-    """A process group for checkpoints alone, since a save may run beside the training, and the save that is under way."""
+    """A process group for checkpoints alone, since a save may run beside the training; and the save under way."""
 
     def __init__(self, group: Group) -> None:
-        self.group, self.pending = group, _nothing_pending()
+        self.group = group
+        self.pending: Saving | None = None  # of which not every rank knows the outcome yet
         self.data = group.new_group() if group.world_size > 1 else None
 
     @property
     def options(self) -> dict[str, Any]:
         return {"process_group": self.data, "no_dist": self.data is None}
+
+    def finish_pending(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
 
     def agree(self, what: str, failure: BaseException | None) -> None:
         """Raises on every rank where some rank has failed."""
@@ -82,18 +90,15 @@ class Saving:
     def wait(self) -> Path:
         """Waits for all ranks; every rank calls it. Raises CheckpointError on every rank where one has failed."""
         self._written.wait()
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.agree(f"saving {self.path}", self._failure)
-        elif self._failure is not None:
-            raise CheckpointError(f"saving {self.path} failed: {self._failure}") from self._failure
+        if self._channel is not None:
+            channel, self._channel, channel.pending = self._channel, None, None
+            try:
+                channel.agree(f"saving {self.path}", self._failure)
+            except ZcError as error:
+                self._failure = error  # whoever asks again hears the same, on every rank
+        if self._failure is not None:
+            raise self._failure
         return self.path
-
-
-def _nothing_pending() -> Saving:
-    nothing = Saving(Path())
-    nothing._written.set()
-    return nothing
 
 
 class _AlreadyStaged(AsyncStager):
@@ -112,7 +117,7 @@ class _AlreadyStaged(AsyncStager):
 
 
 def state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Everything to save, as DCP takes it: ``{"model": {name: ...}, "optimizer": {"state": ..., "param_groups": ...}}``.
+    """What to save, as DCP takes it: ``{"model": {name: ...}, "optimizer": {"state": ..., "param_groups": ...}}``.
 
     A trainable parameter and its optimizer states are this rank's part of a tensor of the parameter's own shape
     (`ShardOf`, views of the shards, no copy): ``dcp.save`` writes them and ``dcp.load`` fills them in place; call
@@ -125,9 +130,9 @@ def load_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, 
     """Takes over a state: one from `state_dict`, filled by ``dcp.load``, or plain whole tensors.
 
     Plain is ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`` of an unsharded program, or DDP's;
-    "optimizer" may be left out, and then the optimizer starts afresh. A prefix ``module.`` or ``_orig_mod.`` is dropped.
-    Every rank gives the same. Call it between updates: gradients are dropped. Raises CheckpointError naming what is
-    missing, extra or has another shape, before anything is changed.
+    "optimizer" may be left out, and then the optimizer starts afresh. A prefix ``module.`` or ``_orig_mod.`` is
+    dropped. Every rank gives the same. Call it between updates: gradients are dropped. Raises CheckpointError naming
+    what is missing, extra or has another shape, before anything is changed.
     """
     held = _held(model, optimizer)
     channel = _channel(held)
@@ -160,8 +165,8 @@ def save(
         extra: what else goes along (scheduler, GradScaler, random states, data position), of types that
             ``torch.load(weights_only=True)`` reads. Each rank's own is kept.
         asynchronous: returns as soon as this rank's part is copied to host memory (one copy of masters and optimizer
-            state); the next save, or ``wait()`` on the result, waits for the writing. Call ``wait()`` before the process
-            group is destroyed.
+            state); the next save, or ``wait()`` on the result, waits for the writing. Call ``wait()`` before the
+            process group is destroyed.
         keep: removes all but the newest ``keep`` checkpoints beside ``path`` afterwards, and unfinished ones.
 
     Raises:
@@ -171,7 +176,7 @@ def save(
     path = Path(path).absolute()
     held = _held(model, optimizer)
     channel = _channel(held)
-    channel.pending.wait()
+    channel.finish_pending()
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be a whole number of at least 1, or None, got {keep!r}")
     rank = channel.group.rank
@@ -191,7 +196,7 @@ def save(
     saving = Saving(path)
     saving._channel, channel.pending = channel, saving
     info = {"zc": zc.__version__, "torch": torch.__version__, "world_size": channel.group.world_size}
-    written = {"storage_writer": Writer(partial_of(path)), "planner": dcp.DefaultSavePlanner(), **channel.options}
+    written = {"storage_writer": Writer(partial_of(path)), "planner": DefaultSavePlanner(), **channel.options}
 
     def finish(failure: BaseException | None) -> None:
         try:
@@ -204,11 +209,11 @@ def save(
         saving._written.set()
 
     if asynchronous:
-        future = dcp.async_save(tree, async_stager=_AlreadyStaged(), **written)
+        future = dcp_async_save(tree, async_stager=_AlreadyStaged(), **written)
         future.add_done_callback(lambda done: finish(done.exception()))  # type: ignore[union-attr]
         return saving
     try:
-        dcp.save(tree, **written)
+        dcp_save(tree, **written)
     except (Exception, CheckpointException) as error:  # noqa: BLE001  (`wait` raises it, on every rank)
         finish(error)
     else:
@@ -221,7 +226,8 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer) -> Any:
     """Loads a checkpoint that any number of ranks has written, into any plan. Every rank calls it, between updates.
 
     Everything is read and checked before anything is changed, so it needs room for one more copy of this rank's part.
-    Also reads DCP checkpoints of DDP and FSDP2 programs with the same keys, without checksums then. Gradients are dropped.
+    Also reads DCP checkpoints of DDP and FSDP2 programs with the same keys, without checksums then. Gradients are
+    dropped.
 
     Returns:
         What ``save`` was given as ``extra``: this rank's own where the checkpoint has as many ranks, else rank 0's.
@@ -233,7 +239,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer) -> Any:
     path = Path(path).absolute()
     held = _held(model, optimizer)
     channel = _channel(held)
-    channel.pending.wait()
+    channel.finish_pending()
     target: Target | None = None
     failure: BaseException | None = None
     try:
@@ -245,7 +251,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer) -> Any:
     assert target is not None
     try:
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        dcp.load(target.items, storage_reader=reader, planner=planner, **channel.options)
+        dcp_load(target.items, storage_reader=reader, planner=planner, **channel.options)
     except (Exception, CheckpointException) as error:  # noqa: BLE001  (raised anew, on every rank)
         failure = _cause(error)
     extra: Any = None
@@ -260,7 +266,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer) -> Any:
     return extra
 
 
-class _Planner(dcp.DefaultLoadPlanner):
+class _Planner(DefaultLoadPlanner):
     """DCP's planner, which unpickles nothing but plain values."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
@@ -272,7 +278,10 @@ def _held(model: nn.Module, optimizer: Optimizer) -> ShardedOptimizer:
     held = sharded(model)
     if held.optimizer is not optimizer:
         raise PlanError(f"this {type(optimizer).__name__} is not the one that {type(model).__name__} was compiled with")
-    held.runtime.streams.join_home()
+    runtime = held.runtime
+    runtime.weights.synchronize()  # overlap_gather: step() may have left gathers behind that read the masters
+    runtime.wait_for_host_memory()  # offload: masters and states are read, and written, by this very thread
+    runtime.streams.join_home()
     return held
 
 
@@ -316,4 +325,4 @@ def _cause(error: BaseException) -> BaseException:
     if not failures:
         return error
     rank, (first, _) = next(iter(sorted(failures.items())))
-    return CheckpointError(f"rank {rank}: {first if isinstance(first, ZcError) else f'{type(first).__name__}: {first}'}")
+    return CheckpointError(f"rank {rank}: {'' if isinstance(first, ZcError) else type(first).__name__ + ': '}{first}")

@@ -1,8 +1,9 @@
-"""Checkpoint folders: written apart, synced, renamed; checksums beside DCP's files; nothing unpickled that could run code.
+"""Checkpoint folders: written apart, synced, renamed; checksums beside DCP's files; no code of a stranger's is run.
 
-The format is DCP's own (`torch.distributed.checkpoint.FileSystemWriter`). Beside its files lie two kinds more, which other
-readers of DCP ignore: ``zc.json``, the list of all files and their sizes, and for each data file ``<file>.crc32.json``, the
-checksum of each chunk in it: neither the file system nor ``torch.load`` notices a flipped bit.
+The format is DCP's own (`torch.distributed.checkpoint.FileSystemWriter`). Beside its files lie two kinds more, which
+other readers of DCP ignore: ``zc.json``, the list of all files and their sizes, and for each data file
+``<file>.crc32.json``, the checksum of each chunk in it: neither the file system nor ``torch.load`` notices a flipped
+bit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -79,7 +80,7 @@ class Reader(FileSystemReader):
                 found: Metadata = _MetadataUnpickler(file).load()
         except FileNotFoundError:
             raise CheckpointError(f"{self.path} is no checkpoint: it has no .metadata file") from None
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, ValueError) as error:
+        except _UNREADABLE as error:
             raise CheckpointError(f"{path} is damaged or not DCP's metadata: {error}") from error
         if not isinstance(found, Metadata) or found.storage_data is None:
             raise CheckpointError(f"{path} holds a {type(found).__name__}, not DCP's metadata")
@@ -94,15 +95,18 @@ class Reader(FileSystemReader):
         for index in order:
             info = self.storage_data[index]
             if info.transform_descriptors:
-                raise CheckpointError(f"{self.path}: {index.fqn} was written with the extension {info.transform_descriptors}")
+                raise CheckpointError(
+                    f"{self.path}: {index.fqn} was written with the extension {info.transform_descriptors}"
+                )
             if info.relative_path not in sums:
                 sums[info.relative_path] = self._checksums(info.relative_path)
             raw = self._read(info.relative_path, info.offset, info.length, index.fqn)
             known = sums[info.relative_path]
-            if known is not None and zlib.crc32(raw) != known.get((info.offset, info.length)):
+            stop = info.offset + info.length
+            if known is not None and (found := zlib.crc32(raw)) != (saved := known.get((info.offset, info.length))):
                 raise CheckpointError(
-                    f"{self.path}/{info.relative_path} is corrupted: the checksum of {index.fqn} (bytes {info.offset} to "
-                    f"{info.offset + info.length}) is {zlib.crc32(raw)}, it was {known.get((info.offset, info.length))}"
+                    f"{self.path}/{info.relative_path} is corrupted: the checksum of {index.fqn} (bytes {info.offset} "
+                    f"to {stop}) is {found}, it was {saved}"
                 )
             self._deliver(by_chunk[index], planner, raw)
         done: Future[None] = Future()
@@ -162,8 +166,8 @@ _ALLOWED = {
     *(
         (_METADATA, name)
         for name in (
-            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-            "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
         )
     ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -175,8 +179,12 @@ _ALLOWED = {
 }  # fmt: skip
 
 
+# what a pickle that was cut or overwritten raises
+_UNREADABLE = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+
+
 class _MetadataUnpickler(pickle.Unpickler):
-    """DCP keeps its metadata as a pickle, which may call anything. These are the classes that it needs, and no other."""
+    """DCP keeps its metadata as a pickle, which may call anything. These are the classes that it needs, no other."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
@@ -213,7 +221,9 @@ def prepare(path: Path, nbytes: int) -> None:
     """One rank, before a save. Raises where ``path`` exists or the disk has no room; removes what a killed save of the
     same name has left."""
     if path.name.startswith(".") or not path.name:
-        raise CheckpointError(f"a checkpoint can't be named {path.name!r}: names with a dot are kept for unfinished ones")
+        raise CheckpointError(
+            f"a checkpoint can't be named {path.name!r}: names with a dot are kept for unfinished ones"
+        )
     if os.path.lexists(path):
         raise CheckpointError(f"{path} exists already: nothing is overwritten, remove it or choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,8 +278,8 @@ def complete(folder: Path, warn: Callable[[str], None] = lambda text: None) -> l
 def latest(folder: str | Path) -> Path | None:
     """The newest complete checkpoint in ``folder``; None where there is none, or no folder.
 
-    Newest by a number that each save counts up, not by a clock. What a killed save left is never seen; a checkpoint that
-    lost a file, or a part of one, is passed over with a warning.
+    Newest by a number that each save counts up, not by a clock. What a killed save left is never seen; a checkpoint
+    that lost a file, or a part of one, is passed over with a warning.
     """
     found = complete(Path(folder), lambda text: warnings.warn(f"zc: {text}", stacklevel=4))
     return found[-1][1] if found else None

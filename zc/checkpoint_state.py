@@ -1,4 +1,4 @@
-"""From a compiled model to named tensors and back: what a checkpoint holds, compared by name before anything is changed."""
+"""From a compiled model to named tensors and back: compared by name and shape before anything is changed."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def groups_of(model: nn.Module, held: ShardedOptimizer) -> list[dict[str, Any]]:
     """The optimizer's groups with the names of all their parameters, frozen ones included, the same on every rank."""
     if len(held.optimizer.param_groups) != len(held.members):
         raise CheckpointError(
-            f"the optimizer has {len(held.optimizer.param_groups)} parameter groups, it had {len(held.members)} in zc.compile"
+            f"the optimizer has {len(held.optimizer.param_groups)} parameter groups and zc knows {len(held.members)}: "
+            "call zc.recompile(model) after add_param_group"
         )
     names = {id(param): name for name, param in model.named_parameters()}
     groups: list[dict[str, Any]] = []
@@ -168,7 +169,9 @@ def make_target(model: nn.Module, held: ShardedOptimizer, metadata: Metadata, wh
                 target.add(path, _room(entry) if is_tensor else None)
         elif path[:2] == ("optimizer", "state"):
             if path[2] not in mine:
-                raise CheckpointError(f"{where} has optimizer state for {path[2]}, which is not a trainable parameter here")
+                raise CheckpointError(
+                    f"{where} has optimizer state for {path[2]}, which is not a trainable parameter here"
+                )
             own = mine[path[2]]
             if own.slice is None:
                 continue
@@ -197,9 +200,12 @@ def _room(entry: TensorStorageMetadata) -> Tensor:
 
 def check_names(model: nn.Module, held: ShardedOptimizer, found: set[str], where: str) -> None:
     wanted = set(owned(held)) | set(others(model, held))
-    missing, extra = sorted(wanted - found), sorted(found - wanted - set(model.state_dict()))  # a tied weight's 2nd name
+    missing = sorted(wanted - found)
+    extra = sorted(found - wanted - set(model.state_dict()))  # a tied weight's second name may be there
     if missing or extra:
-        parts = [f"{len(names)} {kind} ({_some(names)})" for kind, names in (("missing", missing), ("extra", extra)) if names]
+        parts = [
+            f"{len(names)} {kind} ({_some(names)})" for kind, names in (("missing", missing), ("extra", extra)) if names
+        ]
         raise CheckpointError(f"{where} is of another model than this {type(model).__name__}: {' and '.join(parts)}")
 
 
@@ -225,7 +231,9 @@ def check_groups(model: nn.Module, held: ShardedOptimizer, target: Target) -> No
         lacking = sorted(set(our) - set(their) - {"initial_lr"})
         if lacking:
             name = type(held.optimizer).__name__
-            raise CheckpointError(f"{where}: parameter group {number} lacks {_some(lacking)}: another optimizer than {name}?")
+            raise CheckpointError(
+                f"{where}: parameter group {number} lacks {_some(lacking)}: another optimizer than {name}?"
+            )
 
 
 @torch.no_grad()
@@ -270,8 +278,8 @@ def commit(model: nn.Module, held: ShardedOptimizer, target: Target) -> None:
 
 
 def _placed(key: str, value: Any, slice_: nn.Parameter, group: Mapping[str, Any]) -> Any:
-    """A state where the optimizer expects it: beside its slice. A step count stays on the host, unless the update runs as
-    one kernel and reads it there (as in ``torch.optim.Optimizer.load_state_dict``)."""
+    """A state where the optimizer expects it: beside its slice. A step count stays on the host, unless the update runs
+    as one kernel and reads it there (as in ``torch.optim.Optimizer.load_state_dict``)."""
     if isinstance(value, ShardOf):
         return value.local.view(slice_.shape).to(slice_.device)
     if isinstance(value, Tensor) and (key != "step" or group.get("fused") or group.get("capturable")):
@@ -295,7 +303,9 @@ def _some(names: list[str], at_most: int = 5) -> str:
 def from_plain(model: nn.Module, held: ShardedOptimizer, state: Mapping[str, Any]) -> Target:
     """A target from what `zc.state_dict` gave or from whole tensors. No collective; the live state is only read."""
     if not isinstance(state, Mapping) or "model" not in state:
-        raise TypeError('a state has the key "model", and "optimizer" where it has one: {"model": ..., "optimizer": ...}')
+        raise TypeError(
+            'a state has the key "model", and "optimizer" where it has one: {"model": ..., "optimizer": ...}'
+        )
     target, mine, rest, where = Target("the given state"), owned(held), others(model, held), "the given state"
     weights = {_bare(name): value for name, value in state["model"].items()}
     check_names(model, held, set(weights), where)
@@ -315,7 +325,9 @@ def from_plain(model: nn.Module, held: ShardedOptimizer, state: Mapping[str, Any
         for key, values in optimizer["state"].items():
             name = numbered.get(key, _bare(key) if isinstance(key, str) else key)
             if name not in mine:
-                raise CheckpointError(f"{where} has optimizer state for {name}, which is not a trainable parameter here")
+                raise CheckpointError(
+                    f"{where} has optimizer state for {name}, which is not a trainable parameter here"
+                )
             own = mine[name]
             for option, value in values.items():
                 whole = isinstance(value, Tensor) and tuple(value.shape) == own.slot.shape
@@ -350,7 +362,9 @@ def _named_groups(model: nn.Module, held: ShardedOptimizer, groups: Any, where: 
         )
     named = []
     for their, our in zip(groups, ours, strict=True):
-        members = [_bare(m) if isinstance(m, str) else name for m, name in zip(their["params"], our["params"], strict=True)]
+        members = [
+            _bare(m) if isinstance(m, str) else name for m, name in zip(their["params"], our["params"], strict=True)
+        ]
         named.append({**their, "params": members, "numbers": list(their["params"])})
     return named
 

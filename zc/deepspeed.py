@@ -1,8 +1,8 @@
 """From DeepSpeed ZeRO-1/2 checkpoints, through what DeepSpeed itself writes for others.
 
 - Weights alone: ``zero_to_fp32.py`` gives a plain state dict, which `zc.load_state_dict` takes.
-- Weights and Adam moments: ``ds_to_universal.py`` gives a folder ``zero/<parameter>/`` with ``fp32.pt``, ``exp_avg.pt``,
-  ``exp_avg_sq.pt`` and ``step.pt``, which `load_universal` takes (arXiv:2406.18820).
+- Weights and Adam moments: ``ds_to_universal.py`` gives a folder ``zero/<parameter>/`` with ``fp32.pt``,
+  ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``, which `load_universal` takes (arXiv:2406.18820).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ways out of a checkpoint, for programs without zc: safetensors, and a plain optimizer state.
 
-    zc.export("out/model", "out/checkpoints/step_1000", dtype=torch.bfloat16)       # or a compiled model
-    torch.optim.AdamW(model.parameters()).load_state_dict(zc.full_optimizer_state(model, optimizer))
+zc.export("out/model", "out/checkpoints/step_1000", dtype=torch.bfloat16)       # or a compiled model
+torch.optim.AdamW(model.parameters()).load_state_dict(zc.full_optimizer_state(model, optimizer))
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
 from zc.checkpoint import _held
@@ -76,7 +76,7 @@ def export(
     where: dict[str, str] = {}
     for name, keys in zip(names, files, strict=True):
         items: dict[str, Any] = {key: torch.empty(found[key].size, dtype=found[key].properties.dtype) for key in keys}
-        dcp.load(items, storage_reader=Reader(Path(checkpoint)), no_dist=True)
+        dcp_load(items, storage_reader=Reader(Path(checkpoint)), no_dist=True)
         tensors = {key.removeprefix("model."): _cast(items[key], dtype) for key in keys}
         partial = folder / f".{name}.partial"
         save_file(tensors, str(partial), metadata={"format": "pt"})
@@ -111,10 +111,10 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
-    """The ``state_dict()`` that the caller's optimizer would have without zc, on rank 0, in host memory; None elsewhere.
+    """The ``state_dict()`` that the caller's optimizer would have without zc: on rank 0, in host memory; else None.
 
-    ``type(optimizer)(model.parameters(), ...).load_state_dict(...)`` takes it, with the parameters in the order in which
-    the optimizer was given them. Every rank calls it; rank 0 needs room for all of it, one tensor at a time travels.
+    ``type(optimizer)(model.parameters(), ...).load_state_dict(...)`` takes it, with the parameters in the order that
+    the optimizer was given. Every rank calls it; rank 0 needs room for all of it, one tensor at a time travels.
     """
     held = _held(model, optimizer)
     state: dict[str, dict[str, Any]] = state_of(model, held)["optimizer"]["state"]
@@ -128,7 +128,7 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
         if group.world_size > 1:
             everyone = everyone * group.world_size
             dist.all_gather_object(everyone, (own.start, own.numel, shapes), group=group.control)
-        keys = next((keys for _, numel, keys in everyone if numel and keys), {})
+        keys: dict[str, bool] = next((keys for _, numel, keys in everyone if numel and keys), {})
         for key, is_sharded in keys.items():
             value = mine.get(key)
             local = value.local.detach().cpu() if isinstance(value, ShardOf) else value
@@ -160,5 +160,3 @@ def _numbered(model: nn.Module, held: ShardedOptimizer) -> tuple[dict[str, int],
         groups.append({**group, "params": list(range(count, count + len(members)))})
         count += len(members)
     return numbers, groups
-
-

@@ -9,7 +9,8 @@ dimensions). Each box is contiguous in the shard, so nothing is copied or gather
                                         b b b b b
                                         c c . . .        c: (3, 0) of size (1, 2)
 
-Saved so, a tensor has its own name and shape for any reader of DCP, and any rank count reads what any other has written.
+Saved so, a tensor has its own name and shape for any reader of DCP, and any number of ranks reads what any other has
+written.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ class ShardOf(Tensor):
         return f"ShardOf(shape={tuple(self.shape)}, elements=[{self.start}, {stop}), dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates the disabled default, a plain function
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise TypeError(f"{func} on {args[0]!r}: it only names a rank's part for a checkpoint; use .local")

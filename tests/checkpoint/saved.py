@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 import zc
 from zc.api import sharded
 
+
 def matrices() -> nn.Module:
     """Muon takes nothing else. 33 rows are cut by every number of ranks."""
     return nn.Sequential(nn.Linear(16, 33, bias=False), nn.Tanh(), nn.Linear(33, 16, bias=False))
@@ -111,7 +112,8 @@ def train_and_save(rank: int, world_size: int, job: Job, path: Path, steps: int)
     poison_padding(model)
     saved = parts(model, optimizer)
     zc.save(path, model, optimizer, extra={"step": steps, "rank": rank})
-    return {"saved": saved, "losses": losses + job.steps(model, optimizer, steps, steps + 5), "end": parts(model, optimizer)}
+    losses += job.steps(model, optimizer, steps, steps + 5)
+    return {"saved": saved, "losses": losses, "end": parts(model, optimizer)}
 
 
 def load_and_train(rank: int, world_size: int, job: Job, path: Path, again: Path | None = None) -> dict[str, Any]:

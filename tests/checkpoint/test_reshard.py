@@ -109,5 +109,5 @@ SAMPLE = OPTIMIZERS if FULL else ("SGD", "SGD_plain", "AdamW_fused", "NAdam", "M
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_every_optimizer(name: str, tmp_path: Path) -> None:
-    """Matrices only: Muon takes no others. Whole-parameter optimizers have states of other shapes than the parameter."""
+    """Matrices only: Muon takes no others. Adafactor has states of other shapes than the parameter."""
     run_chain(Job("matrices", OPTIMIZERS[name]), (2, 3, 1, 2) if FULL else (2, 3), tmp_path, steps=2)
