@@ -1,10 +1,9 @@
-"""kill -9 while ranks save: what is newest afterwards loads, and is what was saved. 200 kills: see docs/checkpoints.md."""
+"""kill -9 while ranks save: what is newest afterwards loads, and is what was saved (200 kills: docs/checkpoints.md)."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-
 
 import zc
 from bench.checkpoint import main
