@@ -1,17 +1,19 @@
 """Saves that are killed at random moments, and the speed of a save: `kill` and `speed`.
 
     python -m bench.checkpoint kill --kills 200 --out out/kill
-    python -m bench.checkpoint speed --gb 1 --out out/speed
+    python -m bench.checkpoint speed --gb 1 --out out/speed --csv bench/results/checkpoint.csv
 
 `kill`: two ranks save one checkpoint after the other (each third one asynchronously, keeping 3); both are killed with
 SIGKILL at a seeded random moment; what is then newest must load, on one rank, and must hold the state of its step.
 `speed`: 2 ranks save and load a state of so many GB, against a plain sequential write (with fsync) and read of the same
-bytes by one process in the same run, in turns.
+bytes by one process in the same run, in turns; the printed figures are medians over the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import datetime
 import json
 import multiprocessing as mp
 import os
@@ -30,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zc
-from bench.measure import peak_rss_nbytes, reset_peak_rss
+from bench.measure import device_name, peak_rss_nbytes, reset_peak_rss, versions
 from bench.progress import Progress
 
 RANKS = 2
@@ -246,12 +248,33 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     reports = [mine.recv() for mine, _ in pipes]
     for process in ranks:
         process.join()
-    median = {k: statistics.median(row[k] for row in reports[0]["rounds"]) for k in reports[0]["rounds"][0]}
-    extra = {k: max(row[k] for r in reports for row in r["rounds"]) for k in median if k.endswith("extra_nbytes")}
-    return {
-        "state_nbytes": reports[0]["state_nbytes"], **median, **extra,
-        "save_vs_write": median["write_s"] / median["save_s"], "load_vs_read": median["read_s"] / median["load_s"],
-    }  # fmt: skip
+    if any(process.exitcode for process in ranks):
+        raise SystemExit(f"ranks ended with {[process.exitcode for process in ranks]}")
+    rounds = []
+    for number, rows in enumerate(zip(*(report["rounds"] for report in reports), strict=True)):
+        # times as rank 0 sees them, who waits for all; memory of the rank that took most
+        extra = {k: max(row[k] for row in rows) for k in rows[0] if k.endswith("extra_nbytes")}
+        row = {**rows[0], **extra}
+        ratios = {"save_vs_write": row["write_s"] / row["save_s"], "load_vs_read": row["read_s"] / row["load_s"]}
+        ratios["async_vs_write"] = row["write_s"] / row["async_s"]
+        rounds.append({"round": number, "state_nbytes": reports[0]["state_nbytes"], **row, **ratios})
+    if args.csv is not None:
+        session = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        base = {"session": session, "device": device_name(torch.device("cpu")), "ranks": RANKS, **versions()}
+        append(args.csv, [base | row for row in rounds])
+    return {k: statistics.median(row[k] for row in rounds) for k in rounds[0] if k != "round"}
+
+
+def append(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Adds rows, and the header to a new file."""
+    is_new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        for row in rows:
+            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -262,6 +285,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--csv", type=Path, help="speed: adds a row a round, as to bench/results/checkpoint.csv")
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--out", type=Path, required=True, help="a new folder, on the disk that is measured")
     args = parser.parse_args(argv)

@@ -92,7 +92,7 @@ class Reader(FileSystemReader):
             by_chunk.setdefault(item.storage_index, []).append(item)
         order = sorted(by_chunk, key=lambda index: _place(self.storage_data[index]))
         sums: dict[str, dict[tuple[int, int], int] | None] = {}
-        for index in order:
+        for number, index in enumerate(order):
             info = self.storage_data[index]
             if info.transform_descriptors:
                 raise CheckpointError(
@@ -100,7 +100,8 @@ class Reader(FileSystemReader):
                 )
             if info.relative_path not in sums:
                 sums[info.relative_path] = self._checksums(info.relative_path)
-            raw = self._read(info.relative_path, info.offset, info.length, index.fqn)
+            following = [self.storage_data[later] for later in order[number + 1 : number + 2]]
+            raw = self._read(info.relative_path, info.offset, info.length, index.fqn, following)
             known = sums[info.relative_path]
             stop = info.offset + info.length
             if known is not None and (found := zlib.crc32(raw)) != (saved := known.get((info.offset, info.length))):
@@ -127,10 +128,13 @@ class Reader(FileSystemReader):
             target.copy_(part)
             planner.commit_tensor(item, target)
 
-    def _read(self, name: str, offset: int, length: int, fqn: str) -> bytes:
+    def _read(self, name: str, offset: int, length: int, fqn: str, following: Sequence[Any]) -> bytes:
         path = self._inside(name)
         try:
             with open(path, "rb", buffering=0) as file:
+                for info in following:  # the disk works on the next chunk while this one is checked and copied
+                    if info.relative_path == name and hasattr(os, "posix_fadvise"):
+                        os.posix_fadvise(file.fileno(), info.offset, info.length, os.POSIX_FADV_WILLNEED)
                 file.seek(offset)
                 raw = file.read(length)
         except FileNotFoundError:
