@@ -181,8 +181,8 @@ def speed_rank(rank: int, port: int, args: argparse.Namespace, out: Connection) 
     for number in range(args.rounds):
         path = args.out / f"save_{number}"
         row: dict[str, float] = {}
-        if rank == 0:
-            row["write_s"], row["read_s"] = plain(args.out / "plain", int(total))
+        if rank == 0 and number % 2 == 0:  # first touches of memory cost whoever comes first: take turns
+            row.update(plain(args.out / "plain", int(total)))
         for name, asynchronous in (("save", False), ("async", True)):
             dist.barrier()
             reset_peak_rss()
@@ -200,32 +200,39 @@ def speed_rank(rank: int, port: int, args: argparse.Namespace, out: Connection) 
         zc.load(path / "save", model, optimizer)
         row["load_s"] = time.perf_counter() - start
         row["load_extra_nbytes"] = peak_rss_nbytes() - before
-        report["rounds"].append(row)
         dist.barrier()
         if rank == 0:
             shutil.rmtree(path)
+            if number % 2 == 1:
+                row.update(plain(args.out / "plain", int(total)))
+        report["rounds"].append(row)
     out.send(report)
     dist.destroy_process_group()
 
 
-def plain(path: Path, nbytes: int) -> tuple[float, float]:
-    """Seconds for one process to write and sync, and to read, as many bytes, in pieces of 16 MiB."""
+def plain(path: Path, nbytes: int) -> dict[str, float]:
+    """Seconds for one process to write and sync so many bytes in pieces of 16 MiB, and to read them: into one buffer that
+    is used again (``read_s``), and into memory that holds them all at the end, as a load must (``read_keep_s``)."""
     piece = os.urandom(2**24)
+    pieces = max(1, nbytes // len(piece))
     start = time.perf_counter()
     with open(path, "wb", buffering=0) as file:
-        for _ in range(max(1, nbytes // len(piece))):
+        for _ in range(pieces):
             file.write(piece)
         os.fsync(file.fileno())
-    write = time.perf_counter() - start
-    drop_cache(path)
-    buffer = bytearray(2**24)
-    start = time.perf_counter()
-    with open(path, "rb", buffering=0) as file:
-        while file.readinto(buffer):
-            pass
-    read = time.perf_counter() - start
+    found = {"write_s": time.perf_counter() - start}
+    for name, numel in (("read_s", len(piece)), ("read_keep_s", pieces * len(piece))):
+        drop_cache(path)
+        start = time.perf_counter()
+        memory = memoryview(torch.empty(numel, dtype=torch.uint8).numpy())
+        with open(path, "rb", buffering=0) as file:
+            for k in range(pieces):
+                first = k * len(piece) % numel
+                file.readinto(memory[first : first + len(piece)])
+        found[name] = time.perf_counter() - start
+        del memory
     path.unlink()
-    return write, read
+    return found
 
 
 def drop_cache(path: Path) -> None:
@@ -256,6 +263,7 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
         extra = {k: max(row[k] for row in rows) for k in rows[0] if k.endswith("extra_nbytes")}
         row = {**rows[0], **extra}
         ratios = {"save_vs_write": row["write_s"] / row["save_s"], "load_vs_read": row["read_s"] / row["load_s"]}
+        ratios["load_vs_read_keep"] = row["read_keep_s"] / row["load_s"]
         ratios["async_vs_write"] = row["write_s"] / row["async_s"]
         rounds.append({"round": number, "state_nbytes": reports[0]["state_nbytes"], **row, **ratios})
     if args.csv is not None:
@@ -284,7 +292,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--longest-s", type=float, default=1.0, help="longest time before a kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--csv", type=Path, help="speed: adds a row a round, as to bench/results/checkpoint.csv")
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--out", type=Path, required=True, help="a new folder, on the disk that is measured")

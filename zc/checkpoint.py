@@ -205,7 +205,7 @@ def save(
             if rank == 0:
                 make_visible(path, info, keep)
         except BaseException as error:  # noqa: BLE001  (whatever it is, `wait` raises it where somebody can see it)
-            saving._failure = _cause(error)
+            saving._failure = _cause(f"saving {path}", error)
         saving._written.set()
 
     if asynchronous:
@@ -253,7 +253,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer) -> Any:
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         dcp_load(target.items, storage_reader=reader, planner=planner, **channel.options)
     except (Exception, CheckpointException) as error:  # noqa: BLE001  (raised anew, on every rank)
-        failure = _cause(error)
+        failure = _cause(f"loading {path}", error)
     extra: Any = None
     if failure is None:
         try:
@@ -319,10 +319,12 @@ def _nbytes(tree: dict[str, Any]) -> int:
     return sum(t.numel() * t.dtype.itemsize for t in tensors)
 
 
-def _cause(error: BaseException) -> BaseException:
+def _cause(what: str, error: BaseException) -> BaseException:
     """DCP wraps what went wrong on each rank; the first of them says it."""
     failures = getattr(error, "failures", None)
     if not failures:
         return error
     rank, (first, _) = next(iter(sorted(failures.items())))
-    return CheckpointError(f"rank {rank}: {'' if isinstance(first, ZcError) else type(first).__name__ + ': '}{first}")
+    if isinstance(first, ZcError):
+        return first
+    return CheckpointError(f"{what} failed on rank {rank}: {type(first).__name__}: {first}")

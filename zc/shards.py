@@ -125,8 +125,17 @@ class ShardOf(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         for box in self.boxes:
             if index.offset is not None and tuple(index.offset) == box.offsets:
-                return self.view_of(box).detach()
+                return _alone(self.view_of(box).detach())
         raise ValueError(f"{index} is not in {self!r}")
+
+
+def _alone(part: Tensor) -> Tensor:
+    """The same memory under a storage of its own. DCP's writer clones a tensor that is part of a larger storage, and
+    keeps all clones until its file is written: a second copy of the masters."""
+    if part.device.type != "cpu" or part.numel() == 0:
+        return part
+    raw = torch.from_numpy(part.contiguous().view(-1).view(torch.uint8).numpy())
+    return raw.view(part.dtype).view(part.shape)
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

@@ -114,8 +114,11 @@ def test_a_damaged_checkpoint(damage: Callable[[Path], None], good: Path, tmp_pa
 
 
 MISFITS = {
-    "matrices": (Job("matrices"), ["is of another model than this Sequential", "missing", "extra"]),
-    "bias_free": (Job("narrow_mlp"), ["has shape", "the model's is"]),
+    "names": (
+        Job("gpt_tied"),
+        ["is of another model than this", "missing (", "4 extra (0.bias, 0.weight, 2.bias, 2.weight)"],
+    ),
+    "shapes": (Job("narrow_mlp"), ["has shape", "the model's is"]),
     "optimizer": (Job("mlp", sgd), ["another optimizer than SGD", "lacks dampening"]),
     "nothing": (Job("mlp"), ["no .metadata file"]),
 }

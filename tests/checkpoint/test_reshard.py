@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import run_ranks
 from models import CASES
-from saved import Job, joined, load_and_train, train_and_save
+from saved import Job, joined, load_and_train, parts, train_and_save
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+import zc
+from zc.api import sharded
 
 FULL = os.environ.get("ZC_TESTS") == "full"
 
@@ -67,10 +71,43 @@ def test_plain_dcp_reads_it_in_the_modules_own_shapes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "others", [{"bucket_nbytes": 64}, {"stage": 1}, {"offload": "cpu"}], ids=["bucket_nbytes", "stage", "offload"]
+    "others",
+    [{"bucket_nbytes": 64}, {"stage": 1}, {"offload": "cpu"}, {"overlap_gather": True}],
+    ids=["bucket_nbytes", "stage", "offload", "overlap_gather"],
 )
 def test_into_another_plan(others: dict[str, Any], tmp_path: Path) -> None:
     run_chain(Job("mlp"), (2, 2), tmp_path, **others)
+
+
+def _late_gathers(rank: int, world_size: int, options: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The gathers of the last step are held up until the save, then until the load, begin to read and write masters."""
+    job = Job("mlp", options={"overlap_gather": True, **options})
+    model, optimizer = job.compiled()
+    runtime = sharded(model).runtime
+    gather = runtime.ops.gather
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.05)
+        return gather(*args)
+
+    runtime.ops.gather = slow
+    job.steps(model, optimizer, 0, 3)
+    zc.save(path, model, optimizer)
+    saved = parts(model, optimizer)
+    job.steps(model, optimizer, 3, 5)
+    zc.load(path, model, optimizer)
+    found = {name: param.detach().clone() for name, param in model.named_parameters()}  # no zc.synchronize before
+    return {"saved": saved, "loaded": parts(model, optimizer), "weights": found}
+
+
+@pytest.mark.parametrize("options", [{}, {"param_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
+def test_gathers_in_flight(options: dict[str, Any], tmp_path: Path) -> None:
+    found = run_ranks(_late_gathers, 2, options, tmp_path / "a")
+    wanted = joined([rank["saved"] for rank in found])
+    assert_same(joined([rank["loaded"] for rank in found]), wanted)
+    for rank in found:
+        for name, weight in rank["weights"].items():
+            assert torch.equal(weight.reshape(-1), wanted[name].to(weight.dtype)), name
 
 
 def test_an_uneven_vocabulary(tmp_path: Path) -> None:
