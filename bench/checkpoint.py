@@ -211,8 +211,8 @@ def speed_rank(rank: int, port: int, args: argparse.Namespace, out: Connection) 
 
 
 def plain(path: Path, nbytes: int) -> dict[str, float]:
-    """Seconds for one process to write and sync so many bytes in pieces of 16 MiB, and to read them: into one small buffer
-    (``read_s``), and into memory that holds them all at the end, as a load must (``read_keep_s``)."""
+    """Seconds for one process to write and sync so many bytes in pieces of 16 MiB, and to read them: into one small
+    buffer (``read_s``), and into memory that holds them all at the end, as a load must (``read_keep_s``)."""
     piece = os.urandom(2**24)
     pieces = max(1, nbytes // len(piece))
     start = time.perf_counter()
