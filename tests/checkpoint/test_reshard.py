@@ -80,8 +80,8 @@ def test_into_another_plan(others: dict[str, Any], tmp_path: Path) -> None:
 
 
 def _late_gathers(rank: int, world_size: int, options: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Gathers are slow: the last step's are in flight when the save and the load begin, and the load's own when it ends,
-    if it does not wait for them."""
+    """Gathers are slow: the last step's are in flight when the save and the load begin, and the load's own when it
+    ends, if it does not wait for them."""
     job = Job("mlp", options={"overlap_gather": True, **options})
     model, optimizer = job.compiled()
     runtime = sharded(model).runtime
