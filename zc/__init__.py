@@ -1,6 +1,6 @@
 """zc: ZeRO, compiled. ``model, optimizer = zc.compile(model, optimizer)`` and the loop stays as it is."""
 
-from zc.api import clip_grad_norm_, compile, full_grad, no_sync, persistent_nbytes, synchronize  # noqa: A004
+from zc.api import clip_grad_norm_, compile, flush_state, full_grad, no_sync, persistent_nbytes, synchronize  # noqa: A004
 from zc.checkpoint import Saving, latest, load, load_state_dict, save, state_dict
 from zc.deepspeed import load_universal
 from zc.errors import (
@@ -8,6 +8,7 @@ from zc.errors import (
     PassError,
     PlanError,
     RaceError,
+    RankLostError,
     RankMismatchError,
     UncoveredGradientError,
     ZcError,
@@ -15,10 +16,12 @@ from zc.errors import (
 from zc.estimate import Estimate, plan
 from zc.explain import explain
 from zc.export import export, full_optimizer_state
+from zc.log import configure as _configure_log
 from zc.passes.verify import Verdict, verify
 from zc.recompile import recompile
 
 __version__ = "0.1.0"
+_configure_log()
 
 # `zc.plan` and `zc.explain` are these functions. The modules of the same names are loaded by then, so that
 # `from zc.plan import Plan` goes on to work: Python looks a module up in sys.modules, not on the package.
@@ -29,6 +32,7 @@ __all__ = [
     "PassError",
     "PlanError",
     "RaceError",
+    "RankLostError",
     "RankMismatchError",
     "Saving",
     "UncoveredGradientError",
@@ -39,6 +43,7 @@ __all__ = [
     "compile",
     "explain",
     "export",
+    "flush_state",
     "full_grad",
     "full_optimizer_state",
     "latest",

@@ -65,6 +65,7 @@ def others(model: nn.Module, held: ShardedOptimizer) -> dict[str, Any]:
 
 def state_of(model: nn.Module, held: ShardedOptimizer) -> dict[str, Any]:
     """See `zc.state_dict`."""
+    held.take_over_writes()
     weights: dict[str, Any] = {}
     states: dict[str, dict[str, Any]] = {}
     for name, mine in owned(held).items():
@@ -275,6 +276,10 @@ def commit(model: nn.Module, held: ShardedOptimizer, target: Target) -> None:
                     current.copy_(value if isinstance(value, Tensor) else torch.as_tensor(value))
                 else:
                     group[key] = value
+    if held.disk is not None:
+        held.disk.file.begin_update()  # what it holds of an earlier run no longer belongs to these masters
+        for bucket in held.runtime.plan.buckets:
+            held.disk.settle(bucket.index)
 
 
 def _placed(key: str, value: Any, slice_: nn.Parameter, group: Mapping[str, Any]) -> Any:

@@ -8,6 +8,7 @@ __all__ = [
     "PassError",
     "PlanError",
     "RaceError",
+    "RankLostError",
     "RankMismatchError",
     "UncoveredGradientError",
     "ZcError",
@@ -34,6 +35,10 @@ class RaceError(ZcError):
 
 class RankMismatchError(ZcError):
     """Ranks disagree about the model, the plan or the order of their reductions."""
+
+
+class RankLostError(ZcError):
+    """A rank has ended, or stands still, while others wait for it. Training can't go on without it."""
 
 
 class UncoveredGradientError(ZcError):

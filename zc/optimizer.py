@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zc.disk import DiskState
 from zc.errors import PlanError
 from zc.kernels import sum_of_squares
 from zc.layout import Slot, flat_layout, whole_layout
 from zc.offload import HostStep
+from zc.param_writes import ParamWrites
 from zc.passes.tag_gradients import slot_of
 from zc.plan import Bucket, Layout
 from zc.runtime import Runtime
@@ -60,6 +62,7 @@ class ShardedOptimizer:
         self._where: dict[str, tuple[int, int]] = {}
         self._acc: dict[str, Tensor] = {}  # what the slices' gradients are
         self._copies: dict[str, list[Tensor]] = {}  # each part of a gradient wherever it is kept, ``_acc`` among them
+        self._writes = ParamWrites(runtime)
         # each group's parameters, the same on every rank, trainable ones by name: for checkpoints
         self.members: list[list[str | Tensor]] = []
         self.adopt(runtime.plan.buckets)
@@ -72,6 +75,11 @@ class ShardedOptimizer:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         )
+
+    @property
+    def disk(self) -> DiskState | None:
+        """Where the state is, with offload="disk"."""
+        return self._offload.disk if self._offload is not None else None
 
     @property
     def layout(self) -> Layout:
@@ -108,6 +116,7 @@ class ShardedOptimizer:
         self._where = slot_of(self.runtime.plan)
         self.grads.update({name: ShardedGrad(self, name, params[name]) for name in slots})
         self._slice_grads.update({n: SliceGrad(self, n, self.slices[n]) for n in slots if n in self.slices})
+        self._writes.adopt(buckets)
 
     def _make_slice(self, name: str, bucket: Bucket, slot: Slot, is_empty: bool = False) -> None:
         rank, buffers = self.runtime.group.rank, self.runtime.buffers
@@ -150,6 +159,7 @@ class ShardedOptimizer:
     def _show(self) -> None:
         """``param.grad`` of every parameter with a gradient becomes its ShardedGrad."""
         self._norms.clear()
+        self._writes.check_places()
         for bucket in self.runtime.plan.buckets:
             for slot, touched in zip(bucket.slots, self.runtime.ops.touched[bucket.index], strict=True):
                 param = self.runtime.params[slot.name]
@@ -164,6 +174,7 @@ class ShardedOptimizer:
                 "starts, so call the closure yourself, then step()"
             )
         self.runtime.finish_gradients()
+        self._writes.take_over()
         if self._offload is not None:
             self._offload.before(self._changed(), self._handles[0])
 
@@ -172,6 +183,7 @@ class ShardedOptimizer:
             self._offload.after(self._changed())
         else:
             self.runtime.weights.publish(self._changed())
+        self._writes.remember()
         self.runtime.after_update()
 
     def _changed(self) -> tuple[int, ...]:
@@ -186,6 +198,12 @@ class ShardedOptimizer:
         else:
             self.runtime.weights.publish(everything)
             self.runtime.weights.synchronize()
+        self._writes.remember()
+
+    def take_over_writes(self) -> None:
+        """What the caller has written into parameters since the last update is in the masters. See `ParamWrites`."""
+        self._writes.take_over()
+        self._writes.remember()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the shards; what ``model.zero_grad`` and ``optimizer.zero_grad`` both do."""

@@ -6,6 +6,7 @@ between two. `zc.cuda_streams` has the same over torch.cuda.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -50,9 +51,27 @@ class Lane:
         )
         self._thread.start()
         self.close = weakref.finalize(self, self._tasks.put, None)
+        _LANES.add(self)
 
     def put(self, task: Task) -> None:
         self._tasks.put(task)
+
+    def end(self, timeout: float) -> None:
+        """Closes the lane, and waits for its thread."""
+        self.close()
+        self._thread.join(timeout)
+
+
+_LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_lanes(timeout: float = 10.0) -> None:
+    """A thread that comes back from C++ (a collective, a kernel) while the interpreter is being torn down is unwound
+    there, and std::terminate ends the process: a run that had done all its work would fail. So its last tasks, gathers
+    that no forward waits for, are done first. A lane that hangs in a collective does not hold up the exit for ever."""
+    for lane in list(_LANES):
+        lane.end(timeout)
 
 
 def _work(lane: weakref.ref[Lane], tasks: queue.SimpleQueue[Task | None]) -> None:
@@ -90,6 +109,7 @@ class ThreadStreams:
         self._delays = dict(delays or {})
         self._lanes: dict[str, Lane] = {}
         self._fences: dict[str, tuple[str, _Fence]] = {}  # event -> stream and latest record
+        self.wait_for: Callable[[threading.Event], object] = threading.Event.wait  # how the home stream waits
 
     def run_on(self, stream: str, task: Task) -> None:
         if stream in self._delays:
@@ -112,7 +132,7 @@ class ThreadStreams:
         if fence is None or recorded_on == stream or fence.reached.is_set():
             return
         if stream == HOME:
-            fence.reached.wait()
+            self.wait_for(fence.reached)
             self._raise(recorded_on)
         else:
             self._lane(stream).put(fence.reached.wait)
@@ -123,7 +143,7 @@ class ThreadStreams:
             fences[name] = _Fence()
             lane.put(fences[name])
         for fence in fences.values():
-            fence.reached.wait()
+            self.wait_for(fence.reached)
         for name in fences:
             self._raise(name)
 

@@ -72,10 +72,12 @@ def test_plain_dcp_reads_it_in_the_modules_own_shapes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "others",
-    [{"bucket_nbytes": 64}, {"stage": 1}, {"offload": "cpu"}, {"overlap_gather": True}],
-    ids=["bucket_nbytes", "stage", "offload", "overlap_gather"],
+    [{"bucket_nbytes": 64}, {"stage": 1}, {"offload": "cpu"}, {"offload": "disk"}, {"overlap_gather": True}],
+    ids=["bucket_nbytes", "stage", "offload", "disk", "overlap_gather"],
 )
 def test_into_another_plan(others: dict[str, Any], tmp_path: Path) -> None:
+    if others.get("offload") == "disk":
+        others = {**others, "offload_dir": tmp_path / "state"}
     run_chain(Job("mlp"), (2, 2), tmp_path, **others)
 
 
@@ -122,6 +124,24 @@ def test_bf16_parameters_keep_their_fp32_masters(tmp_path: Path) -> None:
     dcp.load(saved, checkpoint_id=tmp_path / "1", no_dist=True)
     for name, weight in reports[1]["weights"].items():
         assert torch.equal(saved["model"][name].bfloat16(), weight), name
+
+
+def _written(rank: int, world_size: int, path: Path) -> list[float]:
+    """A caller writes a bf16 weight between the update and the save: the fp32 master that is saved has it."""
+    job = Job("mlp", options={"param_dtype": torch.bfloat16})
+    model, optimizer = job.compiled()
+    job.steps(model, optimizer, 0, 1)
+    with torch.no_grad():
+        next(model.parameters()).fill_(0.5)
+    zc.save(path, model, optimizer)
+    zc.load(path, model, optimizer)
+    job.step(model, optimizer, 1)
+    return next(model.parameters()).detach().float().unique().tolist()
+
+
+def test_written_weights_are_saved(tmp_path: Path) -> None:
+    for values in run_ranks(_written, 2, tmp_path / "a"):
+        assert max(abs(v - 0.5) for v in values) < 0.01
 
 
 def build(kind: type[Optimizer], options: dict[str, Any], model: nn.Module) -> Optimizer:
