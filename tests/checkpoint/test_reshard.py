@@ -77,6 +77,7 @@ def test_plain_dcp_reads_it_in_the_modules_own_shapes(tmp_path: Path) -> None:
 )
 def test_into_another_plan(others: dict[str, Any], tmp_path: Path) -> None:
     if others.get("offload") == "disk":
+        (tmp_path / "state").mkdir()
         others = {**others, "offload_dir": tmp_path / "state"}
     run_chain(Job("mlp"), (2, 2), tmp_path, **others)
 
