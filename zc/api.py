@@ -321,12 +321,7 @@ def flush_state(model: nn.Module) -> None:
         PlanError: the model has no state on a disk, or not all of its state is there. OSError, RankMismatchError: the
         disk refused, here or on another rank; the folder is then not complete.
     """
-    disk = sharded(model).disk
-    if disk is None:
-        raise PlanError("zc.flush_state is for offload='disk', and this model was compiled without")
-    synchronize(model)
-    disk.runtime.streams.synchronize()
-    disk.flush()
+    sharded(model).flush_state()
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:

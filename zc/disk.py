@@ -14,7 +14,7 @@ import collections
 import copy
 import secrets
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc.disk_file import Region, StateFile, place
-from zc.errors import PlanError
+from zc.errors import PlanError, ZcError
 from zc.plan import Plan
 from zc.runtime import Runtime
 
@@ -166,12 +166,13 @@ class DiskState:
                     place.copy_(item)
                     state[key] = place
 
-    def flush(self) -> None:
-        """See `zc.flush_state`."""
+    def flush(self, prepare: Callable[[], None]) -> None:
+        """See `zc.flush_state`. ``prepare`` brings the masters up to what the caller has written into parameters."""
         runtime, rank = self.runtime, self.runtime.group.rank
         failure: Exception | None = None
         (number,) = runtime.group.max_on_host([secrets.randbits(62) if rank == 0 else 0])
         try:
+            prepare()
             self.file.begin_update()
             for bucket in runtime.plan.buckets:
                 self.settle(bucket.index)
@@ -182,7 +183,7 @@ class DiskState:
             state = {name: self._saved(name, param) for name, param in self.slices.items()}
             facts = {"flush": number, "num_updates": self.num_updates, "weights": weights}
             self.file.flush({**facts, "state": {name: items for name, items in state.items() if items}})
-        except (OSError, PlanError) as error:
+        except (OSError, PlanError, ZcError) as error:
             failure = error
         runtime.group.agree_on(failure)
 

@@ -24,6 +24,12 @@ from zc.disk_file import StateFile, place
 from zc.errors import PlanError
 
 DIM = 16
+def halve(model: nn.Module) -> None:
+    """The caller writes a weight in place."""
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+
+
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
     "amsgrad": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
@@ -55,11 +61,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
 
 
 def restarted(rank: int, world_size: int, folder: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Job: four steps without offload; two on a disk, flushed, dropped, started anew from the weights, two more."""
+    """Job: four steps without offload, a weight written by hand after two; the same on a disk, with a restart there."""
     plain, optimizer = build(kind, **options)
-    train(plain, optimizer, rank, range(4))
+    train(plain, optimizer, rank, range(2))
+    halve(plain)
+    train(plain, optimizer, rank, range(2, 4))
     first, optimizer = build(kind, offload="disk", offload_dir=folder, **options)
     train(first, optimizer, rank, range(2))
+    halve(first)
     zc.flush_state(first)
     where = zc.explain(first).sections["offload"]
     saved = {n: p.detach().clone() for n, p in first.named_parameters()}
