@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bench import rows, run
-from bench.measure import ROOT, device_name, versions
+from bench.measure import ROOT, device_name, end_on_sigterm, versions
 
 RESULTS = ROOT / "bench" / "results" / "gpu.csv"
 DRY = ROOT / "out" / "bench" / "gpu-dry-run.csv"  # a dry run's times mean nothing and are never committed
@@ -133,6 +133,7 @@ def main(argv: list[str] | None = None) -> int:
             "bench.gpu: torch.cuda.is_available() is False: nothing is measured. `make gpu-bench ARGS=--dry-run` tries "
             "its parts on the CPU, `make bench` measures there"
         )
+    end_on_sigterm()
     device = torch.device("cpu" if args.dry_run else "cuda")
     path = args.csv or (DRY if args.dry_run else RESULTS)
     deadline, session = time.monotonic() + 60 * args.minutes, rows.fingerprint()

@@ -146,7 +146,7 @@ def launch_quietly(
         except subprocess.TimeoutExpired:
             _end(process)
             return Launched(-signal.SIGTERM, f"not at its end after {timeout_s:g} s", tail_of(log))
-        except BaseException:  # an interrupted benchmark leaves no ranks behind
+        except BaseException:  # an interrupted benchmark leaves no ranks behind (`end_on_sigterm`)
             _end(process)
             raise
     if not status:
@@ -159,6 +159,15 @@ def tail_of(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     theirs = next((n for n, line in enumerate(lines) if "elastic/multiprocessing/api.py" in line), len(lines))
     return "\n".join(lines[:theirs][-LINES_OF_A_TAIL:])
+
+
+def end_on_sigterm() -> None:
+    """`timeout` and service managers end a benchmark with SIGTERM: it then ends the run that it waits for, too."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench import rows
 from bench.cases import CASES, FIRST_CASES, FIRST_PROVIDERS, PROVIDERS, version_of
-from bench.measure import ROOT, launch_quietly, torchrun_command, versions
+from bench.measure import ROOT, end_on_sigterm, launch_quietly, torchrun_command, versions
 from bench.reference import disagreement, reference
 
 RESULTS = ROOT / "bench" / "results" / "run.csv"
@@ -132,6 +132,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    end_on_sigterm()
     deadline = time.monotonic() + 60 * args.minutes
     console = Console()
     todo = left(matrix(args.cases, args.providers, args.repeats), rows.read(args.csv), args.session)

@@ -33,7 +33,7 @@ from torch import nn
 
 from bench import rows
 from bench.cases import CASES, PROVIDERS
-from bench.measure import ROOT, device_name, launch_quietly, versions
+from bench.measure import ROOT, device_name, end_on_sigterm, launch_quietly, versions
 from bench.models import MODELS, GPTConfig, make_model
 from bench.paced import NETWORKS, init_paced
 
@@ -252,6 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--providers", nargs="+", choices=PROVIDERS, default=["zc stage 2", "compiled, no communication"])
     add("--csv", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
+    end_on_sigterm()
     session = rows.fingerprint()
     known = {(r["kind"], r["series"], int(r["x"])) for r in rows.read(args.csv) if r["session"] == session}
     done: Done = lambda *point: point in known  # noqa: E731
