@@ -11,12 +11,14 @@ from zc.passes import (
     reduce_buckets,
     tag_gradients,
     verify,
+    write_in_place,
 )
 from zc.passes.base import Pass
 
 PIPELINE: tuple[Pass, ...] = (
     tag_gradients.PASS,
     bucket_gradients.PASS,
+    write_in_place.PASS,
     reduce_buckets.PASS,
     offload_gradients.PASS,
     outline_segments.PASS,

@@ -43,6 +43,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     offload: str | None = None,
     offload_accumulate: str = "cpu",
     verify: bool = True,
+    write_in_place: bool = True,
     dump_dir: str | Path | None = None,
 ) -> tuple[nn.Module, Optimizer]:
     """ZeRO stage 1 or 2 for ``model`` and ``optimizer``: the same two objects come back, and the loop stays as it is.
@@ -66,6 +67,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         offload_accumulate: "cpu": accumulators in host memory, which visit the device for each backward; "device": they
             stay there (stage 1: 4 bytes a parameter, stage 2: 4 / W) and are copied once an update.
         verify: False skips the proof of each schedule, and explain says so.
+        write_in_place: weight gradients are made in their place in the bucket; False: made apart, then copied there.
         dump_dir: a folder for each graph before and after every pass, and the schedule as Python.
 
     Raises:
@@ -88,6 +90,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             offload=offload,
             offload_accumulate=offload_accumulate,
             verify=verify,
+            write_in_place=write_in_place,
             dump_dir=dump_dir,
         )
         checked = _check(model, optimizer, config, ranks.world_size)

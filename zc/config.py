@@ -31,6 +31,7 @@ class Config:
     offload: str | None = None
     offload_accumulate: str = "cpu"
     verify: bool = True
+    write_in_place: bool = True
     dump_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -45,7 +46,7 @@ class Config:
             given = getattr(self, name)
             if not isinstance(given, int) or isinstance(given, bool) or given < 1:
                 raise PlanError(f"{name} must be a whole number of at least 1, got {given!r}")
-        for name in ("overlap", "verify"):
+        for name in ("overlap", "verify", "write_in_place"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name} must be True or False, got {getattr(self, name)!r}")
 

@@ -6,9 +6,10 @@ from torch import nn
 
 from zc.api import persistent_nbytes, sharded
 from zc.ops import Acc
+from zc.passes.write_in_place import nbytes_in_place
 from zc.program import Program
 from zc.runtime import Runtime
-from zc.schedule import deposit, steps, summary, text
+from zc.schedule import deposit, slots_of, steps, summary, text
 
 
 class Explanation:
@@ -68,8 +69,8 @@ def _uncovered(runtime: Runtime) -> str:
         for node in steps(program.graph):
             if node.target is deposit:
                 written.add((int(node.args[0]), int(node.args[1])))  # type: ignore[arg-type]
-            elif node.target.__name__ in ("flatten_cast", "accumulate_cast"):  # type: ignore[union-attr]
-                written |= {(int(node.args[0]), int(k)) for k in node.args[2]}  # type: ignore[arg-type, union-attr]
+            elif node.target.__name__ in ("flatten_cast", "accumulate_cast", "wgrad_into"):  # type: ignore[union-attr]
+                written |= {(int(node.args[0]), k) for k in slots_of(node)}  # type: ignore[arg-type]
     missing = [
         f"{slot.name}: no compiled backward writes its gradient (it would come in through its hook)"
         for b in runtime.plan.buckets
@@ -84,6 +85,9 @@ def _program(program: Program) -> str:
     proved = any(r.name == "verify" for r in program.records)
     verdict = "races 0, redundant 0" if proved else "NOT VERIFIED"
     seconds = sum(r.seconds for r in program.records)
+    in_place, total = nbytes_in_place(program.graph, program.plan)
+    made = f"gradients made in place: {in_place:,} of {total:,} bytes"
     return (
-        f"run {program.num_runs} times; {counts}; {verdict}; passes took {seconds * 1e3:.1f} ms\n{text(program.graph)}"
+        f"run {program.num_runs} times; {counts}; {verdict}; passes took {seconds * 1e3:.1f} ms; {made}\n"
+        f"{text(program.graph)}"
     )

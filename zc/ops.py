@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zc.buffers import Buffers
 from zc.comm import Group, Work
-from zc.kernels import accumulate_cast, flatten_cast, reduce_rows
+from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, scatter_into
 from zc.plan import Plan
 
 
@@ -30,6 +30,17 @@ class Acc(enum.Enum):
 
 
 Segment = Callable[[list[Any]], Sequence[Any]]
+Spans = Sequence[tuple[int, int]]  # elements [start, stop)
+
+
+def _overwrite(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], spans: Spans | None) -> None:
+    """`flatten_cast` of ``out`` [P], or of its ``spans`` alone: nothing else of it is touched."""
+    if spans is None:
+        flatten_cast(out, grads, offsets)
+        return
+    for start, stop in spans:
+        inside = [(g, at - start) for g, at in zip(grads, offsets, strict=True) if start <= at < stop]
+        flatten_cast(out[start:stop], [g for g, _ in inside], [at for _, at in inside])
 
 
 class GradientOps:
@@ -40,6 +51,8 @@ class GradientOps:
         self.state = [Acc.EMPTY] * len(plan.buckets)
         self._spill: dict[int, Tensor] = {}  # bucket -> [S], allocated when microbatches were not declared (stage 1)
         self._spilled: set[int] = set()  # buckets whose reduced gradient was moved aside
+        # slots of a partial sum that hold nothing yet: the schedule that emptied it fills them in place (stage 1)
+        self._fresh: list[set[int]] = [set() for _ in plan.buckets]
         self.touched = [[False] * len(b.slots) for b in plan.buckets]  # since zero_grad, on this rank
         self.num_reductions = [0] * len(plan.buckets)  # since the last update, for explain
         self.reductions_of_last_step = self.num_reductions
@@ -52,11 +65,15 @@ class GradientOps:
     def bind(self, segments: dict[str, Segment]) -> BoundOps:
         return BoundOps(self, segments)
 
-    def flatten_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+    def flatten_cast(
+        self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None], spans: Spans | None = None
+    ) -> None:
         out = self.buffers.named(buffer, self.plan.buckets[bucket])
-        flatten_cast(out, *self._present(bucket, slots, grads))
+        _overwrite(out, *self._present(bucket, slots, grads), spans)
 
-    def accumulate_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+    def accumulate_cast(
+        self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None], spans: Spans | None = None
+    ) -> None:
         acc = self.buffers.named(buffer, self.plan.buckets[bucket])
         present, offsets = self._present(bucket, slots, grads)
         self.landed[bucket] = False
@@ -65,8 +82,20 @@ class GradientOps:
             return
         if self.state[bucket] is Acc.REDUCED and self.buffers.acc:
             self._move_aside(bucket, self.buffers.part(acc, self.plan.buckets[bucket]))
-        flatten_cast(acc, present, offsets)
+        _overwrite(acc, present, offsets, spans)
+        if spans is not None:
+            at = enumerate(self.plan.buckets[bucket].slots)
+            self._fresh[bucket] = {k for k, s in at if not any(a <= s.offset and s.stop <= b for a, b in spans)}
         self.state[bucket] = Acc.PARTIAL
+
+    def wgrad_into(
+        self, bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Tensor, how: str = "mm"
+    ) -> None:
+        out = self.buffers.named(buffer, self.plan.buckets[bucket])[start:stop]
+        add = not buffer.startswith("flat_grad[") and slot not in self._fresh[bucket]
+        (matmul_into if how == "mm" else scatter_into)(out, *inputs, add=add)  # type: ignore[operator]
+        self._fresh[bucket].discard(slot)
+        self.touched[bucket][slot] = True
 
     def _move_aside(self, bucket: int, reduced: Tensor) -> None:
         # kept for the plan's life: the comm stream still reads it when the next backward has begun
@@ -178,7 +207,7 @@ class BoundOps:
         self._segments = segments
         self.flatten_cast, self.accumulate_cast, self.deposit = ops.flatten_cast, ops.accumulate_cast, ops.deposit
         self.launch_reduce, self.wait_reduce, self.accumulate = ops.launch_reduce, ops.wait_reduce, ops.accumulate
-        self.stage_shard = ops.stage_shard
+        self.wgrad_into, self.stage_shard = ops.wgrad_into, ops.stage_shard
         self.copy_to_host, self.copy_to_device = ops.copy_to_host, ops.copy_to_device
 
     def segment(self, key: str, args: list[Any]) -> Sequence[Any]:

@@ -49,7 +49,7 @@ class Runtime:
         self.params = params
         self.ops = GradientOps(plan, buffers, group)
         self.ops.on_deposit = self._keep
-        self.passes: tuple[Pass, ...] = tuple(p for p in PIPELINE if config.verify or p.name != "verify")
+        self.passes: tuple[Pass, ...] = tuple(p for p in PIPELINE if getattr(config, p.name, True))
         self.programs: list[Program] = []  # of compiled graphs, for explain
         self.compiled_segments: dict[str, Segment] = {}  # by canonical text
         self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
