@@ -25,6 +25,7 @@ from zc.schedule import (
     accesses,
     carried_event,
     carrier,
+    in_host_memory,
     is_getitem,
     is_plan_buffer,
     launch_reduce,
@@ -169,10 +170,14 @@ class Order:
         return any(not self.holds(self.future_clock(buffer, changed), need) for buffer, need in self.futures)
 
     def future_clock(self, buffer: str, changed: dict[int, Clock] | None = None) -> Clock:
-        """What a later schedule comes after that starts when the home stream is done, and waits for a carried event."""
+        """What a later schedule comes after that starts when the home stream is done, and waits for a carried event: of
+        host memory, what the processor comes after."""
         changed = changed or {}
         end, record = len(self.nodes) - 1, self._latest.get(carried_event(buffer), -1)
         positions, bits = changed.get(end, self.clocks[end])
+        if in_host_memory(buffer):  # it is the processor that comes later, and it does not wait for home
+            end = max((k for k, s in enumerate(self.stream) if self.streams[s] == HOST), default=-1)
+            positions, bits = changed.get(end, self.clocks[end]) if end >= 0 else ([-1] * len(self.streams), 0)
         if record < 0:
             return positions, bits | self._bits.get(carried_event(buffer), 0)
         theirs, more = changed.get(record, self.clocks[record])
@@ -199,17 +204,18 @@ class Order:
                 made = _Touch(access, is_write, stream, position, 0, node)
                 touches[access.buffer] = [t for t in touches[access.buffer] if not _replaces(made, t)] + [made]
         self._oblige_end()
+        lasting = self._lasting() - {HOME}
         self.futures = [
             (b, Obligation(t.stream, t.position, t.bit, t.node, t.access, (t.writes, True)))
             for b in sorted(b for b in touches if is_plan_buffer(b))
             for t in touches[b]
-            if self._outlives(b, self.streams[t.stream])
+            if self._outlives(b, self.streams[t.stream], lasting)
         ]
 
-    def _outlives(self, buffer: str, stream: str) -> bool:
+    def _outlives(self, buffer: str, stream: str, lasting: set[str]) -> bool:
         """Whether a touch on ``stream`` may not be done when home is, and later schedules must be able to wait for it:
         always so on another buffer's carrier; on its own, program order is enough where no other stream uses it."""
-        return stream in self._lasting() - {HOME} and (stream != carrier(buffer) or buffer in self.shared)
+        return stream in lasting and (stream != carrier(buffer) or buffer in self.shared)
 
     def _entry(self, buffer: str) -> list[_Touch]:
         if not is_plan_buffer(buffer):

@@ -103,6 +103,10 @@ class Timeline:
     def last_touch(self, buffer: str, stream: str) -> Point | None:
         return self._last.get((buffer, stream))
 
+    def last_touches(self) -> list[tuple[tuple[str, str], Point]]:
+        """((buffer, stream), its last touch there)"""
+        return sorted(self._last.items())
+
     def nodes_on(self, stream: str) -> list[fx.Node]:
         return [self.nodes[stream, k] for k in range(1, self.length(stream) + 1)]
 

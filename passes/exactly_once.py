@@ -123,9 +123,9 @@ class _Ledger:
         wanted = f"acc[{bucket}]" if node.target is stage_shard else f"host[{bucket}]"
         if far != wanted or not near.startswith("staging["):
             self.faults.append(f"{node.name} copies bucket {bucket} from {src} to {dst}")
-        if node.target is stage_shard and bucket not in self.summed and self.holds.get(src) == (bucket, "gradient"):
-            if self.plan is None or self.plan.world_size > 1:
-                self.faults.append(f"{node.name} takes bucket {bucket} for host memory before it is reduced")
+        unsummed = bucket not in self.summed and self.holds.get(src) == (bucket, "gradient")
+        if node.target is stage_shard and unsummed and (self.plan is None or self.plan.world_size > 1):
+            self.faults.append(f"{node.name} takes bucket {bucket} for host memory before it is reduced")
         if node.target is not copy_to_host:
             self._overwrite(node, dst)
             self.holds[dst] = (bucket, "sum" if node.target is copy_to_device else "total")
@@ -141,7 +141,7 @@ class _Ledger:
     def _step(self, node: fx.Node) -> None:
         bucket = _int(node.args[0])
         self.step.setdefault(bucket, []).append(node.target)
-        names = {f"{kind}[{bucket}]" for kind in ("master", "host", "flat_param")}
+        names = {f"{kind}[{bucket}]" for kind in ("master", "host", "flat_param", "gathered")}
         wrong = [a for a in node.args[1:] if not str(a).startswith("param[") and str(a) not in names]
         if wrong:
             self.faults.append(f"{node.name} of bucket {bucket} takes {wrong[0]}")
@@ -156,9 +156,11 @@ class _Ledger:
         order = [k for k in (update, cast_param, copy_to_device, gather, publish) if k in kinds]
         several = self.plan is None or self.plan.world_size > 1
         complete = copy_to_device in kinds and publish in kinds and (gather in kinds or not several)
+        if self.plan is not None and self.plan.offload is None:  # gathered in one schedule, published there or later
+            complete = True
         if kinds != order or not complete:
             names = ", ".join(getattr(k, "__name__", str(k)) for k in kinds)
-            self.faults.append(f"bucket {bucket} is not updated, copied, gathered and published once, in order: {names}")
+            self.faults.append(f"bucket {bucket} is not updated, copied, gathered, published once, in order: {names}")
 
     def _write(self, node: fx.Node) -> None:
         bucket = _int(node.args[0])

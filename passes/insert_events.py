@@ -69,7 +69,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     values = {s: [v for v in _crossing(new) if _maker(v) == s] for s in (HOME, *sides)}
     early: dict[fx.Node, list[fx.Node]] = {}
     late = _release_early(values[HOME], HOME, timeline, early)
-    _join_home(new, [s for s in sides if s not in lasting], late, timeline)
+    _join_home(new, [s for s in sides if s not in lasting], late, _uncovered(timeline, lasting, shared), timeline)
     _release_late(new, late, HOME, timeline)
     for stream in sides:
         _release_late(new, _release_early(values[stream], stream, timeline, early), stream, timeline)
@@ -146,10 +146,27 @@ def _release_late(graph: fx.Graph, values: list[fx.Node], stream: str, timeline:
         timeline.advance(node)
 
 
-def _join_home(graph: fx.Graph, sides: list[str], late: list[fx.Node], timeline: Timeline) -> None:
-    """The end of the home stream: after the compute streams beside it, after every use of what is returned, and of what
-    it gives back ``late``. All in one, so that none of these waits implies another."""
+def _uncovered(timeline: Timeline, lasting: set[str], shared: frozenset[str]) -> list[Point]:
+    """Last uses of plan-owned buffers on another buffer's carrier, where their own carried event does not stand for
+    them: home must come after these."""
+    found: list[Point] = []
+    for (buffer, stream), point in timeline.last_touches():
+        if is_plan_buffer(buffer) and stream in lasting - {HOME, carrier(buffer)}:
+            last = timeline.last_touch(buffer, carrier(buffer)) if buffer in shared else None
+            if last is None or not timeline.is_after(timeline.nodes[last], [point]):
+                found.append(point)
+    return found
+
+
+def _join_home(
+    graph: fx.Graph, sides: list[str], late: list[fx.Node], uncovered: list[Point], timeline: Timeline
+) -> None:
+    """The end of the home stream: after the compute streams beside it, after every use of what is returned, of what it
+    gives back ``late``, and of what no carried event stands for. All in one, so that none of these waits implies
+    another."""
     points: dict[str, int] = {side: timeline.length(side) for side in sides}
+    for side, position in uncovered:
+        points[side] = max(points.get(side, 0), position)
     uses = [timeline.uses(v, with_maker=True) for v in graph.output_node().all_input_nodes]
     uses += [timeline.uses(v) for v in late]
     for stream, position in (point for group in uses for point in group):

@@ -19,8 +19,8 @@ Accumulators on the device are copied at the boundary, out of a snapshot that th
                                                           stage_shard(0, "staging[0]", "acc[0]")
                                                           copy_to_host(0, "host[0]", "staging[0]")
 
-Left alone: everything without ``plan.offload``; deposits; a bucket that is written in part, in stage 1 on the device (it
-lands at the boundary). The idea of a double-buffered bus: ZeRO-Offload, arXiv:2101.06840, section 4.
+Left alone: everything without ``plan.offload``; deposits; a bucket that is written in part, in stage 1 on the device
+(it lands at the boundary). The idea of a double-buffered bus: ZeRO-Offload, arXiv:2101.06840, section 4.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     elif plan.is_boundary:
         for k, chain in enumerate(chains):
             last = chain[-1]
-            if last.target is accumulate or (plan.world_size == 1 and is_complete([n for n in chain if n.target in _WRITES], plan)):
+            writes = [n for n in chain if n.target in _WRITES]
+            if last.target is accumulate or (plan.world_size == 1 and is_complete(writes, plan)):
                 insert_landing(new, plan, last, int(str(last.args[0])), k)
     return new
 

@@ -10,6 +10,8 @@ Before and after::
                                                %getitem_2 = %segment_1[0]
                                                output (%getitem_2,)
 
+A node with ``meta["cut"]`` (cut_forward) starts a segment of its own as well.
+
 Each segment is a GraphModule in ``node.meta["segment"]``, with canonical names (``arg0``, ``n1``, ...): identical
 layers then have identical text, and are compiled once. A graph without ATen nodes is left alone. Results of a
 multi-output node stay with it; get_attr nodes are repeated in each segment that uses them; symbolic sizes that a
@@ -58,6 +60,8 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
             copied.meta = dict(node.meta)
             where[node] = copied
         else:
+            if node.meta.get("cut"):
+                flush()
             pending.append(node)
     return new
 

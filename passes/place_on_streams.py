@@ -63,7 +63,7 @@ def _place(graph: fx.Graph, plan: Plan, num_producers: int) -> fx.Graph:
         if not is_schedule_node(node):
             continue
         overlapped = COMM if plan.overlap and node.target in _ON_COMM else COMPUTE
-        node.meta["stream"] = _ALWAYS.get(node.target, overlapped)  # type: ignore[call-overload]
+        node.meta["stream"] = _ALWAYS.get(node.target, overlapped)
         if num_producers > 1 and plan.overlap and _may_move(node):
             k = next(turn) % num_producers
             node.meta["stream"] = f"{COMPUTE}.{k}" if k else COMPUTE

@@ -30,13 +30,20 @@ from zc.passes._order import Obligation, Order
 from zc.passes.base import Pass, copy_graph
 from zc.plan import Plan
 from zc.schedule import (
+    COPY,
+    HOST,
+    SYNC_OPS,
     carried_event,
+    cast_param,
+    copy_to_device,
+    copy_to_host,
     record_event,
     release,
     shared_buffers,
     steps,
     stream_of,
     summary,
+    update,
     wait_event,
 )
 
@@ -94,7 +101,7 @@ def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
     ]
     faults = [f"{stream_of(n)} waits for {n.args[0]}, which no node before records" for n in order.unrecorded]
     races += _carried(order)
-    faults += exactly_once.check(nodes, plan) + _released(order)
+    faults += exactly_once.check(nodes, plan) + _released(order) + _misplaced(nodes)
     redundant: list[str] = []
     if not races:
         waits = [(k, n) for k, n in enumerate(order.nodes) if n.target is wait_event]
@@ -117,6 +124,14 @@ def _carried(order: Order) -> list[str]:
                 f"{carried_event(buffer)} is not recorded after it"
             )
     return races
+
+
+def _misplaced(nodes: list[fx.Node]) -> list[str]:
+    """Host memory is touched by the processor and by copies on the copy stream: whose events it can wait for."""
+    places = {update: HOST, cast_param: HOST, copy_to_host: COPY, copy_to_device: COPY}
+    wrong = [n for n in nodes if n.target in places and stream_of(n) != places[n.target]]
+    wrong += [n for n in nodes if stream_of(n) == HOST and n.target not in (*SYNC_OPS, update, cast_param)]
+    return [f"{_kind(n)} ({n.name}) can't be on {stream_of(n)}" for n in wrong]
 
 
 def _released(order: Order) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,10 @@ from zc.checks import check
 from zc.comm import Group, check_initialized
 from zc.config import Config
 from zc.errors import PlanError, ZcError
+from zc.estimate import STATES, held
+from zc.host_memory import available_nbytes, check_room, ranks_on_this_host
 from zc.optimizer import ShardedOptimizer, choose_layout
-from zc.plan import ParamSpec, Plan, make_plan
+from zc.plan import Bucket, Layout, ParamSpec, Plan, make_plan
 from zc.runtime import Runtime
 from zc.streams import Streams, make_streams
 
@@ -38,6 +41,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     bucket_nbytes: int = 25 * 2**20,
     num_buffers: int = 2,
     overlap: bool = True,
+    overlap_gather: bool = False,
     group: dist.ProcessGroup | None = None,
     backend: str = "inductor",
     offload: str | None = None,
@@ -61,6 +65,9 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         bucket_nbytes: no bucket is larger, unless one parameter is (the ring is as large as the largest bucket).
         num_buffers: flat_grad buffers in the ring (stage 2), each as large as the largest bucket.
         overlap: False runs the reductions on the compute stream.
+        overlap_gather: step() returns with the all-gathers launched, and the next compiled forward waits for each
+            bucket where it first reads it. Opt-in, since a raw read of ``p.data`` right after step() can't be guarded:
+            call `synchronize` before one.
         group: the ranks that share the model; None: the default group.
         backend: "inductor"; "aot_eager", the same schedule with its segments run op by op; "eager", hooks only.
         offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there.
@@ -86,6 +93,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             bucket_nbytes=bucket_nbytes,
             num_buffers=num_buffers,
             overlap=overlap,
+            overlap_gather=overlap_gather,
             backend=backend,
             offload=offload,
             offload_accumulate=offload_accumulate,
@@ -99,7 +107,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     ranks.agree_on(failure)  # before the first exchange: nobody waits for a rank that was refused
     assert checked is not None
     params, plan, note = checked
-    ranks.same_everywhere("the model or an option", _fingerprint(model, config))
+    ranks.same_everywhere("the model or an option", fingerprint(model, config))
 
     device = plan.buckets[0].device
     ranks.open_data(device)
@@ -110,11 +118,15 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         runtime.say_once(note)
     if not verify:
         runtime.say_once("verify=False: schedules run without their proof")
-    _fill(model, plan, buffers, params, ranks)
+    _broadcast_rest(model, params, ranks)
+    fill(runtime, plan.buckets)
     sharded = ShardedOptimizer(runtime, optimizer, whole=note is not None)
     runtime.install_hooks()
     _COMPILED[model] = sharded
-    _clear_both(model, optimizer, sharded)
+    _own_methods(model, optimizer, sharded)
+    runtime.frozen = {n: p for n, p in model.named_parameters() if n not in params}
+    if plan.overlap_gather:
+        runtime.weights.install_hooks(model)
     if config.backend != "eager":
         compiler.raise_recompile_limit(model)
         compiler.compile_in_place(model, compiler.make_backend(runtime))
@@ -130,8 +142,17 @@ def _check(
     params = check(model, optimizer)
     layout, note = choose_layout(optimizer)
     compiler.refuse_compiled_autograd()
+    plan = plan_of(params, config, world_size, layout)
+    check_wire(plan)
+    if plan.offload is not None:
+        _check_host(plan, optimizer)
+    return params, plan, note
+
+
+def plan_of(params: dict[str, nn.Parameter], config: Config, world_size: int, layout: Layout) -> Plan:
+    """The plan for ``params`` under ``config``."""
     specs = [ParamSpec(n, tuple(p.shape), config.param_dtype or p.dtype, p.device) for n, p in params.items()]
-    plan = make_plan(
+    return make_plan(
         specs,
         world_size=world_size,
         placement=config.placement,
@@ -140,14 +161,13 @@ def _check(
         bucket_nbytes=config.bucket_nbytes,
         num_buffers=config.num_buffers,
         overlap=config.overlap,
+        overlap_gather=config.overlap_gather,
         layout=layout,
         offload=config.host,
     )
-    _check_wire(plan)
-    return params, plan, note
 
 
-def _check_wire(plan: Plan) -> None:
+def check_wire(plan: Plan) -> None:
     for bucket in plan.buckets:
         if not plan.placement.reduces_every_backward and bucket.reduce_dtype != bucket.acc_dtype:
             raise PlanError(
@@ -156,7 +176,19 @@ def _check_wire(plan: Plan) -> None:
             )
 
 
-def _fingerprint(model: nn.Module, config: Config) -> list[str]:
+def _check_host(plan: Plan, optimizer: Optimizer) -> None:
+    """With offload: the update runs on the processor, and what it needs must fit into the host's memory."""
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        raise PlanError(
+            f"offload: {type(optimizer).__name__} was made with capturable=True, which keeps its state on the device; "
+            "make it without"
+        )
+    num_states = STATES.get(type(optimizer).__name__, 2)
+    _, needed = held(plan, num_states)
+    check_room(needed, ranks_on_this_host(plan.world_size), available_nbytes())
+
+
+def fingerprint(model: nn.Module, config: Config) -> list[str]:
     """What must be the same on every rank, a line an item, so that a difference can be named."""
     options = [f"{k}={v}" for k, v in vars(config).items() if k != "dump_dir"]
     params = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
@@ -165,38 +197,66 @@ def _fingerprint(model: nn.Module, config: Config) -> list[str]:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, plan: Plan, buffers: Buffers, params: dict[str, nn.Parameter], ranks: Group) -> None:
-    """Broadcasts from rank 0, takes the masters from the given values, and makes each parameter a view of
-    flat_param."""
+def _broadcast_rest(model: nn.Module, params: dict[str, nn.Parameter], ranks: Group) -> None:
+    """What the plan leaves out, frozen parameters and buffers, is rank 0's everywhere."""
     planned = {id(p) for p in params.values()}
     for tensor in [*(p for p in model.parameters() if id(p) not in planned), *model.buffers()]:
         given = tensor.detach().contiguous()
         ranks.broadcast_(given)
         tensor.copy_(given)
-    for bucket in plan.buckets:
+
+
+@torch.no_grad()
+def fill(runtime: Runtime, buckets: Sequence[Bucket]) -> None:
+    """Broadcasts from rank 0, takes the masters from the given values, and makes each parameter a view of
+    flat_param."""
+    ranks, buffers = runtime.group, runtime.buffers
+    for bucket in buckets:
         flat, master = buffers.flat_param[bucket.index], buffers.master_shard[bucket.index]
         start, _ = bucket.layout.shard_range(ranks.rank)
         for slot in bucket.slots:
-            param = params[slot.name]
+            param = runtime.params[slot.name]
             given = param.detach().contiguous()
             ranks.broadcast_(given)
             first, stop = bucket.layout.owned(slot, ranks.rank)
-            if bucket.has_master or plan.offload is not None:
+            if bucket.has_master or runtime.plan.offload is not None:
                 master[first - start : stop - start] = given.view(-1)[first - slot.offset : stop - slot.offset]
             view = flat[slot.offset : slot.stop].view(slot.shape)
             view.copy_(given)
             param.data = view
 
 
-def _clear_both(model: nn.Module, optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
-    """zero_grad of either object clears the shards. Instance attributes: the classes stay the caller's."""
-    runtime = weakref.proxy(sharded)
+def _own_methods(model: nn.Module, optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
+    """What the optimizer's methods must do beside what its class says. Instance attributes: the class stays the
+    caller's. (model.zero_grad stays its own: a parameter whose ``.grad`` was set to None is noticed.)"""
+    owner, of_model = weakref.proxy(sharded), weakref.ref(model)
+    add = type(optimizer).add_param_group
 
     def zero_grad(set_to_none: bool = True) -> None:
-        runtime.zero_grad(set_to_none=set_to_none)
+        owner.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        given = param_group["params"]
+        given = [given] if isinstance(given, Tensor) else list(given)
+        found = of_model()
+        names = {id(p): name for name, p in found.named_parameters()} if found is not None else {}
+        for param in given:
+            name = names.get(id(param))
+            if name is None or name in owner.runtime.params:
+                shown = (
+                    f"parameter {name}, which has its place"
+                    if name
+                    else f"a tensor {tuple(param.shape)} that the model lacks"
+                )
+                raise PlanError(
+                    f"add_param_group was given {shown}: after zc.compile it takes parameters of the model that were "
+                    "frozen or are new; call zc.recompile(model) behind it"
+                )
+        add(optimizer, {**param_group, "params": given})
+        owner.runtime.frozen.update({names[id(param)]: param for param in given})
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-    model.zero_grad = zero_grad  # type: ignore[method-assign]
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
 def sharded(model: nn.Module) -> ShardedOptimizer:
@@ -216,6 +276,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     with sharded(model).runtime.no_sync():
         yield
+
+
+def synchronize(model: nn.Module) -> None:
+    """With ``overlap_gather``: whatever comes next on the current stream (on CPU: in this thread) may read parameters.
+
+    Only needed before a read that no module and no state_dict makes: ``p.data`` or ``model.parameters()`` between
+    ``optimizer.step()`` and the next forward. Does nothing without ``overlap_gather``. The host does not wait on CUDA.
+    """
+    sharded(model).runtime.weights.synchronize()
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:

@@ -21,7 +21,9 @@ from torch import fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from zc.errors import PassError, ZcError
+from zc.gathering import buffer_name
 from zc.passes.base import copy_graph
+from zc.passes.tag_gradients import slot_of
 from zc.program import Program, build
 
 if TYPE_CHECKING:
@@ -43,6 +45,28 @@ def current_graph_task() -> int:
 def queue_callback(callback: Callable[[], None]) -> None:
     """Calls ``callback`` when the running backward ends without an error. (DDP and FSDP rely on the same call.)"""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def has_gradient_hook(param: torch.nn.Parameter) -> bool:
+    """Whether ``param.register_hook`` was called. (``Tensor._backward_hooks``, a dict or None since torch 0.4.)"""
+    return bool(param._backward_hooks)
+
+
+def num_accumulate_hooks(param: torch.nn.Parameter) -> int:
+    """Post-accumulate-grad hooks on a parameter. (``Tensor._post_accumulate_grad_hooks``, since 2.1.)"""
+    return len(getattr(param, "_post_accumulate_grad_hooks", None) or ())
+
+
+def accumulates(param: torch.nn.Parameter) -> bool:
+    """Whether the backward that runs will add to ``param.grad``: not under torch.autograd.grad, nor for what
+    ``backward(inputs=...)`` leaves out. (torch._C._will_engine_execute_node, since 2.1.)"""
+    if not param.requires_grad:  # frozen between the forward and this backward
+        return False
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined, unused-ignore]
+    except RuntimeError:  # torch.autograd.grad has asked for this very gradient
+        return False
 
 
 def refuse_compiled_autograd() -> None:
@@ -72,13 +96,13 @@ def make_wrapper(cls: type[_T], like: torch.Tensor) -> _T:
 
 def make_backend(runtime: Runtime) -> Callable[..., Any]:
     """A backend for ``torch.compile`` whose backward graphs reduce gradients as ``runtime``'s plan says."""
-    name_of = {id(param): name for name, param in runtime.params.items()}
 
     def zc_backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         from torch._functorch import config as functorch_config
         from torch._inductor.compile_fx import compile_fx
 
         refuse_compiled_autograd()
+        name_of = {id(param): name for name, param in runtime.params.items()}  # zc.recompile may have added some
         names = [name_of.get(id(value)) for value in inputs]
         _guard_identity(gm, names)
         # The AOTAutograd cache's key ignores inner_compile: an entry of a plain run would replace our schedule
@@ -131,6 +155,8 @@ def _inner_compile(
     runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
 ) -> Any:
     if not kwargs.get("is_backward"):
+        if runtime.plan.overlap_gather:
+            return _compile_forward(runtime, names, gm, example_inputs, kwargs)
         return _whole(runtime, gm, example_inputs, kwargs)
     backward = CompiledBackward(runtime, names, gm, kwargs)
 
@@ -150,6 +176,65 @@ def _whole(runtime: Runtime, gm: fx.GraphModule, example_inputs: Sequence[Any], 
     return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
+def _compile_forward(
+    runtime: Runtime,
+    names: Sequence[str | None],
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A forward graph under overlap_gather: a schedule that waits for each bucket where it first reads it; where that
+    can't be had, the whole graph, behind all gathers.
+
+    Relies on AOTAutograd's descriptors of a forward's inputs: ``placeholder.meta["desc"]`` is ``PlainAOTInput(idx)``
+    (torch >= 2.9).
+    """
+    why = _why_whole(gm, kwargs)
+    if why is None:
+        graph = _name_buffers(runtime, names, gm)
+        run = runtime.weights.compile_forward(graph, _segment_compiler(runtime, kwargs, is_backward=False))
+    else:
+        if not kwargs.get("is_inference"):
+            runtime.say_once(f"a forward graph waits for all gathers before it starts: {why}")
+        whole = _whole(runtime, gm, example_inputs, kwargs)
+
+        def run(args: list[Any]) -> Any:
+            runtime.weights.synchronize()
+            return whole(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _why_whole(gm: fx.GraphModule, kwargs: dict[str, Any]) -> str | None:
+    """Why a forward graph can't be cut, or None."""
+    if kwargs.get("is_inference"):
+        return "it is not differentiated"
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.SymInt):
+            return "its sizes are symbolic"
+        schema = getattr(node.target, "_schema", None)
+        if node.op == "call_function" and schema is not None and schema.is_mutable:
+            return f"{node.target} changes an input"
+    return None
+
+
+def _name_buffers(runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule) -> fx.Graph:
+    """A copy of a forward graph in which the parameters' placeholders say of which buffer they are a view."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    graph, _ = copy_graph(gm.graph)
+    graph.owning_module = gm
+    where = slot_of(runtime.plan)
+    for node in graph.nodes:
+        desc = node.meta.get("desc")
+        name = names[desc.idx] if node.op == "placeholder" and isinstance(desc, PlainAOTInput) else None
+        if name is not None:
+            node.meta["buffer"] = buffer_name(runtime.plan, where[name][0])
+    _mark_storages(graph, donated=())
+    return graph
+
+
 class CompiledBackward:
     """One backward graph: its program at a boundary, and the one for microbatches where that is another."""
 
@@ -157,27 +242,38 @@ class CompiledBackward:
         self, runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule, kwargs: dict[str, Any]
     ) -> None:
         self.runtime, self.gm = runtime, gm
-        self.compile_segment = _segment_compiler(runtime, kwargs)
+        self.compile_segment = _segment_compiler(runtime, kwargs, is_backward=True)
         self.graph = _annotate(gm, names)
-        self._programs: dict[bool, Program] = {}
-        self.program()
+        written = self.graph.output_node().meta["grad_of"]
+        self.params = {name: runtime.params[name] for name in written if name is not None}
+        self._programs: dict[tuple[bool, frozenset[str]], Program] = {}
+        self._build(runtime.current_plan.reduces, frozenset())  # while Dynamo's context is open
 
     def program(self) -> Program:
-        plan = self.runtime.current_plan
-        if plan.reduces not in self._programs:
-            name = f"backward_{len(self.runtime.programs)}"
-            built = build(
-                self.graph,
-                plan,
-                self.runtime.passes,
-                self.runtime.ops,
-                self.compile_segment,
-                name=name,
-                dump_dir=self.runtime.config.dump_dir,
-            )
-            self.runtime.programs.append(built)
-            self._programs[plan.reduces] = built
-        return self._programs[plan.reduces]
+        """The one for the backward that runs now. A gradient that autograd itself has to see (a hook waits for it,
+        torch.autograd.grad returns it) leaves the graph as PyTorch has it, and comes back, if at all, through the
+        parameter's own hook."""
+        shown = frozenset(n for n, p in self.params.items() if has_gradient_hook(p) or not accumulates(p))
+        key = self.runtime.current_plan.reduces, shown
+        return self._programs[key] if key in self._programs else self._build(*key)
+
+    def _build(self, reduces: bool, shown: frozenset[str]) -> Program:
+        runtime = self.runtime
+        graph, _ = copy_graph(self.graph)
+        output = graph.output_node()
+        output.meta["grad_of"] = tuple(None if name in shown else name for name in output.meta["grad_of"])
+        built = build(
+            graph,
+            runtime.plan if reduces else runtime.plan.microbatch(),
+            runtime.passes,
+            runtime.ops,
+            self.compile_segment,
+            name=f"backward_{len(runtime.programs)}",
+            dump_dir=runtime.config.dump_dir,
+        )
+        runtime.programs.append(built)
+        self._programs[reduces, shown] = built
+        return built
 
 
 def _annotate(gm: fx.GraphModule, names: Sequence[str | None]) -> fx.Graph:
@@ -198,18 +294,16 @@ def _annotate(gm: fx.GraphModule, names: Sequence[str | None]) -> fx.Graph:
     if len(grad_of) != len(output.args[0]):  # type: ignore[arg-type]
         raise PassError(f"the backward graph has {len(output.args[0])} outputs and {len(grad_of)} descriptors")  # type: ignore[arg-type]
     output.meta["grad_of"] = tuple(grad_of)
-    _mark_storages(graph)
+    _mark_storages(graph, _donated_inputs())
     return graph
 
 
-def _mark_storages(graph: fx.Graph) -> None:
+def _mark_storages(graph: fx.Graph, donated: Sequence[int]) -> None:
     """``meta["storage"]`` of every value, and ``meta["donated"]`` of the inputs that AOTAutograd lets the backward
     overwrite.
 
-    Relies on ``TracingContext.fw_metadata.bw_donated_idxs`` (positions among the backward's inputs), and on fake
-    tensors sharing a storage where the real ones do.
+    Relies on fake tensors sharing a storage where the real ones do.
     """
-    donated = set(_donated_inputs())
     numbers: dict[int, int] = {}
     placeholders = 0
     for node in graph.nodes:
@@ -222,6 +316,7 @@ def _mark_storages(graph: fx.Graph) -> None:
 
 
 def _donated_inputs() -> list[int]:
+    """``TracingContext.fw_metadata.bw_donated_idxs``: positions among the backward's inputs."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -229,9 +324,11 @@ def _donated_inputs() -> list[int]:
 
 
 @contextlib.contextmanager
-def _donating(positions: Sequence[int]) -> Iterator[None]:
+def _apart_from_the_whole(donated: Sequence[int]) -> Iterator[None]:
     """Inductor reads from the tracing context which inputs it may overwrite, by position in the *whole* backward. For a
-    segment those positions mean other tensors, a parameter perhaps: they must never be left standing here."""
+    segment those positions mean other tensors, a parameter perhaps: they must never be left standing here. And it
+    writes the strides of its outputs there (``output_strides``), which would be taken for the whole graph's; segments
+    keep the strides that were traced."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -239,11 +336,13 @@ def _donating(positions: Sequence[int]) -> Iterator[None]:
     if metadata is None:
         yield
         return
-    before, metadata.bw_donated_idxs = metadata.bw_donated_idxs, list(positions)
+    before, metadata.bw_donated_idxs = metadata.bw_donated_idxs, list(donated)
+    strides, context.output_strides = context.output_strides, None  # type: ignore[union-attr]
     try:
         yield
     finally:
         metadata.bw_donated_idxs = before
+        context.output_strides = strides  # type: ignore[union-attr]
 
 
 # --- segments ---
@@ -259,10 +358,12 @@ def _interpret(gm: fx.GraphModule) -> Segment:
     return run
 
 
-def _segment_compiler(runtime: Runtime, kwargs: dict[str, Any]) -> Callable[[fx.GraphModule], Segment]:
+def _segment_compiler(
+    runtime: Runtime, kwargs: dict[str, Any], *, is_backward: bool
+) -> Callable[[fx.GraphModule], Segment]:
     if runtime.config.backend == "aot_eager":
         return _interpret
-    return partial(_compile_segment, runtime, kwargs)
+    return partial(_compile_segment, runtime, {**kwargs, "is_backward": is_backward})
 
 
 def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModule) -> Segment:
@@ -284,9 +385,9 @@ def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModul
     example_inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     accepted = inspect.signature(compile_fx_inner).parameters
     passed = {k: v for k, v in kwargs.items() if k in accepted or "kwargs" in accepted}
-    passed.update(static_input_idxs=(), is_backward=True)
+    passed.update(static_input_idxs=())
     passed.pop("boxed_forward_device_index", None)  # tells a forward about its device; no segment is one
-    with _donating(gm.meta["donated"]):
+    with _apart_from_the_whole(gm.meta["donated"]):
         compiled: Segment = compile_fx_inner(gm, example_inputs, **passed)
     if key is not None:
         runtime.compiled_segments[key] = compiled  # pure code, no state: layers of one shape can share it

@@ -13,10 +13,13 @@ With offload, host memory holds (pinned where the device is a GPU)::
     host          S (stage 1 that accumulates there: P) * acc_dtype: the gradient that the update reads
     param         num_buffers * S * param_dtype of the largest bucket that has a cast
 
-and the device ``staging``: num_buffers times the largest ``host``. There is no acc where gradients accumulate in ``host``.
+and the device ``staging``: num_buffers times the largest ``host``. Where gradients accumulate in ``host`` there is no
+acc.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -62,6 +65,16 @@ class Buffers:
         self._flat_grad, self._recv = self._make_ring()
         self._staging, self._param = self._make_staging(memory)
 
+    def grow(self, plan: Plan) -> None:
+        """Takes in ``plan``, whose first buckets are the present ones, for which nothing moves. Nothing may be using
+        the ring. Not with offload."""
+        added = Buffers(replace(plan, buckets=plan.buckets[len(self.plan.buckets) :]), self.rank)
+        self.flat_param += added.flat_param
+        self.master_shard += added.master_shard
+        self.acc += added.acc
+        self.plan = plan
+        self._flat_grad, self._recv = self._make_ring()
+
     def _make_ring(self) -> tuple[list[Tensor], list[Tensor]]:
         plan = self.plan
         if not plan.buckets:
@@ -105,9 +118,11 @@ class Buffers:
         return [self.part(tensors[bucket.index], bucket) for tensors in (self.host, self.acc) if tensors]
 
     def named(self, name: str, bucket: Bucket) -> Tensor:
-        """The tensor behind a buffer of the schedule: ``flat_grad[i]`` [P], ``recv[i]`` [P] or [S], ``acc[b]``, and with
-        offload ``staging[i]`` and ``host[b]``, ``master[b]`` [S], ``param[i]`` [S]; of ``flat_param[b]`` this rank's
-        part."""
+        """The tensor behind a buffer of the schedule: ``flat_grad[i]`` [P], ``recv[i]`` [P] or [S], ``acc[b]``.
+
+        With offload ``staging[i]`` and ``host[b]`` [S] or [P], ``master[b]`` [S], ``param[i]`` [S], and of
+        ``flat_param[b]`` this rank's part [S].
+        """
         kind, index = name[:-1].split("[")
         if kind == "acc":
             return self.acc[int(index)]

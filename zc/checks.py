@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zc import backend
 from zc.config import DTYPES
 from zc.errors import PlanError
 
@@ -42,6 +44,16 @@ def check(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     return params
 
 
+def check_added(params: dict[str, nn.Parameter], optimizer: Optimizer, device: torch.device) -> None:
+    """What `zc.recompile` would add to a plan on ``device``."""
+    _check_tensors(params)
+    _check_storages(params)
+    _check_held(params, optimizer)
+    for name, param in params.items():
+        if param.device != device:
+            raise PlanError(f"parameters are on several devices: the plan's on {device}, {name} on {param.device}")
+
+
 def _check_tensors(params: dict[str, nn.Parameter]) -> None:
     for name, param in params.items():
         if isinstance(param, nn.parameter.UninitializedParameter):
@@ -53,6 +65,11 @@ def _check_tensors(params: dict[str, nn.Parameter]) -> None:
             raise PlanError(f"parameter {name} has dtype {param.dtype}, zc takes {valid}")
         if type(param.data) is not torch.Tensor:
             raise PlanError(f"parameter {name} is a {type(param.data).__name__}, zc takes plain tensors")
+        if backend.num_accumulate_hooks(param):
+            raise PlanError(
+                f"parameter {name} has a post-accumulate-grad hook, which would find no gradient: zc takes it to its "
+                "bucket. Use register_hook for this rank's gradient, or read param.grad after the backward"
+            )
         if param.grad is not None:
             raise PlanError(f"parameter {name} has a gradient already: call model.zero_grad() before zc.compile")
 
@@ -94,18 +111,27 @@ def _check_optimizer(model: nn.Module, params: dict[str, nn.Parameter], optimize
                 f"the optimizer holds a parameter of shape {tuple(param.shape)} (its number {k}) that the model lacks: "
                 "make the optimizer from model.parameters(), after the model has been moved and cast"
             )
-    present = {id(p) for p in held}
+    _check_held(params, optimizer)
+    if not all(_is_fresh(state) for state in optimizer.state.values()):
+        raise PlanError(
+            f"the {type(optimizer).__name__} has state for {len(optimizer.state)} parameters already: call zc.compile "
+            "before the first step, and make a fresh optimizer here"
+        )
+
+
+def _check_held(params: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
+    present = {id(p) for group in optimizer.param_groups for p in group["params"]}
     lacking = [name for name, p in params.items() if id(p) not in present]
     if lacking:
         raise PlanError(
             f"the optimizer lacks {len(lacking)} trainable parameter(s) of the model: {_some(lacking)}; add them, or "
             "freeze them with requires_grad_(False)"
         )
-    if any(len(state) for state in optimizer.state.values()):
-        raise PlanError(
-            f"the {type(optimizer).__name__} has state for {len(optimizer.state)} parameters already: call zc.compile "
-            "before the first step, and make a fresh optimizer here"
-        )
+
+
+def _is_fresh(state: dict[str, Any]) -> bool:
+    """Nothing, or what an optimizer's __init__ fills in (Adagrad's sums): it says that no step was taken."""
+    return not state or ("step" in state and float(state["step"]) == 0.0)
 
 
 def _some(names: Iterable[str], at_most: int = 5) -> str:

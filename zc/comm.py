@@ -18,6 +18,8 @@ from torch import Tensor
 
 from zc.errors import PlanError, RankMismatchError
 
+_NBYTES_TEXT = 1024  # of what a rank tells the others of itself in an error
+
 
 class Work(Protocol):
     def wait(self) -> Any: ...
@@ -134,6 +136,25 @@ class Group:
         tensor = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control)
         return [int(value) for value in tensor]
+
+    def max_async_on_host(self, values: Tensor) -> Work | None:
+        """The largest of each value over the ranks, in place, in host memory. Asynchronous; None with one rank."""
+        if self.world_size == 1:
+            return None
+        work: Work | None = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+        return work
+
+    def tell_each_other(self, text: str, tag: int) -> list[str]:
+        """Every rank's text, by sends and receives: unlike a collective they need no order among other exchanges."""
+        own = torch.tensor(list(text.encode()[:_NBYTES_TEXT].ljust(_NBYTES_TEXT)), dtype=torch.uint8)
+        found = [own if rank == self.rank else torch.zeros_like(own) for rank in range(self.world_size)]
+        started: list[Work] = []
+        for rank in range(self.world_size):
+            if rank != self.rank:
+                started.append(_started(dist.isend(own, group_dst=rank, group=self.control, tag=tag)))
+                started.append(_started(dist.irecv(found[rank], group_src=rank, group=self.control, tag=tag)))
+        Several(started).wait()
+        return [bytes(item.tolist()).decode(errors="replace").strip() for item in found]
 
     def same_everywhere(self, what: str, lines: Sequence[str]) -> None:
         """Raises RankMismatchError on every rank, naming the first line in which some rank differs from rank 0."""

@@ -27,6 +27,7 @@ class Config:
     bucket_nbytes: int = 25 * 2**20
     num_buffers: int = 2
     overlap: bool = True
+    overlap_gather: bool = False
     backend: str = "inductor"
     offload: str | None = None
     offload_accumulate: str = "cpu"
@@ -46,9 +47,16 @@ class Config:
             given = getattr(self, name)
             if not isinstance(given, int) or isinstance(given, bool) or given < 1:
                 raise PlanError(f"{name} must be a whole number of at least 1, got {given!r}")
-        for name in ("overlap", "verify", "write_in_place"):
+        for name in ("overlap", "overlap_gather", "verify", "write_in_place"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.overlap_gather and not self.overlap:
+            raise PlanError("overlap_gather=True needs overlap=True: without it there is no comm stream to gather on")
+        if self.overlap_gather and self.offload is not None:
+            raise PlanError(
+                f"overlap_gather=True and offload={self.offload!r}: with offload the update ends with the gathers, "
+                "bucket by bucket; leave one of them out"
+            )
 
     @property
     def placement(self) -> Placement:

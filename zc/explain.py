@@ -38,9 +38,31 @@ def explain(model: nn.Module) -> Explanation:
         + f"\n{'total':>16}: {sum(nbytes.values()):,}",
         "notes": "\n".join(runtime.notes) or "none",
     }
-    for program in runtime.programs:
+    if runtime.plan.offload is not None:
+        sections["offload"] = _offload(runtime)
+    updates = runtime.host_programs()
+    for program in (*runtime.forwards, *runtime.programs, *runtime.weights.programs, *updates):
         sections[f"schedule {program.name}"] = _program(program)
     return Explanation(sections)
+
+
+def _offload(runtime: Runtime) -> str:
+    plan, moved = runtime.plan, runtime.ops.nbytes_of_last_step
+    assert plan.offload is not None
+    shard, whole = (sum(n) for n in zip(*((b.layout.numel_shard, b.numel) for b in plan.buckets), strict=True))
+    size = plan.buckets[0].acc_dtype.itemsize
+    kept = shard if plan.placement.gradient_in_ring else whole
+    here, there = ("in use", "instead") if plan.offload.accumulates_on_host else ("instead", "in use")
+    return "\n".join(
+        [
+            f"offload_accumulate='cpu' ({here}): {size * kept:,} bytes go to the host a backward, and as many come "
+            "back from the second one of an update on; none stay on the device",
+            f"offload_accumulate='device' ({there}): {size * kept:,} bytes stay on the device, {size * shard:,} go to "
+            "the host an update (a backward, where microbatches are not declared with zc.no_sync)",
+            "over the bus in the last step: " + ", ".join(f"{way} {nbytes:,} bytes" for way, nbytes in moved.items()),
+            f"update: {runtime.host_update}",
+        ]
+    )
 
 
 def _buckets(runtime: Runtime) -> str:

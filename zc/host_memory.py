@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class HostMemory:
         if self._device.type == "cuda" and numel:
             with torch.cuda.device(self._device):
                 # portable (1): every device of this process may copy from it
-                code = torch.cuda.cudart().cudaHostRegister(made.data_ptr(), made.untyped_storage().nbytes(), 1)
+                code = _runtime().cudaHostRegister(made.data_ptr(), made.untyped_storage().nbytes(), 1)
             torch.cuda.check_error(int(code))
             self._locked.append(made)
         return made
@@ -50,8 +51,12 @@ class HostMemory:
 
 def _unlock(tensors: list[Tensor]) -> None:
     for tensor in tensors:
-        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        _runtime().cudaHostUnregister(tensor.data_ptr())
     tensors.clear()
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def available_nbytes() -> int | None:

@@ -1,7 +1,7 @@
 """The update in host memory: a schedule as well, one bucket behind the other, proved like a backward's.
 
-Bucket by bucket the processor updates the masters as soon as the gradient has landed, the new weights go up over the bus
-while the next bucket is updated, and are gathered while the one after goes up::
+Bucket by bucket the processor updates the masters as soon as the gradient has landed; the new weights go up over the
+bus while the next bucket is updated, and are gathered while the one after goes up::
 
     host | update(0, "master[0]", "host[0]")
     host | cast_param(0, "param[0]", "master[0]")             where the parameters are narrower than the masters
@@ -10,9 +10,9 @@ while the next bucket is updated, and are gathered while the one after goes up::
     ...
  compute | publish(0, "flat_param[0]")
 
-On a GPU ``loss.backward()`` returns before the device is done, so the first buckets are updated while the backward goes on,
-unless something asks for all gradients before: clipping, or a loss that is printed. (ZeRO-Offload, arXiv:2101.06840, delays
-the update by a step for that; here the numbers stay those of the script.)
+On a GPU ``loss.backward()`` returns before the device is done, so the first buckets are updated while the backward goes
+on, unless something asks for all gradients before: clipping, or a loss that is printed. (ZeRO-Offload,
+arXiv:2101.06840, delays the update by a step for that; here the numbers stay those of the script.)
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def step_graph(plan: Plan, buckets: Sequence[int], *, with_update: bool) -> fx.G
 
 
 class HostStep:
-    """The caller's optimizer on masters in host memory. ``by_bucket``: its update of an element reads that element alone,
-    so that buckets may be updated one after the other."""
+    """The caller's optimizer on masters in host memory. ``by_bucket``: its update of an element reads that element
+    alone, so that buckets may be updated one after the other."""
 
     def __init__(
         self, runtime: Runtime, optimizer: Optimizer, slices: Mapping[str, nn.Parameter], *, by_bucket: bool
@@ -81,6 +81,10 @@ class HostStep:
         else:
             self.num_threads = num_threads(runtime.group.world_size)
             prefer_fused(optimizer)
+        fused = "fused " if any(group.get("fused") for group in optimizer.param_groups) else ""
+        how = "bucket by bucket as gradients land" if by_bucket else "all at once, after the last gradient has landed"
+        runtime.host_update = f"{fused}{type(optimizer).__name__}, {how}, {self.num_threads} thread(s) a rank"
+        runtime.host_programs = lambda: list(self._programs.values())
 
     def before(self, changed: tuple[int, ...], own: RemovableHandle) -> None:
         """The optimizer's step begins. Bucket by bucket where that can't be seen; then nothing is left to the step
@@ -116,15 +120,10 @@ class HostStep:
         key = (buckets, with_update)
         if key not in self._programs:
             graph = step_graph(self.runtime.plan, buckets, with_update=with_update)
-            passes = [p._replace(requires=frozenset()) for p in _PASSES if self.runtime.config.verify or p.name != "verify"]
+            passes = [p for p in _PASSES if self.runtime.config.verify or p.name != "verify"]
             self._programs[key] = build(graph, self.runtime.plan, passes, self, name=f"update_{len(self._programs)}")
         self._programs[key]([], self.runtime.streams)
         self.runtime.streams.join_home()
-
-    @property
-    def programs(self) -> list[Program]:
-        """The schedules that have run so far, for explain."""
-        return list(self._programs.values())
 
     # --- the operations ---
 
@@ -155,10 +154,7 @@ class HostStep:
         self.runtime.ops.move(out, given, "to_device")
 
     def gather(self, bucket: int, buffer: str) -> None:
-        flat, record = self.runtime.buffers.flat_param[bucket], self.runtime.plan.buckets[bucket]
-        work = self.runtime.group.all_gather(flat, self.runtime.buffers.part(flat, record))
-        if work is not None:
-            work.wait()
+        self.runtime.ops.gather(bucket, buffer)
 
     def publish(self, bucket: int, buffer: str) -> None:
         # a backward through a forward from before this step must fail as it does in PyTorch
@@ -181,10 +177,11 @@ def _threads(num: int) -> Iterator[None]:
 
 
 def prefer_fused(optimizer: Optimizer) -> bool:
-    """Takes torch's fused CPU update where the caller has not chosen another: without it torch goes tensor by tensor and
-    operation by operation over host memory. True where some group takes it."""
+    """Takes torch's fused CPU update where the caller has not chosen another: without it torch goes tensor by tensor
+    and operation by operation over host memory. True where some group takes it."""
     name, taken = type(optimizer).__name__, False
     for group in optimizer.param_groups:
-        if name in FUSED and group.get("fused") is None and not group.get("foreach") and not group.get("differentiable"):
+        chosen = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
+        if name in FUSED and not chosen:
             group["fused"] = taken = True
     return taken

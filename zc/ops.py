@@ -56,11 +56,21 @@ class GradientOps:
         self.touched = [[False] * len(b.slots) for b in plan.buckets]  # since zero_grad, on this rank
         self.num_reductions = [0] * len(plan.buckets)  # since the last update, for explain
         self.reductions_of_last_step = self.num_reductions
-        self.order: list[int] = []  # buckets in the order of their launches since the last update
         self.landed = [False] * len(plan.buckets)  # whether host memory has the reduced gradient (offload)
         self.nbytes_moved = {"to_host": 0, "to_device": 0}  # over the bus, by this rank, since the last update
         self.nbytes_of_last_step = self.nbytes_moved
         self.on_deposit: Callable[[int, int, Tensor], None] = lambda bucket, slot, grad: None
+
+    def grow(self, plan: Plan) -> None:
+        """Takes in ``plan``, whose first buckets are the present ones."""
+        added = plan.buckets[len(self.plan.buckets) :]
+        self.plan = plan
+        self.state += [Acc.EMPTY] * len(added)
+        self.touched += [[False] * len(b.slots) for b in added]
+        self.num_reductions = [*self.num_reductions, *(0 for _ in added)]
+        self.reductions_of_last_step = [*self.reductions_of_last_step, *(0 for _ in added)]
+        self.landed += [False] * len(added)
+        self._fresh += [set() for _ in added]
 
     def bind(self, segments: dict[str, Segment]) -> BoundOps:
         return BoundOps(self, segments)
@@ -120,7 +130,6 @@ class GradientOps:
     def launch_reduce(self, bucket: int, dst: str, src: str) -> Work | None:
         record = self.plan.buckets[bucket]
         received, sent = self.buffers.named(dst, record), self.buffers.named(src, record)
-        self.order.append(bucket)
         self.num_reductions[bucket] += 1
         exchange = self.group.all_to_all if self.plan.reduce == "exact" else self.group.reduce_scatter
         return exchange(received, sent)
@@ -173,8 +182,22 @@ class GradientOps:
         out.copy_(given, non_blocking=True)
         self.nbytes_moved[way] += out.nbytes
 
-    def fill_zeros(self, bucket: int) -> None:
-        """An empty accumulator becomes a partial sum of nothing, where only other ranks have a gradient."""
+    # --- parameters ---
+
+    def gather(self, bucket: int, buffer: str) -> None:
+        flat, record = self.buffers.flat_param[bucket], self.plan.buckets[bucket]
+        work = self.group.all_gather(flat, self.buffers.part(flat, record))
+        if work is not None:
+            work.wait()
+
+    def publish(self, bucket: int, buffer: str) -> None:
+        """Nothing to do: the node stands for the home stream's right to read, and its waits give it that."""
+
+    def add_nothing(self, bucket: int) -> None:
+        """The accumulator becomes a partial sum, of nothing: only other ranks have something to reduce."""
+        if self.state[bucket] is Acc.REDUCED:
+            kept = self.buffers.acc or self.buffers.host
+            self._move_aside(bucket, self.buffers.part(kept[bucket], self.plan.buckets[bucket]))
         for tensors in (self.buffers.host, self.buffers.acc):
             if tensors:
                 tensors[bucket].zero_()
@@ -192,6 +215,19 @@ class GradientOps:
                         tensors[bucket.index].zero_()
         self._spilled.clear()
 
+    def forget(self, bucket: int, slot: int) -> None:
+        """One parameter's gradient becomes none: zeros in the accumulators, and in what was moved aside."""
+        record, rank = self.plan.buckets[bucket], self.group.rank
+        self.touched[bucket][slot] = False
+        start, _ = record.layout.shard_range(rank)
+        first, stop = record.layout.owned(record.slots[slot], rank)
+        kept = [tensors[bucket] for tensors in (self.buffers.host, self.buffers.acc) if tensors]
+        for tensor in (*kept, *([self._spill[bucket]] if bucket in self._spilled else ())):
+            if tensor.numel() == record.numel:
+                tensor[record.slots[slot].offset : record.slots[slot].stop] = 0
+            else:
+                tensor[first - start : stop - start] = 0
+
     def touched_flags(self) -> list[int]:
         return [int(flag) for flags in self.touched for flag in flags]
 
@@ -204,11 +240,33 @@ class BoundOps:
     """The operations together with the segments of one schedule: what the generated code calls."""
 
     def __init__(self, ops: GradientOps, segments: dict[str, Segment]) -> None:
-        self._segments = segments
+        self._ops, self._segments = ops, segments
         self.flatten_cast, self.accumulate_cast, self.deposit = ops.flatten_cast, ops.accumulate_cast, ops.deposit
         self.launch_reduce, self.wait_reduce, self.accumulate = ops.launch_reduce, ops.wait_reduce, ops.accumulate
         self.wgrad_into, self.stage_shard = ops.wgrad_into, ops.stage_shard
         self.copy_to_host, self.copy_to_device = ops.copy_to_host, ops.copy_to_device
+        self.gather, self.publish = ops.gather, ops.publish
 
     def segment(self, key: str, args: list[Any]) -> Sequence[Any]:
         return self._segments[key](args)
+
+    def reducing_if(self, is_agreed: Callable[[], bool]) -> BoundOps:
+        """The same, for one run whose reductions stay away where ranks don't agree on them."""
+        return AgreedOps(self._ops, self._segments, is_agreed)
+
+
+class AgreedOps(BoundOps):
+    """Without agreement what a run has written stays a partial sum (stage 1), and the boundary reduces it."""
+
+    def __init__(self, ops: GradientOps, segments: dict[str, Segment], is_agreed: Callable[[], bool]) -> None:
+        super().__init__(ops, segments)
+        self.launch_reduce, self.wait_reduce, self.accumulate = (
+            _if(is_agreed, op) for op in (ops.launch_reduce, ops.wait_reduce, ops.accumulate)
+        )
+        if ops.buffers.acc:  # host memory takes reduced gradients only; where it has the accumulators it takes all
+            self.stage_shard = _if(is_agreed, ops.stage_shard)
+            self.copy_to_host = _if(is_agreed, ops.copy_to_host)
+
+
+def _if(is_agreed: Callable[[], bool], operation: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: operation(*args) if is_agreed() else None

@@ -8,7 +8,7 @@ the updated masters are cast into flat_param and gathered (ZeRO, arXiv:1910.0205
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc.errors import PlanError
-from zc.kernels import sum_of_squares, unflatten_cast
-from zc.layout import flat_layout, whole_layout
+from zc.kernels import sum_of_squares
+from zc.layout import Slot, flat_layout, whole_layout
 from zc.offload import HostStep
 from zc.passes.tag_gradients import slot_of
-from zc.plan import Layout
+from zc.plan import Bucket, Layout
 from zc.runtime import Runtime
-from zc.schedule import COMM, HOME
-from zc.sharded_grad import ShardedGrad
+from zc.sharded_grad import ShardedGrad, SliceGrad
 
 # Elementwise: each element's update reads that element's gradient and state alone, so a shard may cut a parameter
 # anywhere.
@@ -54,21 +53,17 @@ class ShardedOptimizer:
     """What zc keeps beside the caller's optimizer: the slices, and the hooks' handles."""
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer, whole: bool) -> None:
-        self.runtime, self.optimizer = runtime, optimizer
+        self.runtime, self.optimizer, self._whole = runtime, optimizer, whole
         self.slices: dict[str, nn.Parameter] = {}
-        self._where = slot_of(runtime.plan)
+        self.grads: dict[str, ShardedGrad] = {}
+        self._slice_grads: dict[str, SliceGrad] = {}
+        self._where: dict[str, tuple[int, int]] = {}
         self._acc: dict[str, Tensor] = {}  # what the slices' gradients are
         self._copies: dict[str, list[Tensor]] = {}  # each part of a gradient wherever it is kept, ``_acc`` among them
-        self._make_slices(whole)
-        by_id = {id(param): name for name, param in runtime.params.items()}
-        for group in optimizer.param_groups:
-            # frozen parameters stay: they have no gradient, and the optimizer leaves them alone
-            owned = [self.slices.get(by_id[id(p)]) if id(p) in by_id else p for p in group["params"]]
-            group["params"] = [p for p in owned if p is not None]
-        self.grads = {name: ShardedGrad(self, name, param) for name, param in runtime.params.items()}
+        self.adopt(runtime.plan.buckets)
         self._norms: dict[float, dict[str, Tensor]] = {}  # order -> norms, since the gradients last changed
         runtime.on_final = self._hand_out
-        runtime.on_backward = self._show
+        runtime.on_backward = self._after_backward
         runtime.is_shown = lambda name, grad: grad is self.grads[name]
         self._offload = HostStep(runtime, optimizer, self.slices, by_bucket=not whole) if runtime.plan.offload else None
         self._handles = (
@@ -76,20 +71,62 @@ class ShardedOptimizer:
             optimizer.register_step_post_hook(self._after_step),
         )
 
-    def _make_slices(self, whole: bool) -> None:
-        runtime = self.runtime
-        for bucket in runtime.plan.buckets:
-            start, _ = bucket.layout.shard_range(runtime.group.rank)
-            master, copies = runtime.buffers.master_shard[bucket.index], runtime.buffers.acc_copies(bucket)
-            for slot in bucket.slots:
-                first, stop = bucket.layout.owned(slot, runtime.group.rank)
-                if first == stop:
-                    continue
-                # a whole parameter keeps its shape: optimizers and their options may look at it
-                shape = slot.shape if whole or stop - first == slot.numel else (stop - first,)
-                self.slices[slot.name] = nn.Parameter(master[first - start : stop - start].view(shape))
-                self._copies[slot.name] = [copy[first - start : stop - start].view(shape) for copy in copies]
-                self._acc[slot.name] = self._copies[slot.name][0]
+    @property
+    def layout(self) -> Layout:
+        """What `choose_layout` chose."""
+        return whole_layout if self._whole else flat_layout
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """The optimizer's parameters in these buckets become slices. Frozen ones stay: they have no gradient, and the
+        optimizer leaves them alone."""
+        params = self.runtime.params
+        names = {id(params[slot.name]): slot.name for bucket in buckets for slot in bucket.slots}
+        slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
+        for name, (bucket, slot) in slots.items():
+            self._make_slice(name, bucket, slot)
+        if not self.slices and not self._whole:
+            # torch's GradScaler fails where an optimizer has no gradient at all, as a rank that owns nothing
+            name, (bucket, slot) = next(iter(slots.items()))
+            self._make_slice(name, bucket, slot, is_empty=True)
+        for group in self.optimizer.param_groups:
+            kept = []
+            for param in group["params"]:
+                name = names.get(id(param), "")
+                if name in self.slices:
+                    kept.append(self.slices[name])
+                elif not name:
+                    kept.append(param)
+                state = self.optimizer.state.pop(param, None) if name else None
+                if state and name in self.slices:  # a fresh one, made by the optimizer's __init__ (Adagrad)
+                    self.optimizer.state[self.slices[name]] = self._slice_state(*slots[name], state)
+            group["params"] = kept
+        self._where = slot_of(self.runtime.plan)
+        self.grads.update({name: ShardedGrad(self, name, params[name]) for name in slots})
+        self._slice_grads.update({n: SliceGrad(self, n, self.slices[n]) for n in slots if n in self.slices})
+
+    def _make_slice(self, name: str, bucket: Bucket, slot: Slot, is_empty: bool = False) -> None:
+        rank, buffers = self.runtime.group.rank, self.runtime.buffers
+        start, _ = bucket.layout.shard_range(rank)
+        first, stop = (start, start) if is_empty else bucket.layout.owned(slot, rank)
+        if first == stop and not is_empty:
+            return
+        # a whole parameter keeps its shape: optimizers and their options may look at it
+        shape = slot.shape if self._whole or stop - first == slot.numel else (stop - first,)
+        master = buffers.master_shard[bucket.index]
+        self.slices[name] = nn.Parameter(master[first - start : stop - start].view(shape))
+        self._copies[name] = [c[first - start : stop - start].view(shape) for c in buffers.acc_copies(bucket)]
+        self._acc[name] = self._copies[name][0]
+
+    def _slice_state(self, bucket: Bucket, slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
+        """What the optimizer knows of a parameter, cut as the parameter was."""
+        first, stop = bucket.layout.owned(slot, self.runtime.group.rank)
+        like = self.slices[slot.name]
+        return {
+            key: item.reshape(-1)[first - slot.offset : stop - slot.offset].view(like.shape).to(like)
+            if isinstance(item, Tensor) and tuple(item.shape) == slot.shape and item.dim() > 0
+            else item
+            for key, item in state.items()
+        }
 
     def _hand_out(self) -> None:
         """Gives each slice its gradient; None where no rank had one, and then the optimizer leaves it alone."""
@@ -97,6 +134,12 @@ class ShardedOptimizer:
             for slot, touched in zip(bucket.slots, self.runtime.ops.touched[bucket.index], strict=True):
                 if slot.name in self.slices:
                     self.slices[slot.name].grad = self._acc[slot.name] if touched else None
+        self._show()
+
+    def _after_backward(self) -> None:
+        """Whatever a GradScaler does to the optimizer's slices before the boundary has to come to us."""
+        for name, shown in self._slice_grads.items():
+            self.slices[name].grad = shown
         self._show()
 
     def _show(self) -> None:
@@ -123,28 +166,12 @@ class ShardedOptimizer:
         if self._offload is not None:
             self._offload.after(self._changed())
         else:
-            self.publish()
+            self.runtime.weights.publish(self._changed())
         self.runtime.after_update()
 
     def _changed(self) -> tuple[int, ...]:
         """Buckets of which some parameter has a gradient on some rank."""
         return tuple(b.index for b in self.runtime.plan.buckets if any(self.runtime.ops.touched[b.index]))
-
-    def publish(self) -> None:
-        """flat_param <- all ranks' masters, cast to param_dtype, in place, before step() returns."""
-        runtime = self.runtime
-        streams = runtime.streams
-        changed = [runtime.plan.buckets[index] for index in self._changed()]
-        streams.record("publish", HOME)
-        streams.wait("publish", COMM)
-        for bucket in changed:
-            streams.run_on(COMM, _publish_bucket(runtime, bucket.index))
-        streams.join_home()
-        # the parameters changed behind autograd's back (their storage is flat_param): a backward through a forward from
-        # before this step must fail as it does in PyTorch
-        for bucket in changed:
-            for slot in bucket.slots:
-                torch.autograd.graph.increment_version(runtime.params[slot.name])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the shards; what ``model.zero_grad`` and ``optimizer.zero_grad`` both do."""
@@ -233,19 +260,21 @@ class ShardedOptimizer:
         assert grad is not None, f"{name} has a ShardedGrad and no gradient"
         return grad
 
+    def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None:
+        """torch.amp.GradScaler: gradients times ``inverse``; ``found_inf`` becomes 1 where any rank has an infinity or
+        NaN, so that all ranks step or none."""
+        self.runtime.finish_gradients()
+        self.runtime.wait_for_host_memory()
+        self._norms.clear()
+        grads = [copy for name in names if self._is_touched(name) for copy in self._copies[name]]
+        if grads:
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)
+        self.runtime.group.max_(found_inf)
+        if found_inf.item():
+            self.runtime.num_skipped += 1
+            self.runtime.say_once(
+                "a GradScaler found inf or NaN in the gradients: no rank takes that step, nothing changes"
+            )
+
     def add_grad(self, name: str, grad: Tensor) -> None:
         self.runtime.receive(*self._where[name], grad)
-
-
-def _publish_bucket(runtime: Runtime, index: int) -> Callable[[], None]:
-    def run() -> None:
-        bucket, flat = runtime.plan.buckets[index], runtime.buffers.flat_param[index]
-        start, stop = bucket.layout.shard_range(runtime.group.rank)
-        if bucket.has_master:
-            unflatten_cast(flat[start:stop], runtime.buffers.master_shard[index])
-        if runtime.group.world_size > 1:
-            work = runtime.group.all_gather(flat, flat[start:stop])
-            if work is not None:
-                work.wait()
-
-    return run

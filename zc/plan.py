@@ -70,6 +70,7 @@ class Plan:
     overlap: bool
     is_boundary: bool = True
     offload: Offload | None = None
+    overlap_gather: bool = False
 
     @property
     def reduces(self) -> bool:
@@ -110,6 +111,7 @@ def make_plan(
     overlap: bool,
     layout: Layout = flat_layout,
     offload: Offload | None = None,
+    overlap_gather: bool = False,
 ) -> Plan:
     """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes``
     bytes.
@@ -129,7 +131,10 @@ def make_plan(
             shapes = [(spec.name, spec.shape) for spec in members]
             record = Bucket(len(buckets), layout(shapes, world_size, align), dtype, wire, acc_dtype, device)
             buckets.append(record)
-    return Plan(tuple(buckets), world_size, placement, reduce, num_buffers, overlap, offload=offload)
+    packed = tuple(buckets)
+    return Plan(
+        packed, world_size, placement, reduce, num_buffers, overlap, offload=offload, overlap_gather=overlap_gather
+    )
 
 
 def _split(specs: Sequence[ParamSpec], itemsize: int, bucket_nbytes: int) -> list[list[ParamSpec]]:

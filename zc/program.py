@@ -25,6 +25,7 @@ class Ops(Protocol):
 
 
 CompileSegment = Callable[[fx.GraphModule], Segment]
+IsAgreed = Callable[[], bool]
 
 
 @dataclass
@@ -41,17 +42,20 @@ class Program:
     placeholders: tuple[str, ...] = field(init=False)
     outputs: Any = field(init=False)
     inline_buckets: frozenset[int] = field(init=False)
+    launched: tuple[int, ...] = field(init=False)  # buckets that it reduces, in order
 
     def __post_init__(self) -> None:
         self.placeholders = tuple(n.name for n in self.graph.nodes if n.op == "placeholder")
         self.outputs = self.graph.output_node().args[0]
         self.inline_buckets = frozenset(int(n.args[0]) for n in steps(self.graph) if n.target in _WRITES)  # type: ignore[arg-type]
+        self.launched = tuple(int(n.args[0]) for n in steps(self.graph) if n.target is launch_reduce)  # type: ignore[arg-type]
 
-    def __call__(self, args: list[Any], streams: Streams) -> tuple[Any, ...]:
+    def __call__(self, args: list[Any], streams: Streams, is_agreed: IsAgreed | None = None) -> tuple[Any, ...]:
+        """``is_agreed``: asked on the comm stream before each reduction, which False leaves out."""
         values: dict[str, Any] = dict(zip(self.placeholders, args, strict=True))
         args.clear()  # the schedule frees each value at its last use; the caller's list must not keep it alive
         self.num_runs += 1
-        self.run(values, streams, self.ops)
+        self.run(values, streams, self.ops if is_agreed is None else self.ops.reducing_if(is_agreed))
         return tuple(values[item.name] if isinstance(item, fx.Node) else item for item in self.outputs)
 
 

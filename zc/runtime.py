@@ -9,8 +9,7 @@ or at the end of the backward, in plan order: the same on every rank, and nobody
 from __future__ import annotations
 
 import weakref
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -18,15 +17,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from zc import backend
+from zc.agreement import Agreement, describe
 from zc.buffers import Buffers
 from zc.comm import Group
 from zc.config import Config
-from zc.errors import RankMismatchError, UncoveredGradientError
+from zc.errors import UncoveredGradientError, ZcError
+from zc.gathering import WeightGather
 from zc.ops import Acc, GradientOps, Segment
 from zc.passes import offload_gradients, reduce_buckets
 from zc.passes.base import Pass
 from zc.passes.pipeline import PIPELINE
-from zc.plan import Plan
+from zc.plan import Bucket, Plan
 from zc.program import Program, build
 from zc.schedule import deposit
 from zc.streams import Streams
@@ -49,19 +50,38 @@ class Runtime:
         self.params = params
         self.ops = GradientOps(plan, buffers, group)
         self.ops.on_deposit = self._keep
+        self.agreement = Agreement(group, _num_flags(plan), defers=not plan.placement.reduces_every_backward)
         self.passes: tuple[Pass, ...] = tuple(p for p in PIPELINE if getattr(config, p.name, True))
-        self.programs: list[Program] = []  # of compiled graphs, for explain
+        self.programs: list[Program] = []  # of compiled backward graphs, for explain
+        self.forwards: list[Program] = []  # of compiled forward graphs (overlap_gather)
+        self.weights = WeightGather(self)
         self.compiled_segments: dict[str, Segment] = {}  # by canonical text
         self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
+        self.num_skipped = 0  # steps that a GradScaler left out
+        self.frozen: dict[str, nn.Parameter] = {}  # not in the plan; one that asks for a gradient needs zc.recompile
         self.is_boundary = True
         self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
         self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
+        self.host_programs: Callable[[], list[Program]] = list  # the optimizer's: updates in host memory, for explain
+        self.host_update = "none yet"  # how they are done, for explain
         self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
         self._flushes: dict[tuple[str, int, bool], Program] = {}
         self._pending: dict[int, dict[int, list[Tensor]]] = {}  # bucket -> slot -> gradients of this backward
         self._done: set[int] = set()  # buckets that this backward has reduced
         self._open_tasks: set[int] = set()  # autograd graph tasks whose end will call us
         self._final = False
+
+    def grow(self, plan: Plan, params: dict[str, nn.Parameter]) -> None:
+        """Takes in ``plan``, whose first buckets are the present ones, and the parameters of the others. Schedules that
+        were compiled before stay as they are: their buckets keep their places."""
+        self.streams.synchronize()
+        added = plan.buckets[len(self.plan.buckets) :]
+        self.buffers.grow(plan)
+        self.ops.grow(plan)
+        self.plan = plan
+        self.agreement.numel_flags = _num_flags(plan)
+        self.params.update(params)
+        self._install_hooks(added)
 
     # --- gradients come in ---
 
@@ -72,13 +92,24 @@ class Runtime:
         self._final = False
         task = backend.current_graph_task()
         if task not in self._open_tasks:
+            self._refuse_accumulate_hooks()
+            if not self._open_tasks:  # not inside another one (reentrant checkpointing), which has yet to show its own
+                self._notice_cleared()
             self._open_tasks.add(task)
             backend.queue_callback(partial(self.end_backward, task))
+
+    def _refuse_accumulate_hooks(self) -> None:
+        for name, param in self.params.items():
+            if backend.num_accumulate_hooks(param) > 1:  # one is ours
+                raise ZcError(
+                    f"{name} has a post-accumulate-grad hook: it would find no gradient, which has left for its bucket "
+                    "by then. Use register_hook for this rank's gradient, or read param.grad after the backward"
+                )
 
     def run_program(self, program: Program, args: list[object]) -> tuple[object, ...]:
         """A compiled backward graph, from its first node to its last."""
         self.begin_backward()
-        outputs = program(args, self.streams)
+        outputs = program(args, self.streams, self._announce(program.launched))
         if program.plan.reduces:
             self._done |= program.inline_buckets
         self._flush_ready()
@@ -107,26 +138,41 @@ class Runtime:
         # lifetime: until the bucket is flushed, at the latest at the end of this backward
         self._pending.setdefault(bucket, {}).setdefault(slot, []).append(grad.detach())
 
+    def _announce(self, buckets: Sequence[int]) -> Callable[[], bool] | None:
+        """Tells the other ranks which buckets come next. The comm stream asks the answer before it reduces them."""
+        if not buckets or self.plan.world_size == 1:
+            return None
+        return self.agreement.announce(describe(buckets, [self.plan.buckets[b].slots[0].name for b in buckets])).is_same
+
     def _flush_ready(self) -> None:
+        ready = []
         for bucket in self.plan.buckets:
             if bucket.index in self._done:
                 continue
             if len(self._pending.get(bucket.index, ())) < len(bucket.slots):
-                return  # later ones wait: one order on every rank
-            self._flush(bucket.index, reduce=self.current_plan.reduces)
+                break  # later ones wait: one order on every rank
+            ready.append(bucket.index)
+        self._flush(ready, reduce=self.current_plan.reduces)
 
     def end_backward(self, task: int) -> None:
         """Autograd's final callback. What is still deposited is written, with zeros where nothing came."""
         self._open_tasks.discard(task)
-        for index in sorted(self._pending):
-            # stage 2 must reduce here; stage 1 keeps a partial sum, which waits for the boundary
-            self._flush(index, reduce=self.plan.placement.reduces_every_backward)
+        # stage 2 must reduce here; stage 1 keeps a partial sum, which waits for the boundary
+        self._flush(sorted(self._pending), reduce=self.plan.placement.reduces_every_backward)
         self._done.clear()
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
         self.on_backward()
 
-    def _flush(self, index: int, *, reduce: bool) -> None:
+    def _flush(self, buckets: Sequence[int], *, reduce: bool) -> None:
+        is_agreed = self._announce(buckets) if reduce else None
+        for index in buckets:
+            self._flush_program("flush", index, reduce)(self._take(index), self.streams, is_agreed)
+            if reduce:
+                self._done.add(index)
+
+    def _take(self, index: int) -> list[object]:
+        """What was deposited for one bucket: a gradient a slot, None where nothing came."""
         arrived = self._pending.pop(index)
         bucket = self.plan.buckets[index]
         grads: list[object] = []
@@ -137,9 +183,7 @@ class Runtime:
                 assert total is not None
                 total = total.to(bucket.acc_dtype) + part
             grads.append(total)
-        self._flush_program("flush", index, reduce)(grads, self.streams)
-        if reduce:
-            self._done.add(index)
+        return grads
 
     def _flush_program(self, kind: str, index: int, reduce: bool) -> Program:
         key = (kind, index, reduce)
@@ -169,20 +213,15 @@ class Runtime:
 
     def finish_gradients(self) -> None:
         """The boundary: afterwards every rank's shard holds the mean over ranks of the sum over backward calls."""
+        self.weights.synchronize()
+        self._check_param_grads()
+        self._notice_cleared()
         if self._final:
             return
         self._pending.clear()  # of a backward that raised half-way: its end never came
         self._open_tasks.clear()
-        self._check_param_grads()
         self.streams.join_home()
-        self._agree()
-        if self.plan.world_size > 1 and not self.plan.placement.reduces_every_backward:
-            for bucket in self.plan.buckets:
-                if any(self.ops.touched[bucket.index]) and self.ops.state[bucket.index] is not Acc.REDUCED:
-                    if self.ops.state[bucket.index] is Acc.EMPTY:  # only other ranks have a gradient here: zeros
-                        self.ops.fill_zeros(bucket.index)
-                    self._flush_program("reduce", bucket.index, True)([], self.streams)
-            self.streams.join_home()
+        self._meet()
         self._land()
         self._final = True
         self.on_final()
@@ -202,17 +241,22 @@ class Runtime:
         if self.plan.offload is not None:
             self.streams.synchronize()
 
-    def _agree(self) -> None:
-        """One small exchange on the host: which parameters have a gradient on any rank, and one order of reductions."""
-        digest = zlib.crc32(repr(self.ops.order).encode())
-        high, low, *flags = self.group.max_on_host([digest, -digest, *self.ops.touched_flags()])
-        if high != -low:
-            self.group.same_everywhere(
-                "the order of reductions since the last update", [str(b) for b in self.ops.order]
-            )
-        if high != -low:
-            raise RankMismatchError(f"rank {self.group.rank}: reductions {self.ops.order} differ from another rank's")
-        self.ops.set_touched(flags)
+    def _meet(self) -> None:
+        """All ranks are at the boundary: one small exchange on the host says which parameters have a gradient on any of
+        them, and which buckets some rank has yet to reduce."""
+        if self.plan.world_size == 1:
+            return
+        partial = [state is Acc.PARTIAL for state in self.ops.state]
+        flags = self.agreement.meet([*self.ops.touched_flags(), *map(int, partial)])
+        self.ops.set_touched(flags[: len(flags) - len(partial)])
+        if self.plan.placement.reduces_every_backward:
+            return
+        for bucket, is_partial in zip(self.plan.buckets, flags[len(flags) - len(partial) :], strict=True):
+            if is_partial:
+                if self.ops.state[bucket.index] is not Acc.PARTIAL:
+                    self.ops.add_nothing(bucket.index)
+                self._flush_program("reduce", bucket.index, True)([], self.streams)
+        self.streams.join_home()
 
     def _check_param_grads(self) -> None:
         for name, param in self.params.items():
@@ -221,10 +265,36 @@ class Runtime:
                     f"{name}.grad holds a full gradient that did not come through a backward of this model; zc trains "
                     "from its own shards: don't assign param.grad by hand"
                 )
+        for name, param in self.frozen.items():
+            if param.requires_grad:
+                raise ZcError(
+                    f"parameter {name} asks for a gradient, and had none to get when the model was compiled: no bucket "
+                    "has a place for it. Call zc.recompile(model) after requires_grad_; the state of all others is kept"
+                )
+
+    def _notice_cleared(self) -> None:
+        """``param.grad = None`` by hand, or the stock model.zero_grad(): the accumulator forgets that parameter."""
+        gone = [
+            (bucket.index, k)
+            for bucket in self.plan.buckets
+            for k, slot in enumerate(bucket.slots)
+            if self.ops.touched[bucket.index][k] and self.params[slot.name].grad is None
+        ]
+        if not gone:
+            return
+        self.streams.join_home()
+        self._final = False
+        if len(gone) == sum(sum(flags) for flags in self.ops.touched):
+            self.ops.clear(set_to_none=True)
+            return
+        self.wait_for_host_memory()
+        for bucket, slot in gone:
+            self.ops.forget(bucket, slot)
 
     def clear(self, *, set_to_none: bool) -> None:
         """zero_grad of the module or of the optimizer."""
-        self.streams.join_home()
+        if not self._final:  # else all reductions are done, and gathers may go on
+            self.streams.join_home()
         if not set_to_none:
             self.wait_for_host_memory()
         self._pending.clear()
@@ -248,7 +318,7 @@ class Runtime:
         return {s.name: flat[s.offset : s.stop].view(s.shape).clone() if touched else None for s, touched in pairs}
 
     def after_update(self) -> None:
-        self.ops.order.clear()
+        self._final = False  # the next step meets the other ranks again, whether or not this one has a backward before
         self.ops.reductions_of_last_step = self.ops.num_reductions
         self.ops.num_reductions = [0] * len(self.plan.buckets)
         self.ops.nbytes_of_last_step = self.ops.nbytes_moved
@@ -263,7 +333,10 @@ class Runtime:
             warnings.warn(f"zc: {note}", stacklevel=3)
 
     def install_hooks(self) -> None:
-        for bucket in self.plan.buckets:
+        self._install_hooks(self.plan.buckets)
+
+    def _install_hooks(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
             for k, slot in enumerate(bucket.slots):
                 hook = partial(_receive, weakref.ref(self), bucket.index, k)
                 self.params[slot.name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -275,6 +348,11 @@ def _receive(runtime: weakref.ref[Runtime], bucket: int, slot: int, param: nn.Pa
     found = runtime()
     if found is not None:
         found.receive_eager(bucket, slot, param)
+
+
+def _num_flags(plan: Plan) -> int:
+    """What ranks tell each other at a boundary: which parameters have a gradient, which buckets a partial sum."""
+    return len(plan.buckets) + sum(len(bucket.slots) for bucket in plan.buckets)
 
 
 def _deposits(plan: Plan, index: int) -> fx.Graph:

@@ -4,7 +4,8 @@ A schedule is an ``fx.Graph`` whose call_function nodes have one of the targets 
 they are names. `zc.codegen` prints a schedule as Python that runs it, and `zc.verify` proves it; both look at the same
 graph.
 
-    placeholder                                   a value that exists on the home stream at entry
+    placeholder                                   a value that exists on the home stream at entry; a parameter of a
+                                                  forward names the buffer that it is a view of, meta["buffer"]
     segment(key, *inputs) -> tuple                compiled pure compute; outputs are taken by operator.getitem
     flatten_cast(bucket, buffer, slots, grads)    buffer <- grads, cast; everything else in it 0      (stage 2);
                                                   with spans=((start, stop), ...): only these elements of it
@@ -34,8 +35,8 @@ Every node but placeholder, getitem and output has ``meta["stream"]``. Buffers t
 the device), and in host memory ``host[b]`` (gradients), ``master[b]`` and ``param[i]`` (a ring). Values are named after
 their nodes, with a ``%``.
 
-The host stream is the processor: it touches host memory alone, and the thread that issues a schedule has done its own
-work with that memory before (docs/proof.md).
+The host stream is the processor. It alone, copies on the copy stream, and the thread that issues schedules touch host
+memory; what that thread did there itself is done when a schedule begins (docs/proof.md).
 
 A launch is in flight until its wait_reduce: until then it reads src and writes dst, whatever runs elsewhere.
 
@@ -174,8 +175,8 @@ def carried_event(buffer: str) -> str:
 
 
 def carrier(buffer: str) -> str:
-    """The one side stream on which a plan-owned buffer may still be in use after the end of a schedule; HOME where every
-    schedule ends with the home stream."""
+    """The one side stream on which a plan-owned buffer may still be in use after the end of a schedule; HOME: on
+    none."""
     assert is_plan_buffer(buffer)
     return _CARRIERS.get(buffer[: buffer.index("[")], COMM)
 
@@ -185,6 +186,12 @@ _CARRIERS = {"staging": COPY, "host": COPY, "master": COPY, "param": COPY, "flat
 
 def is_plan_buffer(buffer: str) -> bool:
     return not buffer.startswith("%")
+
+
+def in_host_memory(buffer: str) -> bool:
+    """Buffers that the processor reads or writes itself. That home comes after a copy of one says nothing to it: home's
+    waits are the device's."""
+    return buffer.startswith(("host[", "master[", "param["))
 
 
 def value(node: fx.Node) -> Access:
@@ -201,6 +208,7 @@ def results(node: fx.Node) -> tuple[fx.Node, ...]:
 def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
     """(reads, writes) of one node, from its kind and arguments alone."""
     inputs = tuple(value(n) for n in node.all_input_nodes)
+    inputs += tuple(Access(str(n.meta["buffer"])) for n in node.all_input_nodes if "buffer" in n.meta)
     made = tuple(value(n) for n in results(node))
     if node.op != "call_function" or node.target in (segment, deposit):
         return inputs, made
@@ -251,8 +259,9 @@ def shared_buffers(graph: fx.Graph, plan: Plan | None) -> frozenset[str]:
     if plan is not None:
         leaves = plan.world_size > 1 or plan.offload is not None  # the accumulator of stage 1 is read on comm as well
         stays = "flat_grad[" if plan.placement.gradient_in_ring else "acc[" if leaves else None
-        kinds = (stays,) if stays is not None and plan.overlap else ()
-        shared = {b for b in users if b.startswith(kinds)} | {b for b in users if b.startswith("host[")}
+        kinds = ("gathered[", "host[", *((stays,) if stays is not None and plan.overlap else ()))
+        shared = {b for b in users if b.startswith(kinds)}
+        shared |= {f"master[{b.index}]" for b in plan.buckets if not b.has_master} & users.keys()  # copied as they are
     both = {b for b, sides in users.items() if len(sides) == 2}
     return frozenset(b for b in shared | both if carrier(b) != HOME)
 

@@ -29,6 +29,7 @@ class GradOwner(Protocol):
     def zero_grad_of(self, name: str) -> None: ...
     def full_grad_of(self, name: str) -> Tensor: ...
     def add_grad(self, name: str, grad: Tensor) -> None: ...
+    def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None: ...
 
 
 class ShardedGrad(Tensor):
@@ -55,6 +56,9 @@ class ShardedGrad(Tensor):
         """The whole gradient on every rank (a collective: call it on all of them), in the accumulator's dtype."""
         return self.owner.full_grad_of(self.param_name)
 
+    def numpy(self, *, force: bool = False) -> Any:
+        raise ZcError(_refusal("Tensor.numpy", self.param_name))
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as torch.Tensor has it
         return f"ShardedGrad({self.param_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -69,12 +73,55 @@ class ShardedGrad(Tensor):
         if handler is None or not isinstance(args[0], ShardedGrad):
             grad = next((a for a in args if isinstance(a, ShardedGrad)), None)
             name = grad.param_name if grad is not None else "a parameter"
-            raise ZcError(
-                f"{func} does not work on the gradient of {name}, which is sharded over ranks: use "
-                "zc.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_ to clip, .norm() for its norm, .mul_() to scale "
-                "it, .full_tensor() to gather it"
-            )
+            raise ZcError(_refusal(func, name))
         return handler(args[0], *args[1:], **(kwargs or {}))
+
+
+class SliceGrad(Tensor):
+    """What the optimizer's own slice of a parameter has as ``.grad`` from a backward to the boundary: torch's
+    GradScaler can unscale it, and then all ranks agree on what it found; the optimizer itself gets the plain gradient.
+
+    Anything else raises: a loop over the optimizer's parameters sees one rank's slices, and its norm would differ from
+    rank to rank. (DTensor gives GradScaler its one answer in the same place.)
+    """
+
+    param_name: str
+    _owner: weakref.ref[GradOwner]
+
+    @staticmethod
+    def __new__(cls, owner: GradOwner, name: str, param: nn.Parameter) -> SliceGrad:
+        made = backend.make_wrapper(cls, param)
+        made.param_name, made._owner = name, weakref.ref(owner)
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as torch.Tensor has it
+        return f"SliceGrad({self.param_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates the disabled default, a plain function
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            grads, found_inf, inverse = args
+            owner = grads[0]._owner()
+            if owner is None:
+                raise ZcError(f"the gradient of {grads[0].param_name} is gone with its compiled model")
+            return owner.unscale([grad.param_name for grad in grads], found_inf, inverse)
+        if func in (aten.detach.default, aten.alias.default):
+            return args[0]
+        flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        name = next((item.param_name for item in flat if isinstance(item, SliceGrad)), "a parameter")
+        raise ZcError(
+            f"{func} on the optimizer's gradient of {name}: the optimizer holds this rank's slices only, and their "
+            "gradients are finished when step() starts. Clip, scale and look at model.parameters() instead"
+        )
+
+
+def _refusal(what: Any, name: str) -> str:
+    return (
+        f"{what} does not work on the gradient of {name}, which is sharded over ranks: use zc.clip_grad_norm_ or "
+        "torch.nn.utils.clip_grad_norm_ to clip, .norm() for its norm, .mul_() to scale it, .full_tensor() to gather it"
+    )
 
 
 def _norm(grad: ShardedGrad, order: float = 2, *_: Any, **__: Any) -> Tensor:
@@ -98,6 +145,8 @@ def _zero(grad: ShardedGrad) -> ShardedGrad:
 
 def _add(grad: ShardedGrad, other: Tensor, *, alpha: float = 1) -> ShardedGrad:
     """AccumulateGrad adds an eager gradient to an existing ``.grad`` in place: it goes the way of all others."""
+    if backend.current_graph_task() == -1:
+        raise ZcError(_refusal("add_ outside of a backward", grad.param_name))
     grad.owner.add_grad(grad.param_name, other if alpha == 1 else other * alpha)
     return grad
 

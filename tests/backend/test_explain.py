@@ -40,7 +40,7 @@ def test_every_parameter_and_every_bucket_is_listed() -> None:
         assert name in buckets
     assert "inline" in buckets
     assert "unused.weight" in report.sections["not covered by a schedule"]
-    schedules = [body for name, body in report.sections.items() if name.startswith("schedule ")]
+    schedules = [body for name, body in report.sections.items() if name.startswith("schedule backward")]
     assert len(schedules) == 1 and "run 2 times" in schedules[0] and "races 0, redundant 0" in schedules[0]
     assert "flatten_cast" in schedules[0]
 

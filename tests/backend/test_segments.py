@@ -68,10 +68,11 @@ def test_a_segment_donates_its_own_inputs_only() -> None:
 
 
 def test_negative_control_positions_of_the_whole_backward_would_name_other_inputs() -> None:
-    """The same check with `_donating` taken out must fail: otherwise it guards nothing."""
+    """The same check with `_apart_from_the_whole` taken out must fail: otherwise it guards nothing."""
     import contextlib
 
-    with mock.patch.object(backend, "_donating", return_value=contextlib.nullcontext()), pytest.raises(AssertionError):
+    nothing = mock.patch.object(backend, "_apart_from_the_whole", return_value=contextlib.nullcontext())
+    with nothing, pytest.raises(AssertionError):
         test_a_segment_donates_its_own_inputs_only()
 
 

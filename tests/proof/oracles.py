@@ -21,11 +21,13 @@ from torch.cuda import _sanitizer
 from zc.plan import Plan
 from zc.schedule import (
     HOME,
+    HOST,
     SYNC_OPS,
     Access,
     accesses,
     carried_event,
     carrier,
+    in_host_memory,
     is_plan_buffer,
     launch_reduce,
     overlap,
@@ -56,6 +58,8 @@ def operations(graph: fx.Graph, plan: Plan | None) -> list[Op]:
     nodes = list(steps(graph))
     touched = {a.buffer for n in nodes for group in accesses(n) for a in group}
     ops = [Op(HOME, "touch", writes=tuple(Access(f"caller {b}") for b in sorted(touched) if is_plan_buffer(b)))]
+    # the thread that issues the schedule is the processor: what it did with host memory is done
+    ops += [Op(HOME, "record", event="entry"), Op(HOST, "wait", event="entry")]
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     ops.append(Op(HOME, "touch", writes=tuple(Access(f"%{n.name}") for n in placeholders)))
     for buffer in shared:
@@ -69,11 +73,17 @@ def operations(graph: fx.Graph, plan: Plan | None) -> list[Op]:
     ends = tuple(Access(f"end of {s}") for s in sorted(sides))
     output = graph.output_node()
     ops.append(Op(HOME, "touch", ends, tuple(Access(f"%{n.name}") for n in output.all_input_nodes), node=output))
-    ops.append(Op(HOME, "record", event="the end"))
+    ops += [Op(HOME, "record", event="the end"), Op(HOST, "record", event="the processor's end")]
     for buffer in shared:
-        ops.append(Op(f"future {buffer}", "wait", event="the end"))
+        end = "the processor's end" if in_host_memory(buffer) else "the end"
+        ops.append(Op(f"future {buffer}", "wait", event=end))
         ops.append(Op(f"future {buffer}", "wait", event=carried_event(buffer)))
         ops.append(Op(f"future {buffer}", "touch", writes=_both(Access(buffer))))
+    elsewhere = [(a.buffer, stream_of(n)) for n in nodes for group in accesses(n) for a in group]
+    for buffer in sorted({b for b, s in elsewhere if is_plan_buffer(b) and s in lasting - {HOME, carrier(b)}}):
+        if buffer not in shared:  # no carried event stands for it: home's end must
+            ops.append(Op(f"future {buffer}", "wait", event="the end"))
+            ops.append(Op(f"future {buffer}", "touch", writes=_both(Access(buffer))))
     return ops
 
 

@@ -13,22 +13,63 @@ from zc.passes import insert_events
 from zc.plan import Plan
 from zc.schedule import (
     COMM,
+    COPY,
     HOME,
+    HOST,
     accumulate,
+    copy_to_device,
+    copy_to_host,
     flatten_cast,
+    gather,
     launch_reduce,
     record_event,
     release,
     segment,
+    stage_shard,
     steps,
     stream_of,
+    update,
     wait_event,
     wait_reduce,
     wgrad_into,
 )
 
 STREAMS = (HOME, COMM, "compute.1")
+OFFLOAD_STREAMS = (HOME, COMM, COPY, HOST)
+OFFLOAD_EVENTS = ("e0", "e1", "done/staging[0]", "done/host[0]", "done/master[0]", "done/acc[0]")
 EVENTS = ("e0", "e1", "e2", "done/flat_grad[0]", "done/flat_grad[1]", "done/acc[0]")
+
+
+_MOVES = (
+    (copy_to_device, ("staging[0]", "host[0]")), (copy_to_host, ("host[0]", "staging[0]")),
+    (stage_shard, ("staging[0]", "acc[0]")), (accumulate, ("staging[0]", "recv[0]")),
+    (accumulate, ("acc[0]", "flat_grad[0]")), (flatten_cast, ("flat_grad[0]", (0,), [])),
+    (update, ("master[0]", "host[0]")), (copy_to_device, ("flat_param[0]", "master[0]")),
+    (gather, ("flat_param[0]",)),
+)  # fmt: skip
+
+
+@st.composite
+def offloaded_schedules(draw: st.DrawFn) -> tuple[fx.Graph, Plan]:
+    """The same with what offload adds, on any streams: copies, updates, buffers with other carriers."""
+    plan = make(2, ring=2, stage=draw(st.sampled_from((1, 2))), offload=draw(st.sampled_from(("cpu", "device"))))
+    graph = fx.Graph()
+    for _ in range(draw(st.integers(1, 6))):
+        target, args = draw(st.sampled_from(_MOVES))
+        node = graph.call_function(target, (0, *args))
+        over_bus = target in (copy_to_host, copy_to_device)
+        node.meta["stream"] = (
+            COPY if over_bus else HOST if target is update else draw(st.sampled_from((HOME, COMM, COPY)))
+        )
+    graph.output(())
+    if draw(st.booleans()):
+        graph = insert_events.run(graph, plan)
+        for _ in range(draw(st.integers(0, 2))):
+            _edit(draw, graph)
+    else:
+        for _ in range(draw(st.integers(0, 6))):
+            _insert(draw, graph, OFFLOAD_STREAMS, OFFLOAD_EVENTS)
+    return graph, plan
 
 
 @st.composite
@@ -94,12 +135,14 @@ def _operations(draw: st.DrawFn, *, with_release: bool) -> fx.Graph:
     return graph
 
 
-def _insert(draw: st.DrawFn, graph: fx.Graph) -> None:
+def _insert(
+    draw: st.DrawFn, graph: fx.Graph, streams: tuple[str, ...] = STREAMS, events: tuple[str, ...] = EVENTS
+) -> None:
     """A record or a wait, anywhere."""
     nodes = [*steps(graph), graph.output_node()]
     with graph.inserting_before(nodes[draw(st.integers(0, len(nodes) - 1))]):
-        made = graph.call_function(draw(st.sampled_from((record_event, wait_event))), (draw(st.sampled_from(EVENTS)),))
-    made.meta["stream"] = draw(st.sampled_from(STREAMS))
+        made = graph.call_function(draw(st.sampled_from((record_event, wait_event))), (draw(st.sampled_from(events)),))
+    made.meta["stream"] = draw(st.sampled_from(streams))
 
 
 def _edit(draw: st.DrawFn, graph: fx.Graph) -> None:
@@ -117,4 +160,6 @@ def _edit(draw: st.DrawFn, graph: fx.Graph) -> None:
     else:
         with graph.inserting_after(chosen):
             made = graph.call_function(wait_event, chosen.args)
-        made.meta["stream"] = draw(st.sampled_from([s for s in STREAMS if s != stream_of(chosen)]))
+        made.meta["stream"] = draw(
+            st.sampled_from([s for s in (*STREAMS, *OFFLOAD_STREAMS) if s != stream_of(chosen)])
+        )

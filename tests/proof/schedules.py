@@ -12,20 +12,26 @@ import torch
 from simulation import Case
 from torch import fx
 
-from zc.passes import insert_events, place_on_streams, reduce_buckets
-from zc.placement import PLACEMENTS
+from zc.gathering import gather_graph, publish_graph
+from zc.offload import step_graph
+from zc.passes import cut_forward, insert_events, offload_gradients, place_on_streams, reduce_buckets
+from zc.placement import OFFLOADS, PLACEMENTS
 from zc.plan import ParamSpec, Plan, make_plan
 from zc.schedule import accumulate_cast, deposit, flatten_cast, segment, wgrad_into
 
 Shape = Callable[["Builder"], Sequence[fx.Node]]
 
 
-def make(num_buckets: int, *, slots: int = 2, stage: int = 2, ring: int = 2, overlap: bool = True) -> Plan:
-    """Buckets of ``slots`` parameters of 2 elements each, for two ranks."""
-    specs = [ParamSpec(f"p{k}", (2,), torch.float32, torch.device("cpu")) for k in range(num_buckets * slots)]
+def make(
+    num_buckets: int, *, slots: int = 2, stage: int = 2, ring: int = 2, overlap: bool = True, world_size: int = 2,
+    overlap_gather: bool = False, offload: str | None = None, dtype: torch.dtype = torch.float32,
+) -> Plan:  # fmt: skip
+    """Buckets of ``slots`` parameters of 2 elements each; ``offload``: where accumulators are then."""
+    specs = [ParamSpec(f"p{k}", (2,), dtype, torch.device("cpu")) for k in range(num_buckets * slots)]
     return make_plan(
-        specs, world_size=2, placement=PLACEMENTS[stage], reduce="exact", reduce_dtype=None, bucket_nbytes=slots * 8,
-        num_buffers=ring, overlap=overlap,
+        specs, world_size=world_size, placement=PLACEMENTS[stage], reduce="exact", reduce_dtype=None,
+        bucket_nbytes=slots * 2 * dtype.itemsize, num_buffers=ring, overlap=overlap, overlap_gather=overlap_gather,
+        offload=OFFLOADS[offload] if offload is not None else None,
     )  # fmt: skip
 
 
@@ -67,7 +73,8 @@ class Builder:
 
     def finish(self, returned: Sequence[fx.Node | None]) -> fx.Graph:
         self.graph.output(tuple(returned))
-        placed = place_on_streams.spread_producers(self.producers).run(self.graph, self.plan)
+        with_copies = offload_gradients.run(self.graph, self.plan)
+        placed = place_on_streams.spread_producers(self.producers).run(with_copies, self.plan)
         return insert_events.run(placed, self.plan)
 
 
@@ -140,6 +147,61 @@ def part_of(plan: Plan, buckets: Sequence[int], kept: Sequence[int] = (), produc
     return b.finish([grad])
 
 
+def forward(plan: Plan, layers_a_bucket: int = 1) -> fx.Graph:
+    """A chain of layers that read their parameters where the last update's gathers write them, and a head tied to the
+    first bucket read."""
+    b = Builder(plan, tag="f")
+    params = {k.index: b.placeholder(f"param_{k.index}") for k in plan.buckets}
+    for index, param in params.items():
+        param.meta["buffer"] = f"gathered[{index}]"
+    x = b.placeholder("x")
+    saved = []
+    for index in sorted(params, reverse=True):
+        for _ in range(layers_a_bucket):
+            x, kept = b.segment([x, params[index]], 2)
+            saved.append(kept)
+    (x,) = b.segment([x, params[max(params)]], 1)
+    b.graph.output((x, *saved, params[0]))  # a parameter that the backward needs as well
+    return placed(plan, cut_forward.run(b.graph, plan))
+
+
+def placed(plan: Plan, graph: fx.Graph) -> fx.Graph:
+    return insert_events.run(place_on_streams.PASS.run(graph, plan), plan)
+
+
+def step_of(plan: Plan, buckets: Sequence[int] | None = None, *, with_update: bool = True) -> fx.Graph:
+    """The optimizer's step in host memory."""
+    chosen = tuple(range(len(plan.buckets)) if buckets is None else buckets)
+    placed = place_on_streams.run(step_graph(plan, chosen, with_update=with_update), plan)
+    return insert_events.run(placed, plan)
+
+
+def offloaded() -> Iterator[Case]:
+    """Training steps with offload: microbatches, a boundary, the update; and all of it again."""
+    for mode, stage, num_buckets, ring, producers, world_size, overlap, dtype in (
+        ("cpu", 2, 1, 1, 1, 2, True, torch.float32), ("cpu", 2, 3, 2, 1, 2, True, torch.bfloat16),
+        ("cpu", 2, 5, 3, 2, 2, True, torch.float32), ("cpu", 2, 3, 1, 2, 2, True, torch.float32),
+        ("cpu", 2, 3, 2, 1, 2, False, torch.bfloat16), ("cpu", 2, 3, 2, 1, 1, True, torch.float32),
+        ("cpu", 1, 1, 2, 1, 2, True, torch.float32), ("cpu", 1, 4, 2, 2, 2, True, torch.bfloat16),
+        ("cpu", 1, 3, 1, 1, 2, False, torch.float32), ("cpu", 1, 3, 2, 1, 1, True, torch.bfloat16),
+        ("device", 2, 1, 1, 1, 2, True, torch.float32), ("device", 2, 4, 2, 2, 2, True, torch.bfloat16),
+        ("device", 2, 3, 1, 1, 2, False, torch.float32), ("device", 2, 3, 2, 1, 1, True, torch.float32),
+        ("device", 1, 2, 2, 1, 2, True, torch.float32), ("device", 1, 4, 3, 2, 2, True, torch.bfloat16),
+        ("device", 1, 3, 2, 1, 2, False, torch.float32), ("device", 1, 3, 2, 1, 1, True, torch.bfloat16),
+    ):  # fmt: skip
+        plan = make(
+            num_buckets, stage=stage, ring=ring, overlap=overlap, world_size=world_size, offload=mode, dtype=dtype
+        )
+        inside, outside = (schedule("mlp", p, producers) for p in (plan.microbatch(), plan))
+        shown = f"{'' if overlap else ' no overlap'}{' bf16' if dtype == torch.bfloat16 else ''}"
+        name = f"offload {mode} b{num_buckets} r{ring} p{producers} s{stage} w{world_size}{shown}"
+        step = step_of(plan)
+        yield Case(name, plan, (inside, outside, step, outside, step_of(plan, with_update=False)))
+    plan = make(12, ring=3, offload="cpu")
+    graph = schedule("encdec", plan, 3)
+    yield Case("offload cpu encdec b12 r3 p3 s2 w2", plan, (graph, step_of(plan), graph))
+
+
 def cases() -> Iterator[Case]:
     """What the proof is shown on: every schedule twice in a row at least, so that the carried events count."""
     for shape in SHAPES:
@@ -162,6 +224,13 @@ def cases() -> Iterator[Case]:
         inside = schedule("mlp", replace(plan, is_boundary=False), producers)
         outside = schedule("mlp", plan, producers)
         yield Case(f"no_sync p{producers}", plan, (inside, outside, outside, inside))
+    for num_buckets, layers in ((1, 1), (3, 2), (8, 1)):
+        plan = make(num_buckets, overlap_gather=True)
+        gathers = placed(plan, gather_graph(plan, range(num_buckets)))
+        some = placed(plan, gather_graph(plan, [0]))  # the others had no gradient
+        wholly = placed(plan, publish_graph(plan))  # what `zc.synchronize` runs
+        graphs = (gathers, forward(plan, layers), schedule("mlp", plan), gathers, forward(plan, layers), some, wholly)
+        yield Case(f"overlap_gather b{num_buckets} l{layers}", plan, graphs)
     plan = make(64, ring=4)
     yield Case("mlp b64 r4 p4 s2", plan, (schedule("mlp", plan, 4),) * 2)
     plan = make(64, stage=1)

@@ -18,9 +18,11 @@ from zc.adversary import AdversarialStreams, Chooser, Transfer, Values
 from zc.plan import Plan
 from zc.schedule import (
     HOME,
+    HOST,
     accesses,
     carried_event,
     carrier,
+    in_host_memory,
     is_plan_buffer,
     results,
     segment,
@@ -31,6 +33,7 @@ from zc.schedule import (
 )
 
 NAN = float("nan")
+LASTING = ("acc", "host", "master", "flat_param", "gathered")  # what holds something from one schedule to the next
 
 
 @dataclass
@@ -43,11 +46,12 @@ class Simulation:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     num_done: int = 0
+    published: list[Tensor] = field(default_factory=list)
 
     def buffer(self, name: str) -> Tensor:
         if name not in self.buffers:
             size = max(2 * len(b.slots) for b in self.plan.buckets)
-            self.buffers[name] = torch.full((size,), 1.0 if name.startswith("acc") else NAN, dtype=torch.float64)
+            self.buffers[name] = torch.full((size,), 1.0 if name.startswith(LASTING) else NAN, dtype=torch.float64)
         return self.buffers[name]
 
     def segment(self, key: str, args: list[Any]) -> list[Tensor]:
@@ -94,6 +98,27 @@ class Simulation:
         out, rows = self.buffer(acc), self.buffer(src)
         out.copy_(rows if src == acc or not self.plan.placement.gradient_in_ring else 0.5 * out + rows)
 
+    def _copy(self, bucket: int, dst: str, src: str) -> None:
+        self.buffer(dst).copy_(self.buffer(src))
+
+    stage_shard = copy_to_device = _copy
+
+    def copy_to_host(self, bucket: int, dst: str, src: str) -> None:
+        # keeps a part: a wrong value that the next copy would hide stays to be seen
+        self.buffer(dst).copy_(0.5 * self.buffer(dst) + self.buffer(src))
+
+    def cast_param(self, bucket: int, dst: str, src: str) -> None:
+        self.buffer(dst).copy_(1.5 * self.buffer(src))
+
+    def update(self, bucket: int, master: str, grad: str) -> None:
+        self.buffer(master).copy_(0.5 * self.buffer(master) + self.buffer(grad))
+
+    def gather(self, bucket: int, buffer: str) -> None:
+        self.buffer(buffer).copy_(1.25 * self.buffer(buffer) + bucket)
+
+    def publish(self, bucket: int, buffer: str) -> None:
+        self.published.append(self.buffer(buffer).clone())
+
 
 @dataclass(frozen=True)
 class Case:
@@ -123,13 +148,14 @@ def run(case: Case, choose: Chooser, *, contract: bool = True) -> dict[str, Tens
     for number, graph in enumerate(case.graphs):
         values = Values()
         expected += sum(n.target in (segment, wgrad_into) for n in steps(graph))
-        streams.run_on(HOME, _enter(values, graph, number))
+        streams.run_on(HOME, _enter(values, graph, number, sim))
         codegen.load(graph)(values, streams, sim)
         streams.run_on(HOME, _leave(values, graph, number, found, sim, expected))
     if contract:
         _future(sim, case)
     streams.synchronize()
-    found.update({k: v for k, v in sim.buffers.items() if k.startswith("acc")})
+    found.update({k: v for k, v in sim.buffers.items() if k.startswith(LASTING)})
+    found.update({f"published {k}": v for k, v in enumerate(sim.published)})
     found.update({f"kept {k}": v for k, v in sim.kept.items()})
     return found
 
@@ -141,10 +167,14 @@ def _past(sim: Simulation, case: Case) -> None:
     names = {a.buffer for g in case.graphs for n in steps(g) for group in accesses(n) for a in group}
     owned = sorted(n for n in names if is_plan_buffer(n))
     for name in owned:
-        sim.streams.run_on(HOME, _scale(sim.buffer(name), 0.5))
+        sim.streams.run_on(HOME, _scale(sim.buffer(name), 0.5 if name.startswith(LASTING) else NAN))
+    # the thread that issues is the processor: it has done what it did with host memory. It does not come after what
+    # home only waits for, so this is not repeated before later schedules
+    sim.streams.record("entry", HOME)
+    sim.streams.wait("entry", HOST)
     for name in _carried(case):
         # powers of two: it does not matter whether the caller or the earlier schedule came first
-        factor = NAN if name.startswith("flat_grad") else 0.25
+        factor = 0.25 if name.startswith(LASTING) else NAN
         sim.streams.run_on(f"past.{name}", _scale(sim.buffer(name), factor))
         sim.streams.record(carried_event(name), f"past.{name}")
         sim.streams.wait(carried_event(name), carrier(name))
@@ -153,10 +183,11 @@ def _past(sim: Simulation, case: Case) -> None:
 def _future(sim: Simulation, case: Case) -> None:
     """The exit contract: whoever comes after the home stream and a buffer's carried event may overwrite it."""
     sim.streams.record("end", HOME)
+    sim.streams.record("the processor's end", HOST)
     for name in _carried(case):
-        sim.streams.wait("end", f"future.{name}")
+        sim.streams.wait("the processor's end" if in_host_memory(name) else "end", f"future.{name}")
         sim.streams.wait(carried_event(name), f"future.{name}")
-        sim.streams.run_on(f"future.{name}", _overwrite(sim.buffer(name), ring=name.startswith("flat_grad")))
+        sim.streams.run_on(f"future.{name}", _overwrite(sim.buffer(name), ring=not name.startswith(LASTING)))
 
 
 def _scale(out: Tensor, factor: float) -> Callable[[], object]:
@@ -171,12 +202,13 @@ def _carried(case: Case) -> list[str]:
     return sorted({b for graph in case.graphs for b in shared_buffers(graph, case.plan)})
 
 
-def _enter(values: Values, graph: fx.Graph, number: int) -> Callable[[], None]:
-    names = [n.name for n in graph.nodes if n.op == "placeholder"]
+def _enter(values: Values, graph: fx.Graph, number: int, sim: Simulation) -> Callable[[], None]:
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
 
     def task() -> None:
-        for k, name in enumerate(names):
-            values[name] = torch.full((2,), 0.01 * (k + 1) + 0.1 * number, dtype=torch.float64)
+        for k, node in enumerate(placeholders):
+            fresh = torch.full((2,), 0.01 * (k + 1) + 0.1 * number, dtype=torch.float64)
+            values[node.name] = sim.buffer(node.meta["buffer"]) if "buffer" in node.meta else fresh  # a parameter
 
     return task
 

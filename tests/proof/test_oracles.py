@@ -7,8 +7,9 @@ import os
 import mutants
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from oracles import Enumeration, sanitizer_finds_a_race
-from random_schedules import schedules
+from random_schedules import offloaded_schedules, schedules
 from schedules import cases, make, schedule
 from torch import fx
 
@@ -20,13 +21,13 @@ from zc.schedule import SYNC_OPS, record_event, steps, text, wait_event
 
 FULL = os.environ.get("ZC_PROOF") == "full"
 relaxed = settings(
-    max_examples=10_000 if FULL else 300, deadline=None, derandomize=not FULL,
+    max_examples=20_000 if FULL else 600, deadline=None, derandomize=not FULL,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 
 
 @relaxed
-@given(schedules())
+@given(st.one_of(schedules(), offloaded_schedules()))
 def test_verify_agrees_with_all_orders_tried(made: tuple[fx.Graph, Plan]) -> None:
     """A race where and only where some legal order has one, and a wait is redundant where and only where no order
     has one without it."""
@@ -46,7 +47,7 @@ def test_verify_agrees_with_all_orders_tried(made: tuple[fx.Graph, Plan]) -> Non
 
 
 @relaxed
-@given(schedules())
+@given(st.one_of(schedules(), offloaded_schedules()))
 def test_inserted_events_are_needed_and_enough(made: tuple[fx.Graph, Plan]) -> None:
     """Whatever the streams and the operations are."""
     graph, plan = made

@@ -1,0 +1,58 @@
+"""A forward graph is cut where it first reads another bucket of parameters, so that it waits for that one there.
+
+Before and after, ``%p1`` a parameter in ``gathered[1]`` and ``%p0`` one in ``gathered[0]``::
+
+    %t0 = aten.t(%p0)                         %t1 = aten.t(%p1)
+    %t1 = aten.t(%p1)                         %mm = aten.mm(%x, %t1)
+    %mm = aten.mm(%x, %t1)              ->    %t0 = aten.t(%p0)            meta["cut"]: a new segment starts here
+    %mm_1 = aten.mm(%mm, %t0)                 %mm_1 = aten.mm(%mm, %t0)
+    output (%mm_1, %t0)                       publish(0, "gathered[0]")
+                                              publish(1, "gathered[1]")
+                                              output (%mm_1, %t0)
+
+What depends on parameters alone (views, casts) moves down to its first use. The publishes at the end make every
+parameter readable for what follows the graph. A graph without such parameters is left alone but for them.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zc.passes.base import Pass, copy_graph
+from zc.plan import Plan
+from zc.schedule import publish
+
+
+def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
+    new, _ = copy_graph(graph)
+    _sink(new)
+    known: set[str] = set()
+    for node in new.nodes:
+        read = {n.meta["buffer"] for n in node.all_input_nodes if "buffer" in n.meta} - known
+        if node.op == "call_function" and read:
+            node.meta["cut"] = bool(known)  # the first waits at the start of the schedule in any case
+            known |= read
+    with new.inserting_before(new.output_node()):
+        for bucket in plan.buckets:
+            new.call_function(publish, (bucket.index, f"gathered[{bucket.index}]"))
+    return new
+
+
+def _sink(graph: fx.Graph) -> None:
+    """Moves nodes that read parameters alone in front of their first user, those of one user in their old order."""
+    order = {node: k for k, node in enumerate(graph.nodes)}
+    for node in reversed(list(graph.nodes)):
+        if node.op != "call_function" or not node.users or not _is_of_params(node):
+            continue
+        first = min(node.users, key=order.__getitem__)
+        if first.op != "output":
+            first.prepend(node)
+            order[node] = order[first]
+
+
+def _is_of_params(node: fx.Node) -> bool:
+    inputs = node.all_input_nodes
+    return bool(inputs) and all("buffer" in n.meta or (n.op == "call_function" and _is_of_params(n)) for n in inputs)
+
+
+PASS = Pass("cut_forward", run, provides=frozenset({"reductions"}))

@@ -1,0 +1,390 @@
+"""Item 2: what people write between a forward and the next."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from models import Broken, PartlyEager, mlp
+from rows import STEPS, Script, plain, row
+from torch import Tensor, nn
+
+row(2, "the plain loop")(plain)
+
+
+@row(2, "several backwards a step")
+def several_backwards(s: Script) -> None:
+    for step in range(STEPS):
+        for m in range(3):
+            (s.loss(step, m) / 3).backward()
+        s.update()
+
+
+@row(2, "microbatches declared with no_sync")
+def declared(s: Script) -> None:
+    for step in range(STEPS):
+        with s.no_sync():
+            for m in range(2):
+                (s.loss(step, m) / 3).backward()
+        (s.loss(step, 2) / 3).backward()
+        s.update()
+
+
+@row(2, "no_sync around every microbatch")
+def declared_all(s: Script) -> None:
+    for step in range(STEPS):
+        with s.no_sync():
+            for m in range(2):
+                s.loss(step, m).backward()
+        s.update()
+
+
+@row(2, "backward of a non-scalar output")
+def non_scalar(s: Script) -> None:
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        s.model(x).backward(y)
+        s.update()
+
+
+@row(2, "losses added across calls, one backward")
+def added_losses(s: Script) -> None:
+    for step in range(STEPS):
+        (s.loss(step, 0) + s.loss(step, 1) + s.loss(step, 2)).backward()
+        s.update()
+
+
+@row(2, "retain_graph=True, two losses of one forward")
+def retain_graph(s: Script) -> None:
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        out = s.model(x)
+        F.mse_loss(out, y).backward(retain_graph=True)
+        out.abs().mean().backward()
+        s.update()
+
+
+@row(2, "a hook on a parameter sees its gradient")
+def param_hook(s: Script) -> None:
+    grads: list[Tensor] = []
+    s.model[0].weight.register_hook(lambda grad: grads.append(grad.clone()))
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.note(f"hooked {step}", grads[-1])
+        s.update()
+    s.note("calls", len(grads))
+
+
+@row(2, "a hook that changes a gradient, registered after a step")
+def changing_hook(s: Script) -> None:
+    s.loss(0).backward()
+    s.update()
+    handle = s.model[2].weight.register_hook(lambda grad: grad * 0.5)
+    for step in range(1, 3):
+        s.loss(step).backward()
+        s.update()
+    handle.remove()
+    s.loss(3).backward()
+    s.update()
+
+
+@row(2, "a post-accumulate-grad hook", refused={"always": "ZcError: post-accumulate-grad hook"})
+def post_accumulate_hook(s: Script) -> None:
+    s.model[0].weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2.0))
+    plain(s)
+
+
+def hooked() -> nn.Module:
+    model = mlp()
+    model[0].weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2.0))
+    return model
+
+
+row(2, "a post-accumulate-grad hook from before zc.compile", make=hooked,
+    refused={"always": "PlanError: post-accumulate-grad hook"})(plain)  # fmt: skip
+
+
+@row(2, "hooks on modules (full_backward_hook)")
+def module_hook(s: Script) -> None:
+    s.model[1].register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 0.5,))
+    plain(s)
+
+
+@row(2, "a hook on an activation")
+def activation_hook(s: Script) -> None:
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        out = s.model(x)
+        out.register_hook(lambda grad: grad * 3.0)
+        F.mse_loss(out, y).backward()
+        s.update()
+
+
+@row(2, "torch.autograd.grad for parameters, between steps")
+def autograd_grad(s: Script) -> None:
+    for step in range(3):
+        s.loss(step).backward()
+        s.update()
+        for k, grad in enumerate(torch.autograd.grad(s.loss(step, 1), list(s.model.parameters()))):
+            s.note(f"grad {step} {k}", grad)
+
+
+@row(2, "torch.autograd.grad for some parameters, before the backward")
+def autograd_grad_some(s: Script) -> None:
+    for step in range(3):
+        loss = s.loss(step)
+        (grad,) = torch.autograd.grad(loss, [s.model[2].weight], retain_graph=True)
+        s.note(f"grad {step}", grad)
+        loss.backward()
+        s.update()
+
+
+@row(2, "torch.autograd.grad for the input")
+def autograd_grad_input(s: Script) -> None:
+    for step in range(3):
+        x, y = s.batch(step)
+        x.requires_grad_(True)
+        (grad,) = torch.autograd.grad(F.mse_loss(s.model(x), y), [x])
+        s.note(f"grad {step}", grad)
+        s.loss(step).backward()
+        s.update()
+
+
+@row(2, "backward(inputs=...) for some parameters")
+def backward_inputs(s: Script) -> None:
+    for step in range(3):
+        s.loss(step).backward(inputs=[s.model[0].weight, s.model[2].bias])
+        s.update()
+
+
+@row(2, "an adversarial step: the input's gradient, then a second backward")
+def adversarial(s: Script) -> None:
+    for step in range(3):
+        x, y = s.batch(step)
+        x.requires_grad_(True)
+        F.mse_loss(s.model(x), y).backward()
+        assert x.grad is not None
+        F.mse_loss(s.model((x + 0.1 * x.grad).detach()), y).backward()
+        s.update()
+
+
+DOUBLE = {"compiled": "RuntimeError: torch.compile with aot_autograd does not currently support double backward"}
+
+
+@row(2, "a gradient penalty (double backward)", make=lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh(),
+     nn.Linear(16, 16)), refused=DOUBLE)  # fmt: skip
+def gradient_penalty(s: Script) -> None:
+    for step in range(3):
+        x, y = s.batch(step)
+        x.requires_grad_(True)
+        loss = F.mse_loss(s.model(x), y)
+        (grad,) = torch.autograd.grad(loss, [x], create_graph=True)
+        (loss + grad.square().sum()).backward()
+        s.update()
+
+
+@row(2, "zero_grad(set_to_none=False)", make=PartlyEager)
+def zeros(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.optimizer.step()
+        s.optimizer.zero_grad(set_to_none=False)
+
+
+@row(2, "model.zero_grad between forward and backward")
+def zero_between(s: Script) -> None:
+    for step in range(STEPS):
+        loss = s.loss(step)
+        s.model.zero_grad()
+        loss.backward()
+        s.optimizer.step()
+
+
+@row(2, "model.zero_grad(set_to_none=False)", make=PartlyEager)
+def zeros_of_model(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.optimizer.step()
+        s.model.zero_grad(set_to_none=False)
+
+
+@row(2, "param.grad = None by hand for every parameter")
+def none_by_hand(s: Script) -> None:
+    for step in range(STEPS):
+        for param in s.model.parameters():
+            param.grad = None
+        s.loss(step).backward()
+        s.optimizer.step()
+
+
+@row(2, "param.grad = None by hand for one parameter, before the step")
+def none_for_one(s: Script) -> None:
+    for step in range(STEPS):
+        for m in range(2):
+            s.loss(step, m).backward()
+        s.model[0].weight.grad = None
+        s.update()
+
+
+@row(2, "param.grad = None for one parameter, between two backwards")
+def none_between(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step, 0).backward()
+        s.model[2].weight.grad = None
+        s.loss(step, 1).backward()
+        s.update()
+
+
+@row(2, "no zero_grad: gradients go on adding up")
+def no_zero_grad(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.optimizer.step()
+
+
+@row(2, "a skipped step: zero_grad without step")
+def skipped(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        if step % 2 == 0:
+            s.optimizer.step()
+        s.optimizer.zero_grad()
+
+
+@row(2, "a step without a backward")
+def nothing_to_do(s: Script) -> None:
+    s.update()
+    plain(s)
+    s.update()
+    s.update()
+
+
+@row(2, "two steps on one gradient")
+def two_steps(s: Script) -> None:
+    for step in range(3):
+        s.loss(step).backward()
+        s.optimizer.step()
+        s.update()
+
+
+class Raises(torch.autograd.Function):
+    """The identity, whose backward raises while ``armed``."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        if Raises.armed:
+            raise FloatingPointError("in the middle of a backward")
+        return grad
+
+
+class Faulty(Broken):
+    """Raises in its backward between two parts that have a gradient already and two that have none."""
+
+    @torch.compiler.disable
+    def fault(self, x: Tensor) -> Tensor:
+        return Raises.apply(x)  # type: ignore[no-untyped-call, no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fault(self.shared(F.gelu(self.first(x))))
+        return self.last(F.gelu(self.shared(x)))
+
+
+@row(2, "an exception in the middle of a backward", make=Faulty)
+def exception(s: Script) -> None:
+    for step in range(STEPS):
+        Raises.armed = step % 2 == 1
+        try:
+            s.loss(step).backward()
+            s.optimizer.step()
+        except FloatingPointError:
+            pass
+        s.optimizer.zero_grad()
+    Raises.armed = False
+
+
+@row(2, "an exception in the forward")
+def exception_forward(s: Script) -> None:
+    for step in range(STEPS):
+        try:
+            s.model(torch.zeros(2, 3, dtype=s.dtype))
+        except RuntimeError:
+            s.note(f"raised {step}", 1.0)
+        s.loss(step).backward()
+        s.update()
+
+
+@row(2, "evaluation under no_grad between steps")
+def evaluation(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.update()
+        with torch.no_grad():
+            s.note(f"held out {step}", s.loss(100 + step))
+
+
+@row(2, "evaluation between a forward and its backward")
+def evaluation_inside(s: Script) -> None:
+    for step in range(STEPS):
+        loss = s.loss(step)
+        with torch.no_grad():
+            s.note(f"held out {step}", s.loss(100 + step))
+        loss.backward()
+        s.update()
+
+
+@row(2, "inference_mode between steps")
+def inference(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.update()
+        with torch.inference_mode():
+            s.note(f"held out {step}", s.loss(100 + step))
+
+
+class Dropping(nn.Module):
+    """Dropout of everything in training, of nothing in evaluation: which mode it is shows in the numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.drop = nn.Linear(16, 16), nn.Linear(16, 16), nn.Dropout(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x + self.drop(x))
+
+
+@row(2, "model.eval() and model.train()", make=Dropping)
+def modes(s: Script) -> None:
+    for step in range(STEPS):
+        s.model.train(step % 2 == 0)
+        s.loss(step).backward()
+        s.update()
+
+
+@row(2, "gradients of a backward in evaluation mode are used", make=Dropping)
+def eval_backward(s: Script) -> None:
+    s.model.eval()
+    plain(s)
+
+
+@row(2, "weights changed by hand between steps (clamped)")
+def by_hand(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.update()
+        with torch.no_grad():
+            for param in s.model.parameters():
+                param.clamp_(-0.2, 0.2)
+
+
+@row(2, "a regulariser on parameters in the loop")
+def regulariser(s: Script) -> None:
+    for step in range(STEPS):
+        penalty = sum(p.square().sum() for p in s.model.parameters())
+        (s.loss(step) + 0.01 * penalty).backward()
+        s.update()

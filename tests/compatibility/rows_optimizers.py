@@ -1,0 +1,235 @@
+"""Item 6: param.grad as a sharded gradient, optimizers and schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from models import Heads
+from rows import STEPS, Row, Script, add, plain, row, sgd
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import zc
+
+# --- param.grad ---
+
+
+@row(6, "stock clip_grad_norm_")
+def clip(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.reduced()
+        s.note(f"norm {step}", torch.nn.utils.clip_grad_norm_(s.model.parameters(), 0.05))
+        s.update()
+
+
+@row(6, "stock clip_grad_norm_, the infinity norm, after two backwards", tolerance=2e-5)
+def clip_inf(s: Script) -> None:
+    for step in range(3):
+        for m in range(2):
+            s.loss(step, m).backward()
+        s.reduced()
+        s.note(f"norm {step}", torch.nn.utils.clip_grad_norm_(s.model.parameters(), 0.01, norm_type=float("inf")))
+        s.update()
+
+
+@row(6, "zc.clip_grad_norm_")
+def own_clip(s: Script) -> None:
+    for step in range(3):
+        s.loss(step).backward()
+        s.reduced()
+        call = zc.clip_grad_norm_ if s.is_zc else lambda m, n: torch.nn.utils.clip_grad_norm_(m.parameters(), n)
+        s.note(f"norm {step}", call(s.model, 0.05))
+        s.update()
+
+
+@row(6, "the norm of each param.grad, and scaling it", tolerance=2e-5)
+def norms(s: Script) -> None:
+    for step in range(3):
+        s.loss(step).backward()
+        s.reduced()
+        for name, param in s.model.named_parameters():
+            s.note(f"{name} {step}", param.grad.norm())
+            s.note(f"{name} {step} 1", torch.linalg.vector_norm(param.grad, 1))
+            param.grad.mul_(0.5)
+        s.model[0].weight.grad.div_(2.0)
+        s.update()
+
+
+@row(6, "clipping where a rank's tasks differ from step to step", make=Heads)
+def clip_heads(s: Script) -> None:
+    for step in range(3):
+        x, y = s.batch(step)
+        for out in s.model(x, (step % 3,)):
+            (out - y[:, :4]).square().mean().backward()
+        s.reduced()
+        s.note(f"norm {step}", torch.nn.utils.clip_grad_norm_(s.model.parameters(), 0.05))
+        s.update()
+
+
+@row(6, "param.grad.full_tensor()")
+def full(s: Script) -> None:
+    for step in range(3):
+        s.loss(step).backward()
+        s.reduced()
+        for name, param in s.model.named_parameters():
+            s.note(f"{name} {step}", s.grad(param))
+        s.update()
+
+
+USES: dict[str, Callable[[Script, nn.Parameter], Any]] = {
+    "arithmetic": lambda s, p: p.grad + 1,
+    "copies": lambda s, p: p.grad.clone(),
+    "noise added in place": lambda s, p: p.grad.add_(torch.randn_like(p)),
+    "reductions": lambda s, p: p.grad.abs().max(),
+    "NumPy": lambda s, p: p.grad.numpy(),
+    "indexing": lambda s, p: p.grad[0],
+    "clip_grad_value_": lambda s, p: torch.nn.utils.clip_grad_value_(s.model.parameters(), 0.1),
+    "all_reduce": lambda s, p: torch.distributed.all_reduce(p.grad),
+}
+
+
+def _use(use: Callable[[Script, nn.Parameter], Any]) -> Callable[[Script], None]:
+    def loop(s: Script) -> None:
+        s.loss(0).backward()
+        use(s, s.model[0].weight)
+
+    return loop
+
+
+for _name, _call in USES.items():
+    add(Row(f"param.grad: {_name}", 6, _use(_call), refused={"always": "ZcError: sharded over ranks"}))
+
+
+@row(6, "param.grad assigned by hand", refused={"always": "UncoveredGradientError: param.grad by hand"})
+def assigned(s: Script) -> None:
+    s.loss(0).backward()
+    s.model[0].weight.grad = torch.zeros_like(s.model[0].weight)
+    s.optimizer.step()
+
+
+@row(6, "clipping the optimizer's parameters", refused={"always": "ZcError: model.parameters()"})
+def clip_groups(s: Script) -> None:
+    s.loss(0).backward()
+    held = [p for group in s.optimizer.param_groups for p in group["params"]]
+    torch.nn.utils.clip_grad_norm_(held, 1.0)
+
+
+# --- optimizers ---
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign of an interpolated momentum (arXiv:2302.06675), written as third parties write theirs."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+                param.sub_(group["lr"] * mean.lerp(param.grad, 1 - group["beta"]).sign())
+                mean.lerp_(param.grad, 0.01)
+
+
+Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD, Nesterov momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+    "Adam, amsgrad": lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True),
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-3),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-4, momentum=0.5, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-3, initial_accumulator_value=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-4),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
+    "Lion-like, third-party": Lion,
+}
+for _name, _make in OPTIMIZERS.items():
+    add(Row(f"optimizer {_name}", 6, plain, optimizer=_make))
+
+
+class Matrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 24, bias=False), nn.Linear(24, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.nn.functional.gelu(self.first(x)))
+
+
+@row(6, "optimizer Muon", make=Matrices, optimizer=lambda p: torch.optim.Muon(p, lr=1e-2), tolerance=2e-2,
+     note="torch's Muon iterates in bf16")  # fmt: skip
+def muon(s: Script) -> None:
+    plain(s)
+
+
+for _name, _make, _text in (
+    ("LBFGS", lambda p: torch.optim.LBFGS(p), "PlanError: needs a closure"),
+    ("SparseAdam", lambda p: torch.optim.SparseAdam(list(p)), "PlanError: sparse gradients"),
+):
+    add(Row(f"optimizer {_name}", 6, plain, optimizer=_make, refused={"always": _text}))
+
+
+@row(6, "step(closure)", refused={"always": "PlanError: call the closure yourself"})
+def closure(s: Script) -> None:
+    def evaluate() -> Tensor:
+        loss = s.loss(0)
+        loss.backward()
+        return loss
+
+    s.optimizer.step(evaluate)
+
+
+def _groups(params: Iterable[Any]) -> torch.optim.Optimizer:
+    weight0, bias0, weight1, bias1 = params
+    groups = [{"params": [bias1, bias0], "weight_decay": 0.0, "lr": 3e-3}, {"params": [weight0, weight1]}]
+    return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.2)
+
+
+add(Row("options for each parameter group", 6, plain, optimizer=_groups))
+
+# --- schedulers ---
+
+Scheduler = Callable[[torch.optim.Optimizer], Any]
+SCHEDULERS: dict[str, Scheduler] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda k: 1 / (k + 1)),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "LinearLR then PolynomialLR (SequentialLR)": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.PolynomialLR(o, 3)], [2]
+    ),
+    "OneCycleLR (moves the momentum as well)": lambda o: lr_scheduler.OneCycleLR(o, 0.05, total_steps=STEPS),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=2),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=10.0),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.05, anneal_epochs=3),
+}
+
+
+def _scheduled(make: Scheduler) -> Callable[[Script], None]:
+    def loop(s: Script) -> None:
+        scheduler = make(s.optimizer)
+        for step in range(STEPS):
+            s.loss(step).backward()
+            s.update()
+            scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+            s.note(f"lr {step}", s.optimizer.param_groups[0]["lr"])
+
+    return loop
+
+
+for _name, _scheduler in SCHEDULERS.items():
+    add(Row(f"scheduler {_name}", 6, _scheduled(_scheduler), optimizer=sgd))

@@ -1,0 +1,192 @@
+"""Item 4: tied, frozen, unused, unfrozen and unusual parameters."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from models import GPT, SEQ, VOCAB, Heads, WithUnused, batch_norm, frozen, mlp, seeded
+from rows import STEPS, Script, plain, row, sgd
+from torch import Tensor, nn
+
+import zc
+
+
+def tokens(s: Script, step: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(0, VOCAB, (2, SEQ + 1), generator=seeded(s.rank, step, 0))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def language(s: Script) -> None:
+    for step in range(3):
+        x, y = tokens(s, step)
+        F.cross_entropy(s.model(x).flatten(0, 1), y.flatten()).backward()
+        s.update()
+
+
+row(4, "tied embedding and head (one graph)", make=lambda: GPT(dim=16, layers=1))(language)
+
+
+class TiedAcross(nn.Module):
+    """One weight used on both sides of a graph break, under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.first(x))
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+row(4, "a weight tied across two graphs", make=TiedAcross)(plain)
+row(4, "a frozen layer", make=frozen)(plain)
+row(4, "an unused parameter and one without elements", make=WithUnused)(plain)
+row(4, "BatchNorm", make=batch_norm)(plain)
+
+
+@row(4, "parameters that are unused sometimes", make=Heads)
+def sometimes(s: Script) -> None:
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        for out in s.model(x, (step % 2, 2) if step != 3 else (1,)):
+            F.mse_loss(out, y[:, :4]).backward(retain_graph=True)
+        s.update()
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 16, padding_idx=0), nn.Linear(16, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(x * (x > VOCAB // 4)))
+
+
+row(4, "an embedding with padding_idx", make=Padded)(language)
+
+
+class Scalars(nn.Module):
+    """0-d, 1-element and empty parameters beside a matrix, and a list of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.shift = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.ones(1))
+        self.empty, self.last = nn.Parameter(torch.zeros(3, 0)), nn.Linear(16, 16)
+        self.list = nn.ParameterList(nn.Parameter(torch.full((16,), 0.1 * k)) for k in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.list:
+            x = x + part
+        return self.last(x * self.gain + self.shift) + self.empty.sum()
+
+
+row(4, "0-d, one-element and empty parameters, a ParameterList", make=Scalars)(plain)
+
+
+def weight_normed() -> nn.Module:
+    model = mlp()
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    return model
+
+
+row(4, "a parametrised layer (weight_norm)", make=weight_normed)(plain)
+
+
+def transposed() -> nn.Module:
+    model = mlp()
+    model[0].weight = nn.Parameter(model[0].weight.detach().t())  # not contiguous
+    return model
+
+
+row(4, "a parameter that is not contiguous", make=transposed)(plain)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(self.conv(x.view(-1, 1, 4, 4))).flatten(1))
+
+
+row(4, "a convolution with channels_last weights",
+    make=lambda: Convolution().to(memory_format=torch.channels_last))(plain)  # fmt: skip
+
+
+@row(4, "a layer frozen and unfrozen again between steps", make=lambda: mlp(depth=3))
+def frozen_for_a_while(s: Script) -> None:
+    for step in range(6):
+        if step in (2, 4):
+            s.model[2].requires_grad_(step == 4)
+        s.loss(step).backward()
+        s.update()
+
+
+@row(4, "a layer unfrozen: add_param_group, zc.recompile(model)", make=frozen)
+def unfrozen(s: Script) -> None:
+    for step in range(6):
+        if step == 3:
+            s.model[2].requires_grad_(True)
+            s.optimizer.add_param_group({"params": list(s.model[2].parameters()), "lr": 3e-3})
+            if s.is_zc:
+                zc.recompile(s.model)
+        s.loss(step).backward()
+        s.update()
+
+
+@row(4, "layers unfrozen one after the other, zc.recompile(model)", make=lambda: mlp(depth=3),
+     optimizer=sgd)  # fmt: skip
+def gradual(s: Script) -> None:
+    for k in (2, 0):
+        s.model[k].requires_grad_(False)
+    for step in range(6):
+        if step in (2, 4):
+            s.model[2 if step == 2 else 0].requires_grad_(True)
+            if s.is_zc:
+                zc.recompile(s.model)
+        s.loss(step).backward()
+        s.update()
+
+
+@row(4, "a layer unfrozen without zc.recompile", make=frozen, refused={"always": "ZcError: zc.recompile"})
+def unfrozen_silently(s: Script) -> None:
+    s.loss(0).backward()
+    s.update()
+    s.model[2].requires_grad_(True)
+    s.loss(1).backward()
+    s.update()
+
+
+@row(
+    4, "optimizer.add_param_group with a tensor that the model lacks", refused={"always": "PlanError: add_param_group"}
+)
+def add_group(s: Script) -> None:
+    s.loss(0).backward()
+    s.update()
+    s.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
+def adapted() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["qkv", "out"], init_lora_weights=False)
+    model: nn.Module = get_peft_model(GPT(dim=16, layers=1), config)
+    return model
+
+
+@row(4, "LoRA adapters (peft), the base frozen", make=adapted, needs="peft")
+def lora(s: Script) -> None:
+    language(s)
+
+
+@row(4, "LoRA adapters (peft), the adapter switched off and on", make=adapted, needs="peft")
+def lora_off(s: Script) -> None:
+    for step in range(3):
+        x, y = tokens(s, step)
+        with torch.no_grad(), s.model.disable_adapter():
+            base = s.model(x)
+        (F.cross_entropy(s.model(x).flatten(0, 1), y.flatten()) + F.mse_loss(s.model(x), base)).backward()
+        s.update()

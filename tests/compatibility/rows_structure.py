@@ -1,0 +1,235 @@
+"""Item 3: what stands inside models, and several models at once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from models import Broken, InsideAndOutside, ManyGraphs, PartlyEager, Stack, mlp
+from rows import STEPS, Script, adamw, plain, row
+from torch import Tensor, nn
+
+import zc
+
+row(3, "a graph break, a layer used on both sides", make=Broken)(plain)
+row(3, "a layer under torch.compiler.disable", make=PartlyEager)(plain)
+row(3, "a layer used inside and outside compiled code", make=InsideAndOutside)(plain)
+row(3, "twelve blocks of one class compiled apart", make=ManyGraphs)(plain)
+
+
+class Squash(torch.autograd.Function):
+    """tanh with its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * (1 - y * y)
+
+
+class LinearFunction(torch.autograd.Function):
+    """x w^T, with the weight's gradient computed by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class CustomFunctions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(16, 16), nn.Parameter(torch.randn(16, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return LinearFunction.apply(Squash.apply(self.first(x)), self.weight)  # type: ignore
+
+
+row(3, "custom autograd.Functions", make=CustomFunctions)(plain)
+
+
+class CalledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.gelu(self.inner(F.gelu(self.inner(x)))))
+
+
+row(3, "a module called twice in one forward", make=CalledTwice)(plain)
+
+
+class DataDependent(nn.Module):
+    """Takes a branch by a value, so Dynamo breaks the graph; ranks take the same one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.yes, self.no = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+        x = F.gelu(self.first(x))
+        return self.yes(x) if flag.item() > 0 else self.no(x)
+
+
+@row(3, "a branch taken by a value", make=DataDependent)
+def branch(s: Script) -> None:
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        F.mse_loss(s.model(x, torch.tensor(step % 2)), y).backward()
+        s.update()
+
+
+@row(3, "two models in one process", make=lambda: mlp())
+def two_models(s: Script) -> None:
+    other = mlp().to(s.dtype)
+    second = adamw(other.parameters())
+    s.compile_too(other, second)
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        F.mse_loss(other(s.model(x)), y).backward()  # one backward through both
+        s.update()
+        second.step()
+        second.zero_grad()
+    for name, param in other.named_parameters():
+        s.note(f"other {name}", param)
+
+
+@row(3, "two models and optimizers in turn (a GAN's loop)")
+def gan(s: Script) -> None:
+    critic = mlp().to(s.dtype)
+    second = adamw(critic.parameters())
+    s.compile_too(critic, second)
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        (critic(s.model(x).detach()).mean() - critic(y).mean()).backward()
+        second.step()
+        second.zero_grad()
+        (-critic(s.model(x)).mean()).backward()
+        s.update()
+        second.zero_grad()
+    for name, param in critic.named_parameters():
+        s.note(f"critic {name}", param)
+
+
+@row(3, "a varying last batch")
+def last_batch(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step, num=4 if step % 2 == 0 else 3).backward()
+        s.update()
+
+
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + F.gelu(self.mix(x)).cumsum(1) / (1 + torch.arange(x.shape[1]))[:, None]
+        return self.head(x)
+
+
+@row(3, "dynamic sequence lengths, at most 2 graphs", make=Sequences)
+def dynamic_lengths(s: Script) -> None:
+    for step, length in enumerate((7, 9, 12, 5, 16, 11, 8)):
+        tokens = torch.randint(0, 32, (2, length), generator=torch.Generator().manual_seed(step + 50 * s.rank))
+        F.cross_entropy(s.model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        s.update()
+    if s.is_zc and s.backend != "eager":
+        names = [name for name in zc.explain(s.model).sections if name.startswith("schedule backward")]
+        assert len(names) <= 2, f"a recompile storm: {names}"
+
+
+@row(3, "a part that the user has torch.compiled", make=lambda: mlp(depth=3))
+def inner_compile(s: Script) -> None:
+    s.model[2].compile(backend="aot_eager")
+    plain(s)
+
+
+@row(3, "submodules called from the loop")
+def submodules(s: Script) -> None:
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        F.mse_loss(s.model[2](s.model[1](s.model[0](x))), y).backward()
+        s.update()
+
+
+@row(3, "an averaged copy (EMA by deepcopy)")
+def ema(s: Script) -> None:
+    average = copy.deepcopy(s.model)
+    for step in range(STEPS):
+        s.loss(step).backward()
+        average.zero_grad()  # of the copy: the model's own gradients stay
+        s.update()
+        with torch.no_grad():
+            for mean, param in zip(average.parameters(), s.model.parameters(), strict=True):
+                mean.lerp_(param, 0.5)
+    for name, param in average.named_parameters():
+        s.note(f"average {name}", param)
+
+
+@row(3, "an averaged copy (torch.optim.swa_utils.AveragedModel)")
+def swa(s: Script) -> None:
+    average = torch.optim.swa_utils.AveragedModel(s.model)
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.update()
+        average.update_parameters(s.model)
+    for name, param in average.module.named_parameters():
+        s.note(f"average {name}", param)
+
+
+class Residual(nn.Module):
+    """Residual additions: an activation feeds two consumers, and its gradient is a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Stack(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+row(3, "residual blocks with LayerNorm", make=Residual)(plain)
+
+
+class Stepwise(nn.Module):
+    """A GRU cell over time: one parameter in many places of one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.zeros_like(x)
+        for _ in range(3):
+            hidden = self.cell(x, hidden)
+        return self.head(hidden)
+
+
+row(3, "a recurrent cell stepped in the forward", make=Stepwise)(plain)
+
+
+@row(3, "truncated back-propagation through time", make=lambda: nn.GRUCell(16, 16))
+def truncated(s: Script) -> None:
+    hidden = torch.zeros(4, 16, dtype=s.dtype)
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        hidden = s.model(x, hidden.detach())
+        F.mse_loss(hidden, y).backward()
+        s.update()

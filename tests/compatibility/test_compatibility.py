@@ -1,0 +1,93 @@
+"""Training loops as people write them: each row of the table is right, or refused with the error that it names.
+
+By default every row runs once, with another backend and stage from row to row; the rest, and all of Inductor's, run
+with ZC_TESTS=full. docs/compatibility.md is made from all of them: ``python tests/compatibility/generate.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cells import ALL_CELLS, Cell, Outcome, run_cells
+from generate import DOCUMENT, documented_rows
+from harness import run_ranks
+from loops import counted_collectives
+from models import mlp
+from rows import ROWS, Row, adamw
+
+import zc
+
+PER_JOB = 16
+INDUCTOR = ("the plain loop", "one backward of the summed losses", "a hook on a parameter sees its gradient")
+
+
+def sample() -> list[Cell]:
+    """Every row once: eager and aot_eager, stage 1 and 2 in turn; Inductor for a few."""
+    if os.environ.get("ZC_TESTS") == "full":
+        return ALL_CELLS
+    turns = [("eager", 1), ("aot_eager", 2), ("eager", 2), ("aot_eager", 1)]
+    chosen = [Cell(name, *turns[k % 4]) for k, name in enumerate(ROWS)]
+    return chosen + [Cell(name, "inductor", 1 + k % 2) for k, name in enumerate(INDUCTOR)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Outcomes of the cells that were selected, run in jobs of PER_JOB when the first of them is asked for."""
+    items = [item for item in request.session.items if getattr(item, "originalname", "") == "test_cell"]
+    selected = [item.callspec.params["cell"] for item in items]  # type: ignore[attr-defined]
+    found: dict[Cell, Outcome] = {}
+
+    def outcome(cell: Cell) -> Outcome:
+        if cell not in found:
+            start = selected.index(cell) // PER_JOB * PER_JOB
+            found.update(run_cells(selected[start : start + PER_JOB]))
+        return found[cell]
+
+    return outcome  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("cell", sample(), ids=str)
+def test_cell(cell: Cell, outcomes: Any) -> None:
+    outcome = outcomes(cell)
+    if outcome.kind == "skipped":
+        pytest.skip(outcome.text)
+    assert outcome.is_fine, f"{cell}: {outcome.kind}: {outcome.text}"
+
+
+def test_a_wrong_number_and_a_missing_error_are_noticed() -> None:
+    """The negative controls: a loop that differs between the sides, an error that nobody raises, one that nobody
+    expects."""
+    cells = [Cell(name, "eager", 2) for name in ("control: differs", "control: no error", "control: an error")]
+    kinds = [outcome.kind for outcome in run_cells(cells).values()]
+    assert kinds == ["wrong", "failed", "failed"]
+
+
+def _clipping(rank: int, world_size: int, stage: int) -> list[str]:
+    """Job: the collectives of reading all norms, one by one, and clipping after a backward."""
+    model = mlp()
+    zc.compile(model, adamw(model.parameters()), stage=stage, backend="eager", bucket_nbytes=512)
+    model(torch.ones(2, 16)).sum().backward()
+    with counted_collectives() as calls:
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.norm()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    numel = len(list(model.parameters()))
+    return [call for call in calls if call == f"all_reduce {numel}"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_all_norms_take_one_collective(stage: int) -> None:
+    """One all-reduce of a number a parameter, not one a parameter (the issue's line)."""
+    for calls in run_ranks(_clipping, 2, stage):
+        assert len(calls) == 1, calls
+
+
+def test_the_document_has_every_row() -> None:
+    """docs/compatibility.md was generated from this table."""
+    rows: list[Row] = list(ROWS.values())
+    assert documented_rows(DOCUMENT.read_text()) == [row.name for row in rows], "run tests/compatibility/generate.py"

@@ -1,0 +1,271 @@
+"""Offload against DDP, against no offload bit by bit, and against the public reports of gradients that got lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from models import Heads, mean_square, mlp, seeded, vectors
+from oracle import weights, worst
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zc
+from zc.ops import Acc, GradientOps
+from zc.schedule import COPY, HOST
+from zc.streams import ThreadStreams
+
+DIM, TASKS, STEPS = 16, 3, 3
+LARGE, SMALL = 50_000_000 * 4, 500 * 4  # bytes: the report's buckets, and ones that a model of this size fills many of
+FORMS = ("backward per task", "summed", "accumulated")
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """DS#7579's optimizer, with a larger step so that a lost gradient shows at once."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
+
+
+def batch(rank: int, step: int, task: int) -> tuple[Tensor, Tensor]:
+    generator = seeded(rank, step, task)
+    return torch.randn(8, DIM, generator=generator), torch.randn(8, 4, generator=generator)
+
+
+def losses(model: nn.Module, rank: int, step: int, form: str) -> list[list[tuple[int, ...]]]:
+    """Which tasks go into which backward: [backward][task]."""
+    return [[(0, 1, 2)]] if form == "summed" else [[(t,)] for t in range(TASKS)]
+
+
+def run_form(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, form: str, inside: Any) -> None:
+    """The report's loop in one of its forms; zero_grad once an iteration."""
+    for step in range(STEPS):
+        backwards = losses(model, rank, step, form)
+        for number, groups in enumerate(backwards):
+            total = torch.zeros(())
+            for tasks in groups:
+                x, _ = batch(rank, step, tasks[0])
+                for task, out in zip(tasks, model(x, tasks), strict=True):
+                    total = total + nn.functional.mse_loss(out, batch(rank, step, task)[1])
+            with inside(form == "accumulated" and number < len(backwards) - 1):
+                total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def zc_runs(rank: int, world_size: int, form: str, options: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    import contextlib
+
+    found: list[dict[str, Any]] = []
+    for given in options:
+        torch.manual_seed(0)
+        model: nn.Module = Heads(DIM, TASKS)
+        model, optimizer = zc.compile(model, adamw(model), **given)
+        run_form(
+            model, optimizer, rank, form, lambda inner, m=model: zc.no_sync(m) if inner else contextlib.nullcontext()
+        )
+        rows = zc.explain(model).sections["buckets"].splitlines()
+        counts = [int(row.split()[-2]) for row in rows if " at end " in row or " inline " in row]
+        found.append({"weights": weights(model), "times": counts, "explain": str(zc.explain(model))})
+    return found
+
+
+def ddp_run(rank: int, world_size: int, form: str) -> dict[str, Tensor]:
+    import contextlib
+
+    torch.manual_seed(0)
+    wrapped = DistributedDataParallel(Heads(DIM, TASKS), find_unused_parameters=True)
+    optimizer = adamw(wrapped)
+    run_form(wrapped, optimizer, rank, form, lambda inner: contextlib.nullcontext())
+    return weights(wrapped.module)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ds7579_the_reported_script(form: str) -> None:
+    """DS#7579 (buckets that stay empty under ZeRO-2 + offload + overlap, in silence): every form of the loop, buckets
+    of 50 M elements and of 500, overlap on and off, both stages, both places to accumulate: DDP's weights, bitwise
+    those without offload, and every bucket filled, which explain says."""
+    options: list[dict[str, Any]] = []
+    for stage, backend, nbytes in ((2, "aot_eager", LARGE), (2, "eager", SMALL), (1, "eager", SMALL)):
+        base = {"stage": stage, "backend": backend, "bucket_nbytes": nbytes}
+        options += [base, {**base, "offload": "cpu"}, {**base, "offload": "cpu", "overlap": False}]
+        options += [{**base, "offload": "cpu", "offload_accumulate": "device"}]
+    reference = run_ranks(ddp_run, 2, form)[0]
+    for rank in run_ranks(zc_runs, 2, form, options):
+        for number, found in enumerate(rank):
+            plain = rank[number - number % 4]["weights"]
+            assert all(torch.equal(found["weights"][name], plain[name]) for name in plain), options[number]
+            assert worst(found["weights"], reference)[0] < 2e-5, options[number]
+            assert all(times >= 1 for times in found["times"]) and found["times"], found["explain"]
+            if "offload" in options[number]:
+                assert "over the bus in the last step: to_host" in found["explain"]
+                assert "update(0, master[0], host[0])" in found["explain"], "the update's schedule is shown"
+
+
+def bitwise(rank: int, world_size: int, options: list[dict[str, Any]], delays: list[dict[str, float]]) -> list[bool]:
+    """Job: whether each run ends with the first one's weights, to the bit; of several streams' speeds."""
+    found: list[dict[str, Tensor]] = []
+    for given, slow in zip(options, delays, strict=True):
+        torch.manual_seed(0)
+        model: nn.Module = mlp(32, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer = zc.compile(model, optimizer, backend="aot_eager", bucket_nbytes=5000, **given)
+        sharded = zc.api.sharded(model)
+        sharded.runtime.streams = ThreadStreams(slow)
+        for step in range(3):
+            for m in range(2):  # not declared
+                mean_square(model, vectors(32)(rank, step, m)).backward()
+            if step == 1:
+                zc.clip_grad_norm_(model, 0.1)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 1)
+        found.append(weights(model))
+        sharded.runtime.streams.close()
+    return [all(torch.equal(one[name], found[0][name]) for name in one) for one in found]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bitwise_the_same_whichever_stream_is_late(stage: int) -> None:
+    """Each of the streams in turn slower than all others; with clipping, zeros for gradients, undeclared microbatches
+    and parameters narrower than their masters."""
+    base = {"stage": stage, "param_dtype": torch.bfloat16}
+    cpu = {**base, "offload": "cpu"}
+    device = {**cpu, "offload_accumulate": "device"}
+    options = [base, cpu, cpu, cpu, device, device, {**device, "num_buffers": 1}]
+    late = [{}, {COPY: 0.004}, {HOST: 0.004}, {"comm": 0.004}, {COPY: 0.004}, {HOST: 0.004}, {COPY: 0.004, HOST: 0.002}]
+    for same in run_ranks(bitwise, 2, options, late):
+        assert all(same), same
+
+
+def with_a_fault(rank: int, world_size: int, fault: str, mode: str) -> tuple[float, float]:
+    """Job: the gradient norm and a head's update, with one link of the chain to host memory broken on purpose."""
+    kept = GradientOps.copy_to_host, GradientOps.copy_to_device, GradientOps.stage_shard
+    if fault == "every copy is dropped":  # DS#7579, DS#6550
+        GradientOps.copy_to_host = lambda self, bucket, dst, src: None  # type: ignore[method-assign]
+    if fault == "only the last microbatch":  # DS#7981: the sum so far is not fetched
+        GradientOps.copy_to_device = lambda self, bucket, dst, src: self.buffers.named(  # type: ignore[method-assign]
+            dst, self.plan.buckets[bucket]
+        ).zero_()
+    try:
+        torch.manual_seed(0)
+        model: nn.Module = Heads(DIM, TASKS)
+        model, optimizer = zc.compile(
+            model, adamw(model), backend="eager", bucket_nbytes=SMALL, offload="cpu", offload_accumulate=mode
+        )
+        before = model.heads[0].weight.detach().clone()
+        for task in range(TASKS):  # heads 0 and 1 get no gradient from the last microbatch
+            x, y = batch(rank, 0, task)
+            nn.functional.mse_loss(model(x, (task,))[0], y).backward()
+        norm = float(zc.clip_grad_norm_(model, 1e9))
+        optimizer.step()
+        return norm, float((model.heads[0].weight - before).norm())
+    finally:
+        GradientOps.copy_to_host, GradientOps.copy_to_device, GradientOps.stage_shard = kept  # type: ignore[method-assign]
+
+
+def one_process_norm() -> float:
+    """The norm of the mean gradient over the ranks, plain PyTorch in float64."""
+    torch.manual_seed(0)
+    model = Heads(DIM, TASKS)
+    model.double()
+    for rank in range(2):
+        for task in range(TASKS):
+            x, y = (t.double() for t in batch(rank, 0, task))
+            (nn.functional.mse_loss(model(x, (task,))[0], y) / 2).backward()
+    return float(torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()])))
+
+
+@pytest.mark.parametrize("mode", ["cpu", "device"])
+def test_ds7981_ds6550_every_microbatch_counts_and_the_norm_is_ddps(mode: str) -> None:
+    """DS#7981 (offload kept only the last microbatch: heads that it does not use are never updated), DS#6550, DS#7967
+    (gradients dropped), DS#7302 (the norm): INVARIANTS I5, I9. With the negative controls."""
+    wanted = one_process_norm()
+    for norm, moved in run_ranks(with_a_fault, 2, "none", mode):
+        assert norm == pytest.approx(wanted, rel=1e-6) and moved > 0.01
+    norm, moved = run_ranks(with_a_fault, 2, "every copy is dropped", mode)[0]
+    assert norm == 0.0
+    if mode == "cpu":
+        norm, _ = run_ranks(with_a_fault, 2, "only the last microbatch", mode)[0]
+        assert abs(norm - wanted) > 0.05 * wanted
+
+
+def hooked(rank: int, world_size: int) -> list[bool]:
+    """Job: a step pre-hook that is registered after zc's scales the gradients, with offload and without."""
+    found = []
+    for offload in (None, "cpu"):
+        torch.manual_seed(0)
+        model: nn.Module = mlp(16, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = zc.compile(model, optimizer, backend="eager", offload=offload)
+
+        def halve(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            for group in opt.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad.mul_(0.5)
+
+        handle = optimizer.register_step_pre_hook(halve)
+        for step in range(2):
+            mean_square(model, vectors(16)(rank, step, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.remove()
+        mean_square(model, vectors(16)(rank, 9, 0)).backward()
+        optimizer.step()
+        found.append(weights(model))
+    return [torch.equal(found[0][name], found[1][name]) for name in found[0]]
+
+
+def test_a_later_step_hook_still_changes_the_update() -> None:
+    """The update starts before the optimizer's own step does, unless somebody may still want to change a gradient."""
+    assert all(all(same) for same in run_ranks(hooked, 2))
+
+
+def accumulators(rank: int, world_size: int) -> list[str]:
+    """Job: what is in host memory after a backward that was not declared the last, one that was, and zero_grad."""
+    torch.manual_seed(0)
+    model: nn.Module = mlp(16, 2)
+    model, optimizer = zc.compile(
+        model, adamw(model), stage=1, backend="eager", offload="cpu", offload_accumulate="device"
+    )
+    ops = zc.api.sharded(model).runtime.ops
+    seen = []
+    with zc.no_sync(model):
+        mean_square(model, vectors(16)(rank, 0, 0)).backward()
+    seen.append(f"{ops.state[0].value} {ops.landed[0]}")
+    optimizer.step()  # a boundary, though no backward was one
+    seen.append(f"{ops.landed[0]}")
+    optimizer.zero_grad()
+    seen.append(f"{ops.state[0] is Acc.EMPTY}")
+    return seen
+
+
+def test_a_step_after_declared_microbatches_alone_takes_them_to_host_memory() -> None:
+    for seen in run_ranks(accumulators, 2):
+        assert seen == ["partial False", "True", "True"]
+
+
+def held(rank: int, world_size: int, stage: int, mode: str) -> tuple[dict[str, int], dict[str, int], int]:
+    """Job: persistent bytes without and with offload, and the elements of the padded buckets."""
+    found = []
+    for given in ({}, {"offload": "cpu", "offload_accumulate": mode}):
+        model: nn.Module = mlp(32, 3)
+        model, optimizer = zc.compile(
+            model, adamw(model), backend="eager", stage=stage, bucket_nbytes=5000, param_dtype=torch.bfloat16, **given
+        )
+        mean_square(model, vectors(32)(rank, 0, 0)).backward()
+        optimizer.step()
+        found.append(zc.persistent_nbytes(model))
+    return found[0], found[1], found[0]["flat_param"] // 2
+
+
+@pytest.mark.parametrize("mode", ["cpu", "device"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bytes_move_by_the_formula(stage: int, mode: str) -> None:
+    """docs/design.md: masters and moments (12 / W bytes a parameter) always, accumulators with 'cpu'."""
+    for plain, offloaded, numel in run_ranks(held, 2, stage, mode):
+        acc = 4 * (numel if stage == 1 else numel // 2)
+        assert plain["acc"] == acc and offloaded["acc"] == (0 if mode == "cpu" else acc)
+        assert offloaded["master_shard"] == plain["master_shard"] == 4 * numel // 2
+        assert offloaded["host"] == (acc if mode == "cpu" else 4 * numel // 2)
+        assert all(offloaded[kind] == plain[kind] for kind in ("flat_param", "optimizer_state"))

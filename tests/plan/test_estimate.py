@@ -1,0 +1,154 @@
+"""`zc.plan`: bytes against literal numbers, against what a run really holds and moves, and for 4,096 ranks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from models import mean_square, mlp, vectors
+from torch import nn
+
+import zc
+from zc.errors import PlanError
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def meta_linear(features: int = 1024, layers: int = 4) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(features, features, bias=False) for _ in range(layers)))
+
+
+def test_bytes_of_a_model_without_padding() -> None:
+    """4 Mi parameters on 4 ranks, bf16, stage 2, one bucket: every number by hand."""
+    numel, ranks = 4 * 2**20, 4
+    plain = zc.plan(meta_linear(), world_size=ranks, param_dtype=BF16)
+    assert plain.num_params == numel and plain.num_buckets == 1
+    assert dict(plain.device) == {
+        "flat_param": 2 * numel, "master_shard": numel, "acc": numel, "flat_grad": 2 * numel, "recv": 2 * numel,
+        "optimizer_state": 2 * numel,
+    }  # fmt: skip
+    assert not plain.host and plain.device_nbytes == 10 * numel
+    assert dict(plain.wire) == {"gradients": 2 * numel * 3 // 4, "parameters": 2 * numel * 3 // 4}
+    assert sum(plain.bus.values()) == 0 and plain.update_nbytes == 28 * numel // 4
+    offloaded = zc.plan(meta_linear(), world_size=ranks, param_dtype=BF16, offload="cpu", microbatches=3)
+    gone = {"master_shard": numel, "acc": numel, "optimizer_state": 2 * numel}
+    assert plain.device_nbytes - offloaded.device_nbytes == sum(gone.values()) - offloaded.device["staging"]
+    assert offloaded.device["staging"] == numel  # one bucket, one staging buffer of S fp32
+    assert dict(offloaded.host) == {
+        "master_shard": numel, "host": numel, "param": numel // 2, "optimizer_state": 2 * numel,
+    }  # fmt: skip
+    # three microbatches: the sum goes down three times, comes up twice, and the weights once
+    assert dict(offloaded.bus) == {"to host": 3 * numel, "to device": 2 * numel + numel // 2}
+    assert offloaded.wire["gradients"] == 3 * plain.wire["gradients"]
+
+
+def test_one_rank_gives_up_twelve_bytes_a_parameter() -> None:
+    """Issue 6's formula: fp32 parameters, one rank: gradient and both moments leave the device; staging comes."""
+    plain = zc.plan(meta_linear(), world_size=1)
+    offloaded = zc.plan(meta_linear(), world_size=1, offload="cpu")
+    staging = offloaded.device["staging"]
+    assert plain.device_nbytes - (offloaded.device_nbytes - staging) == 12 * plain.num_params
+
+
+def test_stage_1_moves_partial_sums() -> None:
+    numel = 4 * 2**20
+    found = zc.plan(meta_linear(), world_size=4, stage=1, offload="cpu", microbatches=2)
+    assert found.host["host"] == 4 * numel and "acc" in found.device and found.device["acc"] == 0
+    assert dict(found.bus) == {"to host": 4 * numel + numel, "to device": 4 * numel + numel}
+    kept = zc.plan(meta_linear(), world_size=4, stage=1, offload="cpu", offload_accumulate="device", microbatches=2)
+    assert kept.device["acc"] == 4 * numel and dict(kept.bus) == {"to host": numel, "to device": numel}
+    assert kept.wire["gradients"] == 4 * numel * 3 // 4, "once an update, whatever the microbatches"
+
+
+def test_the_floor_is_the_slowest_part() -> None:
+    found = zc.plan(
+        meta_linear(), world_size=2, offload="cpu", compute_seconds=0.001, bus_bandwidth=1e9, wire_bandwidth=1e12,
+        host_bandwidth=1e10,
+    )  # fmt: skip
+    half = 2 * 2**20
+    assert found.floor_seconds["bus to host"] == pytest.approx(4 * half / 1e9)
+    assert found.floor_seconds["update"] == pytest.approx(28 * half / 1e10)
+    assert found.step_floor == max(found.floor_seconds.values()) == found.floor_seconds["bus to host"]
+    assert "floor" in str(found) and "optimizer_state" in str(found)
+    assert zc.plan(meta_linear(), world_size=2).step_floor is None
+
+
+def test_4096_ranks_on_the_meta_device() -> None:
+    """Without a process group, a GPU or the model's memory; in seconds."""
+    start = time.process_time()
+    found = zc.plan(meta_linear(8192, 48), world_size=4096, param_dtype=BF16, offload="cpu")
+    assert time.process_time() - start < 20
+    assert found.num_params == 48 * 8192**2 and found.device["flat_param"] >= 2 * found.num_params
+    assert found.host["optimizer_state"] == 2 * found.host["master_shard"] >= 8 * found.num_params // 4096
+
+
+def test_the_module_behind_the_name_is_still_there() -> None:
+    """`zc.plan` is the function, and ``from zc.plan import`` the module, as with `zc.explain`."""
+    from zc.plan import make_plan
+
+    assert callable(zc.plan) and sys.modules["zc.plan"].make_plan is make_plan
+
+
+def really(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Job: bytes held and moved by a run of two declared microbatches, the second step's."""
+    model: nn.Module = mlp(32, 3)
+    model, optimizer = zc.compile(
+        model, torch.optim.AdamW(model.parameters()), backend="eager", stage=stage, bucket_nbytes=5000, **options
+    )
+    dtype = options.get("param_dtype", FP32)
+    for step in range(2):
+        x, y = vectors(32)(rank, step, 0)
+        with zc.no_sync(model):
+            mean_square(model, (x.to(dtype), y)).backward()
+        mean_square(model, (x.to(dtype), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return zc.persistent_nbytes(model), zc.api.sharded(model).runtime.ops.nbytes_of_last_step
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"offload": "cpu"}, {"offload": "cpu", "offload_accumulate": "device"}],
+    ids=["none", "cpu", "device"],
+)
+def test_a_run_holds_and_moves_what_was_planned(stage: int, options: dict[str, Any]) -> None:
+    """To the byte; only the moments have no padding."""
+    for dtype in (FP32, BF16):
+        given = {**options, "param_dtype": dtype}
+        for found, moved in run_ranks(really, 2, stage, given):
+            planned = zc.plan(mlp(32, 3), world_size=2, stage=stage, bucket_nbytes=5000, microbatches=2, **given)
+            claimed = {**planned.device, **planned.host}
+            state = claimed.pop("optimizer_state")
+            assert state >= found.pop("optimizer_state") > 0
+            assert {k: n for k, n in found.items() if n} == {k: n for k, n in claimed.items() if n}
+            assert moved == {"to_host": planned.bus["to host"], "to_device": planned.bus["to device"]}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"world_size": 0}, r"world_size must be a whole number from 1 to 4096, got 0"),
+        ({"world_size": 4097}, r"got 4097"),
+        ({"microbatches": 0}, r"microbatches .* got 0"),
+        ({"optimizer": "Muon"}, r"optimizer must be one of .* got 'Muon'"),
+        ({"bus_bandwidth": 0.0}, r"bus_bandwidth must be above 0, got 0.0"),
+        ({"offload": "tape"}, r"offload must be one of .* got 'tape'"),
+        ({"offload_accumulate": "disk"}, r"offload_accumulate must be one of 'cpu', 'device', got 'disk'"),
+    ],
+)
+def test_bad_input_is_named(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        zc.plan(meta_linear(8), **{"world_size": 2, **wrong})
+
+
+def test_what_is_no_module_or_has_nothing_to_train() -> None:
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got int"):
+        zc.plan(3, world_size=2)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="no trainable parameter"):
+        zc.plan(nn.ReLU(), world_size=2)

@@ -1,0 +1,224 @@
+"""The proof over offload: copies, staging buffers and updates in host memory, intact and broken in every way."""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import mutants
+import pytest
+import simulation
+from oracles import Enumeration, sanitizer_finds_a_race
+from schedules import make, offloaded, schedule, step_of
+from simulation import Case
+from torch import fx
+
+from zc import adversary
+from zc.errors import RaceError
+from zc.passes.base import copy_graph
+from zc.passes.verify import examine, verify
+from zc.plan import Plan
+from zc.schedule import (
+    COPY,
+    HOME,
+    HOST,
+    SYNC_OPS,
+    accumulate,
+    copy_to_device,
+    copy_to_host,
+    stage_shard,
+    steps,
+    stream_of,
+    update,
+    wait_event,
+)
+
+ALL = list(offloaded())
+FULL = os.environ.get("ZC_PROOF") == "full"
+NUM_ORDERS = 200 if FULL else 2
+
+
+def plan_of(case: Case, graph: fx.Graph) -> Plan:
+    """Training steps begin with a microbatch."""
+    return case.plan.microbatch() if len(case.graphs) > 3 and graph is case.graphs[0] else case.plan
+
+
+def orders(case: Case) -> Iterator[adversary.Chooser]:
+    yield from adversary.worst(simulation.lanes(case))
+    yield from (adversary.seeded(seed) for seed in range(NUM_ORDERS))
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda c: c.name)
+def test_intact_schedules_are_proved_and_have_one_result(case: Case) -> None:
+    for graph in dict.fromkeys(case.graphs):
+        verdict = verify(graph, plan_of(case, graph))
+        assert verdict.races == 0 and verdict.redundant == 0
+        assert not sanitizer_finds_a_race(graph, case.plan)
+    reference = simulation.run(case, adversary.in_order)
+    assert simulation.same(reference, reference), "the program order itself gives NaN"
+    for choose in list(orders(case))[:: 1 if FULL else 5]:
+        assert simulation.same(reference, simulation.run(case, choose))
+
+
+def test_verify_rejects_every_mutant_and_an_order_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy's wait deleted, its record before what it copies, the staging ring shortened: all rejected, and wrong or
+    NaN under some order."""
+    rejected: collections.Counter[str] = collections.Counter()
+    total: collections.Counter[str] = collections.Counter()
+    run = caught = 0
+    missed: list[str] = []
+    for case in ALL:
+        for graph in dict.fromkeys(case.graphs):
+            around = surrounded(case, graph)
+            reference = simulation.run(around, adversary.in_order)
+            for number, (kind, name, mutant) in enumerate([*mutants.of(graph), *shorter_staging(graph)]):
+                if kind == "ring shortened" and not case.plan.overlap:
+                    continue  # one stream reduces one bucket after the other: one buffer would do
+                found = examine(mutant, plan_of(case, graph))
+                total[kind] += 1
+                rejected[kind] += bool(found.races or found.faults)
+                assert found.races or found.faults, f"{case.name}: {name} is accepted"
+                if number % (1 if FULL else 17) == 0:
+                    broken = replace(around, graphs=tuple(mutant if g is graph else g for g in around.graphs))
+                    run += 1
+                    if any(not simulation.same(reference, simulation.run(broken, choose)) for choose in orders(case)):
+                        caught += 1
+                    else:
+                        missed.append(f"{case.name}: {name}")
+    with capsys.disabled():
+        shown = ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in total)
+        print(f"\noffload, rejected by verify: {shown}; wrong under some order: {caught}/{run}", *missed, sep="\n  ")
+    assert rejected == total and "staging shortened" in total and sum(total.values()) > 500
+    assert run > 80 and caught == run
+
+
+def surrounded(case: Case, graph: fx.Graph) -> Case:
+    """The schedule first, twice in a row and last, so that every past and future that it must be ordered with is there,
+    with the others of the training step in between."""
+    others = [g for g in dict.fromkeys(case.graphs) if g is not graph]
+    return replace(case, graphs=(graph, graph, *others, graph))
+
+
+def shorter_staging(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
+    """One staging buffer less: the last one's users take the first."""
+    used = sorted({a for n in steps(graph) for a in n.args if isinstance(a, str) and a.startswith("staging[")})
+    for gone in used[1:]:
+        new, where = copy_graph(graph)
+        for node in where.values():
+            node.args = tuple(used[0] if isinstance(a, str) and a == gone else a for a in node.args)
+        yield "staging shortened", f"{used[0]} in place of {gone}", new
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda c: c.name)
+def test_a_wait_too_many_is_rejected(case: Case) -> None:
+    for graph in dict.fromkeys(case.graphs):
+        for _, name, doubled in list(mutants.wait_twice(graph))[:: 1 if FULL else 4]:
+            found = examine(doubled, plan_of(case, graph))
+            assert found.redundant and not found.races, name
+
+
+def edited(graph: fx.Graph, kind: object, how: str, plan: object) -> list[str]:
+    """What verify says after one node of this kind was dropped, doubled or given another bucket's number."""
+    new, _ = copy_graph(graph)
+    node = next(n for n in steps(new) if n.target is kind)
+    if how == "drop":
+        new.erase_node(node)
+    elif how == "double":
+        with new.inserting_after(node):
+            new.call_function(node.target, node.args).meta.update(node.meta)
+    else:
+        node.args = (2, *node.args[1:])
+    return list(examine(new, plan).faults)
+
+
+@pytest.mark.parametrize("how", ["drop", "double", "relabel"])
+@pytest.mark.parametrize("kind", [copy_to_host, accumulate, update, copy_to_device], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("mode", ["cpu", "device"])
+def test_ds7981_ds6550_each_microbatch_lands_once(mode: str, kind: object, how: str) -> None:
+    """DS#7981 (offload kept only the last microbatch), DS#6550, DS#7967 (gradients dropped), PR#7985: a copy or a sum
+    that is missing, done twice or of another bucket is a fault, whatever the streams do. INVARIANTS I5."""
+    plan = make(3, offload=mode)
+    graph = step_of(plan) if kind is update or (kind, mode) == (copy_to_device, "device") else schedule("mlp", plan)
+    if kind is copy_to_device and mode == "cpu" and how == "double":
+        return  # a sum fetched twice is the same sum
+    assert not examine(graph, plan)
+    assert edited(graph, kind, how, plan), (mode, kind, how)
+
+
+def test_a_sum_is_not_taken_before_it_is_reduced() -> None:
+    """PR#7985's order of things, on the way to host memory: the snapshot before the accumulation."""
+    plan = make(2, offload="device")
+    graph, _ = copy_graph(schedule("mlp", plan))
+    total = next(n for n in steps(graph) if n.target is accumulate)
+    total.prepend(next(n for n in steps(graph) if n.target is stage_shard))
+    assert any("after its sum was taken" in fault for fault in examine(graph, plan).faults)
+
+
+def test_pt180665_the_copy_outlives_what_it_reads() -> None:
+    """PT#180665 (a block freed before its device-to-host copy ran), MLM#6187: the next bucket may not take the staging
+    buffer while it is still being copied. INVARIANTS I3."""
+    plan = make(3, ring=1, offload="device")
+    graph = schedule("mlp", plan)
+    verify(graph, plan)
+    new, _ = copy_graph(graph)
+    second = [n for n in steps(new) if n.target is stage_shard][1]
+    before = second.prev
+    while before.target in SYNC_OPS and stream_of(before) == stream_of(second) and before.target is not wait_event:
+        before = before.prev
+    assert before.target is wait_event
+    new.erase_node(before)
+    with pytest.raises(RaceError, match=r"staging\[0\] is read by copy_to_host .* written by stage_shard"):
+        verify(new, plan)
+    intact, broken = Case("zc", plan, (graph, graph)), Case("PT#180665", plan, (new, new))
+    late = adversary.last(COPY)
+    assert not any(t.isnan().any() for t in simulation.run(intact, late).values())
+    assert not simulation.same(simulation.run(intact, late), simulation.run(broken, late))
+
+
+def test_ds7579_the_update_waits_for_its_own_copy() -> None:
+    """The processor reads a gradient that has not landed: named, and wrong where the bus is slow."""
+    plan = make(2, offload="cpu")
+    backward, step = schedule("mlp", plan), step_of(plan)
+    new, _ = copy_graph(step)
+    waits = [n for n in steps(new) if n.target is wait_event and stream_of(n) == HOST and n.args[0] == "done/host[1]"]
+    assert len(waits) == 1
+    new.erase_node(waits[0])
+    with pytest.raises(RaceError, match=r"host\[1\] .* read by update"):
+        verify(new, plan)
+    intact, broken = Case("zc", plan, (backward, step)), Case("no wait", plan, (backward, new))
+    late = adversary.last(COPY)
+    assert not simulation.same(simulation.run(intact, late), simulation.run(broken, late))
+
+
+@pytest.mark.parametrize(("kind", "stream"), [(update, HOME), (copy_to_host, HOME), (accumulate, HOST)])
+def test_the_processor_runs_its_own_nodes_alone(kind: object, stream: str) -> None:
+    """Its past is taken as done: that holds for host memory, and for what the device does with it on side streams."""
+    plan = make(2, offload="cpu")
+    graph, _ = copy_graph(step_of(plan) if kind is update else schedule("mlp", plan))
+    next(n for n in steps(graph) if n.target is kind).meta["stream"] = stream
+    assert any("can't be on" in fault for fault in examine(graph, plan).faults)
+
+
+def test_the_bus_works_one_bucket_ahead() -> None:
+    """With two staging buffers the next sum is on its way while this bucket is reduced."""
+    order = [(n.target, n.args[0]) for n in steps(schedule("mlp", make(3, ring=2, offload="cpu")))]
+    for bucket in (1, 2):
+        assert order.index((copy_to_device, bucket)) < order.index((copy_to_host, bucket - 1))
+
+
+def test_all_orders_of_a_small_step() -> None:
+    plan = make(1, slots=1, offload="cpu")
+    case = Case("step", plan, (schedule("mlp", plan), step_of(plan)))
+    reference = simulation.run(case, adversary.in_order, contract=False)
+    results = list(adversary.every_order(lambda choose: simulation.run(case, choose, contract=False)))
+    assert len(results) > 1 and all(simulation.same(reference, result) for result in results)
+    assert not Enumeration(case.graphs[1], plan).finds_a_race()
+
+
+def test_the_edges_are_there() -> None:
+    """What the other tests delete must exist: a schedule without waits would pass them all."""
+    for case in ALL:
+        waits = [sum(n.target is wait_event for n in steps(graph)) for graph in case.graphs]
+        assert max(waits) >= 2 and waits[2] > 0 if len(waits) > 3 else min(waits) > 0, case.name

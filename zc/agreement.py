@@ -1,0 +1,98 @@
+"""All ranks agree on what they reduce before they reduce it (INVARIANTS I7).
+
+A collective that ranks enter with different buckets does not fail, it hangs, mixes numbers up, or (gloo) ends the
+process. So before the reductions of a schedule each rank *announces* their buckets, in a few bytes of host memory, and
+the exchange that carries them starts only where all announced the same. The announcement is asynchronous: the comm
+stream looks at its answer right before the first launch, the backward's compute does not wait for it.
+
+Where announcements differ, as when ranks see different tasks in one iteration, stage 1 goes on: its sums stay partial
+and the boundary reduces them. The boundary announces itself in the same way, so a rank that is there early waits for
+one that has more backwards to do. Stage 2 has no place for a partial sum, so there a difference is a RankMismatchError
+on every rank, with what each was about to do.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from zc.comm import Group, Work
+from zc.errors import RankMismatchError
+
+BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
+
+
+class Announcement:
+    """One exchange: [digest, -digest, *flags], the largest over ranks of each."""
+
+    def __init__(self, agreement: Agreement, number: int, what: str, flags: Sequence[int]) -> None:
+        digest = zlib.crc32(what.encode())
+        self.agreement, self.number, self.what = agreement, number, what
+        self._joint = torch.tensor([digest, -digest, *flags], dtype=torch.int64)
+        self._work: Work | None = agreement.group.max_async_on_host(self._joint)
+
+    def is_same(self) -> bool:
+        """Whether all ranks announced the same; waits for the slowest. False, without a wait, once stage 2 has
+        failed."""
+        if self.agreement.has_failed:
+            return False
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            if self._joint[0] != -self._joint[1]:
+                self.agreement.differed(self)
+        return bool(self._joint[0] == -self._joint[1])
+
+    def flags(self) -> list[int]:
+        return [int(flag) for flag in self._joint[2:]]
+
+
+class Agreement:
+    """The announcements of one compiled model. ``defers``: a difference leaves partial sums (stage 1), it is no
+    error."""
+
+    def __init__(self, group: Group, numel_flags: int, *, defers: bool) -> None:
+        self.group, self.numel_flags, self._defers = group, numel_flags, defers
+        self.has_failed = False
+        self._failed: Announcement | None = None
+        self._count = 0
+
+    def announce(self, what: str, flags: Sequence[int] | None = None) -> Announcement:
+        """Raises RankMismatchError where an earlier announcement has failed."""
+        self.check()
+        self._count += 1
+        return Announcement(self, self._count, what, flags if flags is not None else [0] * self.numel_flags)
+
+    def meet(self, flags: Sequence[int]) -> list[int]:
+        """The boundary: returns once all ranks are at theirs. The largest of each flag over the ranks."""
+        while True:
+            made = self.announce(BOUNDARY, flags)
+            if made.is_same():
+                return made.flags()
+            self.check()
+
+    def differed(self, announcement: Announcement) -> None:
+        """Called by whichever thread looks first; the error is raised in the program's own, by `check`."""
+        if not self._defers and self._failed is None:
+            self._failed, self.has_failed = announcement, True
+
+    def check(self) -> None:
+        """Raises, on every rank, what each was about to do when they differed."""
+        failed = self._failed
+        if failed is None:
+            return
+        others = self.group.tell_each_other(failed.what, failed.number)
+        shown = "; ".join(f"rank {rank} was about to {what}" for rank, what in enumerate(others))
+        raise RankMismatchError(
+            f"stage 2 reduces in every backward, so all ranks must reduce the same buckets in the same order, and they "
+            f"differ: {shown}. Give every rank the same tasks in each backward, or use stage=1, which reduces at the "
+            "step"
+        )
+
+
+def describe(buckets: Sequence[int], first_params: Sequence[str]) -> str:
+    """What an announcement says of a reduction: the same text on every rank that reduces the same."""
+    shown = ", ".join(f"{b} ({name}, ...)" for b, name in zip(buckets, first_params, strict=True))
+    return f"reduce buckets {shown}"

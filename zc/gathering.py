@@ -1,0 +1,165 @@
+"""The parameters after an update: every rank's shards into flat_param, as a proved schedule of its own.
+
+As a rule ``optimizer.step()`` ends with all of it done::
+
+       comm | gather(1, "flat_param[1]")
+       comm | gather(0, "flat_param[0]")
+    compute | publish(1, "flat_param[1]")
+    compute | publish(0, "flat_param[0]")
+
+With ``overlap_gather`` it ends with the gathers launched, in the order in which modules were registered, and the next
+forward, a schedule as well, waits for each bucket where it first reads it (PyTorch FSDP's and Megatron's
+overlap_param_gather have the idea; MLM#950 is what a forgotten wait does)::
+
+       comm | gather(1, "gathered[1]")                  compute | wait_event("done/gathered[1]")
+       comm | record_event("done/gathered[1]")    ...   compute | segment("segment_0", %primals_1, %primals_9)
+       comm | gather(0, "gathered[0]")                  compute | wait_event("done/gathered[0]")
+       comm | record_event("done/gathered[0]")          compute | segment("segment_1", %getitem_2, %primals_2)
+
+``gathered[b]`` is flat_param[b] under the name that carries an event from schedule to schedule. The end of a compiled
+forward graph publishes every bucket, so that backward, loss and whatever the caller does next may read them all; and so
+does `WeightGather.synchronize`, which hooks call before anything of the module's own that is not compiled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from zc.kernels import unflatten_cast
+from zc.ops import Segment
+from zc.passes import cut_forward, insert_events, outline_segments, place_on_streams, verify
+from zc.passes.base import Pass
+from zc.plan import Plan
+from zc.program import Program, build
+from zc.schedule import gather, publish
+
+if TYPE_CHECKING:
+    from zc.runtime import Runtime
+
+_GATHER = (place_on_streams.PASS, insert_events.PASS, verify.PASS)
+_FORWARD = (cut_forward.PASS, outline_segments.PASS, *_GATHER)
+
+
+def buffer_name(plan: Plan, bucket: int) -> str:
+    """Of flat_param[bucket]: another name where its gather outlives the schedule that launches it."""
+    return f"gathered[{bucket}]" if plan.overlap_gather else f"flat_param[{bucket}]"
+
+
+def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
+    """Gathers these buckets, the last of the plan (the first that a forward reads) first."""
+    graph = fx.Graph()
+    order = sorted(buckets, reverse=True)
+    for bucket in order if plan.world_size > 1 else ():
+        graph.call_function(gather, (bucket, buffer_name(plan, bucket)))
+    for bucket in () if plan.overlap_gather else order:
+        graph.call_function(publish, (bucket, buffer_name(plan, bucket)))
+    graph.output(())
+    return graph
+
+
+def publish_graph(plan: Plan) -> fx.Graph:
+    """The home stream may read all parameters."""
+    graph = fx.Graph()
+    for bucket in plan.buckets:
+        graph.call_function(publish, (bucket.index, buffer_name(plan, bucket.index)))
+    graph.output(())
+    return graph
+
+
+class WeightGather:
+    """The gathers of one model on one rank, and the compiled forward graphs that wait for them."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
+        self._programs: dict[tuple[int, ...], Program] = {}
+        self._is_open = False  # a gather may be in flight that the home stream has not waited for
+
+    @property
+    def programs(self) -> list[Program]:
+        """The schedules that have run so far, for explain."""
+        return list(self._programs.values())
+
+    def publish(self, buckets: Sequence[int]) -> None:
+        """flat_param <- all ranks' masters of ``buckets``, cast to param_dtype; afterwards the home stream may read
+        them, or, with overlap_gather, what has waited for them may."""
+        runtime = self._found()
+        for index in buckets:
+            bucket = runtime.plan.buckets[index]
+            if bucket.has_master:
+                shard = runtime.buffers.part(runtime.buffers.flat_param[index], bucket)
+                unflatten_cast(shard, runtime.buffers.master_shard[index])
+        self._program(tuple(buckets))([], runtime.streams)
+        self._is_open = runtime.plan.overlap_gather
+        # the parameters changed behind autograd's back (their storage is flat_param): a backward through a forward from
+        # before this step must fail as it does in PyTorch
+        for index in buckets:
+            for slot in runtime.plan.buckets[index].slots:
+                torch.autograd.graph.increment_version(runtime.params[slot.name])
+
+    def synchronize(self) -> None:
+        """Whoever comes next on the home stream may read every parameter. No host synchronisation on CUDA."""
+        if self._is_open:
+            self._program(None)([], self._found().streams)
+            self._is_open = False
+
+    def compile_forward(
+        self, graph: fx.Graph, compile_segment: Callable[[fx.GraphModule], Segment]
+    ) -> Callable[[list[Any]], tuple[Any, ...]]:
+        """A forward graph as a schedule. Its parameters' placeholders name their buffer in ``meta["buffer"]``."""
+        runtime = self._found()
+        program = build(
+            graph,
+            runtime.plan,
+            self._proved(_FORWARD),
+            runtime.ops,
+            compile_segment,
+            name=f"forward_{len(runtime.forwards)}",
+            dump_dir=runtime.config.dump_dir,
+        )
+        runtime.forwards.append(program)
+
+        def run(args: list[Any]) -> tuple[Any, ...]:
+            outputs = program(args, self._found().streams)
+            self._is_open = False  # its last nodes publish every bucket
+            return outputs
+
+        return run
+
+    def install_hooks(self, model: nn.Module) -> None:
+        """What reads parameters outside of a compiled forward waits first: a module that runs eagerly, state_dict and
+        load_state_dict of the model or of a part."""
+        known = weakref.ref(self)
+
+        def wait(*_: Any) -> None:
+            found = known()
+            if found is not None and not torch.compiler.is_compiling():
+                found.synchronize()
+
+        for module in model.modules():
+            module.register_forward_pre_hook(wait)
+            module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+
+    def _program(self, buckets: tuple[int, ...] | None) -> Program:
+        """Gathers these buckets; None: publishes all."""
+        key = (-1,) if buckets is None else buckets
+        if key not in self._programs:
+            runtime = self._found()
+            graph = publish_graph(runtime.plan) if buckets is None else gather_graph(runtime.plan, buckets)
+            name = "publish" if buckets is None else f"gather_{len(self._programs)}"
+            self._programs[key] = build(graph, runtime.plan, self._proved(_GATHER), runtime.ops, name=name)
+        return self._programs[key]
+
+    def _proved(self, passes: Sequence[Pass]) -> list[Pass]:
+        chosen = [p for p in passes if self._found().config.verify or p.name != "verify"]
+        return [p._replace(requires=frozenset()) for p in chosen]
+
+    def _found(self) -> Runtime:
+        runtime = self._runtime()
+        assert runtime is not None, "the model of these parameters is gone"
+        return runtime

@@ -1,0 +1,63 @@
+"""`zc.recompile`: the plan grows by what has become trainable."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from zc import backend as compiler
+from zc.api import check_wire, fill, fingerprint, plan_of, sharded
+from zc.checks import check_added, trainable
+from zc.config import Config
+from zc.errors import PlanError
+from zc.plan import Layout, Plan
+
+
+def recompile(model: nn.Module) -> None:
+    """Plans the parameters that have become trainable since `compile` (``requires_grad_(True)``, DS#5639), between two
+    updates, on all ranks. Everything else keeps its place: weights, optimizer state, and schedules. A parameter that
+    was frozen since needs no call, it just gets no gradient.
+
+    The optimizer must hold the new parameters: from its construction on, or by ``optimizer.add_param_group`` before
+    this call.
+
+    Raises:
+        PlanError, TypeError: as `compile`; nothing has changed. RankMismatchError: ranks differ in what is trainable.
+    """
+    found = sharded(model)
+    runtime, config = found.runtime, found.runtime.config
+    params: dict[str, nn.Parameter] = {}
+    plan, failure = runtime.plan, None
+    try:
+        if config.offload is not None:
+            raise PlanError(
+                f"zc.recompile does not work with offload={config.offload!r} yet: make the plan with all parameters"
+            )
+        params = {n: p for n, p in trainable(model).items() if n not in runtime.params}
+        check_added(params, found.optimizer, plan.buckets[0].device)
+        plan = _extended(plan, params, config, found.layout)
+    except (PlanError, TypeError) as error:
+        failure = error
+    runtime.group.agree_on(failure)
+    runtime.group.same_everywhere("the set of trainable parameters", fingerprint(model, config))
+    if not params:
+        return
+    added = plan.buckets[len(runtime.plan.buckets) :]
+    runtime.grow(plan, params)
+    fill(runtime, added)
+    found.adopt(added)
+    for name in params:
+        runtime.frozen.pop(name, None)
+    if config.backend != "eager":
+        compiler.raise_recompile_limit(model)
+
+
+def _extended(plan: Plan, params: dict[str, nn.Parameter], config: Config, layout: Layout) -> Plan:
+    """``plan`` with buckets for ``params`` behind its own."""
+    if not params:
+        return plan
+    behind = plan_of(params, config, plan.world_size, layout)
+    check_wire(behind)
+    moved = (replace(b, index=b.index + len(plan.buckets)) for b in behind.buckets)
+    return replace(plan, buckets=(*plan.buckets, *moved))
