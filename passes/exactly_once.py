@@ -201,9 +201,8 @@ class _Ledger:
             if self.plan is not None and "how" in node.kwargs and slot < len(self.plan.buckets[bucket].slots):
                 at = self.plan.buckets[bucket].slots[slot]
                 if (start, stop) != (at.offset, at.stop):
-                    self.faults.append(
-                        f"{node.name} writes [{start}, {stop}) of bucket {bucket}; slot {slot} is [{at.offset}, {at.stop})"
-                    )
+                    extent = f"slot {slot} is [{at.offset}, {at.stop})"
+                    self.faults.append(f"{node.name} writes [{start}, {stop}) of bucket {bucket}; {extent}")
             if not str(node.args[1]).startswith("flat_grad[") and bucket not in self.opened:
                 self.faults.append(f"{node.name} adds to {node.args[1]} before accumulate_cast has emptied or kept it")
         else:
