@@ -46,6 +46,8 @@ CASES = {
     "zc stage 2": Case(("--system", "zc", "--stage", "2")),
     "no communication": Case(("--system", "local"), communicates=False),
     "zc stage 1": Case(("--system", "zc", "--stage", "1")),
+    "zc stage 2, gradients copied": Case(("--system", "zc", "--stage", "2", "--copy-gradients")),
+    "zc stage 1, gradients copied": Case(("--system", "zc", "--stage", "1", "--copy-gradients")),
     "DDP, gradient_as_bucket_view": Case(("--system", "ddp-view")),
     "zc stage 2, eager": Case(("--system", "zc", "--stage", "2", "--backend", "eager")),
     "DDP, eager": Case(("--system", "ddp", "--backend", "eager")),

@@ -28,6 +28,7 @@ class Options(NamedTuple):
     stage: int = 2
     param_dtype: torch.dtype | None = None
     bucket_nbytes: int = 25 * 2**20
+    write_in_place: bool = True
 
 
 def zc(model: nn.Module, optimizer: Optimizer, options: Options) -> System:

@@ -37,6 +37,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--stage", type=int, default=2, help="ZeRO stage (zc)")
     add("--param-dtype", choices=DTYPES, help="dtype of the weights (zc); masters stay fp32")
     add("--bucket-mb", type=float, default=25.0, help="size of a gradient bucket in MiB (zc, ddp)")
+    add("--copy-gradients", action="store_true", help="make gradients apart and copy them to their bucket (zc)")
     for name in ("vocab", "seq", "layers", "width", "heads"):
         add(f"--{name}", type=int, default=getattr(sizes, name))
     add("--steps", type=int, default=100)
@@ -98,6 +99,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
 
     started = time.perf_counter()
     options = Options(args.backend, args.stage, DTYPES.get(args.param_dtype), int(args.bucket_mb * 2**20))
+    options = options._replace(write_in_place=not args.copy_gradients)
     system = SYSTEMS[args.system](model, optimizer, options)
     setup_s = time.perf_counter() - started
     factor = lambda step: warmup_cosine(step, args.warmup, args.steps)  # noqa: E731

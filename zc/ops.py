@@ -87,6 +87,7 @@ class GradientOps:
         acc = self.buffers.named(buffer, self.plan.buckets[bucket])
         present, offsets = self._present(bucket, slots, grads)
         self.landed[bucket] = False
+        self.fill_fresh(bucket, acc)
         if self.state[bucket] is Acc.PARTIAL:
             accumulate_cast(acc, present, offsets)
             return
@@ -106,6 +107,12 @@ class GradientOps:
         (matmul_into if how == "mm" else scatter_into)(out, *inputs, add=add)  # type: ignore[operator]
         self._fresh[bucket].discard(slot)
         self.touched[bucket][slot] = True
+
+    def fill_fresh(self, bucket: int, acc: Tensor) -> None:
+        """Zeros where a backward that raised has opened slots of a partial sum and not come to fill them."""
+        for slot in self._fresh[bucket]:
+            acc[self.plan.buckets[bucket].slots[slot].offset : self.plan.buckets[bucket].slots[slot].stop] = 0
+        self._fresh[bucket].clear()
 
     def _move_aside(self, bucket: int, reduced: Tensor) -> None:
         # kept for the plan's life: the comm stream still reads it when the next backward has begun
@@ -131,6 +138,7 @@ class GradientOps:
         record = self.plan.buckets[bucket]
         received, sent = self.buffers.named(dst, record), self.buffers.named(src, record)
         self.num_reductions[bucket] += 1
+        self.fill_fresh(bucket, sent)
         exchange = self.group.all_to_all if self.plan.reduce == "exact" else self.group.reduce_scatter
         return exchange(received, sent)
 
