@@ -27,15 +27,20 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new, _ = copy_graph(graph)
     if not plan.reduces:
         return new
-    writes: dict[int, list[fx.Node]] = {}  # bucket -> what writes it; in the order of the last ones
-    for node in new.nodes:
-        if node.op == "call_function" and node.target in (flatten_cast, accumulate_cast, wgrad_into):
-            bucket = int(str(node.args[0]))
-            writes[bucket] = [*writes.pop(bucket, []), node]
-    complete = {b: nodes for b, nodes in writes.items() if is_complete(nodes, plan) and not _reduced(nodes[-1])}
+    complete = {b: nodes for b, nodes in writes_of(new).items() if is_complete(nodes, plan) and not _reduced(nodes[-1])}
     for k, (bucket, nodes) in enumerate(complete.items()):
         insert_reduction(new, plan, nodes[-1], bucket, k % plan.num_buffers)
     return new
+
+
+def writes_of(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """Bucket -> the nodes that write it; buckets in the order of their last ones."""
+    writes: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in (flatten_cast, accumulate_cast, wgrad_into):
+            bucket = int(str(node.args[0]))
+            writes[bucket] = [*writes.pop(bucket, []), node]
+    return writes
 
 
 def is_complete(writes: Sequence[fx.Node], plan: Plan) -> bool:
