@@ -119,7 +119,8 @@ def _maker(grad: Any, bucket: Bucket, slot: int, *, adds: bool) -> _Maker | None
         node = source
     if not chain or chain[-1] is not node or bucket.slots[slot].numel == 0:
         return None
-    made, val = node.meta.get("val"), grad.meta.get("val")
+    made: Any = node.meta.get("val")
+    val = grad.meta.get("val")
     if not _is_plain(made) or not _is_plain(val) or made.numel() != bucket.slots[slot].numel:
         return None
     wanted = bucket.acc_dtype if adds else bucket.reduce_dtype
@@ -127,7 +128,8 @@ def _maker(grad: Any, bucket: Bucket, slot: int, *, adds: bool) -> _Maker | None
     if node.target is _SCATTER:
         return _scatter(node, tuple(chain)) if same_dtype else None
     wider = adds and bucket.device.type in _WIDENS and made.dtype in _HALF and wanted == torch.float32
-    return _Maker("mm", (node.args[0], node.args[1]), tuple(chain)) if same_dtype or wider else None
+    inputs: Any = node.args[:2]
+    return _Maker("mm", inputs, tuple(chain)) if same_dtype or wider else None
 
 
 def _scatter(node: fx.Node, chain: tuple[fx.Node, ...]) -> _Maker | None:

@@ -19,12 +19,12 @@ from torch import fx
 
 from zc.plan import Bucket, Plan
 from zc.schedule import (
+    SYNC_OPS,
     accumulate,
     accumulate_cast,
     flatten_cast,
     is_getitem,
     launch_reduce,
-    release,
     segment,
     slots_of,
     wait_reduce,
@@ -117,7 +117,7 @@ def estimate(plan: Plan | None) -> Cost:
     c = ceilings_of(plan)
 
     def cost(node: fx.Node) -> float:
-        if node.target in (wait_reduce, release) or is_getitem(node):
+        if node.target in (wait_reduce, *SYNC_OPS) or is_getitem(node):
             return 0.0
         if node.target is segment:
             return segment_us(node, c)

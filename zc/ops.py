@@ -104,7 +104,7 @@ class GradientOps:
     ) -> None:
         out = self.buffers.named(buffer, self.plan.buckets[bucket])[start:stop]
         add = not buffer.startswith("flat_grad[") and slot not in self._fresh[bucket]
-        (matmul_into if how == "mm" else scatter_into)(out, *inputs, add=add)  # type: ignore[operator]
+        (matmul_into if how == "mm" else scatter_into)(out, *inputs, add=add)
         self._fresh[bucket].discard(slot)
         self.touched[bucket][slot] = True
 

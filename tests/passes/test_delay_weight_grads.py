@@ -148,7 +148,7 @@ def test_options() -> None:
 
 
 def test_flops_of_a_schedule_are_those_of_its_matmuls() -> None:
-    """By hand: the three matmuls that stay in segments, 2 M N K each; the two weight gradients are wgrad_into's."""
+    """By hand: the two matmuls that stay in segments, 2 M N K each; the weight gradients are wgrad_into's."""
     graph, plan = scheduled(batch=4)
     inner = [n for node in steps(graph) if "segment" in node.meta for n in node.meta["segment"].graph.nodes]
     assert sum(cost.flops(n) for n in inner) == 2 * (2 * 4 * WIDTH * WIDTH)

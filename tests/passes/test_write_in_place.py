@@ -164,12 +164,17 @@ def test_a_part_that_comes_after_the_reduction_is_a_fault() -> None:
 
 
 def trained(
-    in_place: bool, steps_: int = 2, microbatches: int = 2, dtype: torch.dtype = torch.float32, **options: Any
+    in_place: bool,
+    steps_: int = 2,
+    microbatches: int = 2,
+    dtype: torch.dtype = torch.float32,
+    layers: int = 2,
+    **options: Any,
 ) -> tuple[list[Tensor], Any]:
     """Weights after some updates of a Llama-like model, alone, in 64 KiB buckets; and its runtime's report."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Llama().to(dtype)
+    model = Llama(layers=layers).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     options = {"backend": "aot_eager", "bucket_nbytes": 2**17, **options}
     zc.compile(model, optimizer, write_in_place=in_place, **options)
@@ -199,12 +204,12 @@ def test_stage_1_has_them_where_it_overwrites() -> None:
 
 
 def test_inductor_s_segments_without_the_matmuls_give_the_same_bits() -> None:
-    copied, made = (trained(p, backend="inductor", steps_=1, microbatches=1)[0] for p in (False, True))
+    copied, made = (trained(p, backend="inductor", steps_=1, microbatches=1, layers=1)[0] for p in (False, True))
     assert equal(copied, made)
 
 
 def share(dtype: torch.dtype, stage: int) -> float:
-    report = trained(True, 1, 1, dtype, stage=stage)[1]
+    report = trained(True, 1, 1, dtype, 4, stage=stage)[1]
     schedules = [body for name, body in report.sections.items() if name.startswith("schedule backward")]
     assert len(schedules) == 1
     line = next(line for line in schedules[0].splitlines() if "gradients made in place" in line)
@@ -254,3 +259,50 @@ def test_fp32_output_is_closer_to_float64_than_bf16_gradients() -> None:
 
     made, copied = error(True), error(False)
     assert made < copied, (made, copied)
+
+
+def test_nothing_of_what_an_accumulator_held_is_read() -> None:
+    """Stage 1 overwrites an empty accumulator: NaN in it, as after a step that was skipped, reaches no weight."""
+    from zc.api import sharded
+
+    found = []
+    for poison in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Llama(layers=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        zc.compile(model, optimizer, stage=1, backend="aot_eager")
+        for acc in sharded(model).runtime.buffers.acc if poison else ():
+            acc.fill_(torch.nan)
+        model(tokens(0, 0)).backward()
+        optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert equal(*found)
+
+
+def test_slots_that_a_failed_backward_has_opened_hold_zeros() -> None:
+    """The matmul of one slot fails after accumulate_cast has emptied the bucket. The next microbatch adds to nothing,
+    not to what the slot held in the step before."""
+    from zc.api import sharded
+
+    torch.manual_seed(0)
+    model = Llama(layers=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    zc.compile(model, optimizer, stage=1, backend="aot_eager")
+
+    def gradients() -> list[Tensor]:
+        model(tokens(0, 0)).backward()
+        return [p.grad.full_tensor().clone() for p in model.parameters()]
+
+    wanted = gradients()
+    optimizer.step()
+    optimizer.zero_grad()
+    for acc in sharded(model).runtime.buffers.acc:
+        acc.fill_(torch.nan)
+    with mock.patch("zc.ops.matmul_into", side_effect=RuntimeError("out of memory")):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model(tokens(0, 0)).backward()
+            optimizer.step()
+    for grad, expected in zip(gradients(), wanted, strict=True):
+        assert grad.isfinite().all()
+        assert grad.shape == expected.shape
