@@ -1,4 +1,4 @@
-# make demo | test | lint | types | bench-ddp | tables | gpu-test | gpu-bench | venv | clean
+# make demo | test | lint | types | bench | bench-quick | bench-scale | bench-peers | tables | gpu-test | gpu-bench | venv | clean
 #
 # Without an override, .venv is made and torch $(TORCH_VERSION) and the rest are installed in it. With one,
 # `make test PYTHON=$(which python)`, that environment is used as it is: only zc itself is installed into it, without
@@ -19,7 +19,7 @@ PY := $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
 STAMP := build/installed$(subst /,-,$(PYTHON))
 endif
 
-.PHONY: demo test lint types bench-ddp tables gpu-test gpu-bench venv clean
+.PHONY: demo test lint types bench bench-quick bench-scale bench-peers tables gpu-test gpu-bench venv clean
 
 demo: $(STAMP)
 	$(PY) -m bench.demo --out out/demo $(ARGS)
@@ -37,8 +37,20 @@ types: $(STAMP)
 	ln -s ../../../passes ../../../kernels build/types/zc/
 	cd build/types && $(PY) -m mypy --config-file ../../pyproject.toml -p zc
 
-bench-ddp: $(STAMP)
-	$(PY) -m bench.compare_ddp $(ARGS)
+# At most 40 minutes; the next call goes on where this one stopped, with what says most first.
+bench: $(STAMP)
+	$(PY) -m bench.run --minutes 40 $(ARGS)
+
+bench-quick: $(STAMP)
+	$(PY) -m bench.run --first --minutes 20 $(ARGS)
+
+# What a step costs in Python by number of buckets, compiling by depth, and all of it by number of ranks.
+bench-scale: $(STAMP)
+	$(PY) -m bench.scale plan pace host depth paced $(ARGS)
+
+# DeepSpeed is an extra of the benchmark: without it its rows say so.
+bench-peers: $(STAMP)
+	$(PY) -m pip install --quiet "deepspeed>=0.19,<0.20"
 
 tables: $(STAMP)
 	$(PY) -m bench.tables

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from bench import data
-from bench.compare_ddp import percentiles
 from bench.measure import ROOT, device_name, launch, peak_rss_nbytes, reset_peak_rss, versions
 from bench.models import GPTConfig, make_gpt, num_parameters
+from bench.rows import percentiles
 
 RESULTS = ROOT / "bench" / "results" / "in_place.csv"
 SYSTEMS = {"copied": False, "in place": True}

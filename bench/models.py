@@ -1,4 +1,4 @@
-"""The GPT that the demo and the comparisons train: plain PyTorch, nothing of zc in it."""
+"""The models that the demo and the comparisons train, the GPT first: plain PyTorch, nothing of zc in them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from bench.decoder import Decoder, DecoderConfig, NormStack
 
 
 @dataclass(frozen=True)
@@ -75,17 +77,45 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), self.tokens.weight)
+        return self.head_loss(self.norm(x), targets)
+
+    def head_loss(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """[batch, seq, width] -> logits or loss. A method, so that it can be compiled apart from the blocks."""
+        logits = F.linear(x, self.tokens.weight)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def make_gpt(config: GPTConfig, seed: int, device: torch.device | str = "cpu") -> GPT:
-    """A GPT whose weights are set by ``seed`` alone, the same on every rank and device."""
+DECODERS = {
+    # the report's (PR#7985): Qwen3's shape, 64 M parameters
+    "qwen3-64m": {"layers": 15, "width": 512, "heads": 8, "kv_heads": 4, "hidden": 1536, "qk_norm": True, "tied": True},
+    "llama-0.3b": {"layers": 16, "width": 1024, "heads": 16, "kv_heads": 8, "hidden": 4096},
+    "llama-1.3b": {"layers": 24, "width": 2048, "heads": 16, "kv_heads": 8, "hidden": 5632},
+    "llama-3b": {"layers": 28, "width": 3072, "heads": 24, "kv_heads": 8, "hidden": 8192},
+}
+MODELS = ("gpt", *DECODERS, "norms-147")
+
+
+def make_model(name: str, sizes: GPTConfig, seed: int, device: torch.device | str = "cpu") -> nn.Module:
+    """The model ``name`` of MODELS, its weights set by ``seed`` alone. Of ``sizes``, a decoder takes vocab and seq, the
+    stack of norms vocab and width; the GPT takes all."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return GPT(config).to(device)
+        if name == "gpt":
+            return GPT(sizes).to(device)
+        if name == "norms-147":
+            return NormStack(sizes.vocab, sizes.width).to(device)
+        if name not in DECODERS:
+            raise ValueError(f"no model is named {name!r}; there are {', '.join(MODELS)}")
+        return Decoder(DecoderConfig(sizes.vocab, sizes.seq, **DECODERS[name])).to(device)  # type: ignore[arg-type]
+
+
+def make_gpt(config: GPTConfig, seed: int, device: torch.device | str = "cpu") -> GPT:
+    """A GPT whose weights are set by ``seed`` alone, the same on every rank and device."""
+    made = make_model("gpt", config, seed, device)
+    assert isinstance(made, GPT)
+    return made
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -1,89 +1,152 @@
-"""The systems that bench/train.py can train with, one function each: zc, DDP, and no communication at all."""
+"""The systems that bench/train.py can train with, one function each: zc, DDP, and no communication at all; the others
+stand in bench/peers.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-
-class System(NamedTuple):
-    """A model ready to train, and what differs between systems."""
-
-    model: nn.Module  # call it for the loss
-    no_sync: Callable[[], AbstractContextManager[None]]  # around the backwards that are not the last before an update
-    clip: Callable[[float], Tensor]  # max_norm -> the norm before, 0-d
-    persistent_nbytes: Callable[[], dict[str, int]]  # by kind, after the first step
+from bench.models import param_groups
 
 
-class Options(NamedTuple):
+@dataclass(frozen=True)
+class AdamW:
+    """The optimizer that every system trains with: torch's AdamW in its fused form, matrices decay."""
+
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float] = (0.9, 0.95)
+
+    def options(self) -> dict[str, Any]:
+        return {"lr": self.lr, "betas": self.betas, "fused": True}
+
+    def make(self, model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(param_groups(model, self.weight_decay), **self.options())
+
+
+@dataclass(frozen=True)
+class Options:
     """What the command line says about the system."""
 
     backend: str = "inductor"
     stage: int = 2
-    param_dtype: torch.dtype | None = None
+    param_dtype: torch.dtype | None = None  # of the weights; masters stay fp32 (zc)
     bucket_nbytes: int = 25 * 2**20
-    write_in_place: bool = True
+    reduce: str = "exact"
+    offload: str | None = None
+    overlap_gather: bool = False
+    compute_dtype: torch.dtype | None = None  # bf16 by each peer's own means: autocast, a policy, an engine's option
+    accum: int = 1
+    clip: float = 0.0
 
 
-def zc(model: nn.Module, optimizer: Optimizer, options: Options) -> System:
+def _backward(loss: Tensor, is_last: bool) -> None:
+    loss.backward()
+
+
+@dataclass(frozen=True)
+class System:
+    """A model ready to train, and what differs between systems."""
+
+    model: nn.Module  # call it for the loss
+    optimizer: Optimizer  # its groups hold the learning rate
+    clip: Callable[[float], Tensor]  # max_norm -> the norm before, 0-d
+    persistent_nbytes: Callable[[], dict[str, int]]  # by kind, after the first step; reckoned, not measured
+    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext  # around a step's backwards but the last
+    precision: Callable[[], AbstractContextManager[Any]] = nullcontext  # around the forward
+    backward: Callable[[Tensor, bool], None] = _backward  # of one microbatch; whether it is the step's last
+    step: Callable[[], None] | None = None  # update and clear the gradients; None: the optimizer's own two calls
+    unseen_nbytes: int = 0  # lasting buffers that no Python object holds (DDP's buckets)
+
+    def update(self) -> None:
+        if self.step is not None:
+            self.step()
+            return
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def autocast(options: Options, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
+    """fp32 weights, bf16 matmuls: what DDP's users do for bf16 (torch.amp)."""
+    if options.compute_dtype is None:
+        return nullcontext
+    return partial(torch.autocast, next(model.parameters()).device.type, dtype=options.compute_dtype)
+
+
+def zc(model: nn.Module, adamw: AdamW, options: Options) -> System:
     import zc as _zc  # here, so that the other systems run without it
 
-    _zc.compile(model, optimizer, **options._asdict())
+    optimizer = adamw.make(model)
+    _zc.compile(
+        model,
+        optimizer,
+        stage=options.stage,
+        param_dtype=options.param_dtype or options.compute_dtype,
+        bucket_nbytes=options.bucket_nbytes,
+        reduce=options.reduce,
+        offload=options.offload,
+        overlap_gather=options.overlap_gather,
+        backend=options.backend,
+    )
     return System(
         model,
+        optimizer,
         no_sync=lambda: _zc.no_sync(model),
         clip=lambda max_norm: _zc.clip_grad_norm_(model, max_norm),
         persistent_nbytes=lambda: _zc.persistent_nbytes(model),
     )
 
 
-def _stock(
-    wrapped: nn.Module, model: nn.Module, optimizer: Optimizer, options: Options, *, has_buckets: bool
+def stock(
+    wrapped: nn.Module, model: nn.Module, optimizer: Optimizer, options: Options, *, unseen_nbytes: int = 0
 ) -> System:
+    """Systems whose loop is PyTorch's own; compiled unless the backend is eager."""
+
     def persistent_nbytes() -> dict[str, int]:
         params = sum(p.nbytes for p in model.parameters())
         states = (v for state in optimizer.state.values() for v in state.values())
         nbytes = {"params": params, "gradients": params}
-        if has_buckets:  # DDP's own, beside the gradients
-            nbytes["buckets"] = params
+        if unseen_nbytes:
+            nbytes["buckets"] = unseen_nbytes
         nbytes["optimizer_state"] = sum(v.nbytes for v in states if isinstance(v, Tensor) and v.dim() > 0)
         return nbytes
 
     return System(
         wrapped if options.backend == "eager" else torch.compile(wrapped, backend=options.backend),  # type: ignore
+        optimizer,
         no_sync=wrapped.no_sync if isinstance(wrapped, DistributedDataParallel) else nullcontext,
+        precision=autocast(options, model),
         clip=lambda max_norm: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm),
         persistent_nbytes=persistent_nbytes,
+        unseen_nbytes=unseen_nbytes,
     )
 
 
-def ddp(model: nn.Module, optimizer: Optimizer, options: Options) -> System:
-    """DDP; compiled as its documentation says, the wrapper, so that graphs are cut at its buckets."""
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=options.bucket_nbytes / 2**20)
-    return _stock(wrapped, model, optimizer, options, has_buckets=True)
-
-
-def ddp_view(model: nn.Module, optimizer: Optimizer, options: Options) -> System:
-    """DDP whose gradients are views of its buckets: its smallest memory."""
+def wrap_in_ddp(model: nn.Module, options: Options, *, view: bool) -> DistributedDataParallel:
     mb = options.bucket_nbytes / 2**20
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=mb, gradient_as_bucket_view=True)
-    return _stock(wrapped, model, optimizer, options, has_buckets=False)
+    return DistributedDataParallel(model, bucket_cap_mb=mb, gradient_as_bucket_view=view)
 
 
-def local(model: nn.Module, optimizer: Optimizer, options: Options) -> System:
+def ddp(model: nn.Module, adamw: AdamW, options: Options) -> System:
+    """DDP; compiled as its documentation says, the wrapper, so that graphs are cut at its buckets."""
+    wrapped, nbytes = wrap_in_ddp(model, options, view=False), sum(p.nbytes for p in model.parameters())
+    return stock(wrapped, model, adamw.make(model), options, unseen_nbytes=nbytes)
+
+
+def ddp_view(model: nn.Module, adamw: AdamW, options: Options) -> System:
+    """DDP whose gradients are views of its buckets: its smallest memory. The buckets outlive the gradients, and stay
+    visible from Python, since the optimizer has looked at the views."""
+    return stock(wrap_in_ddp(model, options, view=True), model, adamw.make(model), options)
+
+
+def local(model: nn.Module, adamw: AdamW, options: Options) -> System:
     """Each rank for itself: the floor for a step's time. Its losses are not those of the others."""
-    return _stock(model, model, optimizer, options, has_buckets=False)
-
-
-SYSTEMS: dict[str, Callable[[nn.Module, Optimizer, Options], System]] = {
-    "zc": zc,
-    "ddp": ddp,
-    "ddp-view": ddp_view,
-    "local": local,
-}
+    return stock(model, model, adamw.make(model), options)

@@ -1,4 +1,5 @@
-"""Fills the tables of README.md from the committed rows under bench/results.
+"""Fills the tables of README.md and docs/benchmarks.md from the committed rows under bench/results, and draws
+docs/benchmarks/CASE.png.
 
     python -m bench.tables [--check]
 
@@ -9,33 +10,33 @@ bench/results, and the pairs choose among them; of several sessions that fit, th
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from rich.table import Table
+
 from bench.measure import ROOT
+from bench.rows import Row, read
 
 RESULTS = ROOT / "bench" / "results"
 MARKED = re.compile(r"(<!-- table: (\w+)((?: \w+=\S+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
-Row = dict[str, str]
+BASE = "zc stage 2"  # what the others are compared with
+FILES = ("README.md", "docs/benchmarks.md")
 
 
 def rows_of(path: Path, chosen: Mapping[str, str]) -> list[Row]:
-    """The rows whose columns equal ``chosen``, of the last session among them. ValueError for a column that is none."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    unknown = set(chosen) - set(rows[0] if rows else {})
+    """The rows whose columns equal ``chosen``, of the session among them that has the latest one. In a value, spaces
+    are written as underscores. Raises ValueError for a column that is none."""
+    rows = read(path)
+    unknown = set(chosen) - set(rows[0]) if rows else set()
     if unknown:
         raise ValueError(f"{path.name} has no column {sorted(unknown)}")
-    # a run that failed says nothing of its sizes, but belongs to its session
-    fitting = [r for r in rows if all(r[k] == v for k, v in chosen.items())]
-    session = max((r["session"] for r in fitting), default=None)
-    return [r for r in rows if r["session"] == session]
+    fitting = [r for r in rows if all(r[k].replace(" ", "_") == v for k, v in chosen.items())]
+    latest = max(fitting, key=lambda r: r["time"], default=None)
+    return [r for r in fitting if latest is not None and r["session"] == latest["session"]]
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -50,61 +51,126 @@ def median_of(rows: list[Row], column: str, **chosen: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def ratio(rows: list[Row], system: str, base: str, column: str = "p50_ms") -> float | None:
-    """Median over rounds of system / base: the two runs of a round lie next to each other in time."""
-    by_round = {(r["round"], r["system"]): r[column] for r in rows}
+def ratio(rows: list[Row], provider: str, base: str, column: str = "p50_ms") -> float | None:
+    """Median over repeats of provider / base: the two runs of a repeat lie next to each other in time."""
+    by_repeat = {(r["repeat"], r["provider"]): r[column] for r in rows}
     ratios = [
-        float(value) / float(by_round[number, base])
-        for (number, name), value in by_round.items()
-        if name == system and value and by_round.get((number, base))
+        float(value) / float(by_repeat[number, base])
+        for (number, name), value in by_repeat.items()
+        if name == provider and value and by_repeat.get((number, base))
     ]
     return statistics.median(ratios) if ratios else None
 
 
-def compare_ddp(path: Path, chosen: Mapping[str, str]) -> str:
-    """Step time, first step, memory and loss of each system; a system whose runs disagree shows why."""
-    rows = rows_of(path, chosen)
-    if not rows:
-        return f"No rows yet in {path.name} with {dict(chosen)}."
-    systems = list(dict.fromkeys(r["system"] for r in rows))
-    base, floor = systems[0], "no communication"
-    head = ["system", "step ms p50 (p20 to p80)", f"/ {base}"]
-    head += [f"/ {floor}"] * (floor in systems)
-    head += ["first step s, cold", "warm", "peak MB, steady", "over all", "held MB", "final loss"]
-    body = []
-    for name in systems:
-        own = [r for r in rows if r["system"] == name]
+HEAD = (
+    "provider", "step ms p50 (p20 to p80)", "/ zc", "compiled / eager", "tokens/s/rank", "first step s, cold", "warm",
+    "peak MB", "held MB", "loss after 5",
+)  # fmt: skip
+
+
+def cells(rows: list[Row]) -> list[list[str]]:
+    """One line a provider, the fastest first; one that failed, or whose losses depart, shows why, at the end."""
+    from bench.cases import COMPILED_PAIRS
+
+    lines: list[tuple[float, list[str]]] = []
+    for name in dict.fromkeys(r["provider"] for r in rows):
+        own = [r for r in rows if r["provider"] == name]
         bad = next((r["status"] for r in own if r["status"] != "ok"), None)
         if bad is not None:
-            body.append([name, f"no number: {bad}"] + ["" for _ in head[2:]])
+            lines.append((float("inf"), [name, f"no number: {bad}", *("" for _ in HEAD[2:])]))
             continue
-        p20, p50, p80 = (_show(median_of(own, c), ",.0f") for c in ("p20_ms", "p50_ms", "p80_ms"))
-        line = [name, f"{p50} ({p20} to {p80})", _show(ratio(rows, name, base), ".3f")]
-        line += [_show(ratio(rows, name, floor), ".3f")] * (floor in systems)
+        p20, p50, p80 = (median_of(own, c) for c in ("p20_ms", "p50_ms", "p80_ms"))
+        assert p50 is not None
+        line = [name, f"{_show(p50, _ms(p50))} ({_show(p20, _ms(p50))} to {_show(p80, _ms(p50))})"]
+        line.append(_show(ratio(rows, name, BASE), ".3f"))
+        line.append(_show(ratio(rows, name, COMPILED_PAIRS.get(name, "")), ".3f"))
+        line.append(_show(median_of(own, "tokens_per_s_rank"), ",.0f"))
         line += [_show(median_of(own, "first_step_s", start=s), ".1f") for s in ("cold", "warm")]
-        line += [_show(median_of(own, c), ",.0f") for c in ("peak_steady_mb", "peak_mb", "persistent_mb")]
-        body.append([*line, _show(median_of(own, "final_loss"), ".4f")])
-    return f"{markdown(head, body)}\n\n{_caption(rows)}"
+        line += [_show(median_of(own, c), ",.0f") for c in ("peak_steady_mb", "held_mb")]
+        lines.append((p50, [*line, _show(median_of(own, "loss_after_5"), ".4f")]))
+    return [line for _, line in sorted(lines, key=lambda pair: pair[0])]
+
+
+def _ms(value: float) -> str:
+    return ",.0f" if value >= 100 else ".2f"
 
 
 def _show(value: float | None, spec: str) -> str:
     return "" if value is None else format(value, spec)
 
 
+def run(path: Path, chosen: Mapping[str, str]) -> str:
+    """Step time, ratios, first step, memory and loss of each provider of one case."""
+    rows = rows_of(path, chosen)
+    if not rows:
+        return f"No rows yet in {path.name} with {dict(chosen)}."
+    return f"{markdown(list(HEAD), cells(rows))}\n\n{_caption(rows)}"
+
+
+def rich_table(title: str, rows: list[Row]) -> Table:
+    """The same table for a terminal."""
+    table = Table(title=title)
+    for number, name in enumerate(HEAD):
+        table.add_column(name, justify="right" if number else "left")
+    for line in cells(rows):
+        table.add_row(*line)
+    return table
+
+
 def _caption(rows: list[Row]) -> str:
-    whole = next((r for r in rows if r["layers"]), None)
+    whole = next((r for r in rows if r["num_params"]), None)
     if whole is None:
         return f"Session {rows[0]['session']}: no run ended."
-    rounds = len({r["round"] for r in rows})
+    repeats = len({r["repeat"] for r in rows})
     return (
-        f"{int(whole['num_params']):,} parameters, {whole['layers']} blocks, {whole['ranks']} ranks of one thread, "
-        f"{int(whole['seq']) * int(whole['batch']):,} tokens a rank, fp32, AdamW; medians of {rounds} interleaved runs "
-        f"of {whole['steps']} steps. {whole['device']}, torch {whole['torch']}, commit {whole['commit']}, "
-        f"{whole['session'][:10]}: `{whole['command']}`"
+        f"{whole['case']}: {int(whole['num_params']):,} parameters, {whole['ranks']} ranks; medians of {repeats} "
+        f"interleaved runs of {whole['steps']} steps. {whole['device']}, torch {whole['torch']}, commit "
+        f"{whole['commit']}, {whole['time'][:10]}."
     )
 
 
-TABLES: dict[str, Callable[[Path, Mapping[str, str]], str]] = {"compare_ddp": compare_ddp}
+def scale(path: Path, chosen: Mapping[str, str]) -> str:
+    """One kind of bench.scale: a line an x, a column a series."""
+    rows = rows_of(path, chosen)
+    if not rows:
+        return f"No rows yet in {path.name} with {dict(chosen)}."
+    series = list(dict.fromkeys(r["series"] for r in rows))
+    found = {(int(r["x"]), r["series"]): float(r["value"]) for r in rows}  # of a point measured twice the later one
+    lines = [[f"{x:,}", *(_show(found.get((x, s)), ",.4g") for s in series)] for x in sorted({x for x, _ in found})]
+    last = rows[-1]
+    about = f"{last['kind']}, {last['unit']}. {last['device']}, torch {last['torch']}, commit {last['commit']}, "
+    return f"{markdown(['', *series], lines)}\n\n{about}{last['time'][:10]}."
+
+
+def gpu(path: Path, chosen: Mapping[str, str]) -> str:
+    """One case of bench.gpu: providers with one real rank (no network) and on modelled networks."""
+    rows = rows_of(path, chosen)
+    if not rows:
+        return f"No rows yet in {path.name} with {dict(chosen)}."
+    zero = {r["provider"]: float(r["p50_ms"]) for r in rows if r["network"] == "zero" and r["p50_ms"]}
+    head = [
+        "provider",
+        "network",
+        "step ms p50 (p20 to p80)",
+        "exposed communication ms",
+        "host ms",
+        "peak MB",
+        "held MB",
+    ]
+    lines = []
+    for r in rows:
+        line = [r["provider"], r["network"] or "none, 1 rank"]
+        if r["status"] != "ok":
+            lines.append([*line, f"no number: {r['status']}", *[""] * 4])
+            continue
+        base = zero.get(r["provider"]) if r["network"] not in ("", "zero") else None
+        exposed = None if base is None else float(r["p50_ms"]) - base
+        line += [f"{r['p50_ms']} ({r['p20_ms']} to {r['p80_ms']})", _show(exposed, ".2f")]
+        lines.append([*line, r["host_ms"], r["peak_steady_mb"], r["held_mb"]])
+    return f"{markdown(head, lines)}\n\n{_caption(rows)}"
+
+
+TABLES: dict[str, Callable[[Path, Mapping[str, str]], str]] = {"run": run, "scale": scale, "gpu": gpu}
 
 
 def fill(text: str, results: Path = RESULTS) -> str:
@@ -122,15 +188,20 @@ def fill(text: str, results: Path = RESULTS) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.tables", description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where README.md is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is not up to date")
     check = parser.parse_args().check
-    readme = ROOT / "README.md"
-    before = readme.read_text()
-    after = fill(before)
-    if check and before != after:
-        sys.exit("README.md: a table is not what bench/results says; run python -m bench.tables")
+    for path in (ROOT / name for name in FILES):
+        before = path.read_text()
+        after = fill(before)
+        if check and before != after:
+            sys.exit(f"{path.name}: a table is not what bench/results says; run python -m bench.tables")
+        if not check:
+            path.write_text(after)
     if not check:
-        readme.write_text(after)
+        from bench.charts import draw
+
+        for case in dict.fromkeys(r["case"] for r in read(RESULTS / "run.csv")):
+            draw(case, rows_of(RESULTS / "run.csv", {"case": case}), ROOT / "docs" / "benchmarks" / f"{case}.png")
 
 
 if __name__ == "__main__":

@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench import data
-from bench.measure import device_name, peak_rss_nbytes, reset_peak_rss, versions
-from bench.models import GPTConfig, make_gpt, num_parameters, param_groups
+from bench.measure import device_name, live_nbytes, peak_rss_nbytes, reset_peak_rss, storages, versions
+from bench.models import MODELS, GPTConfig, make_model, num_parameters
+from bench.paced import NETWORKS, init_paced
+from bench.peers import SYSTEMS
 from bench.progress import Progress
-from bench.systems import SYSTEMS, Options, System
+from bench.systems import AdamW, Options, System
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -36,8 +38,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--backend", choices=("inductor", "aot_eager", "eager"), default="inductor")
     add("--stage", type=int, default=2, help="ZeRO stage (zc)")
     add("--param-dtype", choices=DTYPES, help="dtype of the weights (zc); masters stay fp32")
-    add("--bucket-mb", type=float, default=25.0, help="size of a gradient bucket in MiB (zc, ddp)")
-    add("--copy-gradients", action="store_true", help="make gradients apart and copy them to their bucket (zc)")
+    add("--bucket-mb", type=float, default=25.0, help="size of a gradient bucket in MiB")
+    add("--reduce", choices=("exact", "native"), default="exact", help="how gradients are reduced (zc)")
+    add("--offload", choices=("cpu",), help="where masters and moments are kept (zc)")
+    add("--overlap-gather", action="store_true", help="the next forward waits for gathered weights, not the step (zc)")
+    add("--compute-dtype", choices=("bfloat16",), help="by the system's own means: param_dtype, autocast, a policy")
+    add("--model", choices=MODELS, default="gpt")
     for name in ("vocab", "seq", "layers", "width", "heads"):
         add(f"--{name}", type=int, default=getattr(sizes, name))
     add("--steps", type=int, default=100)
@@ -51,6 +57,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval-batches", type=int, default=32, help="held-out batches over all ranks together; 0: no held-out loss")
     add("--settle", type=int, default=5, help="steps before the steady-state memory peak is taken")
     add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--paced", choices=tuple(NETWORKS), help="one process plays rank 0 of --world ranks on a modelled network")
+    add("--world", type=int, default=8, help="ranks that --paced pretends")
     add("--quiet", action="store_true", help="no progress bar")
     add("--out", type=Path, required=True, help="folder for run.json (and explain.txt)")
     args = parser.parse_args(argv)
@@ -87,25 +95,35 @@ def held_out_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]], rank: 
 
 def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> dict[str, object]:
     """One run; returns this rank's record: losses, seconds, bytes."""
-    config = GPTConfig(args.vocab, args.seq, args.layers, args.width, args.heads)
+    sizes = GPTConfig(args.vocab, args.seq, args.layers, args.width, args.heads)
     corpus = data.load(vocab=args.vocab)
     pairs = data.held_out_batches(corpus.held_out, batch=args.batch, seq=args.seq, num_batches=args.eval_batches)
     batches = [(x.to(device), y.to(device)) for x, y in pairs]
-    model = make_gpt(config, args.seed, device)
+    before = storages()
+    model = make_model(args.model, sizes, args.seed, device)
     record: dict[str, object] = {"rank": rank, "num_params": num_parameters(model)}
     if batches:
         record["held_out_loss_before"] = held_out_loss(model, batches, rank, world_size)
-    optimizer = torch.optim.AdamW(param_groups(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.95), fused=True)
 
     started = time.perf_counter()
-    options = Options(args.backend, args.stage, DTYPES.get(args.param_dtype), int(args.bucket_mb * 2**20))
-    options = options._replace(write_in_place=not args.copy_gradients)
-    system = SYSTEMS[args.system](model, optimizer, options)
+    options = Options(
+        args.backend,
+        args.stage,
+        DTYPES.get(args.param_dtype),
+        int(args.bucket_mb * 2**20),
+        args.reduce,
+        args.offload,
+        args.overlap_gather,
+        DTYPES.get(args.compute_dtype),
+        args.accum,
+        args.clip,
+    )
+    system = SYSTEMS[args.system](model, AdamW(args.lr, args.weight_decay), options)
     setup_s = time.perf_counter() - started
     factor = lambda step: warmup_cosine(step, args.warmup, args.steps)  # noqa: E731
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(system.optimizer, factor)
 
-    losses, norms, step_s = [], [], []
+    losses, norms, step_s, host_s = [], [], [], []
     peaks = [0]
     tokens_per_step = args.batch * args.seq * args.accum * world_size
     with Progress(args.steps, f"{args.system} {args.backend}", shown=rank == 0 and not args.quiet) as progress:
@@ -114,20 +132,25 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
                 peaks.append(peak_rss_nbytes())
                 record["peak_is_steady"] = reset_peak_rss()
             start = time.perf_counter()
-            loss, norm = one_step(args, system, optimizer, corpus.train, step, rank, device)
+            loss, norm = one_step(args, system, corpus.train, step, rank, device)
             scheduler.step()
+            host_s.append(time.perf_counter() - start)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             losses.append(float(loss))
             norms.append(float(norm))
             step_s.append(time.perf_counter() - start)
             progress.update(losses[-1], norms[-1], tokens_per_step / step_s[-1])
     record["peak_steady_nbytes"] = peak_rss_nbytes()  # before the held-out loss, which compiles one more graph
     record["persistent_nbytes"] = system.persistent_nbytes()
+    record["held_nbytes"] = live_nbytes(before) + system.unseen_nbytes
     if batches:
         record["held_out_loss"] = held_out_loss(system.model, batches, rank, world_size)
     record["peak_nbytes"] = max(*peaks, peak_rss_nbytes())
     if device.type == "cuda":
         record["peak_device_nbytes"] = torch.cuda.max_memory_allocated(device)
-    record.update(losses=losses, grad_norms=norms, step_s=step_s, first_step_s=setup_s + step_s[0])
+    # host_s: until all of a step is queued. On a GPU what the host needs; on the CPU the step itself
+    record.update(losses=losses, grad_norms=norms, step_s=step_s, host_s=host_s, first_step_s=setup_s + step_s[0])
     record["tokens_per_step"] = tokens_per_step
     if args.system == "zc" and rank == 0:
         import zc
@@ -139,7 +162,6 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
 def one_step(
     args: argparse.Namespace,
     system: System,
-    optimizer: torch.optim.Optimizer,
     tokens: Tensor,
     step: int,
     rank: int,
@@ -153,14 +175,12 @@ def one_step(
         )
         last = micro == args.accum - 1
         with nullcontext() if last else system.no_sync():
-            loss = system.model(x.to(device), y.to(device)) / args.accum
-            loss.backward()
+            with system.precision():
+                loss = system.model(x.to(device), y.to(device)) / args.accum
+            system.backward(loss, last)
         total += loss.detach()
     norm = system.clip(args.clip) if args.clip else torch.tensor(math.nan)
-    optimizer.step()
-    optimizer.zero_grad()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    system.update()
     return total, norm
 
 
@@ -170,22 +190,25 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", "0")) if args.device == "cuda" else None)
     if args.device == "cuda":
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:
+    if args.paced:
+        rank, world_size = 0, args.world
+        init_paced(args.paced, args.world)
+    elif "RANK" in os.environ:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    elif args.system.startswith("ddp"):
+    elif args.system not in ("zc", "local"):
         raise SystemExit(f"--system {args.system} needs torchrun: torchrun --nproc_per_node 2 -m bench.train ...")
     args.out.mkdir(parents=True, exist_ok=True)
     record = train(args, rank, world_size, device)
-    records: list[object] = [None] * world_size
-    if dist.is_initialized():
+    records: list[object] = [record]
+    if dist.is_initialized() and not args.paced:
+        records = [None] * world_size
         dist.all_gather_object(records, record)
-        dist.destroy_process_group()
-    else:
-        records = [record]
-    if rank == 0:
+    if rank == 0:  # before the group is torn down: what goes wrong there is not the run's
         flags = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
         run = {"flags": flags, "world_size": world_size, "device": device_name(device), **versions(), "ranks": records}
         (args.out / "run.json").write_text(json.dumps(run, indent=1))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

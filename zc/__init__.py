@@ -1,6 +1,6 @@
 """zc: ZeRO, compiled. ``model, optimizer = zc.compile(model, optimizer)`` and the loop stays as it is."""
 
-from zc.api import clip_grad_norm_, compile, full_grad, no_sync, persistent_nbytes, synchronize  # noqa: A004
+from zc.api import clip_grad_norm_, compile, flush_state, full_grad, no_sync, persistent_nbytes, synchronize  # noqa: A004
 from zc.errors import PassError, PlanError, RaceError, RankMismatchError, UncoveredGradientError, ZcError
 from zc.estimate import Estimate, plan
 from zc.explain import explain
@@ -25,6 +25,7 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "explain",
+    "flush_state",
     "full_grad",
     "no_sync",
     "persistent_nbytes",

@@ -18,10 +18,12 @@ from zc.buffers import Buffers
 from zc.checks import check
 from zc.comm import Group, check_initialized
 from zc.config import Config
+from zc.disk import open_file, state_keys
+from zc.disk_file import StateFile
 from zc.errors import PlanError, ZcError
 from zc.estimate import STATES, held
 from zc.host_memory import available_nbytes, check_room, ranks_on_this_host
-from zc.optimizer import ShardedOptimizer, choose_layout
+from zc.optimizer import ELEMENTWISE, ShardedOptimizer, choose_layout
 from zc.plan import Bucket, Layout, ParamSpec, Plan, make_plan
 from zc.runtime import Runtime
 from zc.streams import Streams, make_streams
@@ -46,6 +48,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     backend: str = "inductor",
     offload: str | None = None,
     offload_accumulate: str = "cpu",
+    offload_dir: str | Path | None = None,
     verify: bool = True,
     write_in_place: bool = True,
     delay_weight_grads: bool = False,
@@ -71,7 +74,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             call `synchronize` before one.
         group: the ranks that share the model; None: the default group.
         backend: "inductor"; "aot_eager", the same schedule with its segments run op by op; "eager", hooks only.
-        offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there.
+        offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there;
+            "disk" keeps the state in files under ``offload_dir`` instead (see `flush_state`).
         offload_accumulate: "cpu": accumulators in host memory, which visit the device for each backward; "device": they
             stay there (stage 1: 4 bytes a parameter, stage 2: 4 / W) and are copied once an update.
         verify: False skips the proof of each schedule, and explain says so.
@@ -86,7 +90,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     """
     check_initialized()
     ranks = Group(group)
-    checked, failure = None, None
+    checked, file, failure = None, None, None
     try:
         config = Config(
             stage=stage,
@@ -100,24 +104,32 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             backend=backend,
             offload=offload,
             offload_accumulate=offload_accumulate,
+            offload_dir=offload_dir,
             verify=verify,
             write_in_place=write_in_place,
             delay_weight_grads=delay_weight_grads,
             dump_dir=dump_dir,
         )
         checked = _check(model, optimizer, config, ranks.world_size)
+        file = _open_file(config, ranks.rank, checked[1], optimizer, checked[0])
     except (PlanError, TypeError, ZcError) as error:
         failure = error
-    ranks.agree_on(failure)  # before the first exchange: nobody waits for a rank that was refused
-    assert checked is not None
-    params, plan, note = checked
-    ranks.same_everywhere("the model or an option", fingerprint(model, config))
+    try:
+        ranks.agree_on(failure)  # before the first exchange: nobody waits for a rank that was refused
+        assert checked is not None
+        params, plan, note = checked
+        ranks.same_everywhere("the model or an option", fingerprint(model, config))
+    except BaseException:
+        if file is not None:
+            file.discard()
+        raise
 
     device = plan.buckets[0].device
     ranks.open_data(device)
     buffers = Buffers(plan, ranks.rank)
     streams = make_streams(device)
     runtime = Runtime(config, plan, buffers, ranks, streams, params)
+    runtime.state_file = file
     if note is not None and ranks.world_size > 1:
         runtime.say_once(note)
     if not verify:
@@ -187,14 +199,28 @@ def _check_host(plan: Plan, optimizer: Optimizer) -> None:
             f"offload: {type(optimizer).__name__} was made with capturable=True, which keeps its state on the device; "
             "make it without"
         )
-    num_states = STATES.get(type(optimizer).__name__, 2)
-    _, needed = held(plan, num_states)
+    name = type(optimizer).__name__
+    num_states = len(state_keys(optimizer)) if name in ELEMENTWISE else STATES.get(name, 2)
+    _, needed, _ = held(plan, num_states)
     check_room(needed, ranks_on_this_host(plan.world_size), available_nbytes())
+
+
+def _open_file(
+    config: Config, rank: int, plan: Plan, optimizer: Optimizer, params: dict[str, nn.Parameter]
+) -> StateFile | None:
+    if config.offload_dir is None:
+        return None
+    if choose_layout(optimizer)[1] is not None:
+        raise PlanError(
+            f"offload='disk' takes torch's elementwise optimizers ({', '.join(ELEMENTWISE)}), not "
+            f"{type(optimizer).__name__}: use offload='cpu'"
+        )
+    return open_file(config.offload_dir, rank, plan, optimizer, params)
 
 
 def fingerprint(model: nn.Module, config: Config) -> list[str]:
     """What must be the same on every rank, a line an item, so that a difference can be named."""
-    options = [f"{k}={v}" for k, v in vars(config).items() if k != "dump_dir"]
+    options = [f"{k}={v}" for k, v in vars(config).items() if k not in ("dump_dir", "offload_dir")]
     params = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
     buffers = [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
     return options + params + buffers
@@ -291,6 +317,25 @@ def synchronize(model: nn.Module) -> None:
     sharded(model).runtime.weights.synchronize()
 
 
+def flush_state(model: nn.Module) -> None:
+    """With ``offload="disk"``: makes ``offload_dir`` complete, on all ranks, and returns when it is on the disk.
+
+    A later `compile` with the same folder, plan and optimizer takes the state up if it is given the weights of now
+    (save them beside it); with other weights it raises. From the next update on the folder is not complete, and a run
+    that finds it so starts with fresh state and says that. Hyper-parameters and schedulers are the caller's to save.
+
+    Raises:
+        PlanError: the model has no state on a disk, or not all of its state is there. OSError, RankMismatchError: the
+        disk refused, here or on another rank; the folder is then not complete.
+    """
+    disk = sharded(model).disk
+    if disk is None:
+        raise PlanError("zc.flush_state is for offload='disk', and this model was compiled without")
+    synchronize(model)
+    disk.runtime.streams.synchronize()
+    disk.flush()
+
+
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scales the gradients so that their joint 2-norm is at most ``max_norm``; one collective.
 
@@ -316,8 +361,17 @@ def persistent_nbytes(model: nn.Module) -> dict[str, int]:
     found = sharded(model)
     nbytes = found.runtime.buffers.nbytes()
     states = [v for state in found.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    nbytes["optimizer_state"] = sum(v.untyped_storage().nbytes() for v in states if v.dim() > 0)
+    nbytes["optimizer_state"] = sum(v.nbytes for v in states if v.dim() > 0)
     return nbytes
 
 
-__all__ = ["Streams", "clip_grad_norm_", "compile", "full_grad", "no_sync", "persistent_nbytes", "sharded"]
+__all__ = [
+    "Streams",
+    "clip_grad_norm_",
+    "compile",
+    "flush_state",
+    "full_grad",
+    "no_sync",
+    "persistent_nbytes",
+    "sharded",
+]

@@ -36,6 +36,13 @@ class Several:
             work.wait()
 
 
+def host_backend(group: dist.ProcessGroup | None) -> str:
+    """The backend for host memory between the ranks of ``group``: its own one where it has one (gloo, or one that the
+    program has registered), else gloo."""
+    config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
+    return str(config.get_device_backend_map().get("cpu", "gloo"))
+
+
 def _started(work: Work | None) -> Work:
     assert work is not None, "this rank is a member of the group"
     return work
@@ -49,6 +56,7 @@ class Group:
         self.data: dist.ProcessGroup | None = None
         self.control: dist.ProcessGroup | None = None
         self._given = group
+        self._gathers_by_pairs = False
         if not dist.is_available() or not dist.is_initialized():
             return
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -62,10 +70,12 @@ class Group:
         if self.world_size > 1:
             given = self._given if self._given is not None else dist.group.WORLD
             self.data = self._new_group() if device.type == "cpu" else given
+            self._gathers_by_pairs = device.type == "cpu" and host_backend(given) == "gloo"
 
     def _new_group(self) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self._given if self._given is not None else dist.group.WORLD)
-        made: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        backend = host_backend(self._given)
+        made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
         return made
 
     def agree_on(self, failure: Exception | None) -> None:
@@ -94,7 +104,7 @@ class Group:
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Work | None:
         """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. Asynchronous."""
-        if out.device.type == "cpu":
+        if self._gathers_by_pairs:
             return self._gather_by_pairs(out, shard)
         call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return call(out, shard, group=self.data, async_op=True)  # type: ignore[no-any-return]

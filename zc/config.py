@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ class Config:
     backend: str = "inductor"
     offload: str | None = None
     offload_accumulate: str = "cpu"
+    offload_dir: str | Path | None = None
     verify: bool = True
     write_in_place: bool = True
     delay_weight_grads: bool = False
@@ -42,7 +43,7 @@ class Config:
         _one_of("reduce", self.reduce, REDUCTIONS)
         _one_of("param_dtype", self.param_dtype, (None, *DTYPES))
         _one_of("reduce_dtype", self.reduce_dtype, (None, *DTYPES))
-        _one_of("offload", self.offload, (None, "cpu"))
+        _one_of("offload", self.offload, (None, "cpu", "disk"))
         _one_of("offload_accumulate", self.offload_accumulate, tuple(OFFLOADS))
         for name in ("bucket_nbytes", "num_buffers"):
             given = getattr(self, name)
@@ -53,6 +54,13 @@ class Config:
                 raise PlanError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.delay_weight_grads and not self.write_in_place:
             raise PlanError("delay_weight_grads=True needs write_in_place=True: it moves what is made in place")
+        if self.offload_dir is not None and not isinstance(self.offload_dir, (str, Path)):
+            raise PlanError(f"offload_dir must be a path, got {self.offload_dir!r}")
+        if (self.offload == "disk") != (self.offload_dir is not None):
+            raise PlanError(
+                f"offload={self.offload!r} and offload_dir={self.offload_dir!r}: offload='disk' needs the folder for "
+                "its files, and nothing else takes one"
+            )
         if self.overlap_gather and not self.overlap:
             raise PlanError("overlap_gather=True needs overlap=True: without it there is no comm stream to gather on")
         if self.overlap_gather and self.offload is not None:
@@ -67,8 +75,10 @@ class Config:
 
     @property
     def host(self) -> Offload | None:
-        """What lies in host memory; None: nothing."""
-        return None if self.offload is None else OFFLOADS[self.offload_accumulate]
+        """What lies in host memory, or on a disk; None: nothing."""
+        if self.offload is None:
+            return None
+        return replace(OFFLOADS[self.offload_accumulate], state_on_disk=self.offload == "disk")
 
 
 def _one_of(name: str, given: object, valid: Sequence[object], hint: str = "") -> None:

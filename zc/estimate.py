@@ -40,6 +40,7 @@ class Estimate:
     num_buckets: int
     device: Mapping[str, int]
     host: Mapping[str, int]
+    disk: Mapping[str, int]
     wire: Mapping[str, int]
     bus: Mapping[str, int]
     update_nbytes: int  # of memory that the update reads and writes: 28 an element with Adam
@@ -62,10 +63,11 @@ class Estimate:
     def __str__(self) -> str:
         head = f"stage {self.stage}, {self.world_size} ranks, offload {self.offload}: {self.num_params:,} parameters"
         lines = [f"{head} in {self.num_buckets} buckets; bytes a rank"]
-        groups = {"device": self.device, "host": self.host, "wire, a step": self.wire, "bus, a step": self.bus}
+        groups = {"device": self.device, "host": self.host, "disk": self.disk,
+                  "wire, a step": self.wire, "bus, a step": self.bus}  # fmt: skip
         for name, group in groups.items():
             lines += [f"{name:>14} | {kind:<16} {nbytes:>20,}" for kind, nbytes in group.items() if nbytes]
-            if name in ("device", "host"):
+            if name in ("device", "host") or (name == "disk" and group):
                 lines.append(f"{name:>14} | {'total':<16} {sum(group.values()):>20,}")
         for name, seconds in self.floor_seconds.items():
             lines.append(f"{'floor':>14} | {name:<16} {seconds * 1e3:>17.3f} ms")
@@ -93,6 +95,7 @@ def plan(
     wire_bandwidth: float | None = None,
     host_bandwidth: float | None = None,
     device_bandwidth: float | None = None,
+    disk_bandwidth: float | None = None,
 ) -> Estimate:
     """What `zc.compile` with these options would hold, send and copy on each of ``world_size`` ranks (up to 4,096).
 
@@ -106,6 +109,7 @@ def plan(
         wire_bandwidth: bytes/s that a rank sends while it receives as much.
         host_bandwidth: bytes/s of a rank's share of the host's memory, for an update with offload.
         device_bandwidth: bytes/s of the device's memory, for an update without offload.
+        disk_bandwidth: bytes/s, read and written together, of a rank's share of the disk (offload="disk").
 
     Raises:
         PlanError (a ValueError): an option, a bandwidth or the world size is out of range. TypeError: no module.
@@ -115,6 +119,7 @@ def plan(
     config = Config(
         stage=stage, param_dtype=param_dtype, reduce_dtype=reduce_dtype, reduce=reduce, bucket_nbytes=bucket_nbytes,
         num_buffers=num_buffers, offload=offload, offload_accumulate=offload_accumulate,
+        offload_dir="." if offload == "disk" else None,
     )  # fmt: skip
     if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_WORLD_SIZE:
         raise PlanError(f"world_size must be a whole number from 1 to {MAX_WORLD_SIZE}, got {world_size!r}")
@@ -123,7 +128,8 @@ def plan(
     if optimizer not in STATES:
         raise PlanError(f"optimizer must be one of {', '.join(STATES)}, got {optimizer!r}")
     rates = {"bus_bandwidth": bus_bandwidth, "wire_bandwidth": wire_bandwidth, "host_bandwidth": host_bandwidth,
-             "device_bandwidth": device_bandwidth, "compute_seconds": compute_seconds}  # fmt: skip
+             "device_bandwidth": device_bandwidth, "disk_bandwidth": disk_bandwidth,
+             "compute_seconds": compute_seconds}  # fmt: skip
     for name, given in rates.items():
         if given is not None and not given > 0:
             raise PlanError(f"{name} must be above 0, got {given!r}")
@@ -142,7 +148,7 @@ def estimate(
     made: Plan, optimizer: str, microbatches: int, offload: str | None, rates: Mapping[str, float | None]
 ) -> Estimate:
     """The same for a plan that exists."""
-    device, host = held(made, STATES[optimizer])
+    device, host, disk = held(made, STATES[optimizer])
     wire, bus = sent(made, microbatches), copied(made, microbatches)
     shards = sum(b.layout.numel_shard * b.acc_dtype.itemsize for b in made.buckets)
     # gradient, master and each state are read, the last two written: 28 bytes an fp32 element with two states
@@ -155,16 +161,19 @@ def estimate(
         "bus to device": (float(bus["to device"]), rates["bus_bandwidth"]),
         "update": (float(update), memory),
     }
+    if disk:  # each state is read and written
+        parts["disk"] = (2.0 * disk["optimizer_state"], rates["disk_bandwidth"])
     floor = {name: amount / rate for name, (amount, rate) in parts.items() if amount and rate is not None}
     numel = sum(slot.numel for b in made.buckets for slot in b.slots)
     return Estimate(
-        made.world_size, made.placement.stage, offload, numel, len(made.buckets), device, host, wire, bus, update, floor
+        made.world_size, made.placement.stage, offload, numel, len(made.buckets), device, host, disk, wire, bus,
+        update, floor,
     )
 
 
-def held(made: Plan, num_states: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Persistent bytes (on the device, on the host) of a rank, by kind: `zc.buffers.Buffers`, without making any. State
-    is counted with the shard's padding, of which it has none."""
+def held(made: Plan, num_states: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Persistent bytes (on the device, on the host, on a disk) of a rank, by kind: `zc.buffers.Buffers`, without making
+    any. State is counted with the shard's padding, of which it has none."""
 
     def total(numel_of: str, dtype_of: str, buckets: tuple[Bucket, ...] = made.buckets) -> int:
         sizes = {"P": [b.numel for b in buckets], "S": [b.layout.numel_shard for b in buckets]}[numel_of]
@@ -184,7 +193,7 @@ def held(made: Plan, num_states: int) -> tuple[dict[str, int], dict[str, int]]:
         "optimizer_state": state if made.offload is None else 0,
     }
     if made.offload is None:
-        return device, {}
+        return device, {}, {}
     sizes = [made.numel_on_host(b) * b.acc_dtype.itemsize for b in made.buckets]
     device["staging"] = made.num_staging * max(sizes)
     casts = max((b.layout.numel_shard * b.param_dtype.itemsize for b in cast), default=0)
@@ -192,9 +201,10 @@ def held(made: Plan, num_states: int) -> tuple[dict[str, int], dict[str, int]]:
         "master_shard": total("S", "acc_dtype"),
         "host": sum(sizes),
         "param": made.num_staging * casts,
-        "optimizer_state": state,
+        "optimizer_state": 0 if made.offload.state_on_disk else state,
     }
-    return device, host
+    disk = {"optimizer_state": state, "master_shard": total("S", "acc_dtype", cast)}
+    return device, host, disk if made.offload.state_on_disk else {}
 
 
 def sent(made: Plan, microbatches: int) -> dict[str, int]:

@@ -53,8 +53,10 @@ def _offload(runtime: Runtime) -> str:
     size = plan.buckets[0].acc_dtype.itemsize
     kept = shard if plan.placement.gradient_in_ring else whole
     here, there = ("in use", "instead") if plan.offload.accumulates_on_host else ("instead", "in use")
+    file = runtime.state_file
     return "\n".join(
         [
+            f"optimizer state: {f'{file.path}, {file.nbytes:,} bytes' if file is not None else 'in memory'}",
             f"offload_accumulate='cpu' ({here}): {size * kept:,} bytes go to the host a backward, and as many come "
             "back from the second one of an update on; none stay on the device",
             f"offload_accumulate='device' ({there}): {size * kept:,} bytes stay on the device, {size * shard:,} go to "

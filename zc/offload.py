@@ -18,6 +18,7 @@ arXiv:2101.06840, delays the update by a step for that; here the numbers stay th
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zc import backend
+from zc.disk import DiskState
 from zc.host_memory import num_threads
 from zc.kernels import unflatten_cast
 from zc.ops import Segment
@@ -74,10 +76,14 @@ class HostStep:
         self._programs: dict[tuple[tuple[int, ...], bool], Program] = {}
         self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
         self._is_done = False
+        self._next: dict[int, int] = {}  # bucket -> the one updated behind it
         self._shadow: Optimizer | None = None
+        file = runtime.state_file
+        self.disk = DiskState(runtime, file, optimizer, slices) if file is not None else None
         self.num_threads = torch.get_num_threads()
         if plan.buckets[0].device.type == "cpu":
-            runtime.say_once("offload: parameters are in host memory already, so it saves no memory here")
+            saves = "only the optimizer's state leaves it" if file is not None else "so it saves no memory here"
+            runtime.say_once(f"offload: parameters are in host memory already, {saves}")
         else:
             self.num_threads = num_threads(runtime.group.world_size)
             prefer_fused(optimizer)
@@ -91,6 +97,8 @@ class HostStep:
         itself. Else all gradients are waited for."""
         later = backend.has_later_step_hook(self.optimizer, own)  # it may want to change a gradient
         self._is_done = self._by_bucket and not later and getattr(self.optimizer, "grad_scale", None) is None
+        if self.disk is not None:
+            self.disk.begin_update()
         if not self._is_done:
             self.runtime.wait_for_host_memory()
             return
@@ -106,6 +114,8 @@ class HostStep:
             param.grad = grad
         self._hidden.clear()
         if not self._is_done:
+            for bucket in changed if self.disk is not None else ():
+                self.disk.settle(bucket)  # type: ignore[union-attr]
             self._run(changed, with_update=False)
 
     def _make_shadow(self) -> None:
@@ -122,6 +132,7 @@ class HostStep:
             graph = step_graph(self.runtime.plan, buckets, with_update=with_update)
             passes = [p for p in _PASSES if self.runtime.config.verify or p.name != "verify"]
             self._programs[key] = build(graph, self.runtime.plan, passes, self, name=f"update_{len(self._programs)}")
+        self._next = dict(itertools.pairwise(buckets))
         self._programs[key]([], self.runtime.streams)
         self.runtime.streams.join_home()
 
@@ -141,8 +152,12 @@ class HostStep:
             if kept:
                 groups.append({**group, "params": kept})
         shadow.param_groups = groups
+        if self.disk is not None and bucket in self._next:
+            self.disk.prefetch(self._next[bucket])
         with _threads(self.num_threads):
             shadow.step()
+        if self.disk is not None:
+            self.disk.settle(bucket)
 
     def cast_param(self, bucket: int, dst: str, src: str) -> None:
         record = self.runtime.plan.buckets[bucket]

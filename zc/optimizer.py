@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zc.disk import DiskState
 from zc.errors import PlanError
 from zc.kernels import sum_of_squares
 from zc.layout import Slot, flat_layout, whole_layout
@@ -70,6 +71,11 @@ class ShardedOptimizer:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         )
+
+    @property
+    def disk(self) -> DiskState | None:
+        """Where the state is, with offload="disk"."""
+        return self._offload.disk if self._offload is not None else None
 
     @property
     def layout(self) -> Layout:

@@ -39,10 +39,12 @@ class Offload:
     """What lies in host memory: masters and optimizer state always, the accumulators with ``accumulates_on_host``.
 
     An accumulator in host memory visits the device for each backward: 8 bytes an element over the bus, 4 for the first
-    one of an update. One that stays on the device costs its 4 bytes there, and 4 over the bus at the boundary.
+    one of an update. One that stays on the device costs its 4 bytes there, and 4 over the bus at the boundary. With
+    ``state_on_disk`` the optimizer's state lies in mapped files instead.
     """
 
     accumulates_on_host: bool
+    state_on_disk: bool = False
 
 
 OFFLOADS: dict[str, Offload] = {"cpu": Offload(True), "device": Offload(False)}  # by offload_accumulate

@@ -21,6 +21,7 @@ from zc.agreement import Agreement, describe
 from zc.buffers import Buffers
 from zc.comm import Group
 from zc.config import Config
+from zc.disk_file import StateFile
 from zc.errors import UncoveredGradientError, ZcError
 from zc.gathering import WeightGather
 from zc.ops import Acc, GradientOps, Segment
@@ -63,6 +64,7 @@ class Runtime:
         self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
         self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
         self.host_programs: Callable[[], list[Program]] = list  # the optimizer's: updates in host memory, for explain
+        self.state_file: StateFile | None = None  # offload="disk"
         self.host_update = "none yet"  # how they are done, for explain
         self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
         self._flushes: dict[tuple[str, int, bool], Program] = {}
@@ -70,6 +72,7 @@ class Runtime:
         self._done: set[int] = set()  # buckets that this backward has reduced
         self._open_tasks: set[int] = set()  # autograd graph tasks whose end will call us
         self._final = False
+        self._is_home = True  # no gradient is on its way: all streams that carry them were joined since the last one
 
     def grow(self, plan: Plan, params: dict[str, nn.Parameter]) -> None:
         """Takes in ``plan``, whose first buckets are the present ones, and the parameters of the others. Schedules that
@@ -89,7 +92,7 @@ class Runtime:
         """Called by whatever brings a gradient, in autograd's thread: makes sure that the end of this backward is
         ours."""
         backend.refuse_compiled_autograd()
-        self._final = False
+        self._final = self._is_home = False
         task = backend.current_graph_task()
         if task not in self._open_tasks:
             self._refuse_accumulate_hooks()
@@ -186,9 +189,11 @@ class Runtime:
         return grads
 
     def _flush_program(self, kind: str, index: int, reduce: bool) -> Program:
-        key = (kind, index, reduce)
+        # a microbatch in no_sync that reduces (stage 2) still leaves the way to host memory to the boundary
+        is_final = reduce and (self.is_boundary or kind != "flush")
+        key = (kind, index, is_final)
         if key not in self._flushes:
-            plan = self.plan if reduce else self.plan.microbatch()
+            plan = self.plan if is_final else self.plan.microbatch()
             graph = _GRAPHS[kind](plan, index)
             passes = [p for p in self.passes if p.name not in ("tag_gradients", "outline_segments")]
             if kind != "flush":
@@ -223,7 +228,7 @@ class Runtime:
         self.streams.join_home()
         self._meet()
         self._land()
-        self._final = True
+        self._final = self._is_home = True
         self.on_final()
 
     def _land(self) -> None:
@@ -293,7 +298,7 @@ class Runtime:
 
     def clear(self, *, set_to_none: bool) -> None:
         """zero_grad of the module or of the optimizer."""
-        if not self._final:  # else all reductions are done, and gathers may go on
+        if not self._is_home:  # else gathers may go on (overlap_gather)
             self.streams.join_home()
         if not set_to_none:
             self.wait_for_host_memory()

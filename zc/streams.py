@@ -6,6 +6,7 @@ between two. `zc.cuda_streams` has the same over torch.cuda.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -50,9 +51,27 @@ class Lane:
         )
         self._thread.start()
         self.close = weakref.finalize(self, self._tasks.put, None)
+        _LANES.add(self)
 
     def put(self, task: Task) -> None:
         self._tasks.put(task)
+
+    def end(self, timeout: float) -> None:
+        """Closes the lane, and waits for its thread."""
+        self.close()
+        self._thread.join(timeout)
+
+
+_LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_lanes(timeout: float = 10.0) -> None:
+    """A thread that comes back from C++ (a collective, a kernel) while the interpreter is being torn down is unwound
+    there, and std::terminate ends the process: a run that had done all its work would fail. So its last tasks, gathers
+    that no forward waits for, are done first. A lane that hangs in a collective does not hold up the exit for ever."""
+    for lane in list(_LANES):
+        lane.end(timeout)
 
 
 def _work(lane: weakref.ref[Lane], tasks: queue.SimpleQueue[Task | None]) -> None:

@@ -181,7 +181,7 @@ def test_ds7981_ds6550_every_microbatch_counts_and_the_norm_is_ddps(mode: str) -
     (gradients dropped), DS#7302 (the norm): INVARIANTS I5, I9. With the negative controls."""
     wanted = one_process_norm()
     for norm, moved in run_ranks(with_a_fault, 2, "none", mode):
-        assert norm == pytest.approx(wanted, rel=1e-6) and moved > 0.01
+        assert norm == pytest.approx(wanted, rel=1e-6) and moved > 0.005  # Adam moves each weight by lr
     norm, moved = run_ranks(with_a_fault, 2, "every copy is dropped", mode)[0]
     assert norm == 0.0
     if mode == "cpu":

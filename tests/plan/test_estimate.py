@@ -47,6 +47,18 @@ def test_bytes_of_a_model_without_padding() -> None:
     assert offloaded.wire["gradients"] == 3 * plain.wire["gradients"]
 
 
+def test_state_on_a_disk() -> None:
+    """By hand: bf16, 4 ranks; two moments and the master of each of the S elements, the moments read and written."""
+    numel = 4 * 2**20
+    found = zc.plan(meta_linear(), world_size=4, param_dtype=BF16, offload="disk", disk_bandwidth=1e9)
+    cpu = zc.plan(meta_linear(), world_size=4, param_dtype=BF16, offload="cpu")
+    assert dict(found.disk) == {"optimizer_state": 2 * numel, "master_shard": numel} and not cpu.disk
+    assert found.device == cpu.device and found.bus == cpu.bus
+    assert cpu.host_nbytes - found.host_nbytes == 2 * numel and found.host["optimizer_state"] == 0
+    assert found.floor_seconds["disk"] == pytest.approx(4 * numel / 1e9) == found.step_floor
+    assert "disk | optimizer_state" in str(found)
+
+
 def test_one_rank_gives_up_twelve_bytes_a_parameter() -> None:
     """Issue 6's formula: fp32 parameters, one rank: gradient and both moments leave the device; staging comes."""
     plain = zc.plan(meta_linear(), world_size=1)
@@ -138,6 +150,7 @@ def test_a_run_holds_and_moves_what_was_planned(stage: int, options: dict[str, A
         ({"microbatches": 0}, r"microbatches .* got 0"),
         ({"optimizer": "Muon"}, r"optimizer must be one of .* got 'Muon'"),
         ({"bus_bandwidth": 0.0}, r"bus_bandwidth must be above 0, got 0.0"),
+        ({"disk_bandwidth": -1.0}, r"disk_bandwidth must be above 0, got -1.0"),
         ({"offload": "tape"}, r"offload must be one of .* got 'tape'"),
         ({"offload_accumulate": "disk"}, r"offload_accumulate must be one of 'cpu', 'device', got 'disk'"),
     ],

@@ -10,6 +10,7 @@ from dataclasses import replace
 import mutants
 import pytest
 import simulation
+import torch
 from oracles import Enumeration, sanitizer_finds_a_race
 from schedules import make, offloaded, schedule, step_of
 from simulation import Case
@@ -26,6 +27,7 @@ from zc.schedule import (
     HOST,
     SYNC_OPS,
     accumulate,
+    cast_param,
     copy_to_device,
     copy_to_host,
     stage_shard,
@@ -35,8 +37,10 @@ from zc.schedule import (
     wait_event,
 )
 
-ALL = list(offloaded())
 FULL = os.environ.get("ZC_PROOF") == "full"
+EVERY = list(offloaded())
+ALL = EVERY if FULL else EVERY[::3]
+SAMPLE = 1 if FULL else 6  # one mutant of so many is looked at
 NUM_ORDERS = 200 if FULL else 2
 
 
@@ -76,11 +80,13 @@ def test_verify_rejects_every_mutant_and_an_order_shows_it(capsys: pytest.Captur
             for number, (kind, name, mutant) in enumerate([*mutants.of(graph), *shorter_staging(graph)]):
                 if kind == "ring shortened" and not case.plan.overlap:
                     continue  # one stream reduces one bucket after the other: one buffer would do
+                if number % SAMPLE:
+                    continue
                 found = examine(mutant, plan_of(case, graph))
                 total[kind] += 1
                 rejected[kind] += bool(found.races or found.faults)
                 assert found.races or found.faults, f"{case.name}: {name} is accepted"
-                if number % (1 if FULL else 17) == 0:
+                if number % (1 if FULL else 4 * SAMPLE) == 0:
                     broken = replace(around, graphs=tuple(mutant if g is graph else g for g in around.graphs))
                     run += 1
                     if any(not simulation.same(reference, simulation.run(broken, choose)) for choose in orders(case)):
@@ -90,8 +96,10 @@ def test_verify_rejects_every_mutant_and_an_order_shows_it(capsys: pytest.Captur
     with capsys.disabled():
         shown = ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in total)
         print(f"\noffload, rejected by verify: {shown}; wrong under some order: {caught}/{run}", *missed, sep="\n  ")
-    assert rejected == total and "staging shortened" in total and sum(total.values()) > 500
-    assert run > 80 and caught == run
+    assert rejected == total and sum(total.values()) > (500 if FULL else 40)
+    assert run > (80 if FULL else 10) and caught == run
+    if FULL:
+        assert "staging shortened" in total
 
 
 def surrounded(case: Case, graph: fx.Graph) -> Case:
@@ -172,6 +180,24 @@ def test_pt180665_the_copy_outlives_what_it_reads() -> None:
     with pytest.raises(RaceError, match=r"staging\[0\] is read by copy_to_host .* written by stage_shard"):
         verify(new, plan)
     intact, broken = Case("zc", plan, (graph, graph)), Case("PT#180665", plan, (new, new))
+    late = adversary.last(COPY)
+    assert not any(t.isnan().any() for t in simulation.run(intact, late).values())
+    assert not simulation.same(simulation.run(intact, late), simulation.run(broken, late))
+
+
+def test_pt181218_mlm6187_weights_on_their_way_up_are_not_overwritten() -> None:
+    """PT#181218, MLM#6187 (what a queued copy still reads is given to somebody else), on the way back: with one buffer
+    for the cast, the next bucket's cast waits until this one's weights are on the device. INVARIANTS I3."""
+    plan = make(3, ring=1, offload="cpu", dtype=torch.bfloat16)
+    backward, step = schedule("mlp", plan), step_of(plan)
+    verify(step, plan)
+    new, _ = copy_graph(step)
+    second = [n for n in steps(new) if n.target is cast_param][1]
+    assert second.prev.target is wait_event and stream_of(second.prev) == HOST
+    new.erase_node(second.prev)
+    with pytest.raises(RaceError, match=r"param\[0\] is read by copy_to_device .* written by cast_param"):
+        verify(new, plan)
+    intact, broken = Case("zc", plan, (backward, step)), Case("overwritten", plan, (backward, new))
     late = adversary.last(COPY)
     assert not any(t.isnan().any() for t in simulation.run(intact, late).values())
     assert not simulation.same(simulation.run(intact, late), simulation.run(broken, late))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -134,3 +136,27 @@ def test_adversary_and_threads_agree_in_program_order() -> None:
         streams.run_on("compute", lambda seen=seen: seen.append(3))
         streams.synchronize()
         assert seen == [1, 2, 3]
+
+
+_LATE = """
+import atexit, sys, torch
+from zc import streams
+if "unhooked" in sys.argv:
+    atexit.unregister(streams._end_lanes)
+made = streams.ThreadStreams()
+a = torch.ones(1000, 1000, dtype=torch.float64)
+def late():
+    for _ in range(8):
+        a @ a
+    print("done", flush=True)
+made.run_on("comm", late)
+"""
+
+
+def test_what_is_under_way_at_exit_is_done_first() -> None:
+    """A script whose last gathers nobody waits for. Without the hook (the control) the interpreter is torn down under
+    the thread: what it had to do is lost, or std::terminate ends a process that had succeeded."""
+    for argument, expected in (("hooked", "done\n"), ("unhooked", "")):
+        run = subprocess.run([sys.executable, "-c", _LATE, argument], capture_output=True, text=True, timeout=120)
+        assert run.stdout == expected, run.stderr
+        assert argument == "unhooked" or run.returncode == 0

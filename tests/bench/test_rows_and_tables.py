@@ -1,0 +1,259 @@
+"""The matrix of runs and its order, the gate, rows, and the tables made from them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import charts, rows, run, scale, tables
+from bench.cases import CASES, COMPILED_PAIRS, PROVIDERS
+from bench.measure import ROOT, error_line, launch_quietly
+from bench.reference import NUM_LOSSES, compute, disagreement, flags_of
+
+# --- the matrix ---
+
+
+def test_providers_take_turns_and_what_says_most_comes_first() -> None:
+    order = [tuple(r) for r in run.matrix(["tiny", "gpt30m-bf16"], ["DDP", "zc stage 2", "FSDP2"], 2)]
+    first = [("gpt30m-bf16", "zc stage 2", 0), ("gpt30m-bf16", "zc stage 2", 1)]
+    turn = [("tiny", "zc stage 2"), ("gpt30m-bf16", "DDP"), ("gpt30m-bf16", "FSDP2")]
+    second = [(*cell, repeat) for repeat in (0, 1) for cell in turn]
+    third = [("tiny", name, repeat) for repeat in (0, 1) for name in ("DDP", "FSDP2")]
+    assert order == first + second + third
+
+
+def test_what_has_a_row_in_this_session_is_not_run_again() -> None:
+    wanted = run.matrix(["tiny"], ["DDP", "FSDP2"], 2)
+    known = [
+        {"session": "now", "case": "tiny", "provider": "DDP", "repeat": "0", "status": "ok"},
+        {"session": "before", "case": "tiny", "provider": "FSDP2", "repeat": "0", "status": "ok"},
+        {"session": "now", "case": "other", "provider": "DDP", "repeat": "1", "status": "ok"},
+    ]
+    todo = run.left(wanted, known, "now")
+    assert [(r.provider, r.repeat) for r in todo] == [("FSDP2", 0), ("DDP", 1), ("FSDP2", 1)]
+    known[0]["status"] = "failed: exit status 1"
+    assert [(r.provider, r.repeat) for r in run.left(wanted, known, "now")] == [("FSDP2", 0), ("FSDP2", 1)]
+    known[0]["status"] = "loss after 1 updates is 1, float64 says 2"
+    assert len(run.left(wanted, known, "now")) == 3  # a repeat may tell more
+
+
+def test_every_provider_and_case_has_flags_that_parse() -> None:
+    for name in PROVIDERS:
+        for case in ("tiny", "llama-3b-8192-ga8"):
+            args = run.flags_of(run.Run(case, name, 0), None)
+            assert run.flags_of(run.Run(case, name, 0), ("400g", 8))[-4:] == ["--paced", "400g", "--world", "8"]
+            assert "--system" in args
+    for case in CASES.values():
+        settle = flags_of(case).settle
+        assert settle >= 2  # graphs are compiled in the first step, and may be again in the second
+        assert case.steps - settle >= 7 and case.steps >= NUM_LOSSES
+    assert all({a, b} <= set(PROVIDERS) for a, b in COMPILED_PAIRS.items())
+
+
+# --- the gate ---
+
+
+def test_the_gate_compares_every_loss_or_only_the_first() -> None:
+    right = [5.0, 4.0, 3.0]
+    assert disagreement([5.0, 4.0, 3.0, 9.0], right, 1e-3, communicates=True) is None
+    assert disagreement([5.0, 4.5, 3.0], right, 1e-3, communicates=True) == (
+        "loss after 1 updates is 4.50000, float64 says 4.00000"
+    )
+    assert disagreement([5.0, 4.5, 3.5], right, 1e-3, communicates=False) is None
+    assert disagreement([5.1, 4.5, 3.5], right, 1e-3, communicates=False) is not None
+    assert disagreement([5.0, math.nan, 3.0], right, 1e-3, communicates=True) is not None
+    assert disagreement([5.0, 4.0, math.inf], right, 1e-3, communicates=False) == "a loss is not finite"
+    assert disagreement([5.0], right, 1e-3, communicates=True) == "1 losses, the reference has 3"
+
+
+def test_the_reference_is_what_a_plain_loop_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    from bench import data, train
+
+    monkeypatch.delenv("RANK", raising=False)
+    sizes = "--vocab 256 --seq 16 --layers 1 --width 24 --heads 3 --batch 2 --accum 2"
+    case = CASES["tiny"]._replace(flags=tuple(sizes.split()), ranks=1, steps=9)
+    expected = compute(case, flags_of(case), data.load(vocab=256))
+    train.main(["--system", "local", "--backend", "eager", *case.all_flags, "--out", str(tmp_path)])
+    losses = rows.losses_of(json.loads((tmp_path / "run.json").read_text()))
+    assert disagreement(losses, expected, 1e-4, communicates=True) is None
+    # what the gate must refuse: other updates (a third of the learning rate), another rank's data as well
+    slower = flags_of(case)
+    slower.lr /= 3
+    assert disagreement(compute(case, slower, data.load(vocab=256)), expected, 2e-3, communicates=True) is not None
+    twice = compute(case._replace(ranks=2), flags_of(case), data.load(vocab=256))
+    assert disagreement(losses, twice, 2e-3, communicates=True) is not None
+
+
+def test_a_failed_run_says_why(tmp_path: Path) -> None:
+    flags = ["--system", "local", "--heads", "5", "--eval-batches", "0", "--out", str(tmp_path)]
+    ended = launch_quietly("bench.train", flags, ranks=1, env={}, log=tmp_path / "log.txt", timeout_s=120)
+    assert ended.status != 0
+    assert ended.reason == "ValueError: GPTConfig.width 384 must be a multiple of heads 5"
+    # what a user is shown: the rank's own words to the last one, not torchrun's about them
+    assert ended.tail.splitlines()[-1].endswith(ended.reason)
+    assert "Traceback" in ended.tail
+
+
+def test_error_line_is_what_a_rank_died_of() -> None:
+    text = (
+        "warning\n[rank1]: Traceback (most recent call last):\n[rank1]:   File x\n[rank1]:     raise ValueError(1)\n"
+        "[rank1]: ValueError: 1\n[rank1]: Traceback (most recent call last):\n[rank1]: zc.errors.PlanError: no\n"
+        "Traceback (most recent call last):\n  File y\ntorch.ChildFailedError: \n"
+    )
+    assert error_line(text) == "zc.errors.PlanError: no"
+    assert error_line(text.replace("warning", "a.h:4:10: fatal error: cuda.h: No such file")) == (
+        "fatal error: cuda.h: No such file"
+    )
+    plain = "Traceback (most recent call last):\n  File x\nKeyError: 3\nTraceback (most\nChildFailedError: \n"
+    assert error_line(plain) == "KeyError: 3"
+    assert error_line("fine\nValueError: not in a traceback\n") is None
+
+
+# --- rows and tables ---
+
+
+def test_percentiles() -> None:
+    assert rows.percentiles([float(v) for v in range(11)]) == (2.0, 5.0, 8.0)
+    assert rows.percentiles([4.0]) == (4.0, 4.0, 4.0)
+
+
+def record() -> dict[str, Any]:
+    rank = {
+        "losses": [5.0] * 8, "step_s": [9.0] * 6 + [1.0, 3.0], "tokens_per_step": 64, "num_params": 10,
+        "first_step_s": 9.0, "peak_nbytes": 2_000_000, "peak_steady_nbytes": 1_000_000, "peak_is_steady": True,
+        "held_nbytes": 500_000,
+    }  # fmt: skip
+    whole = {"device": "d", "torch": "t", "python": "p", "commit": "c", "world_size": 2, "flags": {"settle": 6}}
+    return whole | {"ranks": [rank, {**rank, "losses": [6.0] * 8, "held_nbytes": 600_000}]}
+
+
+def test_a_row_has_times_only_without_a_reason() -> None:
+    good = rows.measured(record(), None)
+    assert (good["p50_ms"], good["tokens_per_s_rank"], good["held_mb"]) == ("2000.00", "16", "0.60")
+    assert (good["loss_before"], good["loss_after_5"], good["status"]) == ("5.500000", "5.500000", "ok")
+    bad = rows.measured(record(), "no")
+    assert bad["status"] == "no"
+    assert not set(rows.NUMBERS) & set(bad)
+    assert set(rows.NUMBERS) - {"host_ms"} <= set(good)  # which is a GPU's
+    assert set(good) <= set(rows.COLUMNS)
+
+
+def test_rows_of_another_shape_are_not_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    rows.append(path, {"case": "a"})
+    rows.append(path, {"case": "b"})
+    assert [r["case"] for r in rows.read(path)] == ["a", "b"]
+    path.write_text("case,other\n")
+    with pytest.raises(ValueError, match="name another file"):
+        rows.append(path, {"case": "c"})
+
+
+def test_fingerprint_follows_the_measured_code_alone(tmp_path: Path) -> None:
+    for name in ("zc/a.py", "bench/train.py", "bench/tables.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    before = rows.fingerprint(tmp_path)
+    (tmp_path / "bench/tables.py").write_text("x = 2\n")
+    assert rows.fingerprint(tmp_path) == before
+    (tmp_path / "zc/a.py").write_text("x = 2\n")
+    assert rows.fingerprint(tmp_path) != before
+
+
+def times_of(p50: float) -> dict[str, Any]:
+    return {"p20_ms": p50 - 1, "p50_ms": p50, "p80_ms": p50 + 2}
+
+
+def written(path: Path, session: str, day: int, zc_ms: float, status: str = "ok") -> None:
+    base: dict[str, Any] = dict.fromkeys(rows.COLUMNS, "1") | {"session": session, "status": "ok"}
+    base |= {"case": "tiny", "time": f"2026-01-0{day}", "num_params": "1000"}
+    for repeat in range(3):
+        slow = 1 + repeat  # the machine slows down; ratios within a repeat do not
+        row = base | {"repeat": repeat, "start": "cold" if repeat == 0 else "warm"}
+        rows.append(path, row | {"provider": "zc stage 2, eager"} | times_of(1000 * slow))
+        rows.append(path, row | {"provider": "DDP + compile"} | times_of(500 * slow))
+        times = times_of(zc_ms * slow) if status == "ok" else dict.fromkeys(times_of(0), "")
+        rows.append(path, row | {"provider": "zc stage 2", "status": status, **times})
+
+
+def line_of(table: str, provider: str) -> list[str]:
+    line = next(line for line in table.splitlines() if line.startswith(f"| {provider} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_table_takes_the_last_session_and_ratios_within_a_repeat(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    written(path, "zzz", 1, zc_ms=250)
+    written(path, "aaa", 2, zc_ms=400)
+    made = tables.run(path, {"case": "tiny"})
+    assert line_of(made, "DDP + compile")[1:3] == ["1,000 (999 to 1,002)", "1.250"]
+    assert line_of(made, "zc stage 2")[1:4] == ["800 (799 to 802)", "1.000", "0.400"]
+    names = [line.split("|")[1].strip() for line in made.splitlines() if line.startswith("| ")][2:]
+    assert names == ["zc stage 2", "DDP + compile", "zc stage 2, eager"]
+    assert "1,000 parameters" in made
+    assert tables.run(path, {"case": "other"}) == "No rows yet in run.csv with {'case': 'other'}."
+    assert tables.run(tmp_path / "none.csv", {}).startswith("No rows yet in none.csv")
+    with pytest.raises(ValueError, match="has no column"):
+        tables.run(path, {"depth": "24"})
+
+
+def test_a_table_shows_the_reason_in_place_of_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    written(path, "s", 1, zc_ms=400, status="loss after 3 updates is 1.0, float64 says 2.0")
+    cells = line_of(tables.run(path, {}), "zc stage 2")
+    assert cells[1] == "no number: loss after 3 updates is 1.0, float64 says 2.0"
+    assert set(cells[2:]) == {""}
+    assert line_of(tables.run(path, {}), "DDP + compile")[2] == ""  # nothing to compare it with
+
+
+def test_a_table_of_scale_has_a_line_an_x(tmp_path: Path) -> None:
+    path = tmp_path / "scale.csv"
+    for series, x, value in (("a", 64, 9.0), ("a", 8, 1.5), ("b", 64, 4000.0), ("a", 64, 2.0)):
+        scale.append(path, "s", scale.Point("first step, cold", series, x, value, "s"))
+    made = tables.scale(path, {"kind": "first_step,_cold"}).splitlines()
+    assert made[:4] == ["|  | a | b |", "| --- | --: | --: |", "| 8 | 1.5 |  |", "| 64 | 2 | 4,000 |"]
+    assert tables.scale(path, {"kind": "plan"}).startswith("No rows yet")
+
+
+def test_a_table_of_the_gpu_shows_what_communication_adds(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.csv"
+    base = dict.fromkeys(rows.COLUMNS, "1") | {"session": "s", "status": "ok", "case": "c", "num_params": "1000"}
+    for network, p50 in (("", 70.0), ("zero", 80.0), ("nvlink", 83.5)):
+        rows.append(path, base | {"provider": "zc stage 2", "network": network} | times_of(p50))
+    rows.append(path, base | {"provider": "DDP", "network": "nvlink", "status": "failed: no", "p50_ms": ""})
+    lines = [[c.strip() for c in line.split("|")[1:-1]] for line in tables.gpu(path, {"case": "c"}).splitlines()[2:6]]
+    assert [line[1] for line in lines] == ["none, 1 rank", "zero", "nvlink", "nvlink"]
+    assert [line[3] for line in lines] == ["", "", "3.50", ""]
+    assert lines[2][2] == "83.5 (82.5 to 85.5)"
+    assert lines[3][2] == "no number: failed: no"
+
+
+def test_fill_replaces_only_what_is_marked(tmp_path: Path) -> None:
+    written(tmp_path / "run.csv", "s", 1, zc_ms=400)
+    text = "before\n<!-- table: run case=tiny -->\nstale\n<!-- end -->\nafter\n"
+    filled = tables.fill(text, tmp_path)
+    assert filled.startswith("before\n<!-- table: run case=tiny -->\n| provider |")
+    assert filled.endswith("<!-- end -->\nafter\n")
+    assert "stale" not in filled
+    assert tables.fill(filled, tmp_path) == filled
+    with pytest.raises(ValueError, match="no table is named 'other'"):
+        tables.fill("<!-- table: other -->\n<!-- end -->", tmp_path)
+
+
+def test_tables_are_those_of_the_committed_rows() -> None:
+    for name in tables.FILES:
+        text = (ROOT / name).read_text()
+        assert tables.fill(text) == text, f"{name}: run python -m bench.tables"
+
+
+def test_a_chart_is_drawn_and_leaves_out_what_has_no_number(tmp_path: Path) -> None:
+    written(tmp_path / "run.csv", "s", 1, zc_ms=400, status="no")
+    charts.draw("tiny", rows.read(tmp_path / "run.csv"), tmp_path / "tiny.png")
+    assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
+    only_bad = [r for r in rows.read(tmp_path / "run.csv") if r["provider"] == "zc stage 2"]
+    charts.draw("tiny", only_bad, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()

@@ -1,0 +1,116 @@
+"""Public reports of norms and gradients that went wrong with offload (INVARIANTS I5, I9), each with what it looks like
+when the code under it is broken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from models import Heads, seeded
+from torch import nn
+
+import zc
+from zc.ops import GradientOps
+
+DIM, TASKS = 16, 3
+
+
+def data(rank: int, task: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = seeded(rank, 7, task)
+    return torch.randn(8, DIM, generator=generator), torch.randn(8, 4, generator=generator)
+
+
+def build(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: nn.Module = Heads(DIM, TASKS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return zc.compile(model, optimizer, backend="eager", bucket_nbytes=2000, offload="cpu", **options)
+
+
+def one_process(tasks: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Mean gradients over two ranks in float64, plain PyTorch."""
+    torch.manual_seed(0)
+    model = Heads(DIM, TASKS).double()
+    for rank in range(2):
+        for task in tasks:
+            x, y = (t.double() for t in data(rank, task))
+            (nn.functional.mse_loss(model(x, (task,))[0], y) / 2).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def joint(grads: dict[str, torch.Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads.values()])))
+
+
+def edited(rank: int, world_size: int, mode: str, fault: str | None) -> tuple[float, float, bool]:
+    """Job: the norm, the norm after one gradient was scaled by hand, and whether the update took the scaled one."""
+    model, optimizer = build(offload_accumulate=mode)
+    sharded = zc.api.sharded(model)
+    if fault == "the norm is kept":  # DS#7302
+        sharded._norms = type("Stale", (dict,), {"clear": lambda self: None})()
+    if fault == "host memory is not told":  # DS#7292: clipped on one copy, updated from the other
+        sharded._copies = {name: copies[1:] for name, copies in sharded._copies.items()}
+    for task in range(TASKS):
+        x, y = data(rank, task)
+        nn.functional.mse_loss(model(x, (task,))[0], y).backward()
+    first = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    bias = model.heads[0].bias
+    before = bias.detach().clone()
+    for param in model.parameters():
+        param.grad.mul_(0.0 if param is bias else 0.5)
+    second = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    optimizer.step()
+    return first, second, torch.equal(bias, before)
+
+
+@pytest.mark.parametrize("mode", ["cpu", "device"])
+def test_ds7302_the_norm_is_that_of_the_gradients_as_they_are_now(mode: str) -> None:
+    """DS#7302, DS#7292: with offload, gradients that the script had changed were reported with their old norm."""
+    grads = one_process((0, 1, 2))
+    changed = {n: g * (0.0 if n == "heads.0.bias" else 0.5) for n, g in grads.items()}
+    for first, second, stays in run_ranks(edited, 2, mode, None):
+        assert first == pytest.approx(joint(grads), rel=1e-6)
+        assert second == pytest.approx(joint(changed), rel=1e-6)
+        assert stays, "the update of a gradient of zeros moved something"
+    _, second, _ = run_ranks(edited, 2, mode, "the norm is kept")[0]
+    assert second != pytest.approx(joint(changed), rel=1e-2)
+    if mode == "device":
+        assert not run_ranks(edited, 2, mode, "host memory is not told")[0][2]
+
+
+def unused(rank: int, world_size: int, mode: str, fault: str | None) -> tuple[float, float]:
+    """Job: an update with head 0 alone, then the norm and head 0's movement in an update with heads 1 and 2."""
+    kept = GradientOps.clear
+    model, optimizer = build(offload_accumulate=mode)
+    try:
+        nn.functional.mse_loss(model(data(rank, 0)[0], (0,))[0], data(rank, 0)[1]).backward()
+        if fault == "gradients are not cleared":
+            GradientOps.clear = lambda self, set_to_none: None  # type: ignore[method-assign]
+        with torch.no_grad():
+            optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 1e-2
+        head = model.heads[0].weight
+        before = head.detach().clone()
+        for task in (1, 2):
+            x, y = data(rank, task)
+            nn.functional.mse_loss(model(x, (task,))[0], y).backward()
+        norm = float(zc.clip_grad_norm_(model, 1e9))
+        optimizer.step()
+        return norm, float((head - before).norm())
+    finally:
+        GradientOps.clear = kept  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("mode", ["cpu", "device"])
+def test_ds5241_a_parameter_that_is_not_used_counts_as_nothing(mode: str) -> None:
+    """DS#5241, DS#707: offload's norm failed, or became -1, where a trainable parameter had no gradient in a step."""
+    wanted = joint(one_process((1, 2)))
+    for norm, moved in run_ranks(unused, 2, mode, None):
+        assert norm == pytest.approx(wanted, rel=1e-6) and moved == 0.0
+    norm, _ = run_ranks(unused, 2, mode, "gradients are not cleared")[0]
+    assert norm != pytest.approx(wanted, rel=1e-2)

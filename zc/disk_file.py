@@ -1,0 +1,227 @@
+"""One rank's state file: memory-mapped regions, and a mark beside it that stands only while the file is complete.
+
+An update writes into the mapped pages wherever it likes and the system writes them out whenever it likes, so the file
+by itself means nothing after a crash. What makes it worth reading is the mark, ``*.mark``: made by `StateFile.flush`
+when everything before it is on the disk, taken away, on the disk as well, before the next byte is written. The order
+of things is that of a write-ahead log's commit record (Mohan et al., ARIES, 1992), with an undo that is "start anew"::
+
+    flush:         fsync(state)  ->  write, fsync(mark.new)  ->  rename to mark  ->  fsync(folder)
+    begin_update:  unlink(mark)  ->  fsync(folder)  ->  the update writes
+
+A file without a mark is never read. All space is reserved when the file is opened: a disk that fills up later would
+end the process with SIGBUS in the middle of an update.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zc.errors import PlanError
+
+try:
+    import fcntl
+except ImportError:  # pragma: no cover - Windows
+    fcntl = None  # type: ignore[assignment]
+
+FORMAT = 1
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Region:
+    """[numel] of ``dtype`` at ``offset`` bytes, page-aligned, so that it can be read ahead by itself."""
+
+    name: str
+    offset: int
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def place(sizes: Mapping[str, tuple[int, torch.dtype]]) -> tuple[Region, ...]:
+    """The regions of a file, one behind the other in the given order, each from a page's start. Empty ones are left
+    out."""
+    regions: list[Region] = []
+    offset = 0
+    for name, (numel, dtype) in sizes.items():
+        if numel:
+            regions.append(Region(name, offset, numel, dtype))
+            offset += -(-regions[-1].nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+    return tuple(regions)
+
+
+class StateFile:
+    """The file of one rank in ``folder``, opened, locked, and as large as it will ever be.
+
+    ``found`` is the mark that an earlier run left, checked against ``regions`` and ``lines``; None: nothing to trust.
+
+    Raises:
+        PlanError: the folder is none, not writable, or lacks the space (both figures); another process has the file;
+            the file is shorter or longer than its mark says; it holds the state of another plan (the first line that
+            differs). The folder is then as it was.
+    """
+
+    def __init__(self, folder: Path, rank: int, world_size: int, regions: Sequence[Region], lines: Sequence[str]):
+        if not folder.is_dir():
+            raise PlanError(f"offload_dir {folder} is not a folder: make it first, on the disk that is meant")
+        self.folder, self._rank, self.path = folder, rank, folder / f"zc-rank{rank:05d}-of-{world_size:05d}.state"
+        self.mark_path = self.path.with_suffix(".mark")
+        self.regions = {region.name: region for region in regions}
+        last = regions[-1] if regions else None
+        self.nbytes = max(last.offset + last.nbytes if last else 0, 1)  # mmap takes no empty file
+        self.lines = [*lines, *(f"{r.name}: {r.numel} {r.dtype} at {r.offset}" for r in regions)]
+        self.was_left = self.path.exists()
+        self._remedy = f"to start without that state, remove {self.path.stem}.*"
+        self.found: dict[str, Any] | None = None
+        self._fd = self._open()
+        try:
+            self.found = self._read_mark()
+            if self.found is None:
+                self._reserve()
+            self._map = mmap.mmap(self._fd, self.nbytes)
+        except BaseException:
+            self._remove_if(not self.was_left)
+            os.close(self._fd)
+            raise
+        self._tensors = {r.name: torch.frombuffer(self._map, dtype=r.dtype, count=r.numel, offset=r.offset)
+                         for r in regions}  # fmt: skip
+        # a run that ends without a flush leaves nothing behind; one that is killed leaves a file without a mark
+        self._end = weakref.finalize(self, _end, self._fd, self.path, self.mark_path, os.getpid())
+
+    def _open(self) -> int:
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+        except OSError as error:
+            raise PlanError(
+                f"offload_dir {self.folder} can't be written to: {error.strerror} ({self.path.name})"
+            ) from None
+        if fcntl is not None:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(fd)
+                raise PlanError(
+                    f"{self.path} is in use by another process, or by a model in this one: give each run a folder of "
+                    "its own"
+                ) from None
+        return fd
+
+    def _read_mark(self) -> dict[str, Any] | None:
+        if not self.mark_path.exists():
+            return None
+        try:
+            mark: dict[str, Any] = json.loads(self.mark_path.read_text())
+            version, wanted, lines = mark["format"], mark["nbytes"], mark["lines"]
+        except (ValueError, KeyError, TypeError):
+            raise PlanError(f"{self.mark_path} can't be read: {self._remedy}") from None
+        if version != FORMAT:
+            raise PlanError(f"{self.mark_path} has format {version}, this zc reads {FORMAT}: {self._remedy}")
+        nbytes = os.fstat(self._fd).st_size
+        if nbytes != wanted:
+            raise PlanError(
+                f"{self.path} has {nbytes:,} bytes, and had {wanted:,} when its state was complete: {self._remedy}"
+            )
+        for here, there in zip(_padded(self.lines, lines), _padded(lines, self.lines), strict=True):
+            if here != there:
+                raise PlanError(
+                    f"{self.path} holds the state of another plan: it has {there}, this one {here}: {self._remedy}"
+                )
+        return mark
+
+    def _reserve(self) -> None:
+        """Every byte of the file, now."""
+        held = os.fstat(self._fd).st_blocks * 512
+        free = os.statvfs(self.folder)
+        available = free.f_bavail * free.f_frsize + held
+        try:
+            if self.nbytes > available:
+                raise OSError(errno.ENOSPC, "")
+            os.ftruncate(self._fd, self.nbytes)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._fd, 0, self.nbytes)
+            else:
+                for start in range(0, self.nbytes, _CHUNK):
+                    os.pwrite(self._fd, bytes(min(_CHUNK, self.nbytes - start)), start)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            os.ftruncate(self._fd, 0)
+            raise PlanError(
+                f"offload_dir {self.folder} has {available:,} bytes for rank {self._rank}, whose optimizer "
+                f"state takes {self.nbytes:,}"
+            ) from None
+
+    def tensor(self, name: str) -> Tensor:
+        """[numel], mapped: what is written to it is in the file, some time."""
+        return self._tensors[name]
+
+    def prefetch(self, name: str) -> None:
+        """Asks the system to read a region ahead; returns at once."""
+        region = self.regions[name]
+        if hasattr(self._map, "madvise"):
+            self._map.madvise(mmap.MADV_WILLNEED, region.offset, region.nbytes)
+
+    def begin_update(self) -> None:
+        """Before anything is written: from here on a restart finds no mark."""
+        self.found = None
+        if self.mark_path.exists():
+            self.mark_path.unlink()
+            _sync_folder(self.folder)
+
+    def flush(self, facts: Mapping[str, Any]) -> None:
+        """All that was written is on the disk, and then the mark, with ``facts``, which `found` gives back."""
+        self._map.flush()
+        os.fsync(self._fd)
+        text = json.dumps({"format": FORMAT, "nbytes": self.nbytes, "lines": self.lines, **facts})
+        new = self.mark_path.with_suffix(".mark.new")
+        with open(new, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, self.mark_path)
+        _sync_folder(self.folder)
+
+    def discard(self) -> None:
+        """The plan was refused somewhere else: the folder becomes what it was."""
+        self._remove_if(not self.was_left)
+        self._end.detach()
+        self._tensors.clear()
+        os.close(self._fd)
+
+    def _remove_if(self, condition: bool) -> None:
+        if condition:
+            self.path.unlink(missing_ok=True)
+
+
+def _end(fd: int, path: Path, mark: Path, owner: int) -> None:
+    if os.getpid() != owner:  # a forked worker ends
+        return
+    if not mark.exists():
+        path.unlink(missing_ok=True)
+    os.close(fd)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _padded(lines: Sequence[str], others: Sequence[str]) -> list[str]:
+    return [*lines, *["nothing"] * max(0, len(others) - len(lines))]
