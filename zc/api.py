@@ -50,7 +50,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     offload_accumulate: str = "cpu",
     offload_dir: str | Path | None = None,
     verify: bool = True,
-    write_in_place: bool = True,
+    write_in_place: bool = False,
     delay_weight_grads: bool = False,
     dump_dir: str | Path | None = None,
 ) -> tuple[nn.Module, Optimizer]:
@@ -80,6 +80,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             stay there (stage 1: 4 bytes a parameter, stage 2: 4 / W) and are copied once an update.
         verify: False skips the proof of each schedule, and explain says so.
         write_in_place: weight gradients are made in their place in the bucket; False: made apart, then copied there.
+            Stage 2 has the same bits either way. docs/design.md has what it costs and gains.
         delay_weight_grads: one bucket's weight gradients may be made last, where a cost model says that they cover the
             last reduction (a large embedding's, say). No number changes.
         dump_dir: a folder for each graph before and after every pass, and the schedule as Python.

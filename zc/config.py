@@ -33,7 +33,7 @@ class Config:
     offload_accumulate: str = "cpu"
     offload_dir: str | Path | None = None
     verify: bool = True
-    write_in_place: bool = True
+    write_in_place: bool = False
     delay_weight_grads: bool = False
     dump_dir: str | Path | None = None
 

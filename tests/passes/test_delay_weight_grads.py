@@ -169,7 +169,8 @@ def _train(rank: int, world_size: int, stage: int) -> tuple[list[torch.Tensor], 
         model = Llama(vocab=4096, width=64, layers=1, hidden=96)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         zc.compile(
-            model, optimizer, stage=stage, backend="aot_eager", bucket_nbytes=2**15, delay_weight_grads=delay
+            model, optimizer, stage=stage, backend="aot_eager", bucket_nbytes=2**15, write_in_place=True,
+            delay_weight_grads=delay
         )  # fmt: skip
         for step in range(2):
             model(tokens(rank, step, vocab=4096)).backward()

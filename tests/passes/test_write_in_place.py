@@ -271,7 +271,7 @@ def test_nothing_of_what_an_accumulator_held_is_read() -> None:
         torch.manual_seed(0)
         model = Llama(layers=1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        zc.compile(model, optimizer, stage=1, backend="aot_eager")
+        zc.compile(model, optimizer, stage=1, backend="aot_eager", write_in_place=True)
         for acc in sharded(model).runtime.buffers.acc if poison else ():
             acc.fill_(torch.nan)
         model(tokens(0, 0)).backward()
@@ -288,7 +288,7 @@ def test_slots_that_a_failed_backward_has_opened_hold_zeros() -> None:
     torch.manual_seed(0)
     model = Llama(layers=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    zc.compile(model, optimizer, stage=1, backend="aot_eager")
+    zc.compile(model, optimizer, stage=1, backend="aot_eager", write_in_place=True)
 
     def gradients() -> list[Tensor]:
         model(tokens(0, 0)).backward()
