@@ -1,4 +1,4 @@
-# make demo | test | lint | types | bench | bench-quick | bench-scale | bench-peers | tables | gpu-test | gpu-bench | venv | clean
+# make demo | test | lint | types | bench | bench-quick | bench-scale | bench-peers | tables | models-table | gpu-test | gpu-bench | venv | clean
 #
 # Without an override, .venv is made and torch $(TORCH_VERSION) and the rest are installed in it. With one,
 # `make test PYTHON=$(which python)`, that environment is used as it is: only zc itself is installed into it, without
@@ -19,7 +19,7 @@ PY := $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
 STAMP := build/installed$(subst /,-,$(PYTHON))
 endif
 
-.PHONY: demo test lint types bench bench-quick bench-scale bench-peers tables gpu-test gpu-bench venv clean
+.PHONY: demo test lint types bench bench-quick bench-scale bench-peers tables models-table gpu-test gpu-bench venv clean
 
 demo: $(STAMP)
 	$(PY) -m bench.demo --out out/demo $(ARGS)
@@ -51,6 +51,10 @@ bench-scale: $(STAMP)
 # DeepSpeed is an extra of the benchmark: without it its rows say so.
 bench-peers: $(STAMP)
 	$(PY) -m pip install --quiet "deepspeed>=0.19,<0.20"
+
+# Every model, stage and backend against DDP: an hour on 2 cores. Rows are kept in build/models.json.
+models-table: $(STAMP)
+	ZC_TESTS=full ZC_MODELS_TABLE=docs/models.md $(PY) -m pytest tests/models $(ARGS)
 
 tables: $(STAMP)
 	$(PY) -m bench.tables

@@ -56,7 +56,7 @@ def storages() -> dict[int, int]:
         warnings.simplefilter("ignore")
         tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
     for tensor in tensors:
-        parts = [tensor] if tensor.grad is None or not tensor.is_leaf else [tensor, tensor.grad]
+        parts = [tensor, tensor.grad] if tensor.is_leaf and tensor.grad is not None else [tensor]
         for part in parts:
             local = part.to_local() if hasattr(part, "to_local") else part
             try:

@@ -1,13 +1,15 @@
 """zc: ZeRO, compiled. ``model, optimizer = zc.compile(model, optimizer)`` and the loop stays as it is."""
 
 from zc.api import clip_grad_norm_, compile, flush_state, full_grad, no_sync, persistent_nbytes, synchronize  # noqa: A004
-from zc.errors import PassError, PlanError, RaceError, RankMismatchError, UncoveredGradientError, ZcError
+from zc.errors import PassError, PlanError, RaceError, RankLostError, RankMismatchError, UncoveredGradientError, ZcError
 from zc.estimate import Estimate, plan
 from zc.explain import explain
+from zc.log import configure as _configure_log
 from zc.passes.verify import Verdict, verify
 from zc.recompile import recompile
 
 __version__ = "0.1.0"
+_configure_log()
 
 # `zc.plan` and `zc.explain` are these functions. The modules of the same names are loaded by then, so that
 # `from zc.plan import Plan` goes on to work: Python looks a module up in sys.modules, not on the package.
@@ -17,6 +19,7 @@ __all__ = [
     "PassError",
     "PlanError",
     "RaceError",
+    "RankLostError",
     "RankMismatchError",
     "UncoveredGradientError",
     "Verdict",

@@ -18,20 +18,23 @@ from collections.abc import Sequence
 
 import torch
 
-from zc.comm import Group, Work
+from zc.comm import Group
 from zc.errors import RankMismatchError
+from zc.rank_check import Work
 
 BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
 
 
 class Announcement:
-    """One exchange: [digest, -digest, *flags], the largest over ranks of each."""
+    """One exchange: [digest, -digest, journal, -journal, *flags], the largest over ranks of each; ``journal`` is the
+    checksum of what this rank has exchanged before."""
 
     def __init__(self, agreement: Agreement, number: int, what: str, flags: Sequence[int]) -> None:
-        digest = zlib.crc32(what.encode())
+        digest, check = zlib.crc32(what.encode()), agreement.group.check
+        journal = check.checksum() if check is not None and what == BOUNDARY else 0
         self.agreement, self.number, self.what = agreement, number, what
-        self._joint = torch.tensor([digest, -digest, *flags], dtype=torch.int64)
-        self._work: Work | None = agreement.group.max_async_on_host(self._joint)
+        self._joint = torch.tensor([digest, -digest, journal, -journal, *flags], dtype=torch.int64)
+        self._work: Work | None = agreement.group.max_async_on_host(self._joint, what)
 
     def is_same(self) -> bool:
         """Whether all ranks announced the same; waits for the slowest. False, without a wait, once stage 2 has
@@ -45,8 +48,12 @@ class Announcement:
                 self.agreement.differed(self)
         return bool(self._joint[0] == -self._joint[1])
 
+    def has_one_past(self) -> bool:
+        """Whether all ranks have had the same exchanges before this one."""
+        return bool(self._joint[2] == -self._joint[3])
+
     def flags(self) -> list[int]:
-        return [int(flag) for flag in self._joint[2:]]
+        return [int(flag) for flag in self._joint[4:]]
 
 
 class Agreement:
@@ -70,21 +77,35 @@ class Agreement:
         while True:
             made = self.announce(BOUNDARY, flags)
             if made.is_same():
+                self._compare_journals(made)
                 return made.flags()
             self.check()
+
+    def _compare_journals(self, boundary: Announcement) -> None:
+        """Raises RankMismatchError on every rank where an exchange went through that was not everyone's: a norm here,
+        a largest value there (zc/rank_check.py)."""
+        check = self.group.check
+        if check is None:
+            return
+        if not boundary.has_one_past():
+            self.group.same_everywhere("what was exchanged since the last update", check.lines())
+        check.agreed()
 
     def differed(self, announcement: Announcement) -> None:
         """Called by whichever thread looks first; the error is raised in the program's own, by `check`."""
         if not self._defers and self._failed is None:
+            assert self.group.check is not None, "with one rank nobody differs"
+            self.group.check.tell(f"announced/{announcement.number}", announcement.what)
             self._failed, self.has_failed = announcement, True
 
     def check(self) -> None:
-        """Raises, on every rank, what each was about to do when they differed."""
-        failed = self._failed
-        if failed is None:
+        """Raises RankMismatchError with what each rank was about to do where they differed."""
+        failed, check = self._failed, self.group.check
+        if failed is None or check is None:
             return
-        others = self.group.tell_each_other(failed.what, failed.number)
-        shown = "; ".join(f"rank {rank} was about to {what}" for rank, what in enumerate(others))
+        told = check.told(f"announced/{failed.number}")
+        plans = [what or "do something else, which it has not said" for what in told]
+        shown = "; ".join(f"rank {rank} was about to {what}" for rank, what in enumerate(plans))
         raise RankMismatchError(
             f"stage 2 reduces in every backward, so all ranks must reduce the same buckets in the same order, and they "
             f"differ: {shown}. Give every rank the same tasks in each backward, or use stage=1, which reduces at the "

@@ -52,6 +52,11 @@ def has_gradient_hook(param: torch.nn.Parameter) -> bool:
     return bool(param._backward_hooks)
 
 
+def version(param: torch.nn.Parameter) -> int:
+    """How often autograd has seen ``param`` written in place. (``Tensor._version``, since torch 0.4.)"""
+    return int(param._version)
+
+
 def num_accumulate_hooks(param: torch.nn.Parameter) -> int:
     """Post-accumulate-grad hooks on a parameter. (``Tensor._post_accumulate_grad_hooks``, since 2.1.)"""
     return len(getattr(param, "_post_accumulate_grad_hooks", None) or ())
@@ -91,6 +96,12 @@ def make_wrapper(cls: type[_T], like: torch.Tensor) -> _T:
     return made
 
 
+def default_store() -> Any:
+    """The store of the default process group: torchrun's agent holds it, so it outlives a rank. (FSDP's and
+    torch.distributed.checkpoint's own tests and elastic code take it the same way; 2.11 to 2.15.)"""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 # --- the Dynamo backend ---
 
 
@@ -102,6 +113,7 @@ def make_backend(runtime: Runtime) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
         refuse_compiled_autograd()
+        runtime.ledger.graphs.append(_compile_id())
         name_of = {id(param): name for name, param in runtime.params.items()}  # zc.recompile may have added some
         names = [name_of.get(id(value)) for value in inputs]
         _guard_identity(gm, names)
@@ -111,6 +123,28 @@ def make_backend(runtime: Runtime) -> Callable[..., Any]:
             return compile_fx(gm, list(inputs), inner_compile=partial(_inner_compile, runtime, names))
 
     return zc_backend
+
+
+def _compile_id() -> str:
+    """Dynamo's id of the graph that is being compiled, frame / how often that frame was compiled before."""
+    from torch._guards import CompileContext
+
+    found = CompileContext.current_compile_id()
+    return f"{found.frame_id}/{found.frame_compile_id}" if found is not None else "?"
+
+
+def graph_breaks() -> dict[str, int]:
+    """Why Dynamo broke graphs in this process, and how often; under "skipped frames" those that it left uncompiled.
+
+    Relies on ``torch._dynamo.utils.counters``, which TORCH_LOGS and Dynamo's own tests read (2.11 to 2.15).
+    """
+    from torch._dynamo.utils import counters
+
+    found = {str(reason): int(times) for reason, times in counters["graph_break"].items()}
+    frames = counters["frames"]
+    if frames["total"] > frames["ok"]:
+        found["skipped frames"] = int(frames["total"] - frames["ok"])
+    return found
 
 
 def compile_in_place(model: nn.Module, backend: Callable[..., Any]) -> None:
@@ -158,6 +192,7 @@ def _inner_compile(
         if runtime.plan.overlap_gather:
             return _compile_forward(runtime, names, gm, example_inputs, kwargs)
         return _whole(runtime, gm, example_inputs, kwargs)
+    _adopt_strides(gm, example_inputs)
     backward = CompiledBackward(runtime, names, gm, kwargs)
 
     def run(args: list[Any]) -> tuple[Any, ...]:
@@ -165,6 +200,23 @@ def _inner_compile(
 
     run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
     return run
+
+
+def _adopt_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Inductor may give a saved activation other strides than it was traced with (channels last around convolutions).
+    AOTAutograd hands them in with ``example_inputs``; the graph's own values learn of them here, before it is cut into
+    segments, each of which asserts the strides of its inputs.
+
+    Relies on AOTAutograd restriding the example inputs by what the compiled forward reports, as Inductor's own
+    FakeTensorProp does (2.11 to 2.15).
+    """
+    from torch._guards import detect_fake_mode
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    pairs = zip((node.meta.get("val") for node in placeholders), example_inputs, strict=True)
+    if any(_strides_of(traced) != _strides_of(real) for traced, real in pairs):
+        FakeTensorProp(gm, mode=detect_fake_mode(example_inputs)).propagate_dont_convert_inputs(*example_inputs)
 
 
 def _whole(runtime: Runtime, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -381,7 +433,7 @@ def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModul
     output = gm.graph.output_node()
     outputs: Any = output.args[0]
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
-    output.meta["original_output_strides"] = [_strides(n) for n in outputs]
+    output.meta["original_output_strides"] = [_strides_of(n.meta.get("val")) for n in outputs]
     example_inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     accepted = inspect.signature(compile_fx_inner).parameters
     passed = {k: v for k, v in kwargs.items() if k in accepted or "kwargs" in accepted}
@@ -394,8 +446,7 @@ def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModul
     return compiled
 
 
-def _strides(node: fx.Node) -> Any:
-    val = node.meta.get("val")
+def _strides_of(val: Any) -> Any:
     return val.stride() if isinstance(val, torch.Tensor) and val.layout == torch.strided else None
 
 

@@ -38,6 +38,7 @@ def check(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     if not params:
         raise PlanError(f"{type(model).__name__} has no trainable parameter (requires_grad is False for all)")
     _check_tensors(params)
+    _check_sparse(model)
     _check_devices(params)
     _check_storages(params)
     _check_optimizer(model, params, optimizer)
@@ -72,6 +73,15 @@ def _check_tensors(params: dict[str, nn.Parameter]) -> None:
             )
         if param.grad is not None:
             raise PlanError(f"parameter {name} has a gradient already: call model.zero_grad() before zc.compile")
+
+
+def _check_sparse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise PlanError(
+                f"{type(module).__name__} {name} was made with sparse=True: zc reduces dense gradients, make it with "
+                "sparse=False"
+            )
 
 
 def _check_devices(params: dict[str, nn.Parameter]) -> None:

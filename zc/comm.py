@@ -9,31 +9,74 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zc.errors import PlanError, RankMismatchError
+from zc.plan import Plan
+from zc.rank_check import Entry, RankCheck, Work
 
-_NBYTES_TEXT = 1024  # of what a rank tells the others of itself in an error
+# lifetime: for ever. gloo's destructor waits for a collective that was started, and a lost rank never ends it.
+_ABANDONED: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []
 
-
-class Work(Protocol):
-    def wait(self) -> Any: ...
+# What is exchanged under a bucket's number. On CPU the position in this list is part of the message's tag.
+EXCHANGES = ("reduce", "gather weights", "gather gradient")
 
 
 class Several:
-    """Several works as one. Holds them, and with them their buffers, until all are done."""
+    """Sends and receives as one work. Holds them, and with them their buffers, until all are done.
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    gloo can neither ask a send or a receive whether it is done nor give up waiting for it, so a wait with a timeout
+    hands the works to a thread, once.
+    """
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
         self._works = works
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: RuntimeError | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            for work in self._works:
+                work.wait()
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait_here, name="zc waits", daemon=True)
+            self._thread.start()
+        if not self._done.wait(timeout.total_seconds()):
+            raise RuntimeError(f"timed out after {timeout}")
+        if self._error is not None:
+            raise self._error
+
+    def _wait_here(self) -> None:
+        try:
+            self.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+
+class Watched:
+    """A work whose wait ends with a named error where the ranks are out of step (zc/rank_check.py)."""
+
+    def __init__(self, work: Work, check: RankCheck, entry: Entry | str) -> None:
+        self._work, self._check, self._entry = work, check, entry
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        on_stream = threading.current_thread().name.startswith("zc ")  # the calling thread waits for that one
+        self._check.wait(self._work, self._entry, interruptible=not on_stream)
 
 
 def host_backend(group: dist.ProcessGroup | None) -> str:
@@ -43,7 +86,7 @@ def host_backend(group: dist.ProcessGroup | None) -> str:
     return str(config.get_device_backend_map().get("cpu", "gloo"))
 
 
-def _started(work: Work | None) -> Work:
+def _started(work: Any) -> Any:
     assert work is not None, "this rank is a member of the group"
     return work
 
@@ -55,8 +98,10 @@ class Group:
         self.rank, self.world_size = 0, 1
         self.data: dist.ProcessGroup | None = None
         self.control: dist.ProcessGroup | None = None
+        self.check: RankCheck | None = None
+        self._nbytes_sent: Counter[str] = Counter()  # by kind of exchange, by this rank
         self._given = group
-        self._gathers_by_pairs = False
+        self._by_pairs = False
         if not dist.is_available() or not dist.is_initialized():
             return
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -70,7 +115,7 @@ class Group:
         if self.world_size > 1:
             given = self._given if self._given is not None else dist.group.WORLD
             self.data = self._new_group() if device.type == "cpu" else given
-            self._gathers_by_pairs = device.type == "cpu" and host_backend(given) == "gloo"
+            self._by_pairs = device.type == "cpu" and host_backend(given) == "gloo"
 
     def _new_group(self) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self._given if self._given is not None else dist.group.WORLD)
@@ -91,47 +136,80 @@ class Group:
         if failure is not None:
             raise failure
 
-    def all_to_all(self, out: Tensor, rows: Tensor) -> Work | None:
-        """out[s*S:(s+1)*S] on rank r <- rows[r*S:(r+1)*S] of rank s; both [P], contiguous. Asynchronous."""
-        work: Work | None = dist.all_to_all_single(out, rows, group=self.data, async_op=True)
-        return work
+    def watch(self, plan: Plan, store: Any) -> None:
+        """From here on exchanges are kept in the rank's journal, and watched through ``store``."""
+        if self.control is not None:
+            own = dist.PrefixStore(f"zc/{self.control.group_name}", store)  # type: ignore[attr-defined]
+            self.check = RankCheck(self.rank, self.world_size, own, plan.describe_exchange)
+            self.check.on_failure = partial(_ABANDONED.append, (self.data, self.control))
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor) -> Work | None:
+    def take_nbytes_sent(self) -> Counter[str]:
+        """Since it was last asked: bytes that this rank has sent, by kind of exchange."""
+        sent, self._nbytes_sent = self._nbytes_sent, Counter()
+        return sent
+
+    def _begin(self, kind: str, index: int, nbytes: int) -> Entry:
+        self._nbytes_sent[kind] += nbytes * (self.world_size - 1) // self.world_size
+        if self.check is not None:
+            self.check.enter(kind, index)
+        return kind, index
+
+    def _watched(self, work: Any, entry: Entry | str) -> Any:
+        return work if self.check is None or work is None else Watched(work, self.check, entry)
+
+    def all_to_all(self, out: Tensor, rows: Tensor, bucket: int) -> Work | None:
+        """out[s*S:(s+1)*S] on rank r <- rows[r*S:(r+1)*S] of rank s; both [P], contiguous. Asynchronous."""
+        entry = self._begin("reduce", bucket, rows.nbytes)
+        if not self._by_pairs:
+            return self._watched(dist.all_to_all_single(out, rows, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
+        theirs, mine = out.view(self.world_size, -1), rows.view(self.world_size, -1)
+        theirs[self.rank].copy_(mine[self.rank])
+        return self._pairs(list(theirs), list(mine), entry)
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, bucket: int) -> Work | None:
         """out [S] <- sum over ranks of this rank's rows of flat [P]. Asynchronous."""
+        entry = self._begin("reduce", bucket, flat.nbytes)
         # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
         call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return call(out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True)  # type: ignore[no-any-return]
+        return self._watched(call(out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
 
-    def all_gather(self, out: Tensor, shard: Tensor) -> Work | None:
-        """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. Asynchronous."""
-        if self._gathers_by_pairs:
-            return self._gather_by_pairs(out, shard)
-        call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return call(out, shard, group=self.data, async_op=True)  # type: ignore[no-any-return]
+    def all_gather(self, out: Tensor, shard: Tensor, what: str, bucket: int) -> Work | None:
+        """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. ``what`` is one of EXCHANGES.
+        Asynchronous."""
+        entry = self._begin(what, bucket, out.nbytes)
+        if not self._by_pairs:
+            call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            return self._watched(call(out, shard, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
+        theirs = out.view(self.world_size, -1)
+        if theirs[self.rank].data_ptr() != shard.data_ptr():
+            theirs[self.rank].copy_(shard)
+        return self._pairs(list(theirs), [shard] * self.world_size, entry)
 
-    def _gather_by_pairs(self, out: Tensor, shard: Tensor) -> Work:
-        """Sends and receives, straight into place: gloo's own all_gather fills a buffer of [P] first and copies it out
-        (2 ranks, 25 MB: 11 to 13 ms against 7)."""
-        numel, own = shard.numel(), out[self.rank * shard.numel() : (self.rank + 1) * shard.numel()]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
-        started: list[Work] = []
+    def _pairs(self, received: list[Tensor], sent: list[Tensor], entry: Entry) -> Work:
+        """received[s] <- sent[this rank] of rank s, for all others, straight into place (gloo's own all_gather fills a
+        buffer of [P] first and copies it out: 2 ranks, 25 MB, 11 to 13 ms against 7). The tag names the exchange: on
+        ranks that are out of step two different buckets wait, and never mix."""
+        kind, index = entry
+        tag = len(EXCHANGES) * index + EXCHANGES.index(kind)
+        started = []
         for distance in range(1, self.world_size):  # all start with their neighbour: nobody is asked by all at once
             source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
-            theirs = out[source * numel : (source + 1) * numel]
-            started.append(_started(dist.irecv(theirs, group_src=source, group=self.data)))
-            started.append(_started(dist.isend(shard, group_dst=target, group=self.data)))
-        return Several(started)
+            started.append(_started(dist.irecv(received[source], group_src=source, group=self.data, tag=tag)))
+            started.append(_started(dist.isend(sent[target], group_dst=target, group=self.data, tag=tag)))
+        return self._watched(Several(started), entry)  # type: ignore[no-any-return]
 
     def sum_(self, value: Tensor) -> None:
         """Adds a small tensor over the ranks, in place."""
-        if self.world_size > 1:
-            dist.all_reduce(value, group=self.data)
+        self._all_reduce("sum", value, dist.ReduceOp.SUM)
 
     def max_(self, value: Tensor) -> None:
         """The largest over the ranks, elementwise, in place."""
+        self._all_reduce("largest", value, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, kind: str, value: Tensor, op: Any) -> None:
         if self.world_size > 1:
-            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.data)
+            entry = self._begin(kind, value.numel(), 2 * value.nbytes)
+            self._watched(dist.all_reduce(value, op=op, group=self.data, async_op=True), entry).wait()
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Rank 0's values, in place, any dtype. ``tensor`` is contiguous."""
@@ -144,27 +222,18 @@ class Group:
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control)
+        work = self.max_async_on_host(tensor, "an exchange of a few numbers")
+        assert work is not None
+        work.wait()
         return [int(value) for value in tensor]
 
-    def max_async_on_host(self, values: Tensor) -> Work | None:
-        """The largest of each value over the ranks, in place, in host memory. Asynchronous; None with one rank."""
+    def max_async_on_host(self, values: Tensor, what: str) -> Work | None:
+        """The largest of each value over the ranks, in place, in host memory. Asynchronous; None with one rank.
+        ``what`` says in an error what this rank waited for."""
         if self.world_size == 1:
             return None
-        work: Work | None = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
-        return work
-
-    def tell_each_other(self, text: str, tag: int) -> list[str]:
-        """Every rank's text, by sends and receives: unlike a collective they need no order among other exchanges."""
-        own = torch.tensor(list(text.encode()[:_NBYTES_TEXT].ljust(_NBYTES_TEXT)), dtype=torch.uint8)
-        found = [own if rank == self.rank else torch.zeros_like(own) for rank in range(self.world_size)]
-        started: list[Work] = []
-        for rank in range(self.world_size):
-            if rank != self.rank:
-                started.append(_started(dist.isend(own, group_dst=rank, group=self.control, tag=tag)))
-                started.append(_started(dist.irecv(found[rank], group_src=rank, group=self.control, tag=tag)))
-        Several(started).wait()
-        return [bytes(item.tolist()).decode(errors="replace").strip() for item in found]
+        work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+        return self._watched(work, what)  # type: ignore[no-any-return]
 
     def same_everywhere(self, what: str, lines: Sequence[str]) -> None:
         """Raises RankMismatchError on every rank, naming the first line in which some rank differs from rank 0."""

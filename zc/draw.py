@@ -120,6 +120,11 @@ _COLORS: dict[Any, str] = {
 }
 
 
+def color(node: fx.Node) -> str:
+    """Of a node's box, as #rrggbb."""
+    return _COLORS.get(node.target, "#d9d9d9")
+
+
 def draw(
     graph: fx.Graph, path: str | Path, plan: Plan | None = None, costs: Mapping[str, float] | None = None
 ) -> Timeline:
@@ -132,7 +137,7 @@ def draw(
     return timeline
 
 
-def _lanes(timeline: Timeline) -> list[str]:
+def lanes(timeline: Timeline) -> list[str]:
     used = {box.lane for box in timeline.boxes} | {lane for a in timeline.arrows for lane in (a[0], a[2])}
     return sorted(used, key=lambda lane: (lane != HOME, not lane.startswith(COMPUTE), lane))
 
@@ -141,26 +146,26 @@ def _png(timeline: Timeline, plan: Plan | None, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lanes = {lane: -k for k, lane in enumerate(_lanes(timeline))}
-    figure = Figure(figsize=(14, 2.0 + 0.7 * len(lanes)))
+    rows = {lane: -k for k, lane in enumerate(lanes(timeline))}
+    figure = Figure(figsize=(14, 2.0 + 0.7 * len(rows)))
     FigureCanvasAgg(figure)
     axes: Any
-    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[max(2, len(lanes)), 1])
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[max(2, len(rows)), 1])
     for box in timeline.boxes:
         width = max(box.stop - box.start, timeline.stop / 2000)
-        color = _COLORS.get(box.node.target, "#d9d9d9")
-        axes.barh(lanes[box.lane], width, 0.6, box.start, color=color, edgecolor="#555555", linewidth=0.5)
+        shade = color(box.node)
+        axes.barh(rows[box.lane], width, 0.6, box.start, color=shade, edgecolor="#555555", linewidth=0.5)
         if width > timeline.stop / 30:
-            axes.text(box.start + width / 2, lanes[box.lane], _label(box.node), ha="center", va="center", fontsize=6)
+            axes.text(box.start + width / 2, rows[box.lane], label(box.node), ha="center", va="center", fontsize=6)
     for source, start, target, stop, _ in timeline.arrows:
         passed = stop > start  # it was there before it was asked for: nobody stood still
         axes.annotate(
             "",
-            (stop, lanes[target]),
-            (start, lanes[source]),
+            (stop, rows[target]),
+            (start, rows[source]),
             arrowprops={"arrowstyle": "->", "color": "#bbbbbb" if passed else "#cb181d", "linewidth": 0.8},
         )
-    axes.set_yticks(list(lanes.values()), list(lanes))
+    axes.set_yticks(list(rows.values()), list(rows))
     axes.set_title(
         f"{timeline.stop:.0f} µs, of communication {timeline.exposed():.0f} µs exposed; red: a wait that held"
     )
@@ -188,7 +193,7 @@ def in_flight(timeline: Timeline, plan: Plan | None) -> tuple[list[float], list[
     return times, held
 
 
-def _label(node: fx.Node) -> str:
+def label(node: fx.Node) -> str:
     if node.target is segment:
         return str(node.args[0]).replace("segment_", "seg ")
     return f"{getattr(node.target, '__name__', '')} {node.args[0] if node.args else ''}"
@@ -196,7 +201,7 @@ def _label(node: fx.Node) -> str:
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """The Trace Event Format: complete events ("X") by lane, flow arrows ("s", "f") for events."""
-    ids = {lane: k for k, lane in enumerate(_lanes(timeline))}
+    ids = {lane: k for k, lane in enumerate(lanes(timeline))}
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": k, "name": "thread_name", "args": {"name": lane}} for lane, k in ids.items()
     ]
@@ -208,7 +213,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
                 "tid": ids[box.lane],
                 "ts": box.start,
                 "dur": box.stop - box.start,
-                "name": _label(box.node),
+                "name": label(box.node),
                 "args": {"node": box.node.name},
             }
         )

@@ -3,7 +3,15 @@ unless its text says so."""
 
 from __future__ import annotations
 
-__all__ = ["PassError", "PlanError", "RaceError", "RankMismatchError", "UncoveredGradientError", "ZcError"]
+__all__ = [
+    "PassError",
+    "PlanError",
+    "RaceError",
+    "RankLostError",
+    "RankMismatchError",
+    "UncoveredGradientError",
+    "ZcError",
+]
 
 
 class ZcError(RuntimeError):
@@ -26,6 +34,10 @@ class RaceError(ZcError):
 
 class RankMismatchError(ZcError):
     """Ranks disagree about the model, the plan or the order of their reductions."""
+
+
+class RankLostError(ZcError):
+    """A rank has ended, or stands still, while others wait for it. Training can't go on without it."""
 
 
 class UncoveredGradientError(ZcError):

@@ -229,5 +229,3 @@ def copied(made: Plan, microbatches: int) -> dict[str, int]:
     visit = sum(made.numel_on_host(b) * b.acc_dtype.itemsize for b in made.buckets)
     reduced_alone = 0 if made.placement.gradient_in_ring or made.world_size == 1 else visit - shard
     return {"to host": microbatches * visit - reduced_alone, "to device": (microbatches - 1) * visit + up}
-
-

@@ -1,22 +1,32 @@
-"""`zc.explain`: where each parameter went, how buckets are filled and reduced, each schedule, and what it costs."""
+"""`zc.explain`: where each parameter went, how buckets are filled and reduced, what stayed empty and why, what was
+compiled and what was not, each schedule with its proof, and what it costs."""
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 from torch import nn
 
+from zc import backend
 from zc.api import persistent_nbytes, sharded
+from zc.errors import PlanError
+from zc.explain_html import page
+from zc.ledger import Where, written_by
 from zc.ops import Acc
 from zc.passes.write_in_place import nbytes_in_place
+from zc.plan import Bucket
 from zc.program import Program
 from zc.runtime import Runtime
-from zc.schedule import deposit, slots_of, steps, summary, text
+from zc.schedule import summary, text
 
 
 class Explanation:
-    """What `explain` returns: ``str()`` of it is the report; ``sections`` holds its parts by name."""
+    """What `explain` returns: ``str()`` of it is the report; ``sections`` holds its parts by name, ``path`` is the page
+    that was written."""
 
-    def __init__(self, sections: dict[str, str]) -> None:
-        self.sections = sections
+    def __init__(self, sections: dict[str, str], path: Path | None = None) -> None:
+        self.sections, self.path = sections, path
 
     def __str__(self) -> str:
         return "\n\n".join(f"== {name} ==\n{body}" for name, body in self.sections.items())
@@ -24,15 +34,28 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain(model: nn.Module) -> Explanation:
-    """A report on a compiled model; complete once it has run a backward. Raises PlanError for a model that zc does not
-    know."""
+def explain(model: nn.Module, *, format: str = "text", path: str | Path | None = None) -> Explanation:  # noqa: A002
+    """A report on a compiled model; complete once it has run a step.
+
+    Args:
+        format: "text", or "html", which also writes one page that needs nothing beside it, with a picture of each
+            schedule.
+        path: of the page; None: zc-explain-rank<r>.html in the current folder.
+
+    Raises:
+        PlanError: zc does not know the model, or the format.
+    """
+    if format not in ("text", "html"):
+        raise PlanError(f"format must be 'text' or 'html', got {format!r}")
     runtime = sharded(model).runtime
     nbytes = persistent_nbytes(model)
     sections = {
         "plan": f"stage {runtime.plan.placement.stage}, rank {runtime.group.rank} of {runtime.group.world_size}, "
         f"backend {runtime.config.backend}, reduce {runtime.plan.reduce}, overlap {runtime.plan.overlap}",
         "buckets": _buckets(runtime),
+        "last step": _last_step(runtime),
+        "stayed empty in the last step": _empty(runtime),
+        "compilation": _compilation(runtime),
         "not covered by a schedule": _uncovered(runtime),
         "persistent bytes": "\n".join(f"{name:>16}: {n:,}" for name, n in nbytes.items())
         + f"\n{'total':>16}: {sum(nbytes.values()):,}",
@@ -40,10 +63,20 @@ def explain(model: nn.Module) -> Explanation:
     }
     if runtime.plan.offload is not None:
         sections["offload"] = _offload(runtime)
-    updates = runtime.host_programs()
-    for program in (*runtime.forwards, *runtime.programs, *runtime.weights.programs, *updates):
-        sections[f"schedule {program.name}"] = _program(program)
-    return Explanation(sections)
+    single = [p for p in runtime.flushes.programs if p.num_runs]
+    if single:
+        sections["schedules of what came in through hooks, and at the end"] = "\n".join(
+            f"{p.name}: {_verdict(p)}" for p in single
+        )
+    shown = (*runtime.forwards, *runtime.programs, *runtime.weights.programs, *runtime.host_programs())
+    for program in shown:
+        sections[f"schedule {program.name}"] = f"{_verdict(program)}\n{text(program.graph)}"
+    if format == "text":
+        return Explanation(sections)
+    written = Path(path) if path is not None else Path(f"zc-explain-rank{runtime.group.rank}.html")
+    graphs = {f"schedule {p.name}": (p.graph, p.plan) for p in (*shown, *single)}
+    written.write_text(page(f"zc: {type(model).__name__}", sections, graphs))
+    return Explanation(sections, written)
 
 
 def _offload(runtime: Runtime) -> str:
@@ -88,13 +121,7 @@ def _uncovered(runtime: Runtime) -> str:
         return "all: backend='eager' takes every gradient through hooks"
     if not runtime.programs:
         return "no backward has been compiled yet"
-    written: set[tuple[int, int]] = set()
-    for program in runtime.programs:
-        for node in steps(program.graph):
-            if node.target is deposit:
-                written.add((int(node.args[0]), int(node.args[1])))  # type: ignore[arg-type]
-            elif node.target.__name__ in ("flatten_cast", "accumulate_cast", "wgrad_into"):  # type: ignore[union-attr]
-                written |= {(int(node.args[0]), k) for k in slots_of(node)}  # type: ignore[arg-type]
+    written = set().union(*(written_by(program) for program in runtime.programs))
     missing = [
         f"{slot.name}: no compiled backward writes its gradient (it would come in through its hook)"
         for b in runtime.plan.buckets
@@ -104,14 +131,83 @@ def _uncovered(runtime: Runtime) -> str:
     return "\n".join(missing) or "nothing"
 
 
-def _program(program: Program) -> str:
+def _last_step(runtime: Runtime) -> str:
+    """Which bucket was filled by what and how many times, what was sent, how long was waited."""
+    if not runtime.ledger.num_steps:
+        return "no step yet"
+    step, plan = runtime.ledger.last, runtime.plan
+    arrived = runtime.ledger.arrived(runtime.programs, step)
+    rows = [f"step {runtime.ledger.num_steps}"]
+    for bucket in plan.buckets:
+        slots = [arrived.get((bucket.index, k), Counter[str]()) for k in range(len(bucket.slots))]
+        rows.append(f"bucket {bucket.index}: {_sources(slots)}; reduced {_reductions(runtime, bucket)} times")
+    sent = ", ".join(f"{kind} {n:,}" for kind, n in sorted(step.nbytes_sent.items())) or "nothing"
+    rows.append(f"bytes sent by this rank: {sent}; in all {sum(step.nbytes_sent.values()):,}")
+    moved = ", ".join(f"{way} {n:,}" for way, n in runtime.ops.nbytes_of_last_step.items() if n)
+    rows += [f"bytes over the bus: {moved}"] if moved else []
+    if step.exposed_s is not None:
+        rows.append(f"exposed wait: the calling thread stood still for exchanges {step.exposed_s * 1e3:.1f} ms")
+    else:
+        rows.append("exposed wait: not measured on the host (one rank, or a device that waits by itself)")
+    return "\n".join(rows)
+
+
+def _reductions(runtime: Runtime, bucket: Bucket) -> int:
+    return runtime.ops.reductions_of_last_step[bucket.index]
+
+
+def _sources(slots: list[Counter[str]]) -> str:
+    """``backward_0 x 2 (6 parameters), hook x 1 (1 of 7 parameters)``."""
+    found: dict[tuple[str, int], int] = {}
+    for counts in slots:
+        for name, times in counts.items():
+            found[name, times] = found.get((name, times), 0) + 1
+    if not found:
+        return "nothing"
+    return ", ".join(f"{name} x {times} ({n} of {len(slots)} parameters)" for (name, times), n in sorted(found.items()))
+
+
+def _empty(runtime: Runtime) -> str:
+    if not runtime.ledger.num_steps:
+        return "no step yet"
+    arrived = runtime.ledger.arrived(runtime.programs, runtime.ledger.last)
+    rows = []
+    for bucket in runtime.plan.buckets:
+        missing = [(bucket.index, k) for k in range(len(bucket.slots)) if (bucket.index, k) not in arrived]
+        if len(missing) == len(bucket.slots):
+            rows.append(f"bucket {bucket.index}: all of it")
+        rows += [f"{bucket.slots[where[1]].name}: {_why(runtime, where)}" for where in missing]
+    return "\n".join(rows) or "nothing"
+
+
+def _why(runtime: Runtime, where: Where) -> str:
+    writers = [program.name for program in runtime.programs if where in written_by(program)]
+    if writers:
+        return f"{', '.join(writers)} would write its gradient, and did not run; its hook did not fire either"
+    if runtime.config.backend == "eager":
+        return "its hook did not fire: it took part in no backward on this rank"
+    return "no compiled backward writes it, and its hook did not fire: it took part in no backward on this rank"
+
+
+def _compilation(runtime: Runtime) -> str:
+    if runtime.config.backend == "eager":
+        return "nothing is compiled: backend='eager'"
+    graphs = runtime.ledger.graphs
+    again = [graph for graph in graphs if not graph.endswith("/0")]
+    rows = [f"graphs: {len(graphs)} ({', '.join(graphs) or 'none'}: frame/compilation)"]
+    rows.append(f"recompiles (other shapes, another module of the same class, other guards): {len(again)}")
+    before = runtime.ledger.breaks_before
+    breaks = {reason: n - before.get(reason, 0) for reason, n in backend.graph_breaks().items()}
+    rows.append("graph breaks and skipped frames in this process since zc.compile:")
+    rows += [f"    {n} x {' '.join(reason.split())[:300]}" for reason, n in breaks.items() if n > 0] or ["    none"]
+    return "\n".join(rows)
+
+
+def _verdict(program: Program) -> str:
     counts = ", ".join(f"{name} {n}" for name, n in summary(program.graph).items())
     proved = any(r.name == "verify" for r in program.records)
     verdict = "races 0, redundant 0" if proved else "NOT VERIFIED"
     seconds = sum(r.seconds for r in program.records)
     in_place, total = nbytes_in_place(program.graph, program.plan)
     made = f"gradients made in place: {in_place:,} of {total:,} bytes"
-    return (
-        f"run {program.num_runs} times; {counts}; {verdict}; passes took {seconds * 1e3:.1f} ms; {made}\n"
-        f"{text(program.graph)}"
-    )
+    return f"run {program.num_runs} times; {counts}; {verdict}; passes took {seconds * 1e3:.1f} ms; {made}"

@@ -124,11 +124,18 @@ class WeightGather:
         runtime.forwards.append(program)
 
         def run(args: list[Any]) -> tuple[Any, ...]:
-            outputs = program(args, self._found().streams)
-            self._is_open = False  # its last nodes publish every bucket
+            runtime = self._found()
+            outputs = program(args, runtime.streams)
+            # its last nodes publish every bucket of its plan, which zc.recompile may have extended since
+            self._is_open = self._is_open and program.plan is not runtime.plan
             return outputs
 
         return run
+
+    def grow(self) -> None:
+        """The plan is about to get more buckets: what publishes all has to be built anew."""
+        self.synchronize()
+        self._programs.clear()
 
     def install_hooks(self, model: nn.Module) -> None:
         """What reads parameters outside of a compiled forward waits first: a module that runs eagerly, state_dict and

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from zc.buffers import Buffers
-from zc.comm import Group, Work
+from zc.comm import Group
 from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, scatter_into
+from zc.log import log
 from zc.plan import Plan
+from zc.rank_check import Work
 
 
 class Acc(enum.Enum):
@@ -78,12 +80,14 @@ class GradientOps:
     def flatten_cast(
         self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None], spans: Spans | None = None
     ) -> None:
+        log.debug("bucket %d: slots %s are written into %s", bucket, slots, buffer)
         out = self.buffers.named(buffer, self.plan.buckets[bucket])
         _overwrite(out, *self._present(bucket, slots, grads), spans)
 
     def accumulate_cast(
         self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None], spans: Spans | None = None
     ) -> None:
+        log.debug("bucket %d: slots %s are added to %s (%s)", bucket, slots, buffer, self.state[bucket].value)
         acc = self.buffers.named(buffer, self.plan.buckets[bucket])
         present, offsets = self._present(bucket, slots, grads)
         self.landed[bucket] = False
@@ -104,6 +108,7 @@ class GradientOps:
     ) -> None:
         out = self.buffers.named(buffer, self.plan.buckets[bucket])[start:stop]
         add = not buffer.startswith("flat_grad[") and slot not in self._fresh[bucket]
+        log.debug("bucket %d: slot %d is made in %s (%s)", bucket, slot, buffer, "added" if add else "written")
         (matmul_into if how == "mm" else scatter_into)(out, *inputs, add=add)
         self._fresh[bucket].discard(slot)
         self.touched[bucket][slot] = True
@@ -132,22 +137,26 @@ class GradientOps:
         return [g for g, _ in pairs], [offset for _, offset in pairs]
 
     def deposit(self, bucket: int, slot: int, grad: Tensor) -> None:
+        log.debug("bucket %d: the gradient of slot %d is kept until the bucket is reduced", bucket, slot)
         self.on_deposit(bucket, slot, grad)
 
     def launch_reduce(self, bucket: int, dst: str, src: str) -> Work | None:
         record = self.plan.buckets[bucket]
         received, sent = self.buffers.named(dst, record), self.buffers.named(src, record)
+        log.debug("bucket %d: its reduction %d since the last step starts", bucket, self.num_reductions[bucket] + 1)
         self.num_reductions[bucket] += 1
         self.fill_fresh(bucket, sent)
         exchange = self.group.all_to_all if self.plan.reduce == "exact" else self.group.reduce_scatter
-        return exchange(received, sent)
+        return exchange(received, sent, bucket)
 
     def wait_reduce(self, bucket: int, work: Work | None, dst: str, src: str) -> None:
         if work is not None:
             work.wait()
+            log.debug("bucket %d: its reduction has arrived in %s", bucket, dst)
 
     def accumulate(self, bucket: int, acc: str, src: str) -> None:
         record, world_size = self.plan.buckets[bucket], self.plan.world_size
+        log.debug("bucket %d: the mean over ranks goes from %s into %s", bucket, src, acc)
         rows = self.buffers.named(src, record).view(-1, record.layout.numel_shard)
         out = self.buffers.part(self.buffers.named(acc, record), record)
         self.landed[bucket] = False
@@ -193,13 +202,15 @@ class GradientOps:
     # --- parameters ---
 
     def gather(self, bucket: int, buffer: str) -> None:
+        log.debug("bucket %d: its weights are gathered", bucket)
         flat, record = self.buffers.flat_param[bucket], self.plan.buckets[bucket]
-        work = self.group.all_gather(flat, self.buffers.part(flat, record))
+        work = self.group.all_gather(flat, self.buffers.part(flat, record), "gather weights", bucket)
         if work is not None:
             work.wait()
 
     def publish(self, bucket: int, buffer: str) -> None:
         """Nothing to do: the node stands for the home stream's right to read, and its waits give it that."""
+        log.debug("bucket %d: its new weights may be read", bucket)
 
     def add_nothing(self, bucket: int) -> None:
         """The accumulator becomes a partial sum, of nothing: only other ranks have something to reduce."""
@@ -235,6 +246,13 @@ class GradientOps:
                 tensor[record.slots[slot].offset : record.slots[slot].stop] = 0
             else:
                 tensor[first - start : stop - start] = 0
+
+    def close_step(self) -> None:
+        """After an update: what explain tells of it is put aside, and counting begins anew."""
+        self.reductions_of_last_step = self.num_reductions
+        self.num_reductions = [0] * len(self.plan.buckets)
+        self.nbytes_of_last_step = self.nbytes_moved
+        self.nbytes_moved = dict.fromkeys(self.nbytes_moved, 0)
 
     def touched_flags(self) -> list[int]:
         return [int(flag) for flags in self.touched for flag in flags]

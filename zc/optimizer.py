@@ -20,6 +20,7 @@ from zc.errors import PlanError
 from zc.kernels import sum_of_squares
 from zc.layout import Slot, flat_layout, whole_layout
 from zc.offload import HostStep
+from zc.param_writes import ParamWrites
 from zc.passes.tag_gradients import slot_of
 from zc.plan import Bucket, Layout
 from zc.runtime import Runtime
@@ -61,6 +62,7 @@ class ShardedOptimizer:
         self._where: dict[str, tuple[int, int]] = {}
         self._acc: dict[str, Tensor] = {}  # what the slices' gradients are
         self._copies: dict[str, list[Tensor]] = {}  # each part of a gradient wherever it is kept, ``_acc`` among them
+        self._writes = ParamWrites(runtime)
         self.adopt(runtime.plan.buckets)
         self._norms: dict[float, dict[str, Tensor]] = {}  # order -> norms, since the gradients last changed
         runtime.on_final = self._hand_out
@@ -109,6 +111,7 @@ class ShardedOptimizer:
         self._where = slot_of(self.runtime.plan)
         self.grads.update({name: ShardedGrad(self, name, params[name]) for name in slots})
         self._slice_grads.update({n: SliceGrad(self, n, self.slices[n]) for n in slots if n in self.slices})
+        self._writes.adopt(buckets)
 
     def _make_slice(self, name: str, bucket: Bucket, slot: Slot, is_empty: bool = False) -> None:
         rank, buffers = self.runtime.group.rank, self.runtime.buffers
@@ -151,6 +154,7 @@ class ShardedOptimizer:
     def _show(self) -> None:
         """``param.grad`` of every parameter with a gradient becomes its ShardedGrad."""
         self._norms.clear()
+        self._writes.check_places()
         for bucket in self.runtime.plan.buckets:
             for slot, touched in zip(bucket.slots, self.runtime.ops.touched[bucket.index], strict=True):
                 param = self.runtime.params[slot.name]
@@ -165,6 +169,7 @@ class ShardedOptimizer:
                 "starts, so call the closure yourself, then step()"
             )
         self.runtime.finish_gradients()
+        self._writes.take_over()
         if self._offload is not None:
             self._offload.before(self._changed(), self._handles[0])
 
@@ -173,6 +178,7 @@ class ShardedOptimizer:
             self._offload.after(self._changed())
         else:
             self.runtime.weights.publish(self._changed())
+        self._writes.remember()
         self.runtime.after_update()
 
     def _changed(self) -> tuple[int, ...]:

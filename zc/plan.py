@@ -77,6 +77,14 @@ class Plan:
         """Whether a backward under this plan reduces, or only accumulates."""
         return self.placement.reduces_every_backward or self.is_boundary
 
+    def describe_exchange(self, entry: tuple[str, int]) -> str:
+        """An entry of a rank's journal in words: what is exchanged, and of which parameters."""
+        kind, index = entry
+        if kind in ("sum", "largest"):
+            return f"the {kind} over ranks of {index} values (norms of gradients, or whether any is infinite)"
+        slots = self.buckets[index].slots
+        return f"{kind} of bucket {index} ({slots[0].name} ... {slots[-1].name}, {self.buckets[index].numel} elements)"
+
     def microbatch(self) -> Plan:
         return replace(self, is_boundary=False)
 

@@ -14,24 +14,25 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from zc import backend
+from zc import backend, param_grads
 from zc.agreement import Agreement, describe
 from zc.buffers import Buffers
 from zc.comm import Group
 from zc.config import Config
 from zc.disk_file import StateFile
-from zc.errors import UncoveredGradientError, ZcError
+from zc.errors import UncoveredGradientError
+from zc.flushes import Flushes
 from zc.gathering import WeightGather
+from zc.ledger import Ledger
+from zc.log import log
 from zc.ops import Acc, GradientOps, Segment
-from zc.passes import offload_gradients, reduce_buckets
 from zc.passes.base import Pass
 from zc.passes.pipeline import PIPELINE
 from zc.plan import Bucket, Plan
-from zc.program import Program, build
-from zc.schedule import deposit
-from zc.streams import Streams
+from zc.program import Program
+from zc.streams import Streams, ThreadStreams
 
 
 class Runtime:
@@ -51,13 +52,20 @@ class Runtime:
         self.params = params
         self.ops = GradientOps(plan, buffers, group)
         self.ops.on_deposit = self._keep
+        if group.world_size > 1:
+            group.watch(plan, backend.default_store())
+        if group.check is not None and isinstance(streams, ThreadStreams):
+            streams.wait_for = group.check.wait_event  # a stream's thread may wait for a rank that never comes
         self.agreement = Agreement(group, _num_flags(plan), defers=not plan.placement.reduces_every_backward)
         self.passes: tuple[Pass, ...] = tuple(p for p in PIPELINE if getattr(config, p.name, True))
+        self.flushes = Flushes(self.passes, self.ops)
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
         self.forwards: list[Program] = []  # of compiled forward graphs (overlap_gather)
         self.weights = WeightGather(self)
         self.compiled_segments: dict[str, Segment] = {}  # by canonical text
         self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
+        self.ledger = Ledger()
+        self.ledger.breaks_before = backend.graph_breaks()
         self.num_skipped = 0  # steps that a GradScaler left out
         self.frozen: dict[str, nn.Parameter] = {}  # not in the plan; one that asks for a gradient needs zc.recompile
         self.is_boundary = True
@@ -67,7 +75,6 @@ class Runtime:
         self.state_file: StateFile | None = None  # offload="disk"
         self.host_update = "none yet"  # how they are done, for explain
         self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
-        self._flushes: dict[tuple[str, int, bool], Program] = {}
         self._pending: dict[int, dict[int, list[Tensor]]] = {}  # bucket -> slot -> gradients of this backward
         self._done: set[int] = set()  # buckets that this backward has reduced
         self._open_tasks: set[int] = set()  # autograd graph tasks whose end will call us
@@ -78,11 +85,14 @@ class Runtime:
         """Takes in ``plan``, whose first buckets are the present ones, and the parameters of the others. Schedules that
         were compiled before stay as they are: their buckets keep their places."""
         self.streams.synchronize()
+        self.weights.grow()
         added = plan.buckets[len(self.plan.buckets) :]
         self.buffers.grow(plan)
         self.ops.grow(plan)
         self.plan = plan
         self.agreement.numel_flags = _num_flags(plan)
+        if self.group.check is not None:
+            self.group.check.describe = plan.describe_exchange
         self.params.update(params)
         self._install_hooks(added)
 
@@ -95,23 +105,17 @@ class Runtime:
         self._final = self._is_home = False
         task = backend.current_graph_task()
         if task not in self._open_tasks:
-            self._refuse_accumulate_hooks()
+            param_grads.refuse_accumulate_hooks(self.params)
             if not self._open_tasks:  # not inside another one (reentrant checkpointing), which has yet to show its own
                 self._notice_cleared()
             self._open_tasks.add(task)
             backend.queue_callback(partial(self.end_backward, task))
 
-    def _refuse_accumulate_hooks(self) -> None:
-        for name, param in self.params.items():
-            if backend.num_accumulate_hooks(param) > 1:  # one is ours
-                raise ZcError(
-                    f"{name} has a post-accumulate-grad hook: it would find no gradient, which has left for its bucket "
-                    "by then. Use register_hook for this rank's gradient, or read param.grad after the backward"
-                )
-
     def run_program(self, program: Program, args: list[object]) -> tuple[object, ...]:
         """A compiled backward graph, from its first node to its last."""
         self.begin_backward()
+        self.ledger.step.runs[program.name] += 1
+        log.debug("%s: runs, fills %s", program.name, sorted(program.inline_buckets))
         outputs = program(args, self.streams, self._announce(program.launched))
         if program.plan.reduces:
             self._done |= program.inline_buckets
@@ -134,6 +138,8 @@ class Runtime:
                 f"the gradient of {name} is {grad.layout} {grad.dtype}: zc takes dense real ones"
             )
         self.begin_backward()
+        self.ledger.step.hooks[bucket, slot] += 1
+        log.debug("bucket %d: a hook brings the gradient of %s", bucket, self.plan.buckets[bucket].slots[slot].name)
         self._keep(bucket, slot, grad)
         self._flush_ready()
 
@@ -163,14 +169,17 @@ class Runtime:
         # stage 2 must reduce here; stage 1 keeps a partial sum, which waits for the boundary
         self._flush(sorted(self._pending), reduce=self.plan.placement.reduces_every_backward)
         self._done.clear()
+        self.agreement.check()  # of what is known by now: this backward may be the rank's last
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
         self.on_backward()
 
     def _flush(self, buckets: Sequence[int], *, reduce: bool) -> None:
         is_agreed = self._announce(buckets) if reduce else None
+        # a microbatch in no_sync that reduces (stage 2) still leaves the way to host memory to the boundary
+        is_final = reduce and self.is_boundary
         for index in buckets:
-            self._flush_program("flush", index, reduce)(self._take(index), self.streams, is_agreed)
+            self.flushes.get("flush", index, is_final, self.plan)(self._take(index), self.streams, is_agreed)
             if reduce:
                 self._done.add(index)
 
@@ -187,20 +196,6 @@ class Runtime:
                 total = total.to(bucket.acc_dtype) + part
             grads.append(total)
         return grads
-
-    def _flush_program(self, kind: str, index: int, reduce: bool) -> Program:
-        # a microbatch in no_sync that reduces (stage 2) still leaves the way to host memory to the boundary
-        is_final = reduce and (self.is_boundary or kind != "flush")
-        key = (kind, index, is_final)
-        if key not in self._flushes:
-            plan = self.plan if is_final else self.plan.microbatch()
-            graph = _GRAPHS[kind](plan, index)
-            passes = [p for p in self.passes if p.name not in ("tag_gradients", "outline_segments")]
-            if kind != "flush":
-                passes = [p for p in passes if p.name not in ("bucket_gradients", "reduce_buckets")]
-            relaxed = [p._replace(requires=frozenset()) for p in passes]
-            self._flushes[key] = build(graph, plan, relaxed, self.ops, name=f"{kind}_bucket_{index}")
-        return self._flushes[key]
 
     # --- boundaries ---
 
@@ -219,7 +214,7 @@ class Runtime:
     def finish_gradients(self) -> None:
         """The boundary: afterwards every rank's shard holds the mean over ranks of the sum over backward calls."""
         self.weights.synchronize()
-        self._check_param_grads()
+        param_grads.check(self.params, self.frozen, self.is_shown)
         self._notice_cleared()
         if self._final:
             return
@@ -238,7 +233,7 @@ class Runtime:
             return
         for bucket in self.plan.buckets:
             if self.ops.state[bucket.index] is not Acc.EMPTY and not self.ops.landed[bucket.index]:
-                self._flush_program("land", bucket.index, True)([], self.streams)
+                self.flushes.get("land", bucket.index, True, self.plan)([], self.streams)
         self.streams.join_home()
 
     def wait_for_host_memory(self) -> None:
@@ -260,31 +255,12 @@ class Runtime:
             if is_partial:
                 if self.ops.state[bucket.index] is not Acc.PARTIAL:
                     self.ops.add_nothing(bucket.index)
-                self._flush_program("reduce", bucket.index, True)([], self.streams)
+                self.flushes.get("reduce", bucket.index, True, self.plan)([], self.streams)
         self.streams.join_home()
-
-    def _check_param_grads(self) -> None:
-        for name, param in self.params.items():
-            if param.grad is not None and not self.is_shown(name, param.grad):
-                raise UncoveredGradientError(
-                    f"{name}.grad holds a full gradient that did not come through a backward of this model; zc trains "
-                    "from its own shards: don't assign param.grad by hand"
-                )
-        for name, param in self.frozen.items():
-            if param.requires_grad:
-                raise ZcError(
-                    f"parameter {name} asks for a gradient, and had none to get when the model was compiled: no bucket "
-                    "has a place for it. Call zc.recompile(model) after requires_grad_; the state of all others is kept"
-                )
 
     def _notice_cleared(self) -> None:
         """``param.grad = None`` by hand, or the stock model.zero_grad(): the accumulator forgets that parameter."""
-        gone = [
-            (bucket.index, k)
-            for bucket in self.plan.buckets
-            for k, slot in enumerate(bucket.slots)
-            if self.ops.touched[bucket.index][k] and self.params[slot.name].grad is None
-        ]
+        gone = param_grads.cleared(self.plan, self.ops, self.params)
         if not gone:
             return
         self.streams.join_home()
@@ -316,7 +292,7 @@ class Runtime:
         flat = shard
         if self.group.world_size > 1:
             flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
-            work = self.group.all_gather(flat, shard.contiguous())
+            work = self.group.all_gather(flat, shard.contiguous(), "gather gradient", index)
             if work is not None:
                 work.wait()
         pairs = zip(bucket.slots, self.ops.touched[index], strict=True)
@@ -324,10 +300,15 @@ class Runtime:
 
     def after_update(self) -> None:
         self._final = False  # the next step meets the other ranks again, whether or not this one has a backward before
-        self.ops.reductions_of_last_step = self.ops.num_reductions
-        self.ops.num_reductions = [0] * len(self.plan.buckets)
-        self.ops.nbytes_of_last_step = self.ops.nbytes_moved
-        self.ops.nbytes_moved = dict.fromkeys(self.ops.nbytes_moved, 0)
+        unused = self.ledger.unused(self.programs, self.plan, self.ops.touched)
+        if unused:
+            self.say_once(unused)
+        check, exposed_s = self.group.check, None
+        if check is not None and isinstance(self.streams, ThreadStreams):  # elsewhere the device waits, not the host
+            exposed_s, check.exposed_s = check.exposed_s, 0.0
+        self.ledger.close_step(exposed_s, self.group.take_nbytes_sent())
+        log.debug("step %d is done", self.ledger.num_steps)
+        self.ops.close_step()
 
     def say_once(self, note: str) -> None:
         """Records a fallback or a condition for explain, and warns the first time."""
@@ -358,32 +339,3 @@ def _receive(runtime: weakref.ref[Runtime], bucket: int, slot: int, param: nn.Pa
 def _num_flags(plan: Plan) -> int:
     """What ranks tell each other at a boundary: which parameters have a gradient, which buckets a partial sum."""
     return len(plan.buckets) + sum(len(bucket.slots) for bucket in plan.buckets)
-
-
-def _deposits(plan: Plan, index: int) -> fx.Graph:
-    """All gradients of one bucket as inputs: the schedule of the eager path, taken through the same passes."""
-    graph = fx.Graph()
-    grads = [graph.placeholder(f"grad_{k}") for k in range(len(plan.buckets[index].slots))]
-    for k, grad in enumerate(grads):
-        graph.call_function(deposit, (index, k, grad))
-    graph.output(())
-    return graph
-
-
-def _reduction_only(plan: Plan, index: int) -> fx.Graph:
-    """The reduction of what is already in acc_flat."""
-    graph = fx.Graph()
-    last = graph.output(())
-    reduce_buckets.insert_reduction(graph, plan, last.prev, index, index % plan.num_buffers)
-    return graph
-
-
-def _landing_only(plan: Plan, index: int) -> fx.Graph:
-    """The way to host memory of what is reduced already."""
-    graph = fx.Graph()
-    last = graph.output(())
-    offload_gradients.insert_landing(graph, plan, last.prev, index, index)
-    return graph
-
-
-_GRAPHS = {"flush": _deposits, "reduce": _reduction_only, "land": _landing_only}

@@ -109,6 +109,7 @@ class ThreadStreams:
         self._delays = dict(delays or {})
         self._lanes: dict[str, Lane] = {}
         self._fences: dict[str, tuple[str, _Fence]] = {}  # event -> stream and latest record
+        self.wait_for: Callable[[threading.Event], object] = threading.Event.wait  # how the home stream waits
 
     def run_on(self, stream: str, task: Task) -> None:
         if stream in self._delays:
@@ -131,7 +132,7 @@ class ThreadStreams:
         if fence is None or recorded_on == stream or fence.reached.is_set():
             return
         if stream == HOME:
-            fence.reached.wait()
+            self.wait_for(fence.reached)
             self._raise(recorded_on)
         else:
             self._lane(stream).put(fence.reached.wait)
@@ -142,7 +143,7 @@ class ThreadStreams:
             fences[name] = _Fence()
             lane.put(fences[name])
         for fence in fences.values():
-            fence.reached.wait()
+            self.wait_for(fence.reached)
         for name in fences:
             self._raise(name)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import importlib
 import importlib.util
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import rows_backward
 import rows_loops
 import rows_optimizers
+import rows_overlap
 import rows_params
 import rows_precision
 import rows_structure
@@ -25,8 +28,13 @@ from rows import BACKENDS, ROWS, STAGES, Row, Script, make_plain, plain, sgd
 from torch import Tensor, nn
 
 import zc
+import zc.api
+from zc.schedule import COMM
+from zc.streams import ThreadStreams
 
-TABLE = (rows_tasks, rows_loops, rows_structure, rows_params, rows_precision, rows_optimizers)
+TABLE = (
+    rows_tasks, rows_loops, rows_backward, rows_structure, rows_params, rows_precision, rows_optimizers, rows_overlap,
+)  # fmt: skip
 
 
 class Cell(NamedTuple):
@@ -122,12 +130,25 @@ def _fresh(row: Row) -> nn.Module:
     return row.make()
 
 
+LATE = 0.004  # seconds before each task of the comm stream
+
+
+@contextlib.contextmanager
+def _late_gathers() -> Iterator[None]:
+    given, zc.api.make_streams = zc.api.make_streams, lambda device: ThreadStreams({COMM: LATE})
+    try:
+        yield
+    finally:
+        zc.api.make_streams = given
+
+
 def _cell(rank: int, world_size: int, row: Row, backend: str, stage: int) -> Seen:
     try:
         model = _fresh(row)
         optimizer = row.optimizer(p for p in model.parameters() if p.requires_grad)
         options = {"bucket_nbytes": 512, **row.options}
-        zc.compile(model, optimizer, stage=stage, backend=backend, **options)
+        with _late_gathers() if options.get("overlap_gather") else contextlib.nullcontext():
+            zc.compile(model, optimizer, stage=stage, backend=backend, **options)
         script = Script(model, optimizer, rank, world_size, torch.float32, is_zc=True, backend=backend)
         row.loop(script)
     except Exception as error:  # noqa: BLE001  (the table says which are expected)

@@ -70,6 +70,11 @@ class Script:
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return zc.no_sync(self.model) if self.is_zc else contextlib.nullcontext()
 
+    def synchronize(self) -> None:
+        """Raw reads of parameters follow (overlap_gather)."""
+        if self.is_zc:
+            zc.synchronize(self.model)
+
     def reduced(self) -> None:
         """From here on gradients are read: DDP has averaged them by now, zc does so by itself."""
         if not self.is_zc:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from models import Broken, PartlyEager, mlp
+from models import Broken, Heads, PartlyEager
 from rows import STEPS, Script, plain, row
 from torch import Tensor, nn
 
@@ -60,125 +60,6 @@ def retain_graph(s: Script) -> None:
         out = s.model(x)
         F.mse_loss(out, y).backward(retain_graph=True)
         out.abs().mean().backward()
-        s.update()
-
-
-@row(2, "a hook on a parameter sees its gradient")
-def param_hook(s: Script) -> None:
-    grads: list[Tensor] = []
-    s.model[0].weight.register_hook(lambda grad: grads.append(grad.clone()))
-    for step in range(STEPS):
-        s.loss(step).backward()
-        s.note(f"hooked {step}", grads[-1])
-        s.update()
-    s.note("calls", len(grads))
-
-
-@row(2, "a hook that changes a gradient, registered after a step")
-def changing_hook(s: Script) -> None:
-    s.loss(0).backward()
-    s.update()
-    handle = s.model[2].weight.register_hook(lambda grad: grad * 0.5)
-    for step in range(1, 3):
-        s.loss(step).backward()
-        s.update()
-    handle.remove()
-    s.loss(3).backward()
-    s.update()
-
-
-@row(2, "a post-accumulate-grad hook", refused={"always": "ZcError: post-accumulate-grad hook"})
-def post_accumulate_hook(s: Script) -> None:
-    s.model[0].weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2.0))
-    plain(s)
-
-
-def hooked() -> nn.Module:
-    model = mlp()
-    model[0].weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2.0))
-    return model
-
-
-row(2, "a post-accumulate-grad hook from before zc.compile", make=hooked,
-    refused={"always": "PlanError: post-accumulate-grad hook"})(plain)  # fmt: skip
-
-
-@row(2, "hooks on modules (full_backward_hook)")
-def module_hook(s: Script) -> None:
-    s.model[1].register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 0.5,))
-    plain(s)
-
-
-@row(2, "a hook on an activation")
-def activation_hook(s: Script) -> None:
-    for step in range(STEPS):
-        x, y = s.batch(step)
-        out = s.model(x)
-        out.register_hook(lambda grad: grad * 3.0)
-        F.mse_loss(out, y).backward()
-        s.update()
-
-
-@row(2, "torch.autograd.grad for parameters, between steps")
-def autograd_grad(s: Script) -> None:
-    for step in range(3):
-        s.loss(step).backward()
-        s.update()
-        for k, grad in enumerate(torch.autograd.grad(s.loss(step, 1), list(s.model.parameters()))):
-            s.note(f"grad {step} {k}", grad)
-
-
-@row(2, "torch.autograd.grad for some parameters, before the backward")
-def autograd_grad_some(s: Script) -> None:
-    for step in range(3):
-        loss = s.loss(step)
-        (grad,) = torch.autograd.grad(loss, [s.model[2].weight], retain_graph=True)
-        s.note(f"grad {step}", grad)
-        loss.backward()
-        s.update()
-
-
-@row(2, "torch.autograd.grad for the input")
-def autograd_grad_input(s: Script) -> None:
-    for step in range(3):
-        x, y = s.batch(step)
-        x.requires_grad_(True)
-        (grad,) = torch.autograd.grad(F.mse_loss(s.model(x), y), [x])
-        s.note(f"grad {step}", grad)
-        s.loss(step).backward()
-        s.update()
-
-
-@row(2, "backward(inputs=...) for some parameters")
-def backward_inputs(s: Script) -> None:
-    for step in range(3):
-        s.loss(step).backward(inputs=[s.model[0].weight, s.model[2].bias])
-        s.update()
-
-
-@row(2, "an adversarial step: the input's gradient, then a second backward")
-def adversarial(s: Script) -> None:
-    for step in range(3):
-        x, y = s.batch(step)
-        x.requires_grad_(True)
-        F.mse_loss(s.model(x), y).backward()
-        assert x.grad is not None
-        F.mse_loss(s.model((x + 0.1 * x.grad).detach()), y).backward()
-        s.update()
-
-
-DOUBLE = {"compiled": "RuntimeError: torch.compile with aot_autograd does not currently support double backward"}
-
-
-@row(2, "a gradient penalty (double backward)", make=lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh(),
-     nn.Linear(16, 16)), refused=DOUBLE)  # fmt: skip
-def gradient_penalty(s: Script) -> None:
-    for step in range(3):
-        x, y = s.batch(step)
-        x.requires_grad_(True)
-        loss = F.mse_loss(s.model(x), y)
-        (grad,) = torch.autograd.grad(loss, [x], create_graph=True)
-        (loss + grad.square().sum()).backward()
         s.update()
 
 
@@ -388,3 +269,48 @@ def regulariser(s: Script) -> None:
         penalty = sum(p.square().sum() for p in s.model.parameters())
         (s.loss(step) + 0.01 * penalty).backward()
         s.update()
+
+
+@row(2, "a varying number of microbatches")
+def varying_microbatches(s: Script) -> None:
+    for step in range(STEPS):
+        for m in range((3, 1, 4, 2, 1)[step]):
+            s.loss(step, m).backward()
+        s.update()
+
+
+@row(2, "zero_grad of one submodule, the others go on adding up")
+def zero_of_part(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.optimizer.step()
+        s.model[2].zero_grad()
+
+
+@row(2, "zero_grad(set_to_none=False), heads that go unused", make=Heads)
+def zeros_unused(s: Script) -> None:
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        for out in s.model(x, ((0, 1), (2,), (1,), (0,), (2, 1))[step]):
+            F.mse_loss(out, y[:, :4]).backward(retain_graph=True)
+        s.optimizer.step()
+        s.optimizer.zero_grad(set_to_none=False)
+
+
+@row(2, "load_state_dict between steps")
+def load_between(s: Script) -> None:
+    given = {name: value.clone() for name, value in s.model.state_dict().items()}
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.update()
+        if step == 2:
+            s.model.load_state_dict(given)
+
+
+@row(2, "a layer initialised anew between steps")
+def initialised_anew(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.update()
+        if step == 2:
+            nn.init.constant_(s.model[2].weight, 0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -76,6 +77,36 @@ def full(s: Script) -> None:
         s.reduced()
         for name, param in s.model.named_parameters():
             s.note(f"{name} {step}", s.grad(param))
+        s.update()
+
+
+@row(6, "norms of one backward, within 1e-6 of plain PyTorch's", tolerance=1e-6)
+def exact_norms(s: Script) -> None:
+    s.loss(0).backward()
+    s.reduced()
+    for name, param in s.model.named_parameters():
+        s.note(f"{name}", param.grad.norm())
+    s.note("all", torch.nn.utils.clip_grad_norm_(s.model.parameters(), float("inf")))
+
+
+@row(6, "get_total_norm and clip_grads_with_norm_")
+def total_norm(s: Script) -> None:
+    for step in range(3):
+        s.loss(step).backward()
+        s.reduced()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in s.model.parameters()], norm_type=1.0)
+        torch.nn.utils.clip_grads_with_norm_(s.model.parameters(), 0.5, norm)
+        s.note(f"norm {step}", norm)
+        s.update()
+
+
+@row(6, "which parameters have a gradient (param.grad is None)", make=Heads)
+def which(s: Script) -> None:
+    for step in range(3):
+        x, y = s.batch(step)
+        (s.model(x, (step,))[0] - y[:, :4]).square().mean().backward()
+        for name, param in s.model.named_parameters():
+            s.note(f"{name} {step}", param.grad is not None)
         s.update()
 
 
@@ -155,9 +186,22 @@ OPTIMIZERS: dict[str, Make] = {
     "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
     "Lion-like, third-party": Lion,
+    "AdamW, lr a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3)),
+    "Adam, maximize": lambda p: torch.optim.Adam(p, lr=1e-3, maximize=True),
 }
 for _name, _make in OPTIMIZERS.items():
     add(Row(f"optimizer {_name}", 6, plain, optimizer=_make))
+
+
+class Wide(nn.Module):
+    """Its weights are large enough for 8-bit state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 256), nn.Linear(256, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.nn.functional.gelu(self.first(x)))
 
 
 class Matrices(nn.Module):
@@ -173,6 +217,21 @@ class Matrices(nn.Module):
      note="torch's Muon iterates in bf16")  # fmt: skip
 def muon(s: Script) -> None:
     plain(s)
+
+
+def _eight_bit(package: str) -> Make:
+    """A third party's 8-bit AdamW: blocks of 256 elements share a scale, for parameters of 4096 elements or more."""
+
+    def make(params: Iterable[Any]) -> torch.optim.Optimizer:
+        found: torch.optim.Optimizer = importlib.import_module(package).AdamW8bit(params, lr=1e-3)
+        return found
+
+    return make
+
+
+for _name in ("torchao.optim", "bitsandbytes.optim"):
+    add(Row(f"optimizer AdamW8bit of {_name.split('.')[0]}", 6, plain, make=lambda: Wide(), needs=_name.split(".")[0],
+            optimizer=_eight_bit(_name), oracle_dtype=torch.float32, note="against the same optimizer"))  # fmt: skip
 
 
 for _name, _make, _text in (
@@ -200,12 +259,37 @@ def _groups(params: Iterable[Any]) -> torch.optim.Optimizer:
 
 add(Row("options for each parameter group", 6, plain, optimizer=_groups))
 
+
+@row(6, "the learning rate set by hand in param_groups", optimizer=_groups)
+def rate_by_hand(s: Script) -> None:
+    for step in range(STEPS):
+        for group in s.optimizer.param_groups:
+            group["lr"] *= 0.5
+        s.loss(step).backward()
+        s.update()
+
+
+@row(6, "the caller's own hooks around step()")
+def step_hooks(s: Script) -> None:
+    calls = []
+    s.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    s.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    plain(s)
+    s.note("before", calls.count("before"))
+    s.note("after", calls.count("after"))
+
+
 # --- schedulers ---
 
 Scheduler = Callable[[torch.optim.Optimizer], Any]
 SCHEDULERS: dict[str, Scheduler] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda k: 1 / (k + 1)),
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda k: 0.9),
+    "ConstantLR with LinearLR (ChainedScheduler)": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, total_iters=2), lr_scheduler.LinearLR(o, 0.3, total_iters=4)]
+    ),
     "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from models import GPT, SEQ, VOCAB, Heads, WithUnused, batch_norm, frozen, mlp, seeded
@@ -151,6 +154,21 @@ def gradual(s: Script) -> None:
         s.update()
 
 
+@row(4, "layers unfrozen one after the other, evaluated between", make=lambda: mlp(depth=3), optimizer=sgd)
+def gradual_evaluated(s: Script) -> None:
+    for k in (2, 0):
+        s.model[k].requires_grad_(False)
+    for step in range(6):
+        if step in (2, 4):
+            s.model[2 if step == 2 else 0].requires_grad_(True)
+            if s.is_zc:
+                zc.recompile(s.model)
+        s.loss(step).backward()
+        s.update()
+        with torch.no_grad():
+            s.note(f"held out {step}", s.loss(100 + step))
+
+
 @row(4, "a layer unfrozen without zc.recompile", make=frozen, refused={"always": "ZcError: zc.recompile"})
 def unfrozen_silently(s: Script) -> None:
     s.loss(0).backward()
@@ -190,3 +208,77 @@ def lora_off(s: Script) -> None:
             base = s.model(x)
         (F.cross_entropy(s.model(x).flatten(0, 1), y.flatten()) + F.mse_loss(s.model(x), base)).backward()
         s.update()
+
+
+class Renormed(nn.Module):
+    """max_norm scales rows of the weight down, in place, in the forward."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 16, **options), nn.Linear(16, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embed(x))
+
+
+@row(4, "an embedding with max_norm, the same tokens on all ranks", make=lambda: Renormed(max_norm=2.0))
+def renormed(s: Script) -> None:
+    for step in range(3):
+        x = torch.randint(0, VOCAB, (2, SEQ), generator=seeded(step))
+        F.cross_entropy(s.model(x).flatten(0, 1), x.flatten()).backward()
+        s.update()
+
+
+row(4, "an embedding with sparse gradients", make=lambda: Renormed(sparse=True), optimizer=sgd,
+    refused={"always": "PlanError: sparse=True"})(language)  # fmt: skip
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.turn = nn.Linear(16, 16), nn.Parameter(torch.ones(16, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((x * self.turn).real)
+
+
+row(4, "a complex parameter", make=Complex, refused={"always": "PlanError: dtype torch.complex64"})(plain)
+
+
+def overlapping() -> nn.Module:
+    model = mlp()
+    model[2].weight = nn.Parameter(model[0].weight.detach()[:])  # another Parameter over the same numbers
+    return model
+
+
+row(4, "two parameters over one storage", make=overlapping, refused={"always": "PlanError: share a part"})(plain)
+
+
+def half_held(params: Iterable[Any]) -> Any:
+    return sgd(list(params)[:2])
+
+
+row(4, "parameters that the optimizer lacks (two optimizers for one model)", optimizer=half_held,
+    refused={"always": "PlanError: the optimizer lacks 2"})(plain)  # fmt: skip
+
+
+@row(4, "model.to(dtype) after zc.compile", refused={"always": "ZcError: has left its bucket"})
+def moved(s: Script) -> None:
+    s.model.double()
+    x, y = s.batch(0)
+    F.mse_loss(s.model(x.double()), y.double()).backward()
+    s.update()
+
+
+@row(4, "param.data = other after zc.compile", refused={"always": "ZcError: has left its bucket"})
+def new_data(s: Script) -> None:
+    s.loss(0).backward()
+    s.update()
+    s.model[0].weight.data = torch.zeros_like(s.model[0].weight)
+    s.loss(1).backward()
+    s.update()
+
+
+@row(4, "optimizer.add_param_group with a parameter that it holds", refused={"always": "PlanError: has its place"})
+def add_known(s: Script) -> None:
+    s.optimizer.add_param_group({"params": [s.model[0].weight]})

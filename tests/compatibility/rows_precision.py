@@ -9,9 +9,14 @@ import torch
 import torch.nn.functional as F
 from models import GPT, mlp
 from rows import Script, plain, row, sgd
-from rows_params import language
+from rows_params import language, tokens
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 import zc
 
@@ -142,4 +147,118 @@ def bf16_params(s: Script) -> None:
         x, y = s.batch(step)
         dtype = next(s.model.parameters()).dtype
         F.mse_loss(s.model(x.to(dtype)).float(), y).backward()
+        s.update()
+
+
+BF16: dict[str, Any] = {
+    "make": lambda: mlp().bfloat16(), "optimizer": sgd, "oracle_dtype": torch.float32, "tolerance": 2e-2,
+}  # fmt: skip
+
+
+def narrow_loss(s: Script, step: int, microbatch: int = 0) -> Tensor:
+    x, y = s.batch(step, microbatch)
+    return F.mse_loss(s.model(x.to(next(s.model.parameters()).dtype)).float(), y)
+
+
+@row(5, "bf16 parameters changed by hand between steps", note="against fp32", **BF16)
+def bf16_by_hand(s: Script) -> None:
+    for step in range(5):
+        narrow_loss(s, step).backward()
+        s.update()
+        if step == 2:
+            with torch.no_grad():
+                for param in s.model.parameters():
+                    param.mul_(0.5)
+
+
+@row(5, "bf16 parameters, load_state_dict between steps", note="against fp32", **BF16)
+def bf16_load(s: Script) -> None:
+    given = {name: value.clone() for name, value in s.model.state_dict().items()}
+    for step in range(5):
+        narrow_loss(s, step).backward()
+        s.update()
+        if step == 2:
+            s.model.load_state_dict({name: value * 0.5 for name, value in given.items()})
+
+
+@row(5, "param_dtype=torch.bfloat16 for fp32 parameters", options={"param_dtype": torch.bfloat16},
+     note="against fp32", **{**BF16, "make": mlp})  # fmt: skip
+def cast_params(s: Script) -> None:
+    for step in range(5):
+        for m in range(2):
+            narrow_loss(s, step, m).backward()
+        s.update()
+
+
+@row(5, "fp16 parameters with a GradScaler", note="against fp32", **{**BF16, "make": lambda: mlp().half()})
+def fp16_params(s: Script) -> None:
+    scaler = scaler_of(s, 128.0)
+    for step in range(5):
+        scaler.scale(narrow_loss(s, step)).backward()
+        s.reduced()
+        scaler.step(s.optimizer)
+        scaler.update()
+        s.optimizer.zero_grad()
+
+
+@row(5, "fp16 overflow in one microbatch of one rank", **FP16)
+def overflow_microbatch(s: Script) -> None:
+    scaler = scaler_of(s)
+    for step in range(4):
+        for m in range(2):
+            loss = fp16_loss(s, step, m)
+            if (step, m, s.rank) == (1, 0, 1):
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+        s.reduced()
+        scaler.step(s.optimizer)
+        scaler.update()
+        s.optimizer.zero_grad()
+    s.note("scale", scaler.get_scale())
+
+
+@row(5, "checkpointing, reentrant, several backwards a step",
+     make=lambda: GPT(dim=16, layers=1, use_checkpoint=True, reentrant=True))  # fmt: skip
+def checkpoint_backwards(s: Script) -> None:
+    for step in range(3):
+        for m in range(2):
+            x, y = tokens(s, 10 * step + m)
+            F.cross_entropy(s.model(x).flatten(0, 1), y.flatten()).backward()
+        s.update()
+
+
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(16, 16), nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint_sequential(self.layers, 2, self.first(x), use_reentrant=False)  # type: ignore[no-any-return]
+
+
+row(5, "checkpoint_sequential", make=Sequences)(plain)
+
+
+class CheckpointedEager(TiedInCheckpoints):
+    """A checkpoint around a part that does not compile."""
+
+    @torch.compiler.disable
+    def outside(self, x: Tensor) -> Tensor:
+        return F.gelu(self.shared(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(checkpoint(self.outside, self.first(x), use_reentrant=self.reentrant))
+
+
+row(5, "a checkpoint around an eager part, non-reentrant", make=lambda: CheckpointedEager(False))(plain)
+row(5, "a checkpoint around an eager part, reentrant", make=lambda: CheckpointedEager(True))(plain)
+
+
+@row(5, "autocast to bf16 with checkpointing", optimizer=sgd, oracle_dtype=torch.float32, tolerance=2e-3,
+     make=lambda: TiedInCheckpoints(False))  # fmt: skip
+def autocast_checkpoint(s: Script) -> None:
+    for step in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = s.loss(step)
+        loss.backward()
         s.update()

@@ -233,3 +233,84 @@ def truncated(s: Script) -> None:
         hidden = s.model(x, hidden.detach())
         F.mse_loss(hidden, y).backward()
         s.update()
+
+
+class Wrapper(nn.Module):
+    """What Lightning and the like do: the loop calls a module around the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.model(x), y)
+
+
+@row(3, "the loop calls a module around the model")
+def wrapped(s: Script) -> None:
+    wrapper = Wrapper(s.model)
+    for step in range(STEPS):
+        wrapper(*s.batch(step)).backward()
+        s.update()
+
+
+@row(3, "the caller compiles model and loss together (torch.compile)")
+def compiled_around(s: Script) -> None:
+    loss = torch.compile(lambda x, y: F.mse_loss(s.model(x), y), backend="aot_eager")
+    for step in range(STEPS):
+        loss(*s.batch(step)).backward()
+        s.update()
+
+
+def compiled_in_place() -> nn.Module:
+    model = mlp()
+    model.compile(backend="aot_eager")
+    return model
+
+
+row(3, "model.compile() before zc.compile", make=compiled_in_place)(plain)
+row(3, "torch.compile(model) given to zc.compile", make=lambda: torch.compile(mlp()),  # type: ignore[arg-type]
+    refused={"always": "PlanError: OptimizedModule"})(plain)  # fmt: skip
+
+
+class FrozenTrunk(nn.Module):
+    """A trunk under no_grad, trainable by its flags; a buffer that counts; a batched head; nested containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, batch: dict[str, Any], *, scale: float) -> dict[str, tuple[Tensor, ...]]:
+        self.calls += 1
+        with torch.no_grad():
+            x = self.trunk(batch["x"])
+        return {"out": (torch.vmap(self.head)(x) * scale, x)}
+
+
+@row(3, "a trunk under no_grad, a counting buffer, vmap, nested containers", make=FrozenTrunk)
+def frozen_trunk(s: Script) -> None:
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        F.mse_loss(s.model({"x": x}, scale=2.0)["out"][0], y).backward()
+        s.update()
+    s.note("calls", s.model.calls)
+
+
+class Routed(nn.Module):
+    """Experts by name, one for each row's remainder: what a batch leaves out gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("a", "b", "c")})
+
+    def forward(self, x: Tensor, names: list[str]) -> Tensor:
+        return torch.stack([self.experts[name](x[k]) for k, name in enumerate(names)])
+
+
+@row(3, "a ModuleDict routed by name", make=Routed)
+def routed(s: Script) -> None:
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        F.mse_loss(s.model(x, list(("aabb", "abab", "cccc", "bcbc", "abca")[step])), y).backward()
+        s.update()

@@ -120,14 +120,14 @@ def against_ddp(world_size: int, run: Run, timeout: float = 120.0) -> DIFFERS_MO
 
 @contextlib.contextmanager
 def counted_collectives() -> Iterator[list[str]]:
-    """The collectives that this rank starts through torch.distributed, in order, as ``name numel``."""
+    """What this rank starts through torch.distributed, in order, as ``name numel``; a send has its tag, too."""
     calls: list[str] = []
-    names = ("all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single", "all_reduce", "broadcast")
+    names = ("isend", "all_to_all_single", "reduce_scatter_tensor", "reduce_scatter_single", "all_reduce", "broadcast")
     originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
 
     def counting(name: str) -> Callable[..., Any]:
         def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            calls.append(f"{name} {tensor.numel()}")
+            calls.append(f"{name} {tensor.numel()}" + (f" tag {kwargs['tag']}" if "tag" in kwargs else ""))
             return originals[name](tensor, *args, **kwargs)
 
         return call

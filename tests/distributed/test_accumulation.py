@@ -16,6 +16,7 @@ from oracle import full_gradients, relative, train_ddp, weights, worst
 from torch import Tensor, nn
 
 import zc
+from zc.comm import EXCHANGES
 from zc.ops import GradientOps
 
 # --- PR#7985's probe ---
@@ -280,7 +281,9 @@ def _what_is_sent(rank: int, world_size: int, stage: int, backend: str, declared
                     case.loss(model, case.batch(rank, step, m)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        updates.append([call for call in calls if call.startswith("all_to_all")])
+        # gradients and gathered weights are both sends; their tags tell them apart
+        tags = {f"tag {len(EXCHANGES) * bucket + EXCHANGES.index('reduce')}" for bucket in range(8)}
+        updates.append([call for call in calls if call.startswith("isend") and call[call.index("tag") :] in tags])
     return updates
 
 

@@ -1,0 +1,80 @@
+"""The loops that read parameters in ways of their own, with overlap_gather=True: step() returns before the updated
+weights are there (MLM#950). The comm stream is slowed down, so that whoever does not wait reads old weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import rows_backward
+import rows_loops
+import rows_params
+import rows_precision
+import rows_structure
+import rows_tasks
+import torch
+from models import GPT, Broken, Heads, PartlyEager, frozen, mlp
+from rows import STEPS, Loop, Row, Script, add, plain, sgd
+from torch import nn
+
+ITEM = 10
+
+
+def overlapped(name: str, loop: Loop, make: Callable[[], nn.Module] = mlp, **options: Any) -> None:
+    add(Row(f"overlap_gather: {name}", ITEM, loop, make, options={"overlap_gather": True}, **options))
+
+
+overlapped("the plain loop", plain, lambda: mlp(depth=3))
+overlapped("evaluation under no_grad between steps", rows_loops.evaluation)
+overlapped("evaluation between a forward and its backward", rows_loops.evaluation_inside)
+overlapped("inference_mode between steps", rows_loops.inference)
+overlapped("a layer under torch.compiler.disable", plain, PartlyEager)
+overlapped("a graph break, a layer used on both sides", plain, Broken)
+overlapped("tasks in varying order and number, a backward each", rows_tasks.varying_backwards, Heads)
+overlapped("submodules called from the loop", rows_structure.submodules)
+overlapped("dynamic sequence lengths", rows_structure.dynamic_lengths, rows_structure.Sequences)
+overlapped("microbatches declared with no_sync", rows_loops.declared)
+overlapped("a step without a backward", rows_loops.nothing_to_do)
+overlapped("two steps on one gradient", rows_loops.two_steps)
+overlapped("two models in one process", rows_structure.two_models)
+overlapped("checkpointing, reentrant", rows_params.language,
+           lambda: GPT(dim=16, layers=1, use_checkpoint=True, reentrant=True))  # fmt: skip
+overlapped("a layer unfrozen, zc.recompile(model)", rows_params.unfrozen, frozen)
+overlapped("layers unfrozen one after the other, evaluated between", rows_params.gradual_evaluated,
+           lambda: mlp(depth=3), optimizer=sgd)  # fmt: skip
+overlapped("load_state_dict between steps", rows_loops.load_between)
+overlapped("a backward through a forward of before the step", rows_backward.stale_forward,
+           refused={"always": "RuntimeError: modified by an inplace operation"})  # fmt: skip
+overlapped("fp16 overflow in one element of one rank", rows_precision.overflow, **rows_precision.FP16)
+
+
+def state_dicts(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.update()
+        for name, value in s.model.state_dict().items():
+            s.note(f"{name} {step}", value)
+
+
+def raw_reads(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.update()
+        s.synchronize()
+        for name, param in s.model.named_parameters():
+            s.note(f"{name} {step}", param.detach())
+
+
+def written(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.update()
+        s.synchronize()
+        with torch.no_grad():
+            for param in s.model.parameters():
+                param.clamp_(-0.2, 0.2)
+
+
+overlapped("state_dict after every step", state_dicts)
+overlapped("parameters read right after zc.synchronize", raw_reads)
+overlapped("parameters written right after zc.synchronize", written)

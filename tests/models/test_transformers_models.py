@@ -1,0 +1,173 @@
+"""Unmodified models train as under DDP: transformers' own modelling code and loss, and plain PyTorch's modules.
+
+By default every model runs op by op in stage 2, four of them through the compiled schedules (aot_eager).
+ZC_TESTS=full runs all of them in all ways, Inductor's too. With ZC_MODELS_TABLE=docs/models.md the table is written,
+too, from this run's rows and those that lie in build/models.json from runs before (`make models-table`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from harness import run_ranks
+from oracle import train_ddp, weights
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from zoo import ZOO
+
+import zc
+
+STEPS = 5
+TOLERANCE = 2e-5
+FULL = os.environ.get("ZC_TESTS") == "full"
+STAGES = (1, 2) if FULL else (2,)
+SAMPLE = ("Llama", "Mixtral", "ResNet-like", "nn.LSTM")
+COMPILED = [(name, stage, "aot_eager") for name in (ZOO if FULL else SAMPLE) for stage in STAGES]
+COMPILED += [(name, stage, "inductor") for name in (ZOO if FULL else ()) for stage in STAGES]
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+class Outcome(NamedTuple):
+    """After the run: weights, this rank's losses, and what explain says."""
+
+    weights: dict[str, Tensor]
+    losses: list[float]
+    num_params: int
+    notes: str
+    uncovered: str
+    num_schedules: int
+    compilation: str
+
+
+def train(rank: int, world_size: int, name: str, stage: int, backend: str) -> Outcome:
+    """Job: ``STEPS`` updates with zc; stage 0 is DDP, plain PyTorch."""
+    entry = ZOO[name]
+    torch.manual_seed(0)
+    model = entry.make().train()
+    batches = [[entry.batch(rank, step)] for step in range(STEPS)]
+    if stage == 0:
+        found, losses = train_ddp(model, entry.loss, sgd, batches, find_unused=True)
+        return Outcome(found, losses, sum(p.numel() for p in model.parameters()), "", "", 0, "")
+    model, optimizer = zc.compile(model, sgd(model), stage=stage, backend=backend, bucket_nbytes=2**15)
+    losses = []
+    for (batch,) in batches:
+        loss = entry.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    report = zc.explain(model)
+    schedules = sum(title.startswith("schedule backward") for title in report.sections)
+    notes, uncovered = report.sections["notes"], report.sections["not covered by a schedule"]
+    num_params, compilation = sum(p.numel() for p in model.parameters()), report.sections["compilation"]
+    return Outcome(weights(model), losses, num_params, notes, uncovered, schedules, compilation)
+
+
+@cache
+def ddp(name: str) -> list[Outcome]:
+    return run_ranks(train, 2, name, 0, "", timeout=300)
+
+
+def difference(got: Outcome, wanted: Outcome) -> tuple[float, str]:
+    """The largest relative difference of a parameter, and its name. The scale is that of the parameter, but never less
+    than a ten-thousandth of the largest one's: a key's bias starts at zero and has a gradient of zero, so all that it
+    ever holds is rounding."""
+    assert got.weights.keys() == wanted.weights.keys()
+    floor = 1e-4 * max(float(w.norm()) for w in wanted.weights.values())
+    pairs = (
+        (float((got.weights[n] - w).double().norm()) / max(float(w.double().norm()), floor), n)
+        for n, w in wanted.weights.items()
+    )
+    return max(pairs, key=lambda pair: (pair[0] != pair[0], pair[0]))
+
+
+ROWS = Path(__file__).parents[2] / "build" / "models.json"
+
+
+def keep_row(name: str, stage: int, backend: str, worst: float, found: Outcome) -> None:
+    rows = json.loads(ROWS.read_text()) if ROWS.exists() else {}
+    rows[f"{name}, {stage}, {backend}"] = [worst, found.num_params, found.num_schedules, found.notes, found.uncovered]
+    ROWS.parent.mkdir(exist_ok=True)
+    ROWS.write_text(json.dumps(rows, indent=1))
+
+
+def check(name: str, stage: int, backend: str) -> None:
+    wanted = ddp(name)
+    found = run_ranks(train, 2, name, stage, backend, timeout=600)
+    worst, where = difference(found[0], wanted[0])
+    for other in found[1:]:
+        for param, value in found[0].weights.items():
+            assert torch.equal(value, other.weights[param]), f"ranks ended with different {param}"
+    assert worst <= TOLERANCE, f"{where} differs by {worst:.1e}"
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(torch.tensor(mine.losses), torch.tensor(theirs.losses), rtol=1e-4, atol=1e-5)
+    assert found[0].losses[0] != found[0].losses[-1]
+    if backend != "eager" and ZOO[name].why_eager is None:
+        assert found[0].num_schedules > 0, f"nothing was compiled: {found[0].compilation}"
+    elif backend != "eager":
+        assert "nothing of the model was compiled" in found[0].notes and ZOO[name].why_eager in found[0].compilation
+    if os.environ.get("ZC_MODELS_TABLE"):
+        keep_row(name, stage, backend, worst, found[0])
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_op_by_op(name: str) -> None:
+    """backend="eager": every gradient through hooks."""
+    for stage in STAGES:
+        check(name, stage, "eager")
+
+
+@pytest.mark.parametrize(("name", "stage", "backend"), COMPILED)
+def test_compiled(name: str, stage: int, backend: str) -> None:
+    check(name, stage, backend)
+
+
+@pytest.mark.skipif(not os.environ.get("ZC_MODELS_TABLE"), reason="ZC_MODELS_TABLE names no file to write")
+def test_write_the_table() -> None:
+    """Last in the file: the rows of the tests above, as docs/models.md."""
+    Path(os.environ["ZC_MODELS_TABLE"]).write_text(table())
+
+
+def table() -> str:
+    import transformers
+
+    runs = [(stage, backend) for backend in ("eager", "aot_eager", "inductor") for stage in (1, 2)]
+    hooks = "; ".join(f"{name}: {entry.why_eager}" for name, entry in ZOO.items() if entry.why_eager)
+    rows: dict[str, list[Any]] = json.loads(ROWS.read_text())
+    lines = [
+        "# Models",
+        "",
+        "Written by `make models-table`; don't edit. Tiny random configurations, unmodified modelling code, the",
+        f"model's own loss; 2 gloo ranks on CPU, fp32, SGD with momentum, {STEPS} updates, torch {torch.__version__},",
+        f"transformers {transformers.__version__}. Each cell: the largest relative difference of a parameter to DDP's",
+        f"(the tests allow {TOLERANCE:.0e}). In brackets: the schedules that the backward graphs became, where not 1.",
+        "No model is refused. *hooks*: Dynamo compiles none of it, as zc.explain says, and gradients come in through",
+        f"hooks ({hooks}). *not run*: the tests do not have that row in this table yet.",
+        "",
+        "| model | parameters | " + " | ".join(f"{backend}, stage {stage}" for stage, backend in runs) + " |",
+        "|---|---|" + "---|" * len(runs),
+    ]
+    for name in ZOO:
+        found = [rows.get(f"{name}, {stage}, {backend}") for stage, backend in runs]
+        cells = [
+            "not run" if row is None else f"{row[0]:.0e}" + _schedules(row[2], backend)
+            for row, (_, backend) in zip(found, runs, strict=True)
+        ]
+        num_params = next((row[1] for row in found if row is not None), 0)
+        lines.append(f"| {name} | {num_params:,} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _schedules(count: int, backend: str) -> str:
+    if backend == "eager" or count == 1:
+        return ""
+    return f" ({count})" if count else " (hooks)"

@@ -1,0 +1,222 @@
+"""Real models, tiny and random: transformers' own modelling code with its own loss, and plain PyTorch's modules.
+
+An `Entry` makes a model and a batch for (rank, step); ``loss(model, batch)`` is what the model's authors compute.
+Dropout is off: DDP and a compiled run draw other random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCAB, SEQ, BATCH = 96, 12, 2
+
+
+def seeded(rank: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 * rank + step)
+
+
+def tokens(rank: int, step: int, length: int = SEQ) -> Tensor:
+    return torch.randint(3, VOCAB, (BATCH, length), generator=seeded(rank, step))
+
+
+def causal(rank: int, step: int) -> dict[str, Tensor]:
+    ids = tokens(rank, step)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def own_loss(model: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
+    """What transformers computes where it is given labels."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+@dataclass(frozen=True)
+class Entry:
+    make: Callable[[], nn.Module]
+    batch: Callable[[int, int], Any] = causal
+    loss: Callable[[Callable[..., Any], Any], Tensor] = own_loss
+    why_eager: str | None = None  # Dynamo's words, where it compiles none of the model
+
+
+# --- transformers ---
+
+
+def _decoder(**more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 32}
+    return {**sizes, **heads, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False, **more}
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+    config = GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=2, n_head=4, use_cache=False, **none)
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**_decoder()))
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**_decoder(head_dim=8, tie_word_embeddings=True)))
+
+
+def gemma() -> nn.Module:
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    return GemmaForCausalLM(GemmaConfig(**_decoder(head_dim=8)))
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    return MixtralForCausalLM(MixtralConfig(**_decoder(**experts)))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 32}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return BertForMaskedLM(BertConfig(vocab_size=VOCAB, **sizes, **none))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    config = T5Config(vocab_size=VOCAB, decoder_start_token_id=0, use_cache=False, **sizes)
+    return T5ForConditionalGeneration(config)
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=5, **sizes, **none))
+
+
+def whisper() -> nn.Module:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    encoder = {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "max_source_positions": 16}
+    decoder = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "max_target_positions": 32}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    config = WhisperConfig(
+        vocab_size=VOCAB, num_mel_bins=8, d_model=32, dropout=0.0, use_cache=False, **encoder, **decoder, **special
+    )
+    return WhisperForConditionalGeneration(config)
+
+
+def images(rank: int, step: int) -> dict[str, Tensor]:
+    generator = seeded(rank, step)
+    pixels = torch.randn(BATCH, 3, 16, 16, generator=generator)
+    return {"pixel_values": pixels, "labels": torch.randint(5, (BATCH,), generator=generator)}
+
+
+def translation(rank: int, step: int) -> dict[str, Tensor]:
+    return {"input_ids": tokens(rank, step), "labels": tokens(rank, step + 500, 8)}
+
+
+def speech(rank: int, step: int) -> dict[str, Tensor]:
+    features = torch.randn(BATCH, 8, 32, generator=seeded(rank, step))
+    return {"input_features": features, "labels": tokens(rank, step, 8)}
+
+
+# --- plain PyTorch ---
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width // stride, width, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.skip = nn.Conv2d(width // stride, width, 1, stride) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.skip(x))
+
+
+class ConvNet(nn.Module):
+    """The shape of a ResNet: a stem, strided residual blocks with batch norm, pooling, a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, 1, 1)
+        self.blocks = nn.Sequential(Residual(8, 1), Residual(16, 2), Residual(32, 2))
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+class Translator(nn.Module):
+    """torch.nn.Transformer with embeddings and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 32, padding_idx=0)
+        self.transformer = nn.Transformer(32, 4, 2, 2, 64, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(32, VOCAB)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        return self.head(self.transformer(self.embed(source), self.embed(target), tgt_mask=mask, tgt_is_causal=True))
+
+
+class Recurrent(nn.Module):
+    """Two layers of nn.LSTM between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(VOCAB, 16), nn.LSTM(16, 24, num_layers=2, batch_first=True)
+        self.head = nn.Linear(24, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embed(ids))[0])
+
+
+def classify(model: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["pixel_values"]), batch["labels"])
+
+
+def translate(model: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
+    target = batch["labels"]
+    return F.cross_entropy(model(batch["input_ids"], target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
+
+
+def next_token(model: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
+    ids = batch["input_ids"]
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+ZOO: dict[str, Entry] = {
+    "GPT-2": Entry(gpt2),
+    "Llama": Entry(llama),
+    "Qwen3": Entry(qwen3),
+    "Gemma": Entry(gemma),
+    "Mixtral": Entry(mixtral),
+    "BERT": Entry(bert),
+    "T5": Entry(t5, translation),
+    "ViT": Entry(vit, images),
+    "Whisper": Entry(whisper, speech),
+    "ResNet-like": Entry(ConvNet, images, classify),
+    "nn.Transformer": Entry(Translator, translation, translate),
+    "nn.LSTM": Entry(Recurrent, causal, next_token, why_eager="Dynamo does not support RNN, GRU, or LSTM"),
+}

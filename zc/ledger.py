@@ -1,0 +1,88 @@
+"""What happened since the last update: which schedules ran, which hooks fired, what was sent, how long was waited.
+
+Counting is all that the hot path does, one addition a schedule or hook; `zc.explain` works out the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from zc.plan import Plan
+from zc.program import Program
+from zc.schedule import accumulate_cast, deposit, flatten_cast, steps, wgrad_into
+
+Where = tuple[int, int]  # bucket, slot
+
+
+@dataclass
+class Step:
+    """Of one update. ``runs``: schedule -> times; ``hooks``: (bucket, slot) -> gradients that came in outside of
+    compiled graphs; bytes by kind of exchange, sent by this rank; seconds that the calling thread stood still for
+    them."""
+
+    runs: Counter[str] = field(default_factory=Counter)
+    hooks: Counter[Where] = field(default_factory=Counter)
+    nbytes_sent: Counter[str] = field(default_factory=Counter)
+    exposed_s: float | None = None
+
+
+def written_by(program: Program) -> set[Where]:
+    """The slots whose gradients a schedule writes or deposits."""
+    found: set[Where] = set()
+    for node in steps(program.graph):
+        bucket = int(str(node.args[0])) if node.target in (deposit, flatten_cast, accumulate_cast, wgrad_into) else -1
+        if node.target is deposit:
+            found.add((bucket, int(str(node.args[1]))))
+        elif node.target is wgrad_into:
+            found.add((bucket, int(str(node.args[2]))))
+        elif bucket >= 0:
+            found |= {(bucket, int(str(k))) for k in node.args[2]}  # type: ignore[union-attr]
+    return found
+
+
+class Ledger:
+    """The current step and the last one, and which parameters have been warned of."""
+
+    def __init__(self) -> None:
+        self.step, self.last = Step(), Step()
+        self.num_steps = 0
+        self.graphs: list[str] = []  # Dynamo's id of each graph that was compiled: frame / how often
+        self.breaks_before: dict[str, int] = {}  # graph breaks in this process before this model was compiled
+        self._named: set[str] = set()
+        self._writes: dict[str, set[Where]] = {}
+
+    def arrived(self, programs: Iterable[Program], step: Step) -> dict[Where, Counter[str]]:
+        """(bucket, slot) -> where its gradients came from in ``step``, and how many times."""
+        found: dict[Where, Counter[str]] = {}
+        for program in programs:
+            times = step.runs[program.name]
+            if times:
+                if program.name not in self._writes:
+                    self._writes[program.name] = written_by(program)
+                for where in self._writes[program.name]:
+                    found.setdefault(where, Counter())[program.name] += times
+        for where, times in step.hooks.items():
+            found.setdefault(where, Counter())["hook"] += times
+        return found
+
+    def close_step(self, exposed_s: float | None, nbytes_sent: Counter[str]) -> None:
+        self.step.exposed_s, self.step.nbytes_sent = exposed_s, nbytes_sent
+        self.last, self.step = self.step, Step()
+        self.num_steps += 1
+
+    def unused(self, programs: Iterable[Program], plan: Plan, touched: Sequence[Sequence[bool]]) -> str | None:
+        """The parameters that no backward of this step has reached, on any rank, each named once: DS#7579 ran on for
+        days like that. ``touched``: by bucket and slot, whether some rank has a gradient."""
+        arrived = self.arrived(programs, self.step)
+        slots = [(b.index, k, slot.name) for b in plan.buckets for k, slot in enumerate(b.slots)]
+        names = [name for b, k, name in slots if (b, k) not in arrived and not touched[b][k]]
+        if len(names) == len(slots):
+            return "optimizer.step() was called, and no parameter had a gradient"
+        fresh = [name for name in names if name not in self._named]
+        self._named.update(fresh)
+        if not fresh:
+            return None
+        shown = ", ".join(fresh[:5]) + (f" and {len(fresh) - 5} more" if len(fresh) > 5 else "")
+        return f"took part in no backward since the last step, on any rank, and was not updated: {shown}"
