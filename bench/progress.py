@@ -33,8 +33,11 @@ class Progress:
 
     def update(self, loss: float, norm: float, tokens_per_s: float) -> None:
         """``loss`` in nats a token, of this rank."""
+        self.tick(f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  gradient norm {norm:.2f}")
+
+    def tick(self, status: str) -> None:
+        """One step more."""
         self.done += 1
-        status = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s  gradient norm {norm:.2f}"
         if self.bar is not None:
             self.bar.update(self.task, advance=1, status=status, refresh=True)
         elif self.shown and (self.done * NUM_LINES % self.steps < NUM_LINES or self.done == 1):

@@ -26,6 +26,7 @@ from bench.models import MODELS, GPTConfig, make_model, num_parameters
 from bench.paced import NETWORKS, init_paced
 from bench.peers import SYSTEMS
 from bench.progress import Progress
+from bench.resume import Resume
 from bench.systems import AdamW, Options, System
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,6 +61,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--paced", choices=tuple(NETWORKS), help="one process plays rank 0 of --world ranks on a modelled network")
     add("--world", type=int, default=8, help="ranks that --paced pretends")
     add("--quiet", action="store_true", help="no progress bar")
+    add("--save-every", type=int, default=0, help="steps between checkpoints (zc); 0: none")
+    add("--checkpoints", type=Path, help="their folder; the run goes on from the newest complete one in it")
+    add("--keep", type=int, default=2, help="checkpoints that are kept")
+    add("--async-save", action="store_true", help="checkpoints are written while the training goes on")
+    add("--global-accum", type=int, help="microbatches a step over all ranks: the same data on any number of ranks")
     add("--out", type=Path, required=True, help="folder for run.json (and explain.txt)")
     args = parser.parse_args(argv)
     for name in ("steps", "batch", "accum"):
@@ -67,6 +73,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.param_dtype and args.system != "zc":
         parser.error(f"--param-dtype is zc's: --system {args.system} keeps no fp32 masters")
+    if args.save_every and (args.system != "zc" or args.checkpoints is None):
+        parser.error("--save-every needs --system zc and --checkpoints FOLDER")
     return args
 
 
@@ -105,6 +113,10 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     if batches:
         record["held_out_loss_before"] = held_out_loss(model, batches, rank, world_size)
 
+    if args.global_accum is not None:
+        if args.global_accum % world_size:
+            raise SystemExit(f"--global-accum {args.global_accum} is not a multiple of {world_size} ranks")
+        args.accum = args.global_accum // world_size
     started = time.perf_counter()
     options = Options(
         args.backend,
@@ -123,12 +135,14 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     factor = lambda step: warmup_cosine(step, args.warmup, args.steps)  # noqa: E731
     scheduler = torch.optim.lr_scheduler.LambdaLR(system.optimizer, factor)
 
+    resume = Resume(args, model, system.optimizer, scheduler) if args.checkpoints is not None else None
+    first = resume.first_step() if resume is not None else 0
     losses, norms, step_s, host_s = [], [], [], []
     peaks = [0]
     tokens_per_step = args.batch * args.seq * args.accum * world_size
     with Progress(args.steps, f"{args.system} {args.backend}", shown=rank == 0 and not args.quiet) as progress:
-        for step in range(args.steps):
-            if step == args.settle:
+        for step in range(first, args.steps):
+            if step == first + args.settle:
                 peaks.append(peak_rss_nbytes())
                 record["peak_is_steady"] = reset_peak_rss()
             start = time.perf_counter()
@@ -140,7 +154,14 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
             losses.append(float(loss))
             norms.append(float(norm))
             step_s.append(time.perf_counter() - start)
+            if resume is not None:
+                resume.after_step(step, losses[-1], rank, world_size)
             progress.update(losses[-1], norms[-1], tokens_per_step / step_s[-1])
+    if resume is not None:
+        resume.finish()
+    if not step_s:
+        raise SystemExit(f"{args.checkpoints} holds a run of {first} steps already: nothing is left to train")
+    record["first_step"] = first
     record["peak_steady_nbytes"] = peak_rss_nbytes()  # before the held-out loss, which compiles one more graph
     record["persistent_nbytes"] = system.persistent_nbytes()
     record["held_nbytes"] = live_nbytes(before) + system.unseen_nbytes
@@ -170,9 +191,10 @@ def one_step(
     """One update over ``accum`` microbatches. Returns this rank's mean loss and the gradient norm, both 0-d."""
     total = torch.zeros((), device=device)
     for micro in range(args.accum):
-        x, y = data.train_batch(
-            tokens, batch=args.batch, seq=args.seq, seed=args.seed, step=step * args.accum + micro, rank=rank
-        )
+        number, reader = step * args.accum + micro, rank
+        if args.global_accum is not None:  # the step's microbatches have the same numbers on any number of ranks
+            number, reader = step, rank * args.accum + micro
+        x, y = data.train_batch(tokens, batch=args.batch, seq=args.seq, seed=args.seed, step=number, rank=reader)
         last = micro == args.accum - 1
         with nullcontext() if last else system.no_sync():
             with system.precision():

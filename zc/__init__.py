@@ -1,9 +1,21 @@
 """zc: ZeRO, compiled. ``model, optimizer = zc.compile(model, optimizer)`` and the loop stays as it is."""
 
 from zc.api import clip_grad_norm_, compile, flush_state, full_grad, no_sync, persistent_nbytes, synchronize  # noqa: A004
-from zc.errors import PassError, PlanError, RaceError, RankLostError, RankMismatchError, UncoveredGradientError, ZcError
+from zc.checkpoint import Saving, latest, load, load_state_dict, save, state_dict
+from zc.deepspeed import load_universal
+from zc.errors import (
+    CheckpointError,
+    PassError,
+    PlanError,
+    RaceError,
+    RankLostError,
+    RankMismatchError,
+    UncoveredGradientError,
+    ZcError,
+)
 from zc.estimate import Estimate, plan
 from zc.explain import explain
+from zc.export import export, full_optimizer_state
 from zc.log import configure as _configure_log
 from zc.passes.verify import Verdict, verify
 from zc.recompile import recompile
@@ -15,12 +27,14 @@ _configure_log()
 # `from zc.plan import Plan` goes on to work: Python looks a module up in sys.modules, not on the package.
 
 __all__ = [
+    "CheckpointError",
     "Estimate",
     "PassError",
     "PlanError",
     "RaceError",
     "RankLostError",
     "RankMismatchError",
+    "Saving",
     "UncoveredGradientError",
     "Verdict",
     "ZcError",
@@ -28,12 +42,20 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "explain",
+    "export",
     "flush_state",
     "full_grad",
+    "full_optimizer_state",
+    "latest",
+    "load",
+    "load_state_dict",
+    "load_universal",
     "no_sync",
     "persistent_nbytes",
     "plan",
     "recompile",
+    "save",
+    "state_dict",
     "synchronize",
     "verify",
 ]

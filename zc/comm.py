@@ -108,16 +108,16 @@ class Group:
         if self.rank < 0:
             raise PlanError(f"rank {dist.get_rank()} is not a member of the given group of {self.world_size} ranks")
         if self.world_size > 1:
-            self.control = self._new_group()
+            self.control = self.new_group()
 
     def open_data(self, device: torch.device) -> None:
         """Makes the group that carries gradients and weights of ``device``."""
         if self.world_size > 1:
             given = self._given if self._given is not None else dist.group.WORLD
-            self.data = self._new_group() if device.type == "cpu" else given
+            self.data = self.new_group() if device.type == "cpu" else given
             self._by_pairs = device.type == "cpu" and host_backend(given) == "gloo"
 
-    def _new_group(self) -> dist.ProcessGroup:
+    def new_group(self) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self._given if self._given is not None else dist.group.WORLD)
         backend = host_backend(self._given)
         made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)

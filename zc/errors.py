@@ -4,6 +4,7 @@ unless its text says so."""
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "PassError",
     "PlanError",
     "RaceError",
@@ -42,3 +43,7 @@ class RankLostError(ZcError):
 
 class UncoveredGradientError(ZcError):
     """A gradient came in by a way that the plan does not know."""
+
+
+class CheckpointError(ZcError):
+    """A checkpoint can't be written or read: names the folder and the tensor or file. The state is as before."""

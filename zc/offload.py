@@ -118,6 +118,10 @@ class HostStep:
                 self.disk.settle(bucket)  # type: ignore[union-attr]
             self._run(changed, with_update=False)
 
+    def publish_all(self, buckets: tuple[int, ...]) -> None:
+        """The way back alone: masters were loaded."""
+        self._run(buckets, with_update=False)
+
     def _make_shadow(self) -> None:
         """The same optimizer without its hooks, as a pickle would have it: state and options are the caller's own."""
         if self._shadow is None:

@@ -63,6 +63,8 @@ class ShardedOptimizer:
         self._acc: dict[str, Tensor] = {}  # what the slices' gradients are
         self._copies: dict[str, list[Tensor]] = {}  # each part of a gradient wherever it is kept, ``_acc`` among them
         self._writes = ParamWrites(runtime)
+        # each group's parameters, the same on every rank, trainable ones by name: for checkpoints
+        self.members: list[list[str | Tensor]] = []
         self.adopt(runtime.plan.buckets)
         self._norms: dict[float, dict[str, Tensor]] = {}  # order -> norms, since the gradients last changed
         runtime.on_final = self._hand_out
@@ -96,7 +98,10 @@ class ShardedOptimizer:
             # torch's GradScaler fails where an optimizer has no gradient at all, as a rank that owns nothing
             name, (bucket, slot) = next(iter(slots.items()))
             self._make_slice(name, bucket, slot, is_empty=True)
-        for group in self.optimizer.param_groups:
+        groups = self.optimizer.param_groups
+        self.members += [list(group["params"]) for group in groups[len(self.members) :]]
+        self.members = [[names.get(id(m), m) for m in members] for members in self.members]
+        for group in groups:
             kept = []
             for param in group["params"]:
                 name = names.get(id(param), "")
@@ -184,6 +189,21 @@ class ShardedOptimizer:
     def _changed(self) -> tuple[int, ...]:
         """Buckets of which some parameter has a gradient on some rank."""
         return tuple(b.index for b in self.runtime.plan.buckets if any(self.runtime.ops.touched[b.index]))
+
+    def publish_all(self) -> None:
+        """All weights anew from all masters, after these were loaded; the caller may read them."""
+        everything = tuple(b.index for b in self.runtime.plan.buckets)
+        if self._offload is not None:
+            self._offload.publish_all(everything)
+        else:
+            self.runtime.weights.publish(everything)
+            self.runtime.weights.synchronize()
+        self._writes.remember()
+
+    def take_over_writes(self) -> None:
+        """What the caller has written into parameters since the last update is in the masters. See `ParamWrites`."""
+        self._writes.take_over()
+        self._writes.remember()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the shards; what ``model.zero_grad`` and ``optimizer.zero_grad`` both do."""

@@ -128,7 +128,8 @@ Loop = Callable[[Script], None]
 @dataclass(frozen=True)
 class Row:
     """``refused``: where -> the error's class and words of it; where is "always", "eager", "compiled", "stage 1" or
-    "stage 2". ``needs``: a package without which the row is skipped. ``note``: shown in the table."""
+    "stage 2". ``needs``: a package without which the row is skipped. ``is_slow``: not in the default test run.
+    ``note``: shown in the table."""
 
     name: str
     item: int
@@ -140,6 +141,7 @@ class Row:
     oracle_dtype: torch.dtype = torch.float64
     options: Mapping[str, Any] = field(default_factory=dict)
     needs: str = ""
+    is_slow: bool = False
     note: str = ""
 
     def error(self, backend: str, stage: int) -> str | None:

@@ -230,7 +230,8 @@ def _eight_bit(package: str) -> Make:
 
 
 for _name in ("torchao.optim", "bitsandbytes.optim"):
-    add(Row(f"optimizer AdamW8bit of {_name.split('.')[0]}", 6, plain, make=lambda: Wide(), needs=_name.split(".")[0],
+    _package = _name.split(".")[0]
+    add(Row(f"optimizer AdamW8bit of {_package}", 6, plain, make=lambda: Wide(), needs=_package, is_slow=True,
             optimizer=_eight_bit(_name), oracle_dtype=torch.float32, note="against the same optimizer"))  # fmt: skip
 
 

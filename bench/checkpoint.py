@@ -1,0 +1,309 @@
+"""Saves that are killed at random moments, and the speed of a save: `kill` and `speed`.
+
+    python -m bench.checkpoint kill --kills 200 --out out/kill
+    python -m bench.checkpoint speed --gb 1 --out out/speed --csv bench/results/checkpoint.csv
+
+`kill`: two ranks save one checkpoint after the other (each third one asynchronously, keeping 3); both are killed with
+SIGKILL at a seeded random moment; what is then newest must load, on one rank, and must hold the state of its step.
+`speed`: 2 ranks save and load a state of so many GB, against a plain sequential write (with fsync) and read of the same
+bytes by one process in the same run, in turns; the printed figures are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import json
+import multiprocessing as mp
+import os
+import random
+import shutil
+import signal
+import socket
+import statistics
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zc
+from bench.measure import device_name, peak_rss_nbytes, reset_peak_rss, versions
+from bench.progress import Progress
+
+RANKS = 2
+
+
+def start_group(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def small(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Weights and moments that say which step they are of. 33 x 1000: cut by every number of ranks."""
+    model = nn.Sequential(nn.Linear(1000, 33), nn.Linear(33, 1000))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, betas=(0.0, 0.0))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+    model, optimizer = zc.compile(model, optimizer, backend="eager", bucket_nbytes=2**16)
+    return model, optimizer
+
+
+def set_state(model: nn.Module, optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Masters and moments <- value, in place: the state of step ``value``."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            with torch.no_grad():
+                param.fill_(value)
+                optimizer.state[param] = {
+                    "step": torch.tensor(value),
+                    "exp_avg": torch.full_like(param, value),
+                    "exp_avg_sq": torch.full_like(param, value),
+                }
+
+
+def save_for_ever(rank: int, port: int, folder: Path, first: int, started: Connection) -> None:
+    start_group(rank, port)
+    model, optimizer = small(0.0)
+    started.send("ready")
+    step = first
+    while True:
+        set_state(model, optimizer, float(step))
+        zc.save(folder / f"step_{step}", model, optimizer, extra={"step": step}, asynchronous=step % 3 == 0, keep=3)
+        step += 1
+
+
+def check(folder: Path) -> int:
+    """Loads the newest checkpoint on one rank and compares every value in it with its step; -1: there is none yet."""
+    newest = zc.latest(folder)
+    if newest is None:
+        return -1
+    model, optimizer = small(-1.0)
+    step = zc.load(newest, model, optimizer)["step"]
+    values = [p.detach() for p in model.parameters()]
+    values += [v for state in optimizer.state.values() for v in state.values()]
+    if len(values) != 16 or not all(bool((v == step).all()) for v in values) or newest.name != f"step_{step}":
+        raise SystemExit(f"{newest} does not hold the state of step {step}")
+    return int(step)
+
+
+def kill(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns counts; raises SystemExit at the first checkpoint that does not load or is not what was saved."""
+    context = mp.get_context("fork")  # torch is imported once: 200 starts take minutes and not an hour
+    folder: Path = args.out / "checkpoints"
+    generator = random.Random(args.seed)
+    newest, unfinished, saves = -1, 0, 0
+    with Progress(args.kills, "kills", shown=not args.quiet) as progress:
+        for _ in range(args.kills):
+            port = free_port()
+            pipes = [context.Pipe() for _ in range(RANKS)]
+            ranks = [
+                context.Process(target=save_for_ever, args=(r, port, folder, newest + 1, pipes[r][1]), daemon=True)
+                for r in range(RANKS)
+            ]
+            for process in ranks:
+                process.start()
+            for mine, _ in pipes:
+                if not mine.poll(120):
+                    raise SystemExit("a rank did not come up within 120 s")
+                mine.recv()
+            time.sleep(generator.uniform(0.0, args.longest_s))
+            for process in generator.sample(ranks, RANKS):
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGKILL)
+                time.sleep(generator.choice((0.0, 0.0, 0.01)))
+            for process in ranks:
+                process.join()
+            unfinished += any(folder.glob(".*.partial")) if folder.exists() else False
+            found = in_child(context, folder)
+            if found < newest:
+                raise SystemExit(f"the newest checkpoint is of step {found}, step {newest} was complete before")
+            saves += found - newest
+            newest = found
+            progress.tick(f"newest: step {newest}  killed inside a save: {unfinished}")
+    return {"kills": args.kills, "inside_a_save": unfinished, "saves": saves, "newest_loaded": args.kills}
+
+
+def in_child(context: Any, folder: Path) -> int:
+    """`check` in a process of its own: the parent stays without threads and process groups, it is forked from."""
+    mine, theirs = context.Pipe()
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        try:
+            theirs.send(check(folder))
+        except BaseException as error:  # noqa: BLE001  (it goes to the parent)
+            theirs.send(f"{type(error).__name__}: {error}")
+
+    process = context.Process(target=run)
+    process.start()
+    if not mine.poll(120):
+        raise SystemExit("the load did not end within 120 s")
+    found = mine.recv()
+    process.join()
+    if isinstance(found, str):
+        raise SystemExit(found)
+    return int(found)
+
+
+# --- speed ---
+
+
+def large(gb: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """fp32 weights and two moments: 12 bytes a parameter, in matrices of 16 MB."""
+    count = max(1, round(gb * 1e9 / 12 / 2**22))
+    model = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(count))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    compiled: tuple[nn.Module, torch.optim.Optimizer] = zc.compile(model, optimizer, backend="eager")
+    return compiled
+
+
+def speed_rank(rank: int, port: int, args: argparse.Namespace, out: Connection) -> None:
+    start_group(rank, port)
+    model, optimizer = large(args.gb)
+    set_state(model, optimizer, 1.0)
+    nbytes = sum(v.untyped_storage().nbytes() for s in optimizer.state.values() for v in s.values())
+    nbytes += sum(p.numel() * 4 for g in optimizer.param_groups for p in g["params"])
+    total = torch.tensor(nbytes)
+    dist.all_reduce(total)
+    report: dict[str, Any] = {"state_nbytes": int(total), "rounds": []}
+    for number in range(args.rounds):
+        path = args.out / f"save_{number}"
+        row: dict[str, float] = {}
+        if rank == 0 and number % 2 == 0:  # first touches of memory cost whoever comes first: take turns
+            row.update(plain(args.out / "plain", int(total)))
+        for name, asynchronous in (("save", False), ("async", True)):
+            dist.barrier()
+            reset_peak_rss()
+            before, start = rss(), time.perf_counter()
+            saving = zc.save(path / name, model, optimizer, asynchronous=asynchronous)
+            row[f"{name}_blocked_s"] = time.perf_counter() - start
+            saving.wait()
+            row[f"{name}_s"] = time.perf_counter() - start
+            row[f"{name}_extra_nbytes"] = peak_rss_nbytes() - before
+        for name in ("save", "async"):
+            drop_cache(path / name)
+        dist.barrier()
+        reset_peak_rss()
+        before, start = rss(), time.perf_counter()
+        zc.load(path / "save", model, optimizer)
+        row["load_s"] = time.perf_counter() - start
+        row["load_extra_nbytes"] = peak_rss_nbytes() - before
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(path)
+            if number % 2 == 1:
+                row.update(plain(args.out / "plain", int(total)))
+        report["rounds"].append(row)
+    out.send(report)
+    dist.destroy_process_group()
+
+
+def plain(path: Path, nbytes: int) -> dict[str, float]:
+    """Seconds for one process to write and sync so many bytes in pieces of 16 MiB, and to read them: into one small
+    buffer (``read_s``), and into memory that holds them all at the end, as a load must (``read_keep_s``)."""
+    piece = os.urandom(2**24)
+    pieces = max(1, nbytes // len(piece))
+    start = time.perf_counter()
+    with open(path, "wb", buffering=0) as file:
+        for _ in range(pieces):
+            file.write(piece)
+        os.fsync(file.fileno())
+    found = {"write_s": time.perf_counter() - start}
+    for name, numel in (("read_s", len(piece)), ("read_keep_s", pieces * len(piece))):
+        drop_cache(path)
+        start = time.perf_counter()
+        memory = memoryview(torch.empty(numel, dtype=torch.uint8).numpy())
+        with open(path, "rb", buffering=0) as file:
+            for k in range(pieces):
+                first = k * len(piece) % numel
+                file.readinto(memory[first : first + len(piece)])
+        found[name] = time.perf_counter() - start
+        del memory
+    path.unlink()
+    return found
+
+
+def drop_cache(path: Path) -> None:
+    """Reads come from the disk again, for the plain file and for the checkpoint alike."""
+    for file in [path] if path.is_file() else path.iterdir():
+        with open(file, "rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def rss() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def speed(args: argparse.Namespace) -> dict[str, Any]:
+    context, port = mp.get_context("spawn"), free_port()
+    pipes = [context.Pipe() for _ in range(RANKS)]
+    ranks = [context.Process(target=speed_rank, args=(r, port, args, pipes[r][1])) for r in range(RANKS)]
+    for process in ranks:
+        process.start()
+    reports = [mine.recv() for mine, _ in pipes]
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise SystemExit(f"ranks ended with {[process.exitcode for process in ranks]}")
+    rounds = []
+    for number, rows in enumerate(zip(*(report["rounds"] for report in reports), strict=True)):
+        # times as rank 0 sees them, who waits for all; memory of the rank that took most
+        extra = {k: max(row[k] for row in rows) for k in rows[0] if k.endswith("extra_nbytes")}
+        row = {**rows[0], **extra}
+        ratios = {"save_vs_write": row["write_s"] / row["save_s"], "load_vs_read": row["read_s"] / row["load_s"]}
+        ratios["load_vs_read_keep"] = row["read_keep_s"] / row["load_s"]
+        ratios["async_vs_write"] = row["write_s"] / row["async_s"]
+        rounds.append({"round": number, "state_nbytes": reports[0]["state_nbytes"], **row, **ratios})
+    if args.csv is not None:
+        session = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        base = {"session": session, "device": device_name(torch.device("cpu")), "ranks": RANKS, **versions()}
+        append(args.csv, [base | row for row in rounds])
+    return {k: statistics.median(row[k] for row in rounds) for k in rounds[0] if k != "round"}
+
+
+def append(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Adds rows, and the header to a new file."""
+    is_new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        for row in rows:
+            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(prog="bench.checkpoint", description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("kill", "speed"))
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--longest-s", type=float, default=1.0, help="longest time before a kill")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--csv", type=Path, help="speed: adds a row a round, as to bench/results/checkpoint.csv")
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--out", type=Path, required=True, help="a new folder, on the disk that is measured")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=False)
+    report = kill(args) if args.what == "kill" else speed(args)
+    (args.out / f"{args.what}.json").write_text(json.dumps(report, indent=1))
+    for name, value in report.items():
+        print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value:,}")
+    return report
+
+
+if __name__ == "__main__":
+    main()

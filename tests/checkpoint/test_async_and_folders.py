@@ -1,0 +1,100 @@
+"""Asynchronous saves; what is visible when; keep-N; extra."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from loops import message_of
+from saved import Job, joined, parts
+from test_reshard import assert_same
+
+import zc
+from zc import checkpoint, checkpoint_files
+
+
+def _async(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+    """Trains on while the save is held up: what is written is the state at the call."""
+    job = Job()
+    model, optimizer = job.compiled()
+    job.steps(model, optimizer, 0, 2)
+    saved = parts(model, optimizer)
+    saving = zc.save(path, model, optimizer, extra={"step": 2}, asynchronous=True)
+    job.steps(model, optimizer, 2, 5)
+    changed = parts(model, optimizer)
+    saving.wait()
+    visible = zc.latest(path.parent)
+    zc.load(path, model, optimizer)
+    return {"saved": saved, "changed": changed, "loaded": parts(model, optimizer), "visible": visible}
+
+
+def test_an_asynchronous_save_holds_the_state_of_its_call(tmp_path: Path) -> None:
+    found = run_ranks(_async, 2, tmp_path / "a")
+    wanted = joined([rank["saved"] for rank in found])
+    assert_same(joined([rank["loaded"] for rank in found]), wanted)
+    changed = joined([rank["changed"] for rank in found])
+    assert not any(torch.equal(changed[name], wanted[name]) for name in wanted), "training stood still"
+    assert [rank["visible"] for rank in found] == [tmp_path / "a"] * 2
+
+
+def _failing(rank: int, world_size: int, path: Path) -> list[tuple[str, str]]:
+    """The rename fails on rank 0, in the background: every rank hears of it, from `wait` or from the next save."""
+    model, optimizer = Job("mlp").compiled()
+    working = checkpoint.make_visible
+
+    def failing(*args: Any) -> None:
+        raise OSError("the disk is gone")
+
+    texts = []
+    for ask in (lambda s: s.wait(), lambda s: zc.save(path / "next", model, optimizer)):
+        checkpoint.make_visible = failing
+        saving = zc.save(path / "a", model, optimizer, asynchronous=True)
+        texts.append(message_of(partial(ask, saving)))
+        checkpoint.make_visible = working
+    zc.save(path / "next", model, optimizer)
+    return texts
+
+
+def test_a_failed_asynchronous_save_is_heard_of(tmp_path: Path) -> None:
+    for texts in run_ranks(_failing, 2, tmp_path):
+        for kind, text in texts:
+            assert kind == "CheckpointError"
+            assert "rank 0" in text and "OSError: the disk is gone" in text and str(tmp_path / "a") in text
+    assert zc.latest(tmp_path) == tmp_path / "next"
+
+
+def _keep(rank: int, world_size: int, path: Path) -> tuple[list[str], dict[str, Any]]:
+    model, optimizer = Job("mlp").compiled()
+    for step in range(5):
+        extra = {"step": step, "python": random.getstate(), "torch": torch.get_rng_state(), "rank": rank}
+        zc.save(path / f"step_{step}", model, optimizer, extra=extra, keep=2)
+    newest = zc.latest(path)
+    assert newest is not None
+    extra = zc.load(newest, model, optimizer)
+    random.setstate(extra["python"])
+    torch.set_rng_state(extra["torch"])
+    return sorted(p.name for p in path.iterdir()), {"step": extra["step"], "rank": extra["rank"]}
+
+
+def test_keep_and_extra(tmp_path: Path) -> None:
+    (tmp_path / ".step_1.partial").mkdir()  # of a killed save
+    found = run_ranks(_keep, 2, tmp_path)
+    assert found == [(["step_3", "step_4"], {"step": 4, "rank": rank}) for rank in range(2)]
+
+
+def test_latest_counts_saves_and_reads_no_clock(tmp_path: Path) -> None:
+    assert zc.latest(tmp_path / "nothing") is None
+    for name in ("b", "a"):
+        checkpoint_files.prepare(tmp_path / name, 0)
+        (checkpoint_files.partial_of(tmp_path / name) / "file").write_bytes(b"1234")
+        assert zc.latest(tmp_path) != tmp_path / name, "visible before it is complete"
+        checkpoint_files.make_visible(tmp_path / name, {}, None)
+    assert zc.latest(tmp_path) == tmp_path / "a"
+    (tmp_path / "a" / "file").write_bytes(b"123")
+    with pytest.warns(UserWarning, match="a is passed over: file has 3 bytes, it was written with 4"):
+        assert zc.latest(tmp_path) == tmp_path / "b"

@@ -1,0 +1,48 @@
+"""A range of a row-major tensor as boxes, against torch's own indexing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zc.shards import ShardOf, boxes
+
+
+def test_the_picture_of_the_docstring() -> None:
+    found = [(box.offsets, box.sizes) for box in boxes((4, 5), 3, 17)]
+    assert found == [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
+
+
+def test_a_tensor_without_dimensions() -> None:
+    assert [(box.offsets, box.sizes) for box in boxes((), 0, 1)] == [((), ())]
+    assert boxes((), 0, 0) == []
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+    start = draw(st.integers(0, math.prod(shape)))
+    return shape, start, draw(st.integers(start, math.prod(shape)))
+
+
+@given(ranges())
+def test_boxes_cover_the_range_once_and_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
+    shape, start, stop = case
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    seen: list[int] = []
+    found = boxes(shape, start, stop)
+    for box in found:
+        region = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+        seen += whole[region].reshape(-1).tolist()
+    assert seen == list(range(start, stop))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_shard_refuses_arithmetic() -> None:
+    shard = ShardOf((4, 5), torch.zeros(7), 3)
+    with pytest.raises(TypeError, match=r"shape=\(4, 5\), elements=\[3, 10\)"):
+        shard.sum()

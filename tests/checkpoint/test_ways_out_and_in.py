@@ -1,0 +1,215 @@
+"""Programs without zc: transformers reads the exported weights, a plain AdamW goes on, plain states come in."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from loops import adamw, message_of
+from models import CASES
+from saved import Job, joined, parts
+from test_reshard import assert_same
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zc
+
+SIZES = {"vocab_size": 101, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+ENDS = {"bos_token_id": 0, "eos_token_id": 0}
+
+
+def hub_gpt2() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, **ENDS))
+
+
+def _train_gpt2(rank: int, world_size: int, folder: Path) -> tuple[list[str], Tensor] | None:
+    model = hub_gpt2()
+    model, optimizer = zc.compile(model, adamw(model), backend="eager", bucket_nbytes=2048)
+    ids = torch.arange(16).reshape(2, 8) % 101
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zc.save(folder / "checkpoint", model, optimizer)
+    if rank != 0:
+        return None
+    files = zc.export(folder / "whole", folder / "checkpoint")
+    files += zc.export(folder / "split", folder / "checkpoint", shard_nbytes=4000)
+    for name in ("whole", "split"):
+        model.config.save_pretrained(folder / name)
+    model.eval()
+    with torch.no_grad():
+        return [file.name for file in files], model(ids).logits
+
+
+READER = """
+import sys, torch, transformers
+model = transformers.GPT2LMHeadModel.from_pretrained(sys.argv[1]).eval()
+with torch.no_grad():
+    torch.save(model(torch.arange(16).reshape(2, 8) % 101).logits, sys.argv[1] + "/logits.pt")
+assert "zc" not in sys.modules
+"""
+
+
+def test_from_pretrained_reads_the_export(tmp_path: Path) -> None:
+    """In a process without zc: the same logits, from one file and from several with an index."""
+    found = run_ranks(_train_gpt2, 2, tmp_path)[0]
+    assert found is not None
+    names, wanted = found
+    assert names[0] == "model.safetensors" and names[1].startswith("model-00001-of-")
+    index = json.loads((tmp_path / "split" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(names[1:])
+    assert "lm_head.weight" not in index["weight_map"], "a tied weight stands once"
+    for name in ("whole", "split"):
+        subprocess.run([sys.executable, "-c", READER, str(tmp_path / name)], check=True, cwd=tmp_path)
+        assert torch.equal(torch.load(tmp_path / name / "logits.pt", weights_only=True), wanted)
+    with pytest.raises(zc.CheckpointError, match=r"model\.safetensors exists already"):
+        zc.export(tmp_path / "whole", tmp_path / "checkpoint")
+
+
+def test_export_casts(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    job = Job("frozen")
+    model, optimizer = job.compiled()
+    zc.save(tmp_path / "a", model, optimizer)
+    zc.export(tmp_path / "out", tmp_path / "a", dtype=torch.bfloat16)
+    found = safetensors.load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(found[name], value.bfloat16() if value.is_floating_point() else value), name
+
+
+def _out(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    job = Job("gpt_tied")
+    model, optimizer = job.compiled()
+    job.steps(model, optimizer, 0, 3)
+    state = zc.full_optimizer_state(model, optimizer)
+    assert (state is None) == (rank != 0)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    losses = job.steps(model, optimizer, 3, 6)
+    return {"state": state, "weights": weights, "losses": losses, "end": parts(model, optimizer)}
+
+
+def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, case: str, first: int, stop: int) -> list[float]:
+    losses = []
+    for step in range(first, stop):
+        loss = CASES[case].loss(model, CASES[case].batch(0, step, 0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_a_plain_adamw_goes_on(tmp_path: Path) -> None:
+    found = run_ranks(_out, 3, tmp_path)
+    model = CASES["gpt_tied"].model(9)
+    model.load_state_dict(found[0]["weights"])
+    optimizer = adamw(model)
+    optimizer.load_state_dict(found[0]["state"])
+    losses = plain_steps(model, optimizer, "gpt_tied", 3, 6)
+    torch.testing.assert_close(losses, found[0]["losses"], rtol=1e-6, atol=0)
+    ends = joined([rank["end"] for rank in found])
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.detach().reshape(-1), ends[name], rtol=1e-4, atol=1e-6)
+
+
+def _from_ddp(rank: int, world_size: int, case: str) -> dict[str, Any]:
+    """DDP trains 3 steps; zc takes its two plain states over."""
+    plain = DistributedDataParallel(CASES[case].model(0))
+    its = adamw(plain)
+    plain_steps(plain, its, case, 0, 3)
+    state = {"model": plain.state_dict(), "optimizer": its.state_dict()}
+    job = Job(case, seed=8)
+    model, optimizer = job.compiled()
+    zc.load_state_dict(model, optimizer, state)
+    wanted = {}
+    for name, param in plain.module.named_parameters():
+        wanted[name] = param.detach().reshape(-1).clone()
+        for key, value in its.state[param].items():
+            whole = value.shape == param.shape
+            wanted[f"{name}/{key}"] = value.reshape(-1).clone() if whole else value.reshape(-1).double()
+    taken = parts(model, optimizer)
+    refused = message_of(lambda: zc.load_state_dict(model, optimizer, {"model": {"foreign": torch.zeros(1)}}))
+    losses = plain_steps(plain, its, case, 3, 6), job.steps(model, optimizer, 3, 6)
+    return {"taken": taken, "wanted": wanted, "losses": losses, "refused": refused}
+
+
+def test_from_ddp(tmp_path: Path) -> None:
+    found = run_ranks(_from_ddp, 2, "gpt_tied")
+    assert_same(joined([rank["taken"] for rank in found]), found[0]["wanted"])
+    for rank in found:
+        torch.testing.assert_close(rank["losses"][1], rank["losses"][0], rtol=1e-6, atol=0)
+        assert rank["refused"][0] == "CheckpointError" and "extra (foreign)" in rank["refused"][1]
+
+
+def _stock(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+    """`zc.state_dict` with stock `dcp.save` and `dcp.load`, and `zc.load` of what stock DCP wrote."""
+    import torch.distributed.checkpoint as dcp
+
+    job = Job("mlp")
+    model, optimizer = job.compiled()
+    job.steps(model, optimizer, 0, 2)
+    saved = parts(model, optimizer)
+    dcp.save(zc.state_dict(model, optimizer), checkpoint_id=path)
+    job.steps(model, optimizer, 2, 4)
+    state = zc.state_dict(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    zc.load_state_dict(model, optimizer, state)
+    by_dcp = parts(model, optimizer)
+    job.steps(model, optimizer, 4, 5)
+    zc.load(path, model, optimizer)
+    return {"saved": saved, "by_dcp": by_dcp, "by_zc": parts(model, optimizer)}
+
+
+def test_stock_dcp_both_ways(tmp_path: Path) -> None:
+    found = run_ranks(_stock, 2, tmp_path / "a")
+    wanted = joined([rank["saved"] for rank in found])
+    assert_same(joined([rank["by_dcp"] for rank in found]), wanted)
+    assert_same(joined([rank["by_zc"] for rank in found]), wanted)
+
+
+def _universal(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    job = Job("frozen", seed=8)
+    model, optimizer = job.compiled()
+    zc.load_universal(folder, model, optimizer)
+    taken = parts(model, optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    name = next(n for n, p in model.named_parameters() if p.requires_grad)
+    torch.distributed.barrier()
+    torch.save({"param": torch.zeros(3)}, folder / "zero" / name / "fp32.pt")
+    refused = message_of(lambda: zc.load_universal(folder, model, optimizer))
+    same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    return {"taken": taken, "refused": refused, "same": same, "step": job.step(model, optimizer, 0)}
+
+
+def test_the_layout_of_deepspeeds_universal_checkpoints(tmp_path: Path) -> None:
+    """Files laid out as ``ds_to_universal.py`` does; DeepSpeed itself is not run here."""
+    model = CASES["frozen"].model(0)
+    optimizer = adamw(model)
+    plain_steps(model, optimizer, "frozen", 0, 2)
+    wanted: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        folder = tmp_path / "zero" / name
+        folder.mkdir(parents=True)
+        state = optimizer.state[param]
+        torch.save({"cat_dim": 0, "param": param.detach().clone()}, folder / "fp32.pt")
+        torch.save(int(state["step"]), folder / "step.pt")
+        wanted[name], wanted[f"{name}/step"] = param.detach().reshape(-1), torch.tensor([2.0], dtype=torch.float64)
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.save({"cat_dim": 0, "param": state[key]}, folder / f"{key}.pt")
+            wanted[f"{name}/{key}"] = state[key].reshape(-1)
+    found = run_ranks(_universal, 2, tmp_path)
+    assert_same(joined([rank["taken"] for rank in found]), wanted)
+    for rank in found:
+        assert rank["refused"][0] == "CheckpointError" and "holds (3,)" in rank["refused"][1] and rank["same"]
