@@ -14,12 +14,15 @@ from zc.kernels.flatten_cast import flatten_cast
 from zc.kernels.reduce_rows import reduce_rows
 from zc.kernels.sum_of_squares import sum_of_squares
 from zc.kernels.unflatten_cast import unflatten_cast
+from zc.kernels.wgrad_into import matmul_into, scatter_into
 
 __all__ = [
     "accumulate_cast",
     "adamw_step",
     "flatten_cast",
+    "matmul_into",
     "reduce_rows",
+    "scatter_into",
     "sum_of_squares",
     "unflatten_cast",
     "why_twin",

@@ -11,6 +11,9 @@ followed is which bucket's gradient each buffer holds, and how far it has come::
 An overwritten gradient that was not sent, rows that no accumulate took, a second reduction of one bucket: each is a
 fault (PR#7985, DS#7981, DS#7366).
 
+A bucket may be written in parts, by flatten_cast with spans and by wgrad_into: together they must write each element
+once, padding included. In stage 1 accumulate_cast comes first, since it says whether the parts add or overwrite.
+
 With offload the sum goes on to host memory, once, out of what was accumulated last, and new weights come back::
 
     copy_to_device(2, "staging[0]", "host[2]")         staging[0]: sum of bucket 2 so far
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -37,6 +41,7 @@ from zc.schedule import (
     gather,
     launch_reduce,
     publish,
+    slots_of,
     stage_shard,
     update,
     wait_reduce,
@@ -63,6 +68,9 @@ class _Ledger:
     summed: dict[int, fx.Node] = field(default_factory=dict)  # bucket -> its accumulation
     landed: dict[int, fx.Node] = field(default_factory=dict)  # bucket -> its copy to host memory
     step: dict[int, list[object]] = field(default_factory=dict)  # bucket -> kinds of its update, as they come
+    parts: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # bucket -> elements written, each time
+    in_parts: set[int] = field(default_factory=set)  # buckets whose parts must add up
+    opened: set[int] = field(default_factory=set)  # accumulators that accumulate_cast has emptied or kept
 
     def visit(self, node: fx.Node) -> None:
         if node.target in (flatten_cast, accumulate_cast, wgrad_into, deposit):
@@ -105,6 +113,8 @@ class _Ledger:
                 self.faults.append(f"the sum of bucket {bucket} stays on the device: {self.summed[bucket].name}")
         for bucket, kinds in self.step.items():
             self._check_step(bucket, kinds)
+        if self.plan is not None:
+            self._check_parts(self.plan)
         return self.faults
 
     def _move(self, node: fx.Node) -> None:
@@ -154,8 +164,7 @@ class _Ledger:
 
     def _write(self, node: fx.Node) -> None:
         bucket = _int(node.args[0])
-        given = node.args[1] if node.target is deposit else node.args[2]
-        slots = [_int(k) for k in given] if isinstance(given, (list, tuple)) else [_int(given)]
+        slots = list(slots_of(node))
         for slot in slots:
             if (bucket, slot) in self.written:
                 first = self.written[bucket, slot].name
@@ -175,11 +184,47 @@ class _Ledger:
         buffer = str(node.args[1])
         if buffer.startswith("acc[") and buffer != f"acc[{bucket}]":
             self.faults.append(f"{node.name} writes bucket {bucket} into {buffer}")
-        if buffer.startswith("staging[") and self.holds.pop(buffer, None) != (bucket, "sum"):
+        more = self.holds.get(buffer) == (bucket, "gradient")  # one bucket's writers touch parts of its buffer
+        if buffer.startswith("staging[") and not more and self.holds.pop(buffer, None) != (bucket, "sum"):
             self.faults.append(f"{node.name} adds bucket {bucket} into {buffer}, which does not hold its sum")
-        if self.holds.get(buffer) != (bucket, "gradient") or node.target is flatten_cast:
+        if not more or (node.target is flatten_cast and "spans" not in node.kwargs):
             self._overwrite(node, buffer)
         self.holds[buffer] = (bucket, "gradient")
+        self._fill(node, bucket, slots[0] if node.target is wgrad_into else -1)
+
+    def _fill(self, node: fx.Node, bucket: int, slot: int) -> None:
+        """Which elements of a bucket a node writes: parts must add up to the whole, zeros of the padding included."""
+        parts = self.parts.setdefault(bucket, [])
+        if node.target is wgrad_into:
+            start, stop = _int(node.args[3]), _int(node.args[4])
+            parts.append((start, stop))
+            if self.plan is not None and "how" in node.kwargs and slot < len(self.plan.buckets[bucket].slots):
+                at = self.plan.buckets[bucket].slots[slot]
+                if (start, stop) != (at.offset, at.stop):
+                    extent = f"slot {slot} is [{at.offset}, {at.stop})"
+                    self.faults.append(f"{node.name} writes [{start}, {stop}) of bucket {bucket}; {extent}")
+            if not str(node.args[1]).startswith("flat_grad[") and bucket not in self.opened:
+                self.faults.append(f"{node.name} adds to {node.args[1]} before accumulate_cast has emptied or kept it")
+        else:
+            spans: Any = node.kwargs.get("spans", ((0, 1 << 62),))
+            parts.extend((int(a), int(b)) for a, b in spans)
+            if node.target is accumulate_cast:
+                self.opened.add(bucket)
+        if node.kwargs:
+            self.in_parts.add(bucket)
+
+    def _check_parts(self, plan: Plan) -> None:
+        for bucket in sorted(self.in_parts):
+            reached = 0
+            numel = plan.buckets[bucket].numel
+            for start, stop in [*sorted(self.parts[bucket]), (numel, numel)]:
+                if start > reached:
+                    self.faults.append(f"nobody writes the elements [{reached}, {start}) of bucket {bucket}")
+                elif start < min(reached, stop):
+                    self.faults.append(
+                        f"the elements [{start}, {min(stop, reached)}) of bucket {bucket} are written twice"
+                    )
+                reached = max(reached, stop)
 
     def _overwrite(self, node: fx.Node, buffer: str) -> None:
         bucket, what = self.holds.pop(buffer, (-1, ""))

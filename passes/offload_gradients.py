@@ -28,6 +28,7 @@ from __future__ import annotations
 from torch import fx
 
 from zc.passes.base import Pass, copy_graph
+from zc.passes.reduce_buckets import is_complete
 from zc.plan import Plan
 from zc.schedule import (
     accumulate,
@@ -57,7 +58,8 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     elif plan.is_boundary:
         for k, chain in enumerate(chains):
             last = chain[-1]
-            if last.target is accumulate or (plan.world_size == 1 and _is_complete(last, plan)):
+            writes = [n for n in chain if n.target in _WRITES]
+            if last.target is accumulate or (plan.world_size == 1 and is_complete(writes, plan)):
                 insert_landing(new, plan, last, int(str(last.args[0])), k)
     return new
 
@@ -69,12 +71,6 @@ def _chains(graph: fx.Graph) -> list[list[fx.Node]]:
         if is_schedule_node(node) and node.target in (*_WRITES, *_REDUCTION):
             found.setdefault(int(str(node.args[0])), []).append(node)
     return sorted(found.values(), key=lambda chain: list(graph.nodes).index(chain[-1]))
-
-
-def _is_complete(write: fx.Node, plan: Plan) -> bool:
-    slots = write.args[2]
-    assert isinstance(slots, (list, tuple))
-    return len(slots) == len(plan.buckets[int(str(write.args[0]))].slots)
 
 
 def _visit(graph: fx.Graph, plan: Plan, chain: list[fx.Node], k: int, before: list[fx.Node] | None) -> None:

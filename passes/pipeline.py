@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zc.passes import (
     bucket_gradients,
+    delay_weight_grads,
     insert_events,
     offload_gradients,
     outline_segments,
@@ -11,12 +12,15 @@ from zc.passes import (
     reduce_buckets,
     tag_gradients,
     verify,
+    write_in_place,
 )
 from zc.passes.base import Pass
 
 PIPELINE: tuple[Pass, ...] = (
     tag_gradients.PASS,
     bucket_gradients.PASS,
+    write_in_place.PASS,
+    delay_weight_grads.PASS,
     reduce_buckets.PASS,
     offload_gradients.PASS,
     outline_segments.PASS,

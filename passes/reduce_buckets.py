@@ -14,22 +14,39 @@ boundary. With one rank there is nothing to send: stage 2 accumulates from the f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from zc.passes.base import Pass, copy_graph
 from zc.plan import Plan
-from zc.schedule import accumulate, accumulate_cast, flatten_cast, launch_reduce, wait_reduce
+from zc.schedule import accumulate, accumulate_cast, flatten_cast, launch_reduce, slots_of, wait_reduce, wgrad_into
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new, _ = copy_graph(graph)
     if not plan.reduces:
         return new
-    complete = [n for n in new.nodes if n.op == "call_function" and n.target in (flatten_cast, accumulate_cast)]
-    complete = [n for n in complete if len(n.args[2]) == len(plan.buckets[n.args[0]].slots) and not _reduced(n)]
-    for k, write in enumerate(complete):
-        insert_reduction(new, plan, write, int(write.args[0]), k % plan.num_buffers)
+    complete = {b: nodes for b, nodes in writes_of(new).items() if is_complete(nodes, plan) and not _reduced(nodes[-1])}
+    for k, (bucket, nodes) in enumerate(complete.items()):
+        insert_reduction(new, plan, nodes[-1], bucket, k % plan.num_buffers)
     return new
+
+
+def writes_of(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """Bucket -> the nodes that write it; buckets in the order of their last ones."""
+    writes: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in (flatten_cast, accumulate_cast, wgrad_into):
+            bucket = int(str(node.args[0]))
+            writes[bucket] = [*writes.pop(bucket, []), node]
+    return writes
+
+
+def is_complete(writes: Sequence[fx.Node], plan: Plan) -> bool:
+    """Whether ``writes`` of one bucket bring all its gradients."""
+    slots = {k for node in writes for k in slots_of(node)}
+    return len(slots) == len(plan.buckets[int(str(writes[0].args[0]))].slots)
 
 
 def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, ring: int) -> None:

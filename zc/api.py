@@ -50,6 +50,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     offload_accumulate: str = "cpu",
     offload_dir: str | Path | None = None,
     verify: bool = True,
+    write_in_place: bool = False,
+    delay_weight_grads: bool = False,
     dump_dir: str | Path | None = None,
 ) -> tuple[nn.Module, Optimizer]:
     """ZeRO stage 1 or 2 for ``model`` and ``optimizer``: the same two objects come back, and the loop stays as it is.
@@ -77,6 +79,10 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         offload_accumulate: "cpu": accumulators in host memory, which visit the device for each backward; "device": they
             stay there (stage 1: 4 bytes a parameter, stage 2: 4 / W) and are copied once an update.
         verify: False skips the proof of each schedule, and explain says so.
+        write_in_place: weight gradients are made in their place in the bucket; False: made apart, then copied there.
+            Stage 2 has the same bits either way. docs/design.md has what it costs and gains.
+        delay_weight_grads: one bucket's weight gradients may be made last, where a cost model says that they cover the
+            last reduction (a large embedding's, say). No number changes.
         dump_dir: a folder for each graph before and after every pass, and the schedule as Python.
 
     Raises:
@@ -101,6 +107,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             offload_accumulate=offload_accumulate,
             offload_dir=offload_dir,
             verify=verify,
+            write_in_place=write_in_place,
+            delay_weight_grads=delay_weight_grads,
             dump_dir=dump_dir,
         )
         checked = _check(model, optimizer, config, ranks.world_size)

@@ -60,7 +60,7 @@ def _call(node: fx.Node, last: dict[fx.Node, fx.Node | None]) -> str:
         return f"({', '.join(f'v.pop({n.name!r})' for n in node.all_input_nodes)},)"
     taken: set[fx.Node] = set()
     args = node.args[1:] if node.target is segment else node.args
-    shown = [_show(arg, node, last, taken) for arg in args]
+    shown = [_show(arg, node, last, taken) for arg in args] + [f"{key}={item!r}" for key, item in node.kwargs.items()]
     name = getattr(node.target, "__name__", "")
     made = results(node)
     if node.target is segment:

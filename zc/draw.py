@@ -2,21 +2,21 @@
 
 `simulate` gives every node a start and a stop by the rules of streams: a node starts when its stream is free and what
 it waits for is done; an exchange runs beside its stream from launch to completion. Times are estimates in microseconds
-(`estimate`), or the caller's own measurements (``costs``). The same timeline goes to a PNG or to a Chrome trace
+(`zc.cost`), or the caller's own measurements (``costs``). The same timeline goes to a PNG or to a Chrome trace
 (chrome://tracing, ui.perfetto.dev), and `exposed` says how much of the communication no compute covers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 
+from zc.cost import estimate
 from zc.plan import Plan
 from zc.schedule import (
     COMM,
@@ -27,7 +27,6 @@ from zc.schedule import (
     flatten_cast,
     launch_reduce,
     record_event,
-    release,
     segment,
     steps,
     stream_of,
@@ -35,11 +34,6 @@ from zc.schedule import (
     wait_reduce,
     wgrad_into,
 )
-
-Cost = Callable[[fx.Node], float]  # microseconds; of a launch: of the exchange itself
-
-# Round numbers of one current GPU and its links: pictures need proportions. Give ``costs`` for anything more.
-BYTES_PER_US_MEMORY, BYTES_PER_US_LINK, US_LAUNCH = 2_000_000.0, 200_000.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -79,25 +73,6 @@ def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
         elif stop > start:
             merged.append((start, stop))
     return merged
-
-
-def estimate(plan: Plan | None) -> Cost:
-    """Microseconds from bytes moved; a segment counts its inputs and outputs, where their shapes are known."""
-
-    def cost(node: fx.Node) -> float:
-        if node.target in (wait_reduce, release):
-            return 0.0
-        if node.target is segment:
-            values = [n.meta.get("val") for n in (*node.all_input_nodes, *node.users)]
-            nbytes = sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
-            return US_LAUNCH + float(nbytes) / BYTES_PER_US_MEMORY * 4 if nbytes else 20.0
-        bucket = plan.buckets[int(str(node.args[0]))] if plan is not None else None
-        nbytes = bucket.numel * bucket.reduce_dtype.itemsize if bucket is not None else 10 * 2**20
-        if node.target is launch_reduce:
-            return US_LAUNCH + nbytes / BYTES_PER_US_LINK
-        return US_LAUNCH + 2 * nbytes / BYTES_PER_US_MEMORY
-
-    return cost
 
 
 def simulate(graph: fx.Graph, plan: Plan | None = None, costs: Mapping[str, float] | None = None) -> Timeline:

@@ -14,6 +14,7 @@ from zc.errors import PlanError
 from zc.explain_html import page
 from zc.ledger import Where, written_by
 from zc.ops import Acc
+from zc.passes.write_in_place import nbytes_in_place
 from zc.plan import Bucket
 from zc.program import Program
 from zc.runtime import Runtime
@@ -207,4 +208,6 @@ def _verdict(program: Program) -> str:
     proved = any(r.name == "verify" for r in program.records)
     verdict = "races 0, redundant 0" if proved else "NOT VERIFIED"
     seconds = sum(r.seconds for r in program.records)
-    return f"run {program.num_runs} times; {counts}; {verdict}; passes took {seconds * 1e3:.1f} ms"
+    in_place, total = nbytes_in_place(program.graph, program.plan)
+    made = f"gradients made in place: {in_place:,} of {total:,} bytes"
+    return f"run {program.num_runs} times; {counts}; {verdict}; passes took {seconds * 1e3:.1f} ms; {made}"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zc.buffers import Buffers
 from zc.comm import Group
-from zc.kernels import accumulate_cast, flatten_cast, reduce_rows
+from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, scatter_into
 from zc.log import log
 from zc.plan import Plan
 from zc.rank_check import Work
@@ -32,6 +32,17 @@ class Acc(enum.Enum):
 
 
 Segment = Callable[[list[Any]], Sequence[Any]]
+Spans = Sequence[tuple[int, int]]  # elements [start, stop)
+
+
+def _overwrite(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], spans: Spans | None) -> None:
+    """`flatten_cast` of ``out`` [P], or of its ``spans`` alone: nothing else of it is touched."""
+    if spans is None:
+        flatten_cast(out, grads, offsets)
+        return
+    for start, stop in spans:
+        inside = [(g, at - start) for g, at in zip(grads, offsets, strict=True) if start <= at < stop]
+        flatten_cast(out[start:stop], [g for g, _ in inside], [at for _, at in inside])
 
 
 class GradientOps:
@@ -42,6 +53,8 @@ class GradientOps:
         self.state = [Acc.EMPTY] * len(plan.buckets)
         self._spill: dict[int, Tensor] = {}  # bucket -> [S], allocated when microbatches were not declared (stage 1)
         self._spilled: set[int] = set()  # buckets whose reduced gradient was moved aside
+        # slots of a partial sum that hold nothing yet: the schedule that emptied it fills them in place (stage 1)
+        self._fresh: list[set[int]] = [set() for _ in plan.buckets]
         self.touched = [[False] * len(b.slots) for b in plan.buckets]  # since zero_grad, on this rank
         self.num_reductions = [0] * len(plan.buckets)  # since the last update, for explain
         self.reductions_of_last_step = self.num_reductions
@@ -59,27 +72,52 @@ class GradientOps:
         self.num_reductions = [*self.num_reductions, *(0 for _ in added)]
         self.reductions_of_last_step = [*self.reductions_of_last_step, *(0 for _ in added)]
         self.landed += [False] * len(added)
+        self._fresh += [set() for _ in added]
 
     def bind(self, segments: dict[str, Segment]) -> BoundOps:
         return BoundOps(self, segments)
 
-    def flatten_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+    def flatten_cast(
+        self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None], spans: Spans | None = None
+    ) -> None:
         log.debug("bucket %d: slots %s are written into %s", bucket, slots, buffer)
         out = self.buffers.named(buffer, self.plan.buckets[bucket])
-        flatten_cast(out, *self._present(bucket, slots, grads))
+        _overwrite(out, *self._present(bucket, slots, grads), spans)
 
-    def accumulate_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+    def accumulate_cast(
+        self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None], spans: Spans | None = None
+    ) -> None:
         log.debug("bucket %d: slots %s are added to %s (%s)", bucket, slots, buffer, self.state[bucket].value)
         acc = self.buffers.named(buffer, self.plan.buckets[bucket])
         present, offsets = self._present(bucket, slots, grads)
         self.landed[bucket] = False
+        self.fill_fresh(bucket, acc)
         if self.state[bucket] is Acc.PARTIAL:
             accumulate_cast(acc, present, offsets)
             return
         if self.state[bucket] is Acc.REDUCED and self.buffers.acc:
             self._move_aside(bucket, self.buffers.part(acc, self.plan.buckets[bucket]))
-        flatten_cast(acc, present, offsets)
+        _overwrite(acc, present, offsets, spans)
+        if spans is not None:
+            at = enumerate(self.plan.buckets[bucket].slots)
+            self._fresh[bucket] = {k for k, s in at if not any(a <= s.offset and s.stop <= b for a, b in spans)}
         self.state[bucket] = Acc.PARTIAL
+
+    def wgrad_into(
+        self, bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Tensor, how: str = "mm"
+    ) -> None:
+        out = self.buffers.named(buffer, self.plan.buckets[bucket])[start:stop]
+        add = not buffer.startswith("flat_grad[") and slot not in self._fresh[bucket]
+        log.debug("bucket %d: slot %d is made in %s (%s)", bucket, slot, buffer, "added" if add else "written")
+        (matmul_into if how == "mm" else scatter_into)(out, *inputs, add=add)
+        self._fresh[bucket].discard(slot)
+        self.touched[bucket][slot] = True
+
+    def fill_fresh(self, bucket: int, acc: Tensor) -> None:
+        """Zeros where a backward that raised has opened slots of a partial sum and not come to fill them."""
+        for slot in self._fresh[bucket]:
+            acc[self.plan.buckets[bucket].slots[slot].offset : self.plan.buckets[bucket].slots[slot].stop] = 0
+        self._fresh[bucket].clear()
 
     def _move_aside(self, bucket: int, reduced: Tensor) -> None:
         # kept for the plan's life: the comm stream still reads it when the next backward has begun
@@ -107,6 +145,7 @@ class GradientOps:
         received, sent = self.buffers.named(dst, record), self.buffers.named(src, record)
         log.debug("bucket %d: its reduction %d since the last step starts", bucket, self.num_reductions[bucket] + 1)
         self.num_reductions[bucket] += 1
+        self.fill_fresh(bucket, sent)
         exchange = self.group.all_to_all if self.plan.reduce == "exact" else self.group.reduce_scatter
         return exchange(received, sent, bucket)
 
@@ -230,7 +269,7 @@ class BoundOps:
         self._ops, self._segments = ops, segments
         self.flatten_cast, self.accumulate_cast, self.deposit = ops.flatten_cast, ops.accumulate_cast, ops.deposit
         self.launch_reduce, self.wait_reduce, self.accumulate = ops.launch_reduce, ops.wait_reduce, ops.accumulate
-        self.stage_shard = ops.stage_shard
+        self.wgrad_into, self.stage_shard = ops.wgrad_into, ops.stage_shard
         self.copy_to_host, self.copy_to_device = ops.copy_to_host, ops.copy_to_device
         self.gather, self.publish = ops.gather, ops.publish
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zc.disk import DiskState
 from zc.errors import PlanError
 from zc.kernels import sum_of_squares
 from zc.layout import Slot, flat_layout, whole_layout
@@ -75,13 +76,17 @@ class ShardedOptimizer:
             optimizer.register_step_post_hook(self._after_step),
         )
 
+    @property
+    def disk(self) -> DiskState | None:
+        """Where the state is, with offload="disk"."""
+        return self._offload.disk if self._offload is not None else None
+
     def flush_state(self) -> None:
         """See `zc.flush_state`."""
-        disk = self._offload.disk if self._offload is not None else None
-        if disk is None:
+        if self.disk is None:
             raise PlanError("zc.flush_state is for offload='disk', and this model was compiled without")
         self.runtime.streams.synchronize()
-        disk.flush(self._writes.take_over)
+        self.disk.flush(self._writes.take_over)
 
     @property
     def layout(self) -> Layout:

@@ -7,11 +7,13 @@ graph.
     placeholder                                   a value that exists on the home stream at entry; a parameter of a
                                                   forward names the buffer that it is a view of, meta["buffer"]
     segment(key, *inputs) -> tuple                compiled pure compute; outputs are taken by operator.getitem
-    flatten_cast(bucket, buffer, slots, grads)    buffer <- grads, cast; everything else in it 0      (stage 2)
+    flatten_cast(bucket, buffer, slots, grads)    buffer <- grads, cast; everything else in it 0      (stage 2);
+                                                  with spans=((start, stop), ...): only these elements of it
     accumulate_cast(bucket, buffer, slots, grads) buffer += grads, in fp32; the first write of an update overwrites
                                                   (stage 1)
-    wgrad_into(bucket, buffer, slot, start, stop, *inputs)   writes the slot's elements [start, stop) alone; the slots
-                                                  of one bucket may have producers on several streams
+    wgrad_into(bucket, buffer, slot, start, stop, *inputs, how)   makes a gradient in the slot's elements [start, stop)
+                                                  alone (stage 1: adds it); the slots of one bucket may have producers
+                                                  on several streams
     deposit(bucket, slot, grad)                   keeps the gradient until the bucket is reduced at the end of the
                                                   backward
     launch_reduce(bucket, dst, src) -> work       starts the exchange of src into dst
@@ -66,15 +68,15 @@ def segment(key: str, *inputs: Any) -> Any:
     _never()
 
 
-def flatten_cast(bucket: int, buffer: str, slots: tuple[int, ...], grads: Any) -> Any:
+def flatten_cast(bucket: int, buffer: str, slots: tuple[int, ...], grads: Any, *, spans: Any = None) -> Any:
     _never()
 
 
-def accumulate_cast(bucket: int, buffer: str, slots: tuple[int, ...], grads: Any) -> Any:
+def accumulate_cast(bucket: int, buffer: str, slots: tuple[int, ...], grads: Any, *, spans: Any = None) -> Any:
     _never()
 
 
-def wgrad_into(bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Any) -> Any:
+def wgrad_into(bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Any, how: str = "mm") -> Any:
     _never()
 
 
@@ -211,12 +213,14 @@ def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
     if node.op != "call_function" or node.target in (segment, deposit):
         return inputs, made
     if node.target is flatten_cast:
-        return inputs, (Access(str(node.args[1])),)
+        spans: Any = node.kwargs.get("spans", ((0, Access("").stop),))
+        return inputs, tuple(Access(str(node.args[1]), int(start), int(stop)) for start, stop in spans)
     if node.target is accumulate_cast:
         return (*inputs, Access(str(node.args[1]))), (Access(str(node.args[1])),)
     if node.target is wgrad_into:
         _, buffer, _, start, stop = node.args[:5]
-        return inputs, (Access(str(buffer), int(str(start)), int(str(stop))),)
+        own = Access(str(buffer), int(str(start)), int(str(stop)))
+        return (inputs if own.buffer.startswith("flat_grad[") else (*inputs, own)), (own,)
     if node.target is launch_reduce:
         return (Access(str(node.args[2])),), (Access(str(node.args[1])), *made)
     if node.target is wait_reduce:
@@ -232,6 +236,12 @@ def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
     if node.target is release:
         return (), inputs
     return (), ()
+
+
+def slots_of(node: fx.Node) -> tuple[int, ...]:
+    """The slots that a write or a deposit brings the gradients of."""
+    given = node.args[1] if node.target is deposit else node.args[2]
+    return tuple(int(str(k)) for k in given) if isinstance(given, (list, tuple)) else (int(str(given)),)
 
 
 def shared_buffers(graph: fx.Graph, plan: Plan | None) -> frozenset[str]:
@@ -278,6 +288,6 @@ def text(graph: fx.Graph) -> str:
     for node in steps(graph):
         name = getattr(node.target, "__name__", str(node.target))
         made = ", ".join(f"%{n.name}" for n in results(node))
-        args = ", ".join(str(a) for a in node.args)
+        args = ", ".join([*(str(a) for a in node.args), *(f"{key}={a}" for key, a in node.kwargs.items())])
         lines.append(f"{node.meta.get('stream', '-'):>10} | {made + ' = ' if made else ''}{name}({args})")
     return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""``wgrad_into``: a weight's gradient made where it belongs, by torch's own matmul and scatter.
+
+Bytes moved: the inputs once, the slot written once (and read once where it is added to). A gradient of its own would be
+written, read and written again: two bytes more for each of it. No kernel of ours: cuBLAS and the CPU's BLAS write and
+add in place. With ``add`` False and one dtype the result is bitwise that of ``torch.mm(a, b)``. Slots are aligned to
+128 bytes (zc.layout), as BLAS likes its outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zc.kernels._check import FLOATS, check_device, check_disjoint, check_dtype, check_flat, check_numel
+
+__all__ = ["matmul_into", "scatter_into"]
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
+    """``out (+)= a @ b``.
+
+    Args:
+        out: [M * N] (or [B * M * N]), contiguous, in the dtype of ``a``; or fp32 for bf16 and fp16, and then no product
+            and no sum is rounded to half precision. A GPU's matmul does that itself (``out_dtype``); on a CPU, whose
+            has no such output, the inputs are widened first: the twin, exact, and slower than the half-precision
+            matmul.
+        a, b: [M, K] and [K, N], or [B, M, K] and [B, K, N], any strides, one dtype, not overlapping ``out``.
+        add: whether ``out`` holds something; else what it held, NaN included, is not read.
+
+    Raises:
+        ValueError: another shape, layout, dtype or device than that, or an overlap; nothing has been written.
+    """
+    check_flat("out", out)
+    if a.dim() not in (2, 3) or b.dim() != a.dim() or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
+        raise ValueError(f"a has shape {tuple(a.shape)}, which can't be multiplied with b of shape {tuple(b.shape)}")
+    shape = torch.Size((*a.shape[:-1], b.shape[-1]))
+    check_numel("out", out, "a @ b", shape.numel())
+    check_device("a", a, "out", out)
+    check_device("b", b, "out", out)
+    check_dtype("a", a, FLOATS)
+    check_dtype("b", b, (a.dtype,))
+    check_dtype("out", out, (a.dtype, torch.float32) if a.dtype in _HALVES else (a.dtype,))
+    check_disjoint("a", a, "out", out)
+    check_disjoint("b", b, "out", out)
+    slot = out.view(shape)
+    more: dict[str, Any] = {}
+    if a.dtype != out.dtype and a.is_cuda:
+        more["out_dtype"] = out.dtype
+    elif a.dtype != out.dtype:
+        a, b = a.to(out.dtype), b.to(out.dtype)
+    if add:
+        (torch.addmm if a.dim() == 2 else torch.baddbmm)(slot, a, b, out=slot, **more)
+    else:
+        (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out=slot, **more)
+
+
+@torch.no_grad()
+def scatter_into(out: Tensor, index: Tensor, mask: Tensor, values: Tensor, *, add: bool) -> None:
+    """``out[index[i]] += values[i]`` for each i where ``mask``, in the order of i on a CPU; without ``add`` from zeros.
+
+    Args:
+        out: [V * D], contiguous.
+        index: any shape, int64 or int32; where ``mask`` is False it may be out of range.
+        mask: bool, the shape of ``index`` and a last dimension of 1.
+        values: the shape of ``index`` and a last dimension of D, in the dtype of ``out``, not overlapping it.
+
+    Raises:
+        ValueError: shapes, dtypes, devices that break the above, or an overlap; nothing has been written.
+    """
+    check_flat("out", out)
+    dim = values.shape[-1] if values.dim() else 0
+    if values.shape != (*index.shape, dim) or mask.shape != (*index.shape, 1) or dim < 1 or out.numel() % dim:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (out, index, mask, values))
+        raise ValueError(f"out, index, mask and values do not fit each other: {shapes}")
+    check_dtype("index", index, (torch.int64, torch.int32))
+    check_dtype("mask", mask, (torch.bool,))
+    check_dtype("values", values, (out.dtype,))
+    for name, tensor in (("index", index), ("mask", mask), ("values", values)):
+        check_device(name, tensor, "out", out)
+    check_disjoint("values", values, "out", out)
+    rows = out.view(-1, dim)
+    if not add:
+        rows.zero_()
+    if values.numel():
+        kept = values.masked_fill(~mask, 0.0).view(-1, dim)
+        rows.index_add_(0, index.clamp(0, rows.shape[0] - 1).reshape(-1), kept)
