@@ -120,7 +120,9 @@ def _job(rank: int, world_size: int, cells: Sequence[tuple[str, str, int]]) -> l
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             seen.append(_cell(rank, world_size, _row(name), backend, stage))
-        gc.collect()
+        torch._dynamo.reset()  # its caches hold models; frozen, they would never go, nor their threads
+        for _ in range(2):
+            gc.collect()
         gc.freeze()  # what is alive now are modules and caches: to walk them for every cell takes 0.7 s
     return seen
 

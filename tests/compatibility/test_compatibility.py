@@ -94,4 +94,5 @@ def test_all_norms_take_one_collective(stage: int) -> None:
 def test_the_document_has_every_row() -> None:
     """docs/compatibility.md was generated from this table."""
     rows: list[Row] = list(ROWS.values())
-    assert documented_rows(DOCUMENT.read_text()) == [row.name for row in rows], "run tests/compatibility/generate.py"
+    documented = documented_rows(DOCUMENT.read_text())
+    assert sorted(documented) == sorted(row.name for row in rows), "run tests/compatibility/generate.py"

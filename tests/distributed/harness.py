@@ -257,6 +257,7 @@ def _start_job(rank: int, store: str, world_size: int, timeout: float) -> None:
 
 
 def _end_job(is_fine: bool) -> None:
+    import torch._dynamo
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -267,7 +268,9 @@ def _end_job(is_fine: bool) -> None:
         with contextlib.suppress(RuntimeError):
             dist.barrier()
     dist.destroy_process_group()  # a failed rank does so at once: whoever waits for it gets an error, not a timeout
-    gc.collect()
+    torch._dynamo.reset()  # its caches hold models, and what is frozen with them (threads, connections) would stay
+    for _ in range(2):  # the first frees compiled graphs, which let go of models then
+        gc.collect()
     gc.freeze()  # what is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s
 
 
