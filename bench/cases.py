@@ -42,6 +42,7 @@ CASES = {
     # 512 tokens a rank and step: about a second on one core, of which 118 MB of gradients and weights are a part
     "gpt30m-fp32": Case((*GPT_30M, *GA1)),
     "gpt30m-fp32-ga4": Case((*GPT_30M, *GA4)),
+    "gpt30m-fp32-1k": Case((*GPT_30M, "--seq", "256", "--batch", "4")),
     "gpt30m-bf16": Case((*GPT_30M, *GA1, *BF16), BF16_TOLERANCE),
     "gpt30m-bf16-ga4": Case((*GPT_30M, *GA4, *BF16), BF16_TOLERANCE),
     "qwen3-64m": Case(("--model", "qwen3-64m", "--vocab", "32768", "--seq", "256", "--batch", "1")),

@@ -283,3 +283,6 @@ CASES: dict[str, Case] = {
     "batch_norm": Case(batch_norm, vectors(num=8), mean_square),
     "probe": Case(probe, vectors(64), mean_square),
 }
+
+# of this file: other test files add cases of their own when they are imported
+NAMES = tuple(CASES)

@@ -79,8 +79,8 @@ def _check_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise PlanError(
-                f"{type(module).__name__} {name} was made with sparse=True: zc reduces dense gradients, make it with "
-                "sparse=False"
+                f"{name + '.' if name else ''}weight gets sparse gradients, as its {type(module).__name__} was made "
+                "with sparse=True, and zc reduces dense ones: make it with sparse=False"
             )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import run_ranks
 from loops import Run, adamw, message_of
-from models import CASES
+from models import CASES, NAMES
 from oracle import full_gradients, widen, worst
 from torch import Tensor, nn
 
@@ -57,7 +57,7 @@ def _error(rank: int, world_size: int, run: Run, double: bool, fault: str = "") 
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("case", [n for n in CASES if n not in ("mixed_dtypes", "probe")])
+@pytest.mark.parametrize("case", [n for n in NAMES if n not in ("mixed_dtypes", "probe")])
 def test_float64_models_agree_with_the_oracle(case: str, backend: str) -> None:
     """Mean over ranks, sum over backwards (INVARIANTS I14: HF#34191, HF#34242). In float64 nothing can hide in
     rounding: what is left is 1e-16 times the depth of the sums, so 1e-12 shows even a single lost or doubled

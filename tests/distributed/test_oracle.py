@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import run_ranks
-from models import CASES
+from models import CASES, NAMES
 from oracle import full_gradients, relative, widen, worst
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,7 +32,7 @@ def _ddp_gradients(rank: int, world_size: int, name: str, fault: str) -> tuple[f
     return worst(got, wanted)
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("mixed_dtypes", "probe")])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("mixed_dtypes", "probe")])
 def test_ddp_and_the_float64_oracle_agree(name: str) -> None:
     """Mean over ranks, sum over backwards (INVARIANTS I14): both oracles must mean the same, to float64 rounding."""
     for error, where in run_ranks(_ddp_gradients, 2, name, "none"):

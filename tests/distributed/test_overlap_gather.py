@@ -24,7 +24,7 @@ from zc.schedule import COMM, HOME
 from zc.streams import ThreadStreams
 
 DIM, DEPTH, BUCKET = 32, 4, 5000  # one bucket a layer
-LATE = 0.03  # seconds
+LATE = 0.012  # seconds
 
 
 class Careless(ThreadStreams):

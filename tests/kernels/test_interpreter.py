@@ -22,4 +22,4 @@ def test_kernels_in_the_interpreter() -> None:
     passed = re.search(r"(\d+) passed", result.stdout)
     assert passed is not None
     assert int(passed[1]) > 60, result.stdout[-2000:]
-    assert "skipped" not in result.stdout
+    assert not re.search(r"\d+ skipped", result.stdout)

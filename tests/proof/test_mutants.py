@@ -52,14 +52,14 @@ def test_verify_rejects_every_mutant(capsys: pytest.CaptureFixture[str]) -> None
     total: collections.Counter[str] = collections.Counter()
     for case in ALL:
         for graph in dict.fromkeys(case.graphs):
-            for kind, name, mutant in list(mutants.of(graph))[:: sample(case, 1, 1, 8)]:
+            for kind, name, mutant in list(mutants.of(graph))[:: sample(case, 3, 3, 25)]:
                 found = examine(mutant, case.plan)
                 total[kind] += 1
                 rejected[kind] += bool(found.races or found.faults)
                 assert found.races or found.faults, f"{case.name}: {name} is accepted"
     with capsys.disabled():
         print("\nrejected by verify:", ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in total))
-    assert rejected == total and set(total) == set(mutants.KINDS) and sum(total.values()) > 1500
+    assert rejected == total and set(total) == set(mutants.KINDS) and sum(total.values()) > (1500 if FULL else 500)
 
 
 def test_some_order_shows_what_verify_rejects(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +68,7 @@ def test_some_order_shows_what_verify_rejects(capsys: pytest.CaptureFixture[str]
     missed: list[str] = []
     for case in ALL:
         reference = simulation.run(case, adversary.in_order)
-        step = sample(case, 3, 10, 100)
+        step = sample(case, 9, 30, 300)
         for graph in dict.fromkeys(case.graphs):
             for _, name, mutant in list(mutants.of(graph))[::step]:
                 total += 1
@@ -78,7 +78,7 @@ def test_some_order_shows_what_verify_rejects(capsys: pytest.CaptureFixture[str]
                     missed.append(f"{case.name}: {name}")
     with capsys.disabled():
         print(f"\nwrong under some order: {caught}/{total}", *missed)
-    assert total > 400 and caught >= 0.95 * total
+    assert total > (400 if FULL else 130) and caught >= 0.95 * total
 
 
 def test_a_wait_too_many_is_rejected() -> None:
