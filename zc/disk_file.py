@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zc.durable import sync_folder
 from zc.errors import PlanError
 
 try:
@@ -180,7 +181,7 @@ class StateFile:
         self.found = None
         if self.mark_path.exists():
             self.mark_path.unlink()
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
 
     def flush(self, facts: Mapping[str, Any]) -> None:
         """All that was written is on the disk, and then the mark, with ``facts``, which `found` gives back."""
@@ -193,7 +194,7 @@ class StateFile:
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, self.mark_path)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
 
     def discard(self) -> None:
         """The plan was refused somewhere else: the folder becomes what it was."""
@@ -213,14 +214,6 @@ def _end(fd: int, path: Path, mark: Path, owner: int) -> None:
     if not mark.exists():
         path.unlink(missing_ok=True)
     os.close(fd)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _padded(lines: Sequence[str], others: Sequence[str]) -> list[str]:

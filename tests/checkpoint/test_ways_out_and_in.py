@@ -185,7 +185,9 @@ def _universal(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     before = [p.detach().clone() for p in model.parameters()]
     name = next(n for n, p in model.named_parameters() if p.requires_grad)
     torch.distributed.barrier()
-    torch.save({"param": torch.zeros(3)}, folder / "zero" / name / "fp32.pt")
+    if rank == 0:
+        torch.save({"param": torch.zeros(3)}, folder / "zero" / name / "fp32.pt")
+    torch.distributed.barrier()
     refused = message_of(lambda: zc.load_universal(folder, model, optimizer))
     same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     return {"taken": taken, "refused": refused, "same": same, "step": job.step(model, optimizer, 0)}

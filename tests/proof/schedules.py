@@ -235,3 +235,10 @@ def cases() -> Iterator[Case]:
     yield Case("mlp b64 r4 p4 s2", plan, (schedule("mlp", plan, 4),) * 2)
     plan = make(64, stage=1)
     yield Case("tied b64 p2 s1", plan, (schedule("tied", plan, 2),) * 2)
+
+
+def surrounded(case: Case, graph: fx.Graph) -> Case:
+    """The schedule first, twice in a row and last, so that every past and future that it must be ordered with is there,
+    with the others of the training step in between."""
+    others = [g for g in dict.fromkeys(case.graphs) if g is not graph]
+    return replace(case, graphs=(graph, graph, *others, graph))

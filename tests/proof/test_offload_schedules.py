@@ -12,7 +12,7 @@ import pytest
 import simulation
 import torch
 from oracles import Enumeration, sanitizer_finds_a_race
-from schedules import make, offloaded, schedule, step_of
+from schedules import make, offloaded, schedule, step_of, surrounded
 from simulation import Case
 from torch import fx
 
@@ -100,13 +100,6 @@ def test_verify_rejects_every_mutant_and_an_order_shows_it(capsys: pytest.Captur
     assert run > (80 if FULL else 10) and caught == run
     if FULL:
         assert "staging shortened" in total
-
-
-def surrounded(case: Case, graph: fx.Graph) -> Case:
-    """The schedule first, twice in a row and last, so that every past and future that it must be ordered with is there,
-    with the others of the training step in between."""
-    others = [g for g in dict.fromkeys(case.graphs) if g is not graph]
-    return replace(case, graphs=(graph, graph, *others, graph))
 
 
 def shorter_staging(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
