@@ -1,11 +1,11 @@
 """The three public reports that zc was created from, rebuilt, in DeepSpeed and in zc, against a float64 oracle.
 
-    python -m bench.reports [--system zc] [--system deepspeed]
+    python -m bench.reports [--system zc] [--system deepspeed] [--timeout 180]
 
-DS#7579 (multi-task losses, ZeRO-2 with offload: buckets that stay empty), PR#7985 (the boundary microbatch that missed
-the reduction) and DS#8061 (many producers of one bucket). Two gloo ranks, SGD with lr 1, so an update *is* a gradient:
-for each part of the model ``update`` is its length over the oracle's, and ``norm`` is the norm of the gradient that the
-system reports over the oracle's. Rows go to bench/results/reports.csv, and docs/reports.md is made from that file.
+Two gloo ranks, SGD with lr 1, so an update *is* a gradient: for each part of the model ``update`` is its length over
+the oracle's, and ``norm`` is the norm of the gradient that the system reports over the oracle's. Every loop runs in
+processes of its own; one that fails or does not end has its reason in place of figures. Rows go to
+bench/results/reports.csv, and docs/reports.md is made from that file.
 
 DeepSpeed is an extra: ``DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install deepspeed``. A system that is not installed keeps
 the rows it has.
@@ -14,150 +14,33 @@ the rows it has.
 from __future__ import annotations
 
 import argparse
-import copy
 import csv
+import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.progress import track
 from torch import Tensor, nn
 
-from bench.measure import ROOT, launch, versions
+from bench.measure import ROOT, launch_quietly, versions
+from bench.report_loops import LOOPS, WORLD_SIZE, Loop, MultiTask, Outcome, make_model, oracle, weights_of
 
 RESULTS, DOCUMENT = ROOT / "bench" / "results" / "reports.csv", ROOT / "docs" / "reports.md"
-COLUMNS = ("report", "loop", "system", "version", "part", "update", "off_by", "norm", "torch", "commit")
-WORLD_SIZE, DIM, TASKS = 2, 16, 3
-Batch = tuple[Tensor, Tensor]
-
-
-class MultiTask(nn.Module):
-    """A trunk and a head for each task (DS#7579)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
-        self.heads = nn.ModuleList(nn.Linear(DIM, 4) for _ in range(TASKS))
-
-    def forward(self, x: Tensor, tasks: tuple[int, ...]) -> Tensor:
-        shared = self.trunk(x)
-        return torch.stack([self.heads[task](shared) for task in tasks])
-
-
-class Probe(nn.Sequential):
-    """The model of PR#7985's probe."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-
-
-def task_batch(rank: int, update: int, microbatch: int) -> Batch:
-    generator = torch.Generator().manual_seed(1000 * rank + 10 * update + microbatch)
-    return torch.randn(8, DIM, generator=generator), torch.randn(8, 4, generator=generator)
-
-
-def probe_batch(rank: int, update: int, microbatch: int) -> Batch:
-    generator = torch.Generator().manual_seed(100 + rank)  # as the report seeds it
-    x = torch.randn(4 * (microbatch + 1), 64, generator=generator)[-4:]
-    return x, torch.zeros_like(x)
-
-
-def task_loss(model: nn.Module, batch: Batch, tasks: tuple[int, ...]) -> Tensor:
-    """The sum of the tasks' losses."""
-    return (model(batch[0], tasks) - batch[1]).square().mean((1, 2)).sum()
-
-
-def probe_loss(model: nn.Module, batch: Batch, tasks: tuple[int, ...]) -> Tensor:
-    out = model(batch[0])
-    return (out.float() if out.dtype is torch.bfloat16 else out).square().mean()
-
-
-@dataclass(frozen=True)
-class Loop:
-    """One loop of a report. ``backwards``: the tasks of each backward of an update, whose losses are averaged.
-    ``step_each``: DeepSpeed's documented loop calls engine.step() behind each backward, the reports' own once."""
-
-    report: str
-    name: str
-    make: Callable[[], nn.Module]
-    batch: Callable[[int, int, int], Batch]
-    loss: Callable[[nn.Module, Batch, tuple[int, ...]], Tensor]
-    backwards: tuple[tuple[int, ...], ...]
-    stage: int
-    offload: bool = False
-    step_each: bool = True
-    updates: int = 1
-    dtype: torch.dtype = torch.float32
-    compiled: bool = False
-
-
-def _tasks(name: str, backwards: tuple[tuple[int, ...], ...], **options: Any) -> Loop:
-    return Loop("DS#7579", name, MultiTask, task_batch, task_loss, backwards, **options)
-
-
-APART, SUMMED = ((0,), (1,), (2,)), ((0, 1, 2),)
-LOOPS = (
-    _tasks("a backward a task, ZeRO-2 with offload", APART, stage=2, offload=True),
-    _tasks("a backward a task, one step() an iteration, ZeRO-2 with offload", APART, stage=2, offload=True,
-           step_each=False, updates=3),
-    _tasks("one backward of the summed losses, ZeRO-2 with offload", SUMMED, stage=2, offload=True),
-    _tasks("a backward a task, ZeRO-2", APART, stage=2),
-    _tasks("a backward a task, ZeRO-1", APART, stage=1),
-    Loop("PR#7985", "4 microbatches, bf16 model, fp32 accumulation, ZeRO-1", Probe, probe_batch, probe_loss,
-         ((),) * 4, stage=1, dtype=torch.bfloat16),
-    Loop("DS#8061", "compiled, ZeRO-2, overlap_comm, on a CPU", MultiTask, task_batch, task_loss, SUMMED, stage=2,
-         compiled=True),
-)  # fmt: skip
-
-
-class Outcome(NamedTuple):
-    """What a system made of a loop: the weights after it, in fp32, and the gradient's norm at the last update (NaN
-    where it says none)."""
-
-    weights: dict[str, Tensor]
-    norm: float
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: param.detach().double().clone() for name, param in model.named_parameters()}
-
-
-def _model(loop: Loop) -> nn.Module:
-    torch.manual_seed(0)
-    return loop.make().to(loop.dtype)
-
-
-# --- systems ---
-
-
-def oracle(loop: Loop, rank: int) -> Outcome:
-    """One process, float64, all ranks' batches: no ranks, buckets or stages."""
-    model = _model(loop).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    norm = 0.0
-    for update in range(loop.updates):
-        optimizer.zero_grad()
-        for every in range(WORLD_SIZE):
-            for k, tasks in enumerate(loop.backwards):
-                x, y = loop.batch(every, update, k)
-                batch = x.to(loop.dtype).double(), y.double()
-                (loop.loss(model, batch, tasks) / len(loop.backwards) / WORLD_SIZE).backward()  # type: ignore[no-untyped-call]
-        norm = math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters() if p.grad is not None))
-        optimizer.step()
-    return Outcome(_weights(model), norm)
+COLUMNS = ("report", "loop", "system", "version", "part", "update", "off_by", "norm", "reason", "torch", "commit")
+PACKAGES = {"zc": "zero-compile", "deepspeed": "deepspeed"}
 
 
 def zc(loop: Loop, rank: int) -> Outcome:
     import zc as _zc
 
-    model = _model(loop)
+    model = make_model(loop)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     _zc.compile(
         model,
@@ -183,7 +66,7 @@ def _masters(model: nn.Module, _zc: Any) -> dict[str, Tensor]:
     from zc.api import sharded
 
     runtime = sharded(model).runtime
-    found = _weights(model)
+    found = weights_of(model)
     for bucket in runtime.plan.buckets:
         if bucket.has_master:
             whole = torch.empty(bucket.numel)
@@ -198,7 +81,7 @@ def deepspeed(loop: Loop, rank: int) -> Outcome:
     from deepspeed.utils import safe_get_full_fp32_param
 
     ds.comm.init_distributed(dist_backend="gloo") if not ds.comm.is_initialized() else None
-    model = _model(loop)
+    model = make_model(loop)
     zero: dict[str, Any] = {
         "stage": loop.stage,
         "overlap_comm": True,
@@ -242,7 +125,7 @@ SYSTEMS: dict[str, Callable[[Loop, int], Outcome]] = {"deepspeed": deepspeed, "z
 
 def compare(loop: Loop, found: Outcome, wanted: Outcome) -> list[dict[str, Any]]:
     """A row for each part of the model: trunk and heads, or layers."""
-    start = _weights(_model(loop))
+    start = weights_of(make_model(loop))
     parts: dict[str, list[str]] = {}
     for name in start:
         head = name.split(".")
@@ -267,21 +150,30 @@ def compare(loop: Loop, found: Outcome, wanted: Outcome) -> list[dict[str, Any]]
     return rows
 
 
-def work(system: str, out: str) -> None:
-    """In a rank: all loops of one system; rank 0 writes the rows."""
+def work(system: str, loop: Loop, out: Path) -> None:
+    """In a rank: one loop of one system; rank 0 writes the rows."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    rows: list[dict[str, Any]] = []
-    package = importlib.import_module(system)
-    for loop in LOOPS:
-        torch._dynamo.reset()
-        wanted = oracle(copy.copy(loop), rank)
-        made = compare(loop, SYSTEMS[system](loop, rank), wanted)
-        rows += [{**row, "system": system, "version": package.__version__, **versions()} for row in made]
-        dist.barrier()
+    rows = compare(loop, SYSTEMS[system](loop, rank), oracle(loop))
+    dist.barrier()
     if rank == 0:
-        Path(out).write_text(json.dumps(rows))
+        out.write_text(json.dumps(rows))
     dist.destroy_process_group()
+
+
+def measured(system: str, number: int, timeout_s: float) -> list[dict[str, Any]]:
+    """The rows of one loop, run now."""
+    loop = LOOPS[number]
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder) / "rows.json", Path(folder) / "log"
+        flags = ["--worker", system, "--loop", str(number), "--out", str(out)]
+        ended = launch_quietly("bench.reports", flags, ranks=WORLD_SIZE, env={}, log=log, timeout_s=timeout_s)
+        if ended.status:
+            rows = [{"report": loop.report, "loop": loop.name, "part": "all", "reason": ended.reason}]
+        else:
+            rows = json.loads(out.read_text())
+    version = importlib.metadata.version(PACKAGES[system])
+    return [{**row, "system": system, "version": version, **versions()} for row in rows]
 
 
 def read() -> list[dict[str, str]]:
@@ -297,21 +189,21 @@ def main() -> None:
     parser.add_argument(
         "--document", action="store_true", help="run nothing, write docs/reports.md from the rows there are"
     )
+    parser.add_argument("--timeout", type=float, default=180.0, metavar="S", help="of one loop (default 180)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
+    parser.add_argument("--loop", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(args.worker, args.out)
+        work(args.worker, LOOPS[args.loop], args.out)
         return
     rows = read()
     for system in [] if args.document else args.system or list(SYSTEMS):
         if importlib.util.find_spec(system) is None:
             print(f"{system} is not installed: its rows stay as they are")
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            out = str(Path(folder) / "rows.json")
-            launch("bench.reports", ["--worker", system, "--out", out], ranks=WORLD_SIZE)
-            rows = [r for r in rows if r["system"] != system] + json.loads(Path(out).read_text())
+        made = [r for k in track(range(len(LOOPS)), system) for r in measured(system, k, args.timeout)]
+        rows = [r for r in rows if r["system"] != system] + made
     with RESULTS.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
@@ -361,6 +253,8 @@ def document(rows: list[dict[str, str]]) -> str:
                 r["off_by"],
                 r["norm"] or "none given",
             )
+            if r.get("reason"):
+                cells = (r["loop"], f"{r['system']} {r['version']}", r["reason"], "", "", "")
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     if rows:

@@ -163,8 +163,9 @@ class Group:
         if not self._by_pairs:
             return self._watched(dist.all_to_all_single(out, rows, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
         theirs, mine = out.view(self.world_size, -1), rows.view(self.world_size, -1)
-        theirs[self.rank].copy_(mine[self.rank])
-        return self._pairs(list(theirs), list(mine), entry)
+        work = self._pairs(list(theirs), list(mine), entry)
+        theirs[self.rank].copy_(mine[self.rank])  # while the others' rows are on their way
+        return work
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, bucket: int) -> Work | None:
         """out [S] <- sum over ranks of this rank's rows of flat [P]. Asynchronous."""
@@ -181,9 +182,10 @@ class Group:
             call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             return self._watched(call(out, shard, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
         theirs = out.view(self.world_size, -1)
+        work = self._pairs(list(theirs), [shard] * self.world_size, entry)
         if theirs[self.rank].data_ptr() != shard.data_ptr():
             theirs[self.rank].copy_(shard)
-        return self._pairs(list(theirs), [shard] * self.world_size, entry)
+        return work
 
     def _pairs(self, received: list[Tensor], sent: list[Tensor], entry: Entry) -> Work:
         """received[s] <- sent[this rank] of rank s, for all others, straight into place (gloo's own all_gather fills a

@@ -178,6 +178,30 @@ def test_pt180665_the_copy_outlives_what_it_reads() -> None:
     assert not simulation.same(simulation.run(intact, late), simulation.run(broken, late))
 
 
+@pytest.mark.parametrize("mode", ["cpu", "device"])
+def test_ds7965_ds8036_gradients_outlive_every_stream_that_has_yet_to_read_them(mode: str) -> None:
+    """DS#7965 (NaN at step 3), DS#8036, DS#8186: with offload a gradient's memory was given away while another stream
+    still had to read it. Each gradient made on a stream of its own is released after its last reader; one that is
+    released as soon as it is there is rejected by name, and NaN where the reader is late. INVARIANTS I3."""
+    plan = make(3, ring=2, offload=mode)
+    graph = schedule("mlp", plan, 3)
+    verify(graph, plan)
+    intact = Case("zc", plan, (graph, graph))
+    reference = simulation.run(intact, adversary.in_order)
+    early = list(mutants.early_release(graph))
+    assert len(early) > 1
+    for name, new in early:
+        with pytest.raises(RaceError, match="release"):
+            verify(new, plan)
+        broken = replace(intact, graphs=(new, new))
+        outcomes = [simulation.run(broken, choose) for choose in adversary.worst(simulation.lanes(intact))]
+        assert any(t.isnan().any() for found in outcomes for t in found.values()), name
+    assert all(
+        simulation.same(reference, simulation.run(intact, choose))
+        for choose in adversary.worst(simulation.lanes(intact))
+    )
+
+
 def test_pt181218_mlm6187_weights_on_their_way_up_are_not_overwritten() -> None:
     """PT#181218, MLM#6187 (what a queued copy still reads is given to somebody else), on the way back: with one buffer
     for the cast, the next bucket's cast waits until this one's weights are on the device. INVARIANTS I3."""
