@@ -42,6 +42,8 @@ overlapped("checkpointing, reentrant", rows_params.language,
 overlapped("a layer unfrozen, zc.recompile(model)", rows_params.unfrozen, frozen)
 overlapped("layers unfrozen one after the other, evaluated between", rows_params.gradual_evaluated,
            lambda: mlp(depth=3), optimizer=sgd)  # fmt: skip
+overlapped("a layer unfrozen, the others frozen, evaluated between", rows_params.unfrozen_alone, frozen)
+overlapped("an eager layer unfrozen, then trained alone", rows_params.unfrozen_eager, rows_params.partly_frozen)
 overlapped("load_state_dict between steps", rows_loops.load_between)
 overlapped("a backward through a forward of before the step", rows_backward.stale_forward,
            refused={"always": "RuntimeError: modified by an inplace operation"})  # fmt: skip

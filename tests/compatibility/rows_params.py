@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import GPT, SEQ, VOCAB, Heads, WithUnused, batch_norm, frozen, mlp, seeded
+from models import GPT, SEQ, VOCAB, Heads, PartlyEager, WithUnused, batch_norm, frozen, mlp, seeded
 from rows import STEPS, Script, plain, row, sgd
 from torch import Tensor, nn
 
@@ -167,6 +167,43 @@ def gradual_evaluated(s: Script) -> None:
         s.update()
         with torch.no_grad():
             s.note(f"held out {step}", s.loss(100 + step))
+
+
+def _unfreeze(s: Script, layer: nn.Module) -> None:
+    layer.requires_grad_(True)
+    s.optimizer.add_param_group({"params": list(layer.parameters())})
+    if s.is_zc:
+        zc.recompile(s.model)
+
+
+@row(4, "a layer unfrozen, the others frozen, evaluated between", make=frozen)
+def unfrozen_alone(s: Script) -> None:
+    for step in range(6):
+        if step == 3:
+            _unfreeze(s, s.model[2])
+            s.model[0].requires_grad_(False)
+            s.model[4].requires_grad_(False)
+        s.loss(step).backward()
+        s.update()
+        with torch.no_grad():
+            s.note(f"held out {step}", s.loss(100 + step))
+
+
+def partly_frozen() -> nn.Module:
+    model = PartlyEager()
+    model.eager.requires_grad_(False)
+    return model
+
+
+@row(4, "an eager layer unfrozen, then trained alone by backward(inputs=...)", make=partly_frozen)
+def unfrozen_eager(s: Script) -> None:
+    for step in range(6):
+        if step == 2:
+            _unfreeze(s, s.model.eager)
+        s.loss(step).backward(
+            inputs=[p for p in (s.model if step < 2 else s.model.eager).parameters() if p.requires_grad]
+        )
+        s.update()
 
 
 @row(4, "a layer unfrozen without zc.recompile", make=frozen, refused={"always": "ZcError: zc.recompile"})
