@@ -7,6 +7,7 @@ or when it travels. Four ranks, because with two every order of a sum gives the 
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import pytest
@@ -38,6 +39,9 @@ def _train(rank: int, backend: str, updates: int = 2, microbatches: int = 2, **o
         assert param.isfinite().all()
         digest.update(param.detach().numpy().tobytes())
     num_buckets = zc.explain(model).sections["buckets"].count(" at 0\n")
+    if options.get("write_in_place"):
+        made = re.search(r"made in place: ([0-9,]+) of ([0-9,]+) bytes", str(zc.explain(model)))
+        assert made and int(made[1].replace(",", "")) > 0.9 * int(made[2].replace(",", "")), made
     return digest.hexdigest(), num_buckets
 
 
@@ -73,6 +77,12 @@ def test_bucket_size_overlap_and_ring(stage: int, backend: str) -> None:
 def test_stages_at_one_microbatch(backend: str) -> None:
     """With one backward an update, stage 1 reduces the same gradients in the same order as stage 2."""
     same(4, backend, [{"stage": stage, "microbatches": 1} for stage in (1, 2)])
+
+
+def test_gradients_made_in_place_equal_copied_ones() -> None:
+    """Stage 2 writes each backward's gradients into an empty bucket: the same matmul, only elsewhere."""
+    in_place = {"write_in_place": True, "bucket_nbytes": 2**20}
+    same(2, "aot_eager", [{"stage": 2}, {"stage": 2, **in_place}, {"stage": 2, **in_place, "delay_weight_grads": True}])
 
 
 def test_eager_and_aot_eager_run_the_same_kernels() -> None:
