@@ -13,6 +13,7 @@ import argparse
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -121,9 +122,10 @@ def _caption(rows: list[Row]) -> str:
     whole = next((r for r in rows if r["num_params"]), None)
     if whole is None:
         return f"Session {rows[0]['session']}: no run ended."
-    repeats = len({r["repeat"] for r in rows})
+    repeats = Counter(r["provider"] for r in rows).values()
+    shown = f"{min(repeats)} to {max(repeats)}" if len(set(repeats)) > 1 else str(max(repeats))
     return (
-        f"{whole['case']}: {int(whole['num_params']):,} parameters, {whole['ranks']} ranks; medians of {repeats} "
+        f"{whole['case']}: {int(whole['num_params']):,} parameters, {whole['ranks']} ranks; medians of {shown} "
         f"interleaved runs of {whole['steps']} steps. {whole['device']}, torch {whole['torch']}, commit "
         f"{whole['commit']}, {whole['time'][:10]}."
     )
