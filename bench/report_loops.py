@@ -72,6 +72,7 @@ class Loop:
     backwards: tuple[tuple[int, ...], ...]
     stage: int
     offload: bool = False
+    overlap: bool = True
     step_each: bool = True
     updates: int = 1
     dtype: torch.dtype = torch.float32
@@ -90,6 +91,7 @@ LOOPS = (
     _tasks("one backward of the summed losses, ZeRO-2 with offload", SUMMED, stage=2, offload=True),
     _tasks("a backward a task, ZeRO-2", APART, stage=2),
     _tasks("a backward a task, ZeRO-1", APART, stage=1),
+    _tasks("a backward a task, ZeRO-1, no overlap", APART, stage=1, overlap=False),
     Loop("PR#7985", "4 microbatches, bf16 model, fp32 accumulation, ZeRO-1", Probe, probe_batch, probe_loss,
          ((),) * 4, stage=1, dtype=torch.bfloat16),
     Loop("DS#8061", "compiled, ZeRO-2, overlap_comm, on a CPU", MultiTask, task_batch, task_loss, SUMMED, stage=2,

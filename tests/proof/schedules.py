@@ -229,7 +229,8 @@ def cases() -> Iterator[Case]:
         gathers = placed(plan, gather_graph(plan, range(num_buckets)))
         some = placed(plan, gather_graph(plan, [0]))  # the others had no gradient
         wholly = placed(plan, publish_graph(plan))  # what `zc.synchronize` runs
-        graphs = (gathers, forward(plan, layers), schedule("mlp", plan), gathers, forward(plan, layers), some, wholly)
+        ahead = forward(plan, layers)
+        graphs = (gathers, ahead, schedule("mlp", plan), gathers, ahead, some, wholly, gathers, wholly)
         yield Case(f"overlap_gather b{num_buckets} l{layers}", plan, graphs)
     plan = make(64, ring=4)
     yield Case("mlp b64 r4 p4 s2", plan, (schedule("mlp", plan, 4),) * 2)
