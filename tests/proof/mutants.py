@@ -3,6 +3,7 @@ ones."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from torch import fx
@@ -10,10 +11,11 @@ from torch import fx
 from zc.passes.base import copy_graph
 from zc.schedule import SYNC_OPS, record_event, release, steps, stream_of, wait_event
 
-Mutant = tuple[str, fx.Graph]
+Edit = Callable[[fx.Graph, dict[fx.Node, fx.Node]], None]  # of a copy, given where each node went
+Mutant = tuple[str, Edit]
 
 
-def _edited(graph: fx.Graph, edit: Callable[[fx.Graph, dict[fx.Node, fx.Node]], None]) -> fx.Graph:
+def _edited(graph: fx.Graph, edit: Edit) -> fx.Graph:
     new, where = copy_graph(graph)
     edit(new, where)
     new.lint()
@@ -23,8 +25,10 @@ def _edited(graph: fx.Graph, edit: Callable[[fx.Graph, dict[fx.Node, fx.Node]], 
 def without_a_wait(graph: fx.Graph) -> Iterator[Mutant]:
     for node in steps(graph):
         if node.target is wait_event:
-            edited = _edited(graph, lambda g, where, n=node: g.erase_node(where[n]))
-            yield f"no wait for {node.args[0]} on {stream_of(node)} ({node.name})", edited
+            yield (
+                f"no wait for {node.args[0]} on {stream_of(node)} ({node.name})",
+                lambda g, where, n=node: g.erase_node(where[n]),
+            )
 
 
 def record_before_producer(graph: fx.Graph) -> Iterator[Mutant]:
@@ -33,8 +37,10 @@ def record_before_producer(graph: fx.Graph) -> Iterator[Mutant]:
         stream = stream_of(node)
         if node.target is record_event and stream in before:
             producer = before[stream]
-            edited = _edited(graph, lambda g, where, n=node, p=producer: where[p].prepend(where[n]))
-            yield f"{node.args[0]} recorded before {producer.name}", edited
+            yield (
+                f"{node.args[0]} recorded before {producer.name}",
+                lambda g, where, n=node, p=producer: where[p].prepend(where[n]),
+            )
         if node.target not in SYNC_OPS:
             before[stream] = node
 
@@ -49,7 +55,7 @@ def shorter_ring(graph: fx.Graph) -> Iterator[Mutant]:
                 for node in where.values():
                     node.args = tuple(kept if isinstance(a, str) and a == gone else a for a in node.args)
 
-            yield f"{kept} in place of {gone}", _edited(graph, edit)
+            yield f"{kept} in place of {gone}", edit
 
 
 def early_release(graph: fx.Graph) -> Iterator[Mutant]:
@@ -61,7 +67,7 @@ def early_release(graph: fx.Graph) -> Iterator[Mutant]:
         def edit(g: fx.Graph, where: dict[fx.Node, fx.Node], n: fx.Node = node) -> None:
             max((where[v] for v in n.all_input_nodes), key=list(g.nodes).index).append(where[n])
 
-        yield f"{node.name} right after its values", _edited(graph, edit)
+        yield f"{node.name} right after its values", edit
 
 
 KINDS = {
@@ -72,11 +78,11 @@ KINDS = {
 }
 
 
-def of(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
-    """(kind, what was done, the broken schedule)"""
-    for kind, make in KINDS.items():
-        for name, mutant in make(graph):
-            yield kind, name, mutant
+def of(graph: fx.Graph, every: int = 1) -> Iterator[tuple[str, str, fx.Graph]]:
+    """(kind, what was done, the broken schedule); one of ``every`` so many, the others are not even made."""
+    edits = ((kind, name, edit) for kind, make in KINDS.items() for name, edit in make(graph))
+    for kind, name, edit in itertools.islice(edits, 0, None, every):
+        yield kind, name, _edited(graph, edit)
 
 
 def wait_twice(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:

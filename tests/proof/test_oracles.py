@@ -85,7 +85,7 @@ def test_the_oracles_can_fail() -> None:
     plan = make(2)
     graph = schedule("mlp", plan)
     assert not Enumeration(graph, plan).finds_a_race()
-    _, broken = next(mutants.without_a_wait(graph))
+    _, _, broken = next(mutants.of(graph))
     assert Enumeration(broken, plan).finds_a_race() and sanitizer_finds_a_race(broken, plan)
 
 
