@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from zc.durable import sync_folder
+from zc.durable import sync_folder, write_synced
 from zc.errors import CheckpointError
 
 INFO = "zc.json"
@@ -200,13 +200,6 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 # --- folders ---
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def partial_of(path: Path) -> Path:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zc.durable import sync_folder
+from zc.durable import sync_folder, write_synced
 from zc.errors import PlanError
 
 try:
@@ -189,10 +189,7 @@ class StateFile:
         os.fsync(self._fd)
         text = json.dumps({"format": FORMAT, "nbytes": self.nbytes, "lines": self.lines, **facts})
         new = self.mark_path.with_suffix(".mark.new")
-        with open(new, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(new, text.encode())
         os.replace(new, self.mark_path)
         sync_folder(self.folder)
 

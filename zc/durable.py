@@ -13,3 +13,11 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """The file's content is on the disk; its name is after `sync_folder`."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
 from zc.checkpoint import _held
-from zc.checkpoint_files import Reader, write_synced
+from zc.checkpoint_files import Reader
 from zc.checkpoint_state import groups_of, owned, state_of
+from zc.durable import write_synced
 from zc.errors import CheckpointError
 from zc.optimizer import ShardedOptimizer
 from zc.shards import ShardOf

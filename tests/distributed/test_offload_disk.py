@@ -24,6 +24,8 @@ from zc.disk_file import StateFile, place
 from zc.errors import PlanError
 
 DIM = 16
+
+
 def halve(model: nn.Module) -> None:
     """The caller writes a weight in place."""
     with torch.no_grad():
