@@ -3,6 +3,7 @@ compiled and what was not, each schedule with its proof, and what it costs."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from zc.plan import Bucket
 from zc.program import Program
 from zc.runtime import Runtime
 from zc.schedule import summary, text
+
+MANY_PAGE_FAULTS = 4096  # a step; each takes 2 to 3 us
 
 
 class Explanation:
@@ -149,7 +152,19 @@ def _last_step(runtime: Runtime) -> str:
         rows.append(f"exposed wait: the calling thread stood still for exchanges {step.exposed_s * 1e3:.1f} ms")
     else:
         rows.append("exposed wait: not measured on the host (one rank, or a device that waits by itself)")
+    if step.num_page_faults is not None and plan.buckets[0].device.type == "cpu":
+        rows.append(f"page faults: {step.num_page_faults:,}{_advice(step.num_page_faults)}")
     return "\n".join(rows)
+
+
+def _advice(num_page_faults: int) -> str:
+    """On 2 ranks of 30 M parameters 36,000 faults a step were 7 % of its time (docs/benchmarks.md)."""
+    if num_page_faults < MANY_PAGE_FAULTS or "MALLOC_TRIM_THRESHOLD_" in os.environ:
+        return ""
+    return (
+        "; malloc gives memory back between steps and fetches it again: MALLOC_TRIM_THRESHOLD_=17179869184 and "
+        "MALLOC_MMAP_THRESHOLD_=1073741824 in the environment keep it (glibc), so do jemalloc and tcmalloc"
+    )
 
 
 def _reductions(runtime: Runtime, bucket: Bucket) -> int:

@@ -1,4 +1,4 @@
-"""Host memory that a device copies from and to: pinned in place, and counted before it is taken.
+"""Host memory that a device copies from and to: pinned in place, and counted before it is taken; page faults.
 
 Ordinary memory is registered with the driver. ``pin_memory=True`` would take it from PyTorch's caching host allocator,
 which rounds a block up to a power of two: as much as twice of what is asked for, where memory is what offload is about.
@@ -16,6 +16,11 @@ import torch
 from torch import Tensor
 
 from zc.errors import PlanError
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -71,6 +76,12 @@ def available_nbytes() -> int | None:
         if Path(limit).exists() and Path(used).exists() and (text := Path(limit).read_text().strip()).isdigit():
             found.append(max(0, int(text) - int(Path(used).read_text())))
     return min(found) if found else None
+
+
+def num_page_faults() -> int | None:
+    """Pages that this process has taken from the system since it began, those among them that malloc had given back
+    before; None where the system does not count them."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource is not None else None
 
 
 def ranks_on_this_host(world_size: int) -> int:

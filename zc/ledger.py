@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from zc.host_memory import num_page_faults
 from zc.plan import Plan
 from zc.program import Program
 from zc.schedule import accumulate_cast, deposit, flatten_cast, steps, wgrad_into
@@ -20,12 +21,13 @@ Where = tuple[int, int]  # bucket, slot
 class Step:
     """Of one update. ``runs``: schedule -> times; ``hooks``: (bucket, slot) -> gradients that came in outside of
     compiled graphs; bytes by kind of exchange, sent by this rank; seconds that the calling thread stood still for
-    them."""
+    them; page faults of this process (on a CPU)."""
 
     runs: Counter[str] = field(default_factory=Counter)
     hooks: Counter[Where] = field(default_factory=Counter)
     nbytes_sent: Counter[str] = field(default_factory=Counter)
     exposed_s: float | None = None
+    num_page_faults: int | None = None
 
 
 def written_by(program: Program) -> set[Where]:
@@ -48,6 +50,7 @@ class Ledger:
     def __init__(self) -> None:
         self.step, self.last = Step(), Step()
         self.num_steps = 0
+        self._faults_before = num_page_faults()
         self.graphs: list[str] = []  # Dynamo's id of each graph that was compiled: frame / how often
         self.breaks_before: dict[str, int] = {}  # graph breaks in this process before this model was compiled
         self._named: set[str] = set()
@@ -69,6 +72,10 @@ class Ledger:
 
     def close_step(self, exposed_s: float | None, nbytes_sent: Counter[str]) -> None:
         self.step.exposed_s, self.step.nbytes_sent = exposed_s, nbytes_sent
+        faults = num_page_faults()
+        if faults is not None and self._faults_before is not None:
+            self.step.num_page_faults = faults - self._faults_before
+        self._faults_before = faults
         self.last, self.step = self.step, Step()
         self.num_steps += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import re
 import warnings
 from html.parser import HTMLParser
@@ -14,6 +15,7 @@ from torch import nn
 
 import zc
 import zc.log
+from zc.explain import MANY_PAGE_FAULTS
 
 
 class Branches(nn.Module):
@@ -174,3 +176,28 @@ def test_zc_log_in_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setenv("ZC_LOG", "chatty")
     with pytest.raises(ValueError, match="ZC_LOG must be one of"):
         zc.log.configure()
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_NOHUGEPAGE"), reason="huge pages, which count once, can't be refused here")
+def test_page_faults_of_the_last_step_are_counted_and_many_come_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is new to the process: a page fault a page, by definition."""
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    num_pages = 3 * MANY_PAGE_FAULTS
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, backend="eager")
+    found = []
+    for step in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        if step == 1:
+            with mmap.mmap(-1, num_pages * mmap.PAGESIZE) as fresh:
+                fresh.madvise(mmap.MADV_NOHUGEPAGE)
+                for page in range(num_pages):
+                    fresh[page * mmap.PAGESIZE] = 1
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(line(zc.explain(model).sections["last step"], "page faults:"))
+    counts = [int(re.findall(r"[\d,]+", row)[0].replace(",", "")) for row in found]
+    assert num_pages <= counts[1] and counts[2] < num_pages, found
+    assert "MALLOC_TRIM_THRESHOLD_" in found[1]
+    assert counts[2] >= MANY_PAGE_FAULTS or "MALLOC" not in found[2]
