@@ -43,13 +43,16 @@ class Run(NamedTuple):
     repeat: int
 
 
-def matrix(cases: list[str], providers: list[str], repeats: int) -> list[Run]:
+def matrix(cases: list[str], providers: list[str], repeats: int, *, as_given: bool = False) -> list[Run]:
     """All providers of a case in turn, and that ``repeats`` times: A B C A B C, so that a slow hour hits all.
 
     What says most comes first: cells of FIRST_CASES and FIRST_PROVIDERS with all their repeats, then those of one of
-    the two, then the others. Among these, each cell has its n-th run before any has its next.
+    the two, then the others. Among these, each cell has its n-th run before any has its next. ``as_given``: the order
+    is the caller's, case by case, and every provider takes its turn.
     """
     cells = [(c, p) for c in cases for p in providers]
+    if as_given:
+        return [Run(case, p, repeat) for case in cases for repeat in range(repeats) for p in providers]
     tiers: list[list[tuple[str, str]]] = [[], [], []]
     for case, provider in cells:
         tiers[(case not in FIRST_CASES) + (provider not in FIRST_PROVIDERS)].append((case, provider))
@@ -112,7 +115,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.run", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--cases", nargs="+", choices=CASES, default=[n for n, c in CASES.items() if c.suite == "cpu"])
-    add("--providers", nargs="+", choices=PROVIDERS, default=[n for n, p in PROVIDERS.items() if p.by_default])
+    add("--providers", nargs="+", choices=PROVIDERS, help="in this order; left out: all, what says most first")
     add("--repeats", type=int, default=3, help="of each provider and case; the first is cold")
     add("--minutes", type=float, default=600.0, help="no run is started that would probably end later")
     add("--timeout", type=float, default=400.0, help="seconds after which a run counts as failed")
@@ -121,7 +124,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--csv", type=Path, default=RESULTS)
     add("--first", action="store_true", help="the cases and providers that say most, and nothing else")
     args = parser.parse_args(argv)
-    args.extra, args.ranks = (), None
+    args.extra, args.ranks, args.as_given = (), None, args.providers is not None
+    args.providers = args.providers or [n for n, p in PROVIDERS.items() if p.by_default]
     if args.first:
         args.cases, args.providers = list(FIRST_CASES), list(FIRST_PROVIDERS)
     if args.paced:
@@ -135,7 +139,8 @@ def main(argv: list[str] | None = None) -> int:
     end_on_sigterm()
     deadline = time.monotonic() + 60 * args.minutes
     console = Console()
-    todo = left(matrix(args.cases, args.providers, args.repeats), rows.read(args.csv), args.session)
+    wanted = matrix(args.cases, args.providers, args.repeats, as_given=args.as_given)
+    todo = left(wanted, rows.read(args.csv), args.session)
     seconds: dict[tuple[str, str], float] = {}
     references: dict[str, list[float]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -23,6 +23,12 @@ def test_providers_take_turns_and_what_says_most_comes_first() -> None:
     second = [(*cell, repeat) for repeat in (0, 1) for cell in turn]
     third = [("tiny", name, repeat) for repeat in (0, 1) for name in ("DDP", "FSDP2")]
     assert order == first + second + third
+    chosen = ["--cases", "tiny", "gpt30m-bf16", "--providers", "DDP", "zc stage 2", "--repeats", "2"]
+    args = run.parse(chosen)
+    order = [tuple(r) for r in run.matrix(args.cases, args.providers, args.repeats, as_given=args.as_given)]
+    turns = [("DDP", 0), ("zc stage 2", 0), ("DDP", 1), ("zc stage 2", 1)]
+    assert order == [(case, *turn) for case in ("tiny", "gpt30m-bf16") for turn in turns]
+    assert not run.parse([]).as_given and not run.parse(["--first"]).as_given
 
 
 def test_what_has_a_row_in_this_session_is_not_run_again() -> None:
