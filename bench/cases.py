@@ -72,8 +72,8 @@ def _zc(stage: int, *flags: str, by_default: bool = True) -> Provider:
     return Provider(("--system", "zc", "--stage", str(stage), *flags), "zero", "zero-compile", by_default=by_default)
 
 
-def _ds(stage: int, *flags: str, system: str = "deepspeed") -> Provider:
-    return Provider(("--system", system, "--stage", str(stage), *flags), "zero", "deepspeed")
+def _ds(stage: int, *flags: str, system: str = "deepspeed", by_default: bool = True) -> Provider:
+    return Provider(("--system", system, "--stage", str(stage), *flags), "zero", "deepspeed", by_default=by_default)
 
 
 EAGER = ("--backend", "eager")
@@ -99,6 +99,7 @@ PROVIDERS = {
     "zc stage 1, eager": _zc(1, *EAGER, by_default=False),
     "zc stage 1, native reduction": _zc(1, "--reduce", "native", by_default=False),
     "zc stage 2, offload": _zc(2, "--offload", "cpu", by_default=False),
+    "DeepSpeed ZeRO-2, offload + compile": _ds(2, "--offload", "cpu", by_default=False),
     "DDP, copied buckets + compile": Provider(("--system", "ddp"), "ddp", by_default=False),
 }
 # What says most, first: `make bench` begins with these cases and providers, `make bench-quick` is nothing else.

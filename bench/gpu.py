@@ -38,6 +38,7 @@ class Cell(NamedTuple):
 
 
 FLOOR = "compiled, no communication"
+OFFLOADED = ("zc stage 2, offload", "DeepSpeed ZeRO-2, offload + compile")
 DRY_FLAGS = ("--backend", "eager")
 CELLS = [
     *(Cell("llama-1.3b-2048-ga1", p, None) for p in (FLOOR, "zc stage 2", "zc stage 1")),
@@ -47,6 +48,7 @@ CELLS = [
         for network in ("nvlink", "zero")
     ),
     *(Cell("llama-0.3b-512-ga1", p, None) for p in (FLOOR, "zc stage 2")),
+    *(Cell("llama-0.3b-2048-ga1", p, None) for p in (FLOOR, *OFFLOADED)),
     *(Cell("llama-0.3b-512-ga8", p, ("nvlink", 8)) for p in ("zc stage 2", "zc stage 1", "FSDP2 + compile")),
     *(Cell("llama-3b-8192-ga1", p, ("nvlink", 8)) for p in ("zc stage 2", "FSDP2 + compile")),
 ]

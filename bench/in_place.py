@@ -1,11 +1,14 @@
 """Gradients made in their place against gradients made apart and copied: the same GPT, step by step in turn.
 
     python -m bench.in_place [--ranks 2] [--stage 2] [--layers 3] [--steps 12] [--csv FILE]
+    python -m bench.in_place --paced ethernet --world 8 --systems "copied" "in place" "in place, delayed"
 
-Both models live in the same processes and take turns (A B B A A B ...), so that a slow spell of a shared machine falls
-on both; their losses must be bitwise equal in stage 2, or there is no number. ``backward_ms`` is the part that differs:
+The models live in the same processes and take turns (A B B A A B ...), so that a slow spell of a shared machine falls
+on all; their losses must be bitwise equal in stage 2, or there is no number. ``backward_ms`` is the part that differs:
 from the loss to the end of the backward, reductions included. Memory is taken in processes of their own (``--memory``),
-one system each: the largest resident set of a rank after the first steps.
+one system each: the largest resident set of a rank after the first steps. ``--paced``: one process plays rank 0 of
+``--world`` ranks on a modelled network (bench/paced.py); there the processor does not also carry the messages, so an
+order of matmuls that covers a reduction can show what it gains.
 """
 
 from __future__ import annotations
@@ -29,10 +32,15 @@ import torch.distributed as dist
 from bench import data
 from bench.measure import ROOT, device_name, launch, peak_rss_nbytes, reset_peak_rss, versions
 from bench.models import GPTConfig, make_gpt, num_parameters
+from bench.paced import NETWORKS, init_paced
 from bench.rows import percentiles
 
 RESULTS = ROOT / "bench" / "results" / "in_place.csv"
-SYSTEMS = {"copied": False, "in place": True}
+SYSTEMS = {
+    "copied": {},
+    "in place": {"write_in_place": True},
+    "in place, delayed": {"write_in_place": True, "delay_weight_grads": True},
+}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -45,20 +53,25 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--bucket-mb", type=float, default=25.0)
     add("--csv", type=Path, default=RESULTS)
     add("--memory", action="store_true", help="one system a process, for its memory, in place of times")
-    add("--systems", nargs="+", choices=SYSTEMS, default=tuple(SYSTEMS), help=argparse.SUPPRESS)
+    add("--systems", nargs="+", choices=SYSTEMS, default=["copied", "in place"], help="the others are over the first")
+    add("--paced", choices=tuple(NETWORKS), help="one process plays rank 0 of --world ranks on a modelled network")
+    add("--world", type=int, default=8, help="ranks that --paced pretends")
     add("--out", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.paced and args.memory:
+        parser.error("--memory is taken on real ranks, without --paced")
+    return args
 
 
-def compiled(args: argparse.Namespace, in_place: bool) -> tuple[Any, Any]:
+def compiled(args: argparse.Namespace, options: dict[str, bool]) -> tuple[Any, Any]:
     import zc
 
     model = make_gpt(GPTConfig(args.vocab, args.seq, args.layers, args.width, args.heads), 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     dtype = getattr(torch, args.param_dtype)
     return zc.compile(
-        model, optimizer, stage=args.stage, write_in_place=in_place, bucket_nbytes=int(args.bucket_mb * 2**20),
-        param_dtype=None if dtype == torch.float32 else dtype,
+        model, optimizer, stage=args.stage, bucket_nbytes=int(args.bucket_mb * 2**20),
+        param_dtype=None if dtype == torch.float32 else dtype, **options,
     )  # fmt: skip
 
 
@@ -85,7 +98,10 @@ def step(
 
 def work(args: argparse.Namespace) -> None:
     """One rank: the systems in turn; rank 0 writes what all saw."""
-    dist.init_process_group("gloo")
+    if args.paced:
+        init_paced(args.paced, args.world)
+    else:
+        dist.init_process_group("gloo")
     rank = dist.get_rank()
     tokens = data.load(vocab=args.vocab).train
     pairs = {name: compiled(args, SYSTEMS[name]) for name in args.systems}
@@ -98,33 +114,38 @@ def work(args: argparse.Namespace) -> None:
             dist.barrier()
             seen[name].append(step(args, *pairs[name], tokens, rank, number))
     peak = peak_rss_nbytes() if is_steady else None
-    records: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(records, {"seen": seen, "peak": peak})
+    record = {"seen": seen, "peak": peak}
+    records: list[Any] = [record] if args.paced else [None] * dist.get_world_size()
+    if not args.paced:
+        dist.all_gather_object(records, record)
     if rank == 0:
         import zc
+        from zc.api import sharded
 
         explained = {name: str(zc.explain(model)) for name, (model, _) in pairs.items()}
         num_params = num_parameters(pairs[args.systems[0]][0])
-        args.out.write_text(json.dumps({"ranks": records, "explained": explained, "num_params": num_params}))
+        orders = {name: sharded(model).runtime.programs[0].launched for name, (model, _) in pairs.items()}
+        found = {"ranks": records, "explained": explained, "orders": orders, "num_params": num_params}
+        args.out.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 def run(argv: list[str], ranks: int, systems: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        launch("bench.in_place", [*argv, "--systems", *systems, "--out", str(out)], ranks=ranks)
+        launch("bench.in_place", [*argv, "--systems", *systems, "--out", str(out)], ranks=ranks)  # the later one counts
         found: dict[str, Any] = json.loads(out.read_text())
     return found
 
 
 def rows(args: argparse.Namespace, argv: list[str]) -> list[dict[str, object]]:
-    names = list(SYSTEMS)
+    names = list(args.systems)
     runs = {n: run(argv, args.ranks, [n]) for n in names} if args.memory else dict.fromkeys(names)
     if not args.memory:
-        both = run(argv, args.ranks, names)
-        runs = dict.fromkeys(names, both)
-        losses = {n: [[s["loss"] for s in r["seen"][n]] for r in both["ranks"]] for n in names}
-        if args.stage == 2 and losses["copied"] != losses["in place"]:
+        together = run(argv, 1 if args.paced else args.ranks, names)
+        runs = dict.fromkeys(names, together)
+        losses = {n: [[s["loss"] for s in r["seen"][n]] for r in together["ranks"]] for n in names}
+        if args.stage == 2 and any(losses[n] != losses[names[0]] for n in names):
             raise SystemExit(f"losses differ, so there is no number: {losses}")
     made = []
     for name in names:
@@ -138,9 +159,11 @@ def rows(args: argparse.Namespace, argv: list[str]) -> list[dict[str, object]]:
             for kind in ("step_ms", "backward_ms"):
                 p20, p50, p80 = percentiles([s[kind] for s in steps])
                 row |= {f"{kind}_p20": round(p20, 1), f"{kind}_p50": round(p50, 1), f"{kind}_p80": round(p80, 1)}
-            other = found["ranks"][0]["seen"]["copied"][args.settle :]
+            other = found["ranks"][0]["seen"][names[0]][args.settle :]
             pairs = [s["step_ms"] / o["step_ms"] for s, o in zip(steps, other, strict=True)]
-            row["step_over_copied"] = round(statistics.median(pairs), 4)
+            row[f"step_over_{names[0].replace(' ', '_')}"] = round(statistics.median(pairs), 4)
+        if args.paced:
+            row |= {"network": args.paced, "world": args.world, "reduced": " ".join(map(str, found["orders"][name]))}
         row |= {n: getattr(args, n) for n in ("stage", "ranks", "layers", "width", "vocab", "seq", "batch", "accum")}
         row |= {"param_dtype": args.param_dtype, "steps": args.steps, "num_params": found["num_params"]}
         row |= {"device": device_name(torch.device("cpu")), **versions()}
@@ -155,7 +178,8 @@ def main(argv: list[str] | None = None) -> None:
         work(args)
         return
     made = rows(args, given)
-    path = args.csv.with_stem(args.csv.stem + "_memory") if args.memory else args.csv
+    kind = "_memory" if args.memory else "_paced" if args.paced else ""
+    path = args.csv.with_stem(args.csv.stem + kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     with path.open("a", newline="") as file:

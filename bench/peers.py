@@ -89,6 +89,20 @@ def fsdp2(model: nn.Module, adamw: AdamW, options: Options) -> System:
     return System(model, optimizer, clip=clip, persistent_nbytes=held, backward=backward)
 
 
+_OFFLOAD_OPTIMIZER = {"device": "cpu", "pin_memory": True}
+
+
+def cpu_adam(model: nn.Module, adamw: AdamW) -> torch.optim.Optimizer:
+    """DeepSpeed's AdamW for host memory, which its documentation asks for with offload; built when first used."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from bench.models import param_groups
+
+    groups = param_groups(model, adamw.weight_decay)
+    made: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, lr=adamw.lr, betas=adamw.betas, adamw_mode=True)
+    return made
+
+
 def deepspeed_config(options: Options, lr: float) -> dict[str, Any]:
     """ZeRO with what DeepSpeed's documentation names for speed: overlap, contiguous gradients, reduce-scatter; buckets
     as large as everybody's, since its default of 500 M elements would put these models into one."""
@@ -107,9 +121,11 @@ def deepspeed_config(options: Options, lr: float) -> dict[str, Any]:
             "reduce_scatter": True,
             "reduce_bucket_size": numel,
             "allgather_bucket_size": numel,
+            **({} if options.offload is None else {"offload_optimizer": _OFFLOAD_OPTIMIZER}),
         },
         "zero_allow_untested_optimizer": True,  # AdamW(fused=True)
         "steps_per_print": 1 << 30,
+        **({} if options.offload is None else {"zero_force_ds_cpu_optimizer": True}),
     }
 
 
@@ -123,7 +139,7 @@ def deepspeed(model: nn.Module, adamw: AdamW, options: Options, *, deep: bool = 
     config = deepspeed_config(options, adamw.lr)
     if deep:
         config["compile"] = {"deepcompile": True}
-    optimizer = adamw.make(model)
+    optimizer = adamw.make(model) if options.offload is None else cpu_adam(model, adamw)
     if not ds.comm.is_initialized():
         ds.init_distributed(dist_backend="gloo" if device == "cpu" else "nccl")
     engine, _, _, _ = ds.initialize(model=model, optimizer=optimizer, config=config)

@@ -41,7 +41,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--param-dtype", choices=DTYPES, help="dtype of the weights (zc); masters stay fp32")
     add("--bucket-mb", type=float, default=25.0, help="size of a gradient bucket in MiB")
     add("--reduce", choices=("exact", "native"), default="exact", help="how gradients are reduced (zc)")
-    add("--offload", choices=("cpu",), help="where masters and moments are kept (zc)")
+    add("--offload", choices=("cpu",), help="where masters and moments are kept (zc, deepspeed)")
     add("--overlap-gather", action="store_true", help="the next forward waits for gathered weights, not the step (zc)")
     add("--compute-dtype", choices=("bfloat16",), help="by the system's own means: param_dtype, autocast, a policy")
     add("--model", choices=MODELS, default="gpt")
@@ -73,6 +73,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.param_dtype and args.system != "zc":
         parser.error(f"--param-dtype is zc's: --system {args.system} keeps no fp32 masters")
+    if args.offload and args.system not in ("zc", "deepspeed"):
+        parser.error(f"--offload is zc's and DeepSpeed's: --system {args.system} keeps its state on the device")
     if args.save_every and (args.system != "zc" or args.checkpoints is None):
         parser.error("--save-every needs --system zc and --checkpoints FOLDER")
     return args

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,10 @@ from zc.buffers import Buffers
 from zc.checks import check
 from zc.comm import Group, check_initialized
 from zc.config import Config
-from zc.disk import open_file, state_keys
-from zc.disk_file import StateFile
 from zc.errors import PlanError, ZcError
-from zc.estimate import STATES, held
-from zc.host_memory import available_nbytes, check_room, ranks_on_this_host
-from zc.optimizer import ELEMENTWISE, ShardedOptimizer, choose_layout
-from zc.plan import Bucket, Layout, ParamSpec, Plan, make_plan
+from zc.optimizer import ShardedOptimizer, choose_layout
+from zc.plan import Plan
+from zc.prepare import broadcast_rest, check_host, check_wire, fill, fingerprint, open_state_file, plan_of
 from zc.runtime import Runtime
 from zc.streams import Streams, make_streams
 
@@ -112,7 +109,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             dump_dir=dump_dir,
         )
         checked = _check(model, optimizer, config, ranks.world_size)
-        file = _open_file(config, ranks.rank, checked[1], optimizer, checked[0])
+        file = open_state_file(config, ranks.rank, checked[1], optimizer, checked[0])
     except (PlanError, TypeError, ZcError) as error:
         failure = error
     try:
@@ -135,7 +132,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         runtime.say_once(note)
     if not verify:
         runtime.say_once("verify=False: schedules run without their proof")
-    _broadcast_rest(model, params, ranks)
+    broadcast_rest(model, params, ranks)
     fill(runtime, plan.buckets)
     sharded = ShardedOptimizer(runtime, optimizer, whole=note is not None)
     runtime.install_hooks()
@@ -162,99 +159,8 @@ def _check(
     plan = plan_of(params, config, world_size, layout)
     check_wire(plan)
     if plan.offload is not None:
-        _check_host(plan, optimizer)
+        check_host(plan, optimizer)
     return params, plan, note
-
-
-def plan_of(params: dict[str, nn.Parameter], config: Config, world_size: int, layout: Layout) -> Plan:
-    """The plan for ``params`` under ``config``."""
-    specs = [ParamSpec(n, tuple(p.shape), config.param_dtype or p.dtype, p.device) for n, p in params.items()]
-    return make_plan(
-        specs,
-        world_size=world_size,
-        placement=config.placement,
-        reduce=config.reduce,
-        reduce_dtype=config.reduce_dtype,
-        bucket_nbytes=config.bucket_nbytes,
-        num_buffers=config.num_buffers,
-        overlap=config.overlap,
-        overlap_gather=config.overlap_gather,
-        layout=layout,
-        offload=config.host,
-    )
-
-
-def check_wire(plan: Plan) -> None:
-    for bucket in plan.buckets:
-        if not plan.placement.reduces_every_backward and bucket.reduce_dtype != bucket.acc_dtype:
-            raise PlanError(
-                f"stage 1 reduces sums in {bucket.acc_dtype}; reduce_dtype={bucket.reduce_dtype} would round them: "
-                "leave reduce_dtype at None, or use stage 2"
-            )
-
-
-def _check_host(plan: Plan, optimizer: Optimizer) -> None:
-    """With offload: the update runs on the processor, and what it needs must fit into the host's memory."""
-    if any(group.get("capturable") for group in optimizer.param_groups):
-        raise PlanError(
-            f"offload: {type(optimizer).__name__} was made with capturable=True, which keeps its state on the device; "
-            "make it without"
-        )
-    name = type(optimizer).__name__
-    num_states = len(state_keys(optimizer)) if name in ELEMENTWISE else STATES.get(name, 2)
-    _, needed, _ = held(plan, num_states)
-    check_room(needed, ranks_on_this_host(plan.world_size), available_nbytes())
-
-
-def _open_file(
-    config: Config, rank: int, plan: Plan, optimizer: Optimizer, params: dict[str, nn.Parameter]
-) -> StateFile | None:
-    if config.offload_dir is None:
-        return None
-    if choose_layout(optimizer)[1] is not None:
-        raise PlanError(
-            f"offload='disk' takes torch's elementwise optimizers ({', '.join(ELEMENTWISE)}), not "
-            f"{type(optimizer).__name__}: use offload='cpu'"
-        )
-    return open_file(config.offload_dir, rank, plan, optimizer, params)
-
-
-def fingerprint(model: nn.Module, config: Config) -> list[str]:
-    """What must be the same on every rank, a line an item, so that a difference can be named."""
-    options = [f"{k}={v}" for k, v in vars(config).items() if k not in ("dump_dir", "offload_dir")]
-    params = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
-    buffers = [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
-    return options + params + buffers
-
-
-@torch.no_grad()
-def _broadcast_rest(model: nn.Module, params: dict[str, nn.Parameter], ranks: Group) -> None:
-    """What the plan leaves out, frozen parameters and buffers, is rank 0's everywhere."""
-    planned = {id(p) for p in params.values()}
-    for tensor in [*(p for p in model.parameters() if id(p) not in planned), *model.buffers()]:
-        given = tensor.detach().contiguous()
-        ranks.broadcast_(given)
-        tensor.copy_(given)
-
-
-@torch.no_grad()
-def fill(runtime: Runtime, buckets: Sequence[Bucket]) -> None:
-    """Broadcasts from rank 0, takes the masters from the given values, and makes each parameter a view of
-    flat_param."""
-    ranks, buffers = runtime.group, runtime.buffers
-    for bucket in buckets:
-        flat, master = buffers.flat_param[bucket.index], buffers.master_shard[bucket.index]
-        start, _ = bucket.layout.shard_range(ranks.rank)
-        for slot in bucket.slots:
-            param = runtime.params[slot.name]
-            given = param.detach().contiguous()
-            ranks.broadcast_(given)
-            first, stop = bucket.layout.owned(slot, ranks.rank)
-            if bucket.has_master or runtime.plan.offload is not None:
-                master[first - start : stop - start] = given.view(-1)[first - slot.offset : stop - slot.offset]
-            view = flat[slot.offset : slot.stop].view(slot.shape)
-            view.copy_(given)
-            param.data = view
 
 
 def _own_methods(model: nn.Module, optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
@@ -338,7 +244,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     Returns the norm before, fp32, 0-d: the norm of the mean gradient over all ranks, each element counted once, as
     `torch.nn.utils.clip_grad_norm_` gives it under DDP. A NaN or infinity stays one.
     """
-    return sharded(model).clip_grad_norm_(float(max_norm))
+    return sharded(model).grad_shards.clip_grad_norm_(float(max_norm))
 
 
 def full_grad(model: nn.Module) -> dict[str, Tensor | None]:

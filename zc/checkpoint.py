@@ -11,18 +11,14 @@ What is saved, by DCP's keys, those of ``torch.distributed.checkpoint.state_dict
 from __future__ import annotations
 
 import io
-import threading
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -31,89 +27,14 @@ from torch.optim import Optimizer
 import zc
 from zc.api import sharded
 from zc.checkpoint_files import Reader, Writer, latest, make_visible, partial_of, prepare
-from zc.checkpoint_state import Target, check_groups, commit, flat_items, from_plain, make_target, state_of
-from zc.comm import Group
+from zc.checkpoint_state import Target, check_groups, commit, flat_items, make_target, state_of
 from zc.errors import CheckpointError, PlanError, ZcError
 from zc.optimizer import ShardedOptimizer
+from zc.plain_state import from_plain
+from zc.saving import AlreadyStaged, Saving, channel_of
 from zc.shards import ShardOf
 
 __all__ = ["Saving", "latest", "load", "load_state_dict", "save", "state_dict"]
-
-
-class _Channel:
-    """A process group for checkpoints alone, since a save may run beside the training; and the save under way."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.pending: Saving | None = None  # of which not every rank knows the outcome yet
-        self.data = group.new_group() if group.world_size > 1 else None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"process_group": self.data, "no_dist": self.data is None}
-
-    def finish_pending(self) -> None:
-        if self.pending is not None:
-            self.pending.wait()
-
-    def agree(self, what: str, failure: BaseException | None) -> None:
-        """Raises on every rank where some rank has failed."""
-        found: list[Any] = [failure and f"{type(failure).__name__}: {failure}"]
-        if self.group.world_size > 1:
-            found = found * self.group.world_size
-            dist.all_gather_object(found, found[self.group.rank], group=self.group.control)
-        bad = [rank for rank, text in enumerate(found) if text is not None]
-        if not bad:
-            return
-        if isinstance(failure, ZcError | PlanError | TypeError):
-            raise failure
-        raise CheckpointError(f"{what} failed on rank {bad[0]}: {found[bad[0]]}") from failure
-
-
-_CHANNELS: weakref.WeakKeyDictionary[ShardedOptimizer, _Channel] = weakref.WeakKeyDictionary()
-
-
-class Saving:
-    """A save that may still be under way. The checkpoint is in its folder when `wait` has returned."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._written = threading.Event()
-        self._failure: BaseException | None = None
-        self._channel: _Channel | None = None  # None: every rank knows the outcome
-
-    @property
-    def is_done(self) -> bool:
-        """Whether this rank has nothing more to do for it."""
-        return self._written.is_set()
-
-    def wait(self) -> Path:
-        """Waits for all ranks; every rank calls it. Raises CheckpointError on every rank where one has failed."""
-        self._written.wait()
-        if self._channel is not None:
-            channel, self._channel, channel.pending = self._channel, None, None
-            try:
-                channel.agree(f"saving {self.path}", self._failure)
-            except ZcError as error:
-                self._failure = error  # whoever asks again hears the same, on every rank
-        if self._failure is not None:
-            raise self._failure
-        return self.path
-
-
-class _AlreadyStaged(AsyncStager):
-    """The copy was taken before: DCP's own stager knows nothing of a part of a shard."""
-
-    _synchronize_after_execute = False
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return state_dict
-
-    def synchronize_staging(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -123,7 +44,7 @@ def state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     (`ShardOf`, views of the shards, no copy): ``dcp.save`` writes them and ``dcp.load`` fills them in place; call
     `load_state_dict` after the latter. A tied weight stands under its first name.
     """
-    return state_of(model, _held(model, optimizer))
+    return state_of(model, settled(model, optimizer))
 
 
 def load_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -134,8 +55,8 @@ def load_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, 
     dropped. Every rank gives the same. Call it between updates: gradients are dropped. Raises CheckpointError naming
     what is missing, extra or has another shape, before anything is changed.
     """
-    held = _held(model, optimizer)
-    channel = _channel(held)
+    held = settled(model, optimizer)
+    channel = channel_of(held)
     target: Target | None = None
     failure: Exception | None = None
     try:
@@ -174,8 +95,8 @@ def save(
         ``wait``, or the next save) an asynchronous save has failed.
     """
     path = Path(path).absolute()
-    held = _held(model, optimizer)
-    channel = _channel(held)
+    held = settled(model, optimizer)
+    channel = channel_of(held)
     channel.finish_pending()
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be a whole number of at least 1, or None, got {keep!r}")
@@ -194,7 +115,7 @@ def save(
     channel.agree(f"saving {path}", failure)
 
     saving = Saving(path)
-    saving._channel, channel.pending = channel, saving
+    saving.begin(channel)
     info = {"zc": zc.__version__, "torch": torch.__version__, "world_size": channel.group.world_size}
     written = {"storage_writer": Writer(partial_of(path)), "planner": DefaultSavePlanner(), **channel.options}
 
@@ -205,11 +126,12 @@ def save(
             if rank == 0:
                 make_visible(path, info, keep)
         except BaseException as error:  # noqa: BLE001  (whatever it is, `wait` raises it where somebody can see it)
-            saving._failure = _cause(f"saving {path}", error)
-        saving._written.set()
+            saving.end(_cause(f"saving {path}", error))
+        else:
+            saving.end(None)
 
     if asynchronous:
-        future = dcp_async_save(tree, async_stager=_AlreadyStaged(), **written)
+        future = dcp_async_save(tree, async_stager=AlreadyStaged(), **written)
         future.add_done_callback(lambda done: finish(done.exception()))  # type: ignore[union-attr]
         return saving
     try:
@@ -237,8 +159,8 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer) -> Any:
         The state is as before.
     """
     path = Path(path).absolute()
-    held = _held(model, optimizer)
-    channel = _channel(held)
+    held = settled(model, optimizer)
+    channel = channel_of(held)
     channel.finish_pending()
     target: Target | None = None
     failure: BaseException | None = None
@@ -274,7 +196,8 @@ class _Planner(DefaultLoadPlanner):
         self.original_state_dict[read_item.dest_index.fqn] = self.state_dict[read_item.dest_index.fqn]
 
 
-def _held(model: nn.Module, optimizer: Optimizer) -> ShardedOptimizer:
+def settled(model: nn.Module, optimizer: Optimizer) -> ShardedOptimizer:
+    """What zc keeps for the two, with nothing under way that reads or writes masters or states."""
     held = sharded(model)
     if held.optimizer is not optimizer:
         raise PlanError(f"this {type(optimizer).__name__} is not the one that {type(model).__name__} was compiled with")
@@ -283,12 +206,6 @@ def _held(model: nn.Module, optimizer: Optimizer) -> ShardedOptimizer:
     runtime.wait_for_host_memory()  # offload: masters and states are read, and written, by this very thread
     runtime.streams.join_home()
     return held
-
-
-def _channel(held: ShardedOptimizer) -> _Channel:
-    if held not in _CHANNELS:
-        _CHANNELS[held] = _Channel(held.runtime.group)
-    return _CHANNELS[held]
 
 
 def _encoded(extra: Mapping[str, Any] | None) -> Tensor:

@@ -17,7 +17,6 @@ from zc.optimizer import ShardedOptimizer
 from zc.shards import ShardOf
 
 Path = tuple[Any, ...]  # of a value in the nested state: keys and, in lists, numbers
-PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, of torch.compile
 
 
 @dataclass(frozen=True)
@@ -300,85 +299,3 @@ def _set(tree: dict[Any, Any], path: Path, value: Any) -> None:
 
 def _some(names: list[str], at_most: int = 5) -> str:
     return ", ".join(names[:at_most]) + (f" and {len(names) - at_most} more" if len(names) > at_most else "")
-
-
-# --- plain state dicts ---
-
-
-def from_plain(model: nn.Module, held: ShardedOptimizer, state: Mapping[str, Any]) -> Target:
-    """A target from what `zc.state_dict` gave or from whole tensors. No collective; the live state is only read."""
-    if not isinstance(state, Mapping) or "model" not in state:
-        raise TypeError(
-            'a state has the key "model", and "optimizer" where it has one: {"model": ..., "optimizer": ...}'
-        )
-    target, mine, rest, where = Target("the given state"), owned(held), others(model, held), "the given state"
-    weights = {_bare(name): value for name, value in state["model"].items()}
-    check_names(model, held, set(weights), where)
-    for name in (*mine, *rest):
-        value = weights[name]
-        shape = mine[name].slot.shape if name in mine else getattr(rest[name], "shape", None)
-        if shape is not None and tuple(getattr(value, "shape", ())) != tuple(shape):
-            raise CheckpointError(f"{where}: {name} has shape {tuple(value.shape)}, the model's is {tuple(shape)}")
-        target.add(("model", name), _part(mine.get(name), value))
-    optimizer = state.get("optimizer")
-    target.has_optimizer = optimizer is not None
-    if optimizer is not None:
-        groups = _named_groups(model, held, optimizer["param_groups"], where)
-        numbered = {k: name for group in groups for k, name in zip(group.pop("numbers"), group["params"], strict=True)}
-        for path, value in flat_items(groups, ("optimizer", "param_groups")).items():
-            target.add(path, value)
-        for key, values in optimizer["state"].items():
-            name = numbered.get(key, _bare(key) if isinstance(key, str) else key)
-            if name not in mine:
-                raise CheckpointError(
-                    f"{where} has optimizer state for {name}, which is not a trainable parameter here"
-                )
-            own = mine[name]
-            for option, value in values.items():
-                whole = isinstance(value, Tensor) and tuple(value.shape) == own.slot.shape
-                if isinstance(value, Tensor) and not whole and value.numel() != 1 and own.numel != own.slot.numel:
-                    raise CheckpointError(
-                        f"{where}: optimizer state {option} of {name} has shape {tuple(value.shape)}, the parameter "
-                        f"{own.slot.shape}"
-                    )
-                if own.slice is not None:
-                    target.add(("optimizer", "state", name, option), _part(own if whole else None, value))
-    check_groups(model, held, target)
-    return target
-
-
-def _part(own: Owned | None, value: Any) -> Any:
-    """This rank's part, copied: the given tensor stays the caller's."""
-    if isinstance(value, ShardOf):
-        return ShardOf(tuple(value.shape), value.local.detach().clone(), value.start)
-    if own is not None and own.slot.numel:
-        return own.part(own.part_of(value.detach()).clone())
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _named_groups(model: nn.Module, held: ShardedOptimizer, groups: Any, where: str) -> list[dict[str, Any]]:
-    """Groups with names for members. A plain optimizer counts its parameters through all groups; the order is that in
-    which this optimizer was given them."""
-    ours = groups_of(model, held)
-    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in ours]:
-        raise CheckpointError(
-            f"{where} has parameter groups of {[len(g['params']) for g in groups]} members, the optimizer of "
-            f"{[len(g['params']) for g in ours]}"
-        )
-    named = []
-    for their, our in zip(groups, ours, strict=True):
-        members = [
-            _bare(m) if isinstance(m, str) else name for m, name in zip(their["params"], our["params"], strict=True)
-        ]
-        named.append({**their, "params": members, "numbers": list(their["params"])})
-    return named
-
-
-def _bare(name: str) -> str:
-    changed = True
-    while changed:
-        changed = False
-        for prefix in PREFIXES:
-            if name.startswith(prefix):
-                name, changed = name[len(prefix) :], True
-    return name

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc.checkpoint import _held, load_state_dict
+from zc.checkpoint import load_state_dict, settled
 from zc.checkpoint_state import groups_of, others, owned
 from zc.errors import CheckpointError
 
@@ -30,7 +30,7 @@ def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizer) -> 
         CheckpointError: a parameter is missing, extra or of another size, or a file can't be read without running code
             from it; nothing is changed.
     """
-    held, folder = _held(model, optimizer), Path(path) / "zero"
+    held, folder = settled(model, optimizer), Path(path) / "zero"
     if not folder.is_dir():
         raise CheckpointError(f"{path} is no universal checkpoint: it has no folder zero")
     mine = owned(held)

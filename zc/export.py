@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
 
-from zc.checkpoint import _held
+from zc.checkpoint import settled
 from zc.checkpoint_files import Reader
 from zc.checkpoint_state import groups_of, owned, state_of
 from zc.durable import write_synced
@@ -117,7 +117,7 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
     ``type(optimizer)(model.parameters(), ...).load_state_dict(...)`` takes it, with the parameters in the order that
     the optimizer was given. Every rank calls it; rank 0 needs room for all of it, one tensor at a time travels.
     """
-    held = _held(model, optimizer)
+    held = settled(model, optimizer)
     state: dict[str, dict[str, Any]] = state_of(model, held)["optimizer"]["state"]
     group, rank = held.runtime.group, held.runtime.group.rank
     numbers, groups = _numbered(model, held)

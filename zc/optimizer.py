@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc.disk import DiskState
 from zc.errors import PlanError
-from zc.kernels import sum_of_squares
+from zc.grad_shards import GradShards
 from zc.layout import Slot, flat_layout, whole_layout
 from zc.offload import HostStep
 from zc.param_writes import ParamWrites
-from zc.passes.tag_gradients import slot_of
 from zc.plan import Bucket, Layout
 from zc.runtime import Runtime
 from zc.sharded_grad import ShardedGrad, SliceGrad
@@ -59,14 +57,11 @@ class ShardedOptimizer:
         self.slices: dict[str, nn.Parameter] = {}
         self.grads: dict[str, ShardedGrad] = {}
         self._slice_grads: dict[str, SliceGrad] = {}
-        self._where: dict[str, tuple[int, int]] = {}
-        self._acc: dict[str, Tensor] = {}  # what the slices' gradients are
-        self._copies: dict[str, list[Tensor]] = {}  # each part of a gradient wherever it is kept, ``_acc`` among them
+        self.grad_shards = GradShards(runtime)
         self._writes = ParamWrites(runtime)
         # each group's parameters, the same on every rank, trainable ones by name: for checkpoints
         self.members: list[list[str | Tensor]] = []
         self.adopt(runtime.plan.buckets)
-        self._norms: dict[float, dict[str, Tensor]] = {}  # order -> norms, since the gradients last changed
         runtime.on_final = self._hand_out
         runtime.on_backward = self._after_backward
         runtime.is_shown = lambda name, grad: grad is self.grads[name]
@@ -120,9 +115,10 @@ class ShardedOptimizer:
                 if state and name in self.slices:  # a fresh one, made by the optimizer's __init__ (Adagrad)
                     self.optimizer.state[self.slices[name]] = self._slice_state(*slots[name], state)
             group["params"] = kept
-        self._where = slot_of(self.runtime.plan)
-        self.grads.update({name: ShardedGrad(self, name, params[name]) for name in slots})
-        self._slice_grads.update({n: SliceGrad(self, n, self.slices[n]) for n in slots if n in self.slices})
+        shards = self.grad_shards
+        shards.adopt()
+        self.grads.update({name: ShardedGrad(shards, name, params[name]) for name in slots})
+        self._slice_grads.update({n: SliceGrad(shards, n, self.slices[n]) for n in slots if n in self.slices})
         self._writes.adopt(buckets)
 
     def _make_slice(self, name: str, bucket: Bucket, slot: Slot, is_empty: bool = False) -> None:
@@ -135,8 +131,7 @@ class ShardedOptimizer:
         shape = slot.shape if self._whole or stop - first == slot.numel else (stop - first,)
         master = buffers.master_shard[bucket.index]
         self.slices[name] = nn.Parameter(master[first - start : stop - start].view(shape))
-        self._copies[name] = [c[first - start : stop - start].view(shape) for c in buffers.acc_copies(bucket)]
-        self._acc[name] = self._copies[name][0]
+        self.grad_shards.add(name, [c[first - start : stop - start].view(shape) for c in buffers.acc_copies(bucket)])
 
     def _slice_state(self, bucket: Bucket, slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
         """What the optimizer knows of a parameter, cut as the parameter was."""
@@ -154,7 +149,7 @@ class ShardedOptimizer:
         for bucket in self.runtime.plan.buckets:
             for slot, touched in zip(bucket.slots, self.runtime.ops.touched[bucket.index], strict=True):
                 if slot.name in self.slices:
-                    self.slices[slot.name].grad = self._acc[slot.name] if touched else None
+                    self.slices[slot.name].grad = self.grad_shards.acc[slot.name] if touched else None
         self._show()
 
     def _after_backward(self) -> None:
@@ -165,7 +160,7 @@ class ShardedOptimizer:
 
     def _show(self) -> None:
         """``param.grad`` of every parameter with a gradient becomes its ShardedGrad."""
-        self._norms.clear()
+        self.grad_shards.changed()
         self._writes.check_places()
         for bucket in self.runtime.plan.buckets:
             for slot, touched in zip(bucket.slots, self.runtime.ops.touched[bucket.index], strict=True):
@@ -214,106 +209,8 @@ class ShardedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the shards; what ``model.zero_grad`` and ``optimizer.zero_grad`` both do."""
-        self._norms.clear()
+        self.grad_shards.changed()
         self.runtime.clear(set_to_none=set_to_none)
         if set_to_none:
             for tensor in (*self.slices.values(), *self.runtime.params.values()):
                 tensor.grad = None
-
-    # --- what a ShardedGrad asks for ---
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """See `zc.clip_grad_norm_`."""
-        norms = list(self._all_norms(2.0).values())
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        for bucket in self.runtime.plan.buckets:
-            if any(self.runtime.ops.touched[bucket.index]):
-                for shard in self.runtime.buffers.acc_copies(bucket):
-                    shard.mul_(scale.to(device=shard.device, dtype=shard.dtype))
-        self._norms.clear()
-        return norm.to(torch.float32)
-
-    def _all_norms(self, order: float) -> dict[str, Tensor]:
-        """Norms of all gradients, fp64 on CPU and fp32 elsewhere, with one collective; kept until a gradient
-        changes."""
-        self.runtime.finish_gradients()
-        if order not in self._norms:
-            self.runtime.wait_for_host_memory()
-            names = [s.name for b in self.runtime.plan.buckets for s in b.slots if self._is_touched(s.name)]
-            wide = torch.float64 if self._norm_device.type == "cpu" else torch.float32
-            parts = [self._local_norm(name, order, wide) for name in names]
-            if not parts:
-                return {}
-            joint = torch.stack(parts).to(self.runtime.plan.buckets[0].device)
-            if order == float("inf"):
-                self.runtime.group.max_(joint)
-            else:
-                self.runtime.group.sum_(joint)
-                joint = joint.pow(1.0 / order)
-            self._norms[order] = dict(zip(names, joint.unbind(), strict=True))
-        return self._norms[order]
-
-    @property
-    def _norm_device(self) -> torch.device:
-        """Where the gradients are that the update reads."""
-        return self.runtime.buffers.acc_shard(self.runtime.plan.buckets[0]).device
-
-    def _is_touched(self, name: str) -> bool:
-        bucket, k = self._where[name]
-        return self.runtime.ops.touched[bucket][k]
-
-    def _local_norm(self, name: str, order: float, wide: torch.dtype) -> Tensor:
-        shard = self._acc.get(name)
-        if shard is None or shard.numel() == 0:
-            return torch.zeros((), dtype=wide, device=self._norm_device)
-        if order == 2.0:
-            return sum_of_squares(shard.view(-1)).to(wide)
-        if order == float("inf"):
-            return shard.abs().max().to(wide)
-        return shard.abs().to(wide).pow(order).sum()
-
-    def grad_norm(self, name: str, order: float) -> Tensor:
-        """0-d, fp32: the norm of one parameter's whole gradient. ``order`` > 0, or inf."""
-        if not order > 0:
-            raise ValueError(f"the norm of a sharded gradient takes an order above 0, got {order}")
-        return self._all_norms(order)[name].to(torch.float32)
-
-    def scale_grad(self, name: str, factor: Tensor | float) -> None:
-        """In place. Scaling every gradient by one factor keeps the cached norms of none."""
-        self.runtime.finish_gradients()
-        self.runtime.wait_for_host_memory()
-        self._norms.clear()
-        for shard in self._copies.get(name, ()):
-            shard.mul_(factor.to(device=shard.device, dtype=shard.dtype) if isinstance(factor, Tensor) else factor)
-
-    def zero_grad_of(self, name: str) -> None:
-        self.runtime.finish_gradients()
-        self.runtime.wait_for_host_memory()
-        self._norms.clear()
-        for shard in self._copies.get(name, ()):
-            shard.zero_()
-
-    def full_grad_of(self, name: str) -> Tensor:
-        grad = self.runtime.full_grad(self._where[name][0]).get(name)
-        assert grad is not None, f"{name} has a ShardedGrad and no gradient"
-        return grad
-
-    def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None:
-        """torch.amp.GradScaler: gradients times ``inverse``; ``found_inf`` becomes 1 where any rank has an infinity or
-        NaN, so that all ranks step or none."""
-        self.runtime.finish_gradients()
-        self.runtime.wait_for_host_memory()
-        self._norms.clear()
-        grads = [copy for name in names if self._is_touched(name) for copy in self._copies[name]]
-        if grads:
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)
-        self.runtime.group.max_(found_inf)
-        if found_inf.item():
-            self.runtime.num_skipped += 1
-            self.runtime.say_once(
-                "a GradScaler found inf or NaN in the gradients: no rank takes that step, nothing changes"
-            )
-
-    def add_grad(self, name: str, grad: Tensor) -> None:
-        self.runtime.receive(*self._where[name], grad)

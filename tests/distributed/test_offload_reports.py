@@ -47,11 +47,11 @@ def joint(grads: dict[str, torch.Tensor]) -> float:
 def edited(rank: int, world_size: int, mode: str, fault: str | None) -> tuple[float, float, bool]:
     """Job: the norm, the norm after one gradient was scaled by hand, and whether the update took the scaled one."""
     model, optimizer = build(offload_accumulate=mode)
-    sharded = zc.api.sharded(model)
+    shards = zc.api.sharded(model).grad_shards
     if fault == "the norm is kept":  # DS#7302
-        sharded._norms = type("Stale", (dict,), {"clear": lambda self: None})()
+        shards._norms = type("Stale", (dict,), {"clear": lambda self: None})()
     if fault == "host memory is not told":  # DS#7292: clipped on one copy, updated from the other
-        sharded._copies = {name: copies[1:] for name, copies in sharded._copies.items()}
+        shards._copies = {name: copies[1:] for name, copies in shards._copies.items()}
     for task in range(TASKS):
         x, y = data(rank, task)
         nn.functional.mse_loss(model(x, (task,))[0], y).backward()

@@ -1,0 +1,111 @@
+"""What `zc.compile` and `zc.recompile` make of model and config: the plan, its checks, the weights in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zc.comm import Group
+from zc.config import Config
+from zc.disk import open_file, state_keys
+from zc.disk_file import StateFile
+from zc.errors import PlanError
+from zc.estimate import STATES, held
+from zc.host_memory import available_nbytes, check_room, ranks_on_this_host
+from zc.optimizer import ELEMENTWISE, choose_layout
+from zc.plan import Bucket, Layout, ParamSpec, Plan, make_plan
+from zc.runtime import Runtime
+
+
+def plan_of(params: dict[str, nn.Parameter], config: Config, world_size: int, layout: Layout) -> Plan:
+    """The plan for ``params`` under ``config``."""
+    specs = [ParamSpec(n, tuple(p.shape), config.param_dtype or p.dtype, p.device) for n, p in params.items()]
+    return make_plan(
+        specs,
+        world_size=world_size,
+        placement=config.placement,
+        reduce=config.reduce,
+        reduce_dtype=config.reduce_dtype,
+        bucket_nbytes=config.bucket_nbytes,
+        num_buffers=config.num_buffers,
+        overlap=config.overlap,
+        overlap_gather=config.overlap_gather,
+        layout=layout,
+        offload=config.host,
+    )
+
+
+def check_wire(plan: Plan) -> None:
+    for bucket in plan.buckets:
+        if not plan.placement.reduces_every_backward and bucket.reduce_dtype != bucket.acc_dtype:
+            raise PlanError(
+                f"stage 1 reduces sums in {bucket.acc_dtype}; reduce_dtype={bucket.reduce_dtype} would round them: "
+                "leave reduce_dtype at None, or use stage 2"
+            )
+
+
+def check_host(plan: Plan, optimizer: Optimizer) -> None:
+    """With offload: the update runs on the processor, and what it needs must fit into the host's memory."""
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        raise PlanError(
+            f"offload: {type(optimizer).__name__} was made with capturable=True, which keeps its state on the device; "
+            "make it without"
+        )
+    name = type(optimizer).__name__
+    num_states = len(state_keys(optimizer)) if name in ELEMENTWISE else STATES.get(name, 2)
+    _, needed, _ = held(plan, num_states)
+    check_room(needed, ranks_on_this_host(plan.world_size), available_nbytes())
+
+
+def open_state_file(
+    config: Config, rank: int, plan: Plan, optimizer: Optimizer, params: dict[str, nn.Parameter]
+) -> StateFile | None:
+    if config.offload_dir is None:
+        return None
+    if choose_layout(optimizer)[1] is not None:
+        raise PlanError(
+            f"offload='disk' takes torch's elementwise optimizers ({', '.join(ELEMENTWISE)}), not "
+            f"{type(optimizer).__name__}: use offload='cpu'"
+        )
+    return open_file(config.offload_dir, rank, plan, optimizer, params)
+
+
+def fingerprint(model: nn.Module, config: Config) -> list[str]:
+    """What must be the same on every rank, a line an item, so that a difference can be named."""
+    options = [f"{k}={v}" for k, v in vars(config).items() if k not in ("dump_dir", "offload_dir")]
+    params = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
+    buffers = [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
+    return options + params + buffers
+
+
+@torch.no_grad()
+def broadcast_rest(model: nn.Module, params: dict[str, nn.Parameter], ranks: Group) -> None:
+    """What the plan leaves out, frozen parameters and buffers, is rank 0's everywhere."""
+    planned = {id(p) for p in params.values()}
+    for tensor in [*(p for p in model.parameters() if id(p) not in planned), *model.buffers()]:
+        given = tensor.detach().contiguous()
+        ranks.broadcast_(given)
+        tensor.copy_(given)
+
+
+@torch.no_grad()
+def fill(runtime: Runtime, buckets: Sequence[Bucket]) -> None:
+    """Broadcasts from rank 0, takes the masters from the given values, and makes each parameter a view of
+    flat_param."""
+    ranks, buffers = runtime.group, runtime.buffers
+    for bucket in buckets:
+        flat, master = buffers.flat_param[bucket.index], buffers.master_shard[bucket.index]
+        start, _ = bucket.layout.shard_range(ranks.rank)
+        for slot in bucket.slots:
+            param = runtime.params[slot.name]
+            given = param.detach().contiguous()
+            ranks.broadcast_(given)
+            first, stop = bucket.layout.owned(slot, ranks.rank)
+            if bucket.has_master or runtime.plan.offload is not None:
+                master[first - start : stop - start] = given.view(-1)[first - slot.offset : stop - slot.offset]
+            view = flat[slot.offset : slot.stop].view(slot.shape)
+            view.copy_(given)
+            param.data = view
