@@ -259,7 +259,10 @@ def full_grad(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def persistent_nbytes(model: nn.Module) -> dict[str, int]:
-    """Bytes that this rank holds for the model between steps, by kind, counted from the tensors themselves."""
+    """Bytes that this rank holds for the model, by kind, counted from the tensors themselves.
+
+    Those of gradients (acc, flat_grad, recv) it holds from a backward until they are set to None.
+    """
     found = sharded(model)
     nbytes = found.runtime.buffers.nbytes()
     states = [v for state in found.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]

@@ -1,6 +1,7 @@
-"""The tensors behind a plan, all allocated here, once.
+"""The tensors behind a plan, all made here, once.
 
-Bytes that a rank holds persistently, by element of P (docs/design.md has the table by stage)::
+Bytes that a rank holds, by element of P (docs/design.md has the table by stage); ``acc`` and ``ring`` from a backward
+to the ``zero_grad`` that sets gradients to None, the others always::
 
     flat_param    P * param_dtype    the parameters' own storage, whole on every rank
     master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype
@@ -36,9 +37,11 @@ def fp32_shard(plan: Plan, bucket: Bucket) -> int:
 class Buffers:
     """flat_param, master_shard, accumulators and ring of one rank.
 
-    Lifetimes: everything here lives as long as the plan. A ring buffer holds one bucket's gradient from its
-    flatten_cast until its accumulate; the schedule's events keep the next user away until then. ``flat_param[b]`` never
-    moves: every parameter is a view of it.
+    Lifetimes: accumulators and ring are there from a bucket's first write (`hold`) until gradients are set to None
+    (`release`), as plain PyTorch's gradients are; both on the home stream, the latter when all others have been joined,
+    so a caching allocator need not be told of other streams. Everything else lives as long as the plan. A ring buffer
+    holds one bucket's gradient from its flatten_cast until its accumulate; the schedule's events keep the next user
+    away until then. ``flat_param[b]`` never moves: every parameter is a view of it.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -60,10 +63,25 @@ class Buffers:
                     if bucket.has_master
                     else self.flat_param[-1][start:stop]
                 )
-            if plan.offload is None or not plan.offload.accumulates_on_host:
-                self.acc.append(torch.zeros(fp32_shard(plan, bucket), dtype=bucket.acc_dtype, device=bucket.device))
-        self._flat_grad, self._recv = self._make_ring()
+        self.release()
         self._staging, self._param = self._make_staging(memory)
+
+    def hold(self, bucket: Bucket) -> None:
+        """Makes the accumulator of ``bucket`` and the ring, where they are not there; what is in them is not defined.
+        Called where the home stream begins to write a gradient, before other streams take it from there."""
+        if not self._has_ring:
+            self._make_ring()
+        if self.acc and not self.acc[bucket.index].numel():
+            numel = fp32_shard(self.plan, bucket)
+            self.acc[bucket.index] = torch.empty(numel, dtype=bucket.acc_dtype, device=bucket.device)
+
+    def release(self) -> None:
+        """Lets go of accumulators and ring. No gradient is in them, and no stream is using them; who still holds a view
+        of one keeps its memory. `acc` keeps empty tensors of their dtype and device."""
+        plan = self.plan
+        if plan.offload is None or not plan.offload.accumulates_on_host:
+            self.acc = [torch.empty(0, dtype=b.acc_dtype, device=b.device) for b in plan.buckets]
+        self._drop_ring()
 
     def grow(self, plan: Plan) -> None:
         """Takes in ``plan``, whose first buckets are the present ones, for which nothing moves. Nothing may be using
@@ -73,23 +91,35 @@ class Buffers:
         self.master_shard += added.master_shard
         self.acc += added.acc
         self.plan = plan
-        self._flat_grad, self._recv = self._make_ring()
+        self._drop_ring()  # the next one has room for the largest bucket of all
 
-    def _make_ring(self) -> tuple[list[Tensor], list[Tensor]]:
+    def _ring_nbytes(self) -> tuple[int, int]:
+        """Of one flat_grad, and of recv; 0 where there is none."""
         plan = self.plan
         if not plan.buckets:
-            return [], []
+            return 0, 0
         whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
         shard = max(b.layout.numel_shard * b.reduce_dtype.itemsize for b in plan.buckets)
         recv = 0 if plan.world_size == 1 else whole if plan.reduce == "exact" else shard
-        sizes = (whole if plan.placement.gradient_in_ring else 0, recv)
-        device = plan.buckets[0].device
-        num = min(plan.num_buffers, len(plan.buckets))
-        flat_grad, received = (
-            [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(count)] if nbytes else []
-            for nbytes, count in zip(sizes, (num, 1), strict=True)
+        return whole if plan.placement.gradient_in_ring else 0, recv
+
+    @property
+    def _num_flat_grads(self) -> int:
+        return min(self.plan.num_buffers, len(self.plan.buckets))
+
+    def _drop_ring(self) -> None:
+        self._flat_grad: list[Tensor] = []
+        self._recv: list[Tensor] = []
+        self._has_ring = False
+
+    def _make_ring(self) -> None:
+        flat_grad, recv = self._ring_nbytes()
+        device = self.plan.buckets[0].device
+        self._flat_grad, self._recv = (
+            [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)] if nbytes else []
+            for nbytes, count in ((flat_grad, self._num_flat_grads), (recv, 1))
         )
-        return flat_grad, received
+        self._has_ring = True
 
     def _make_staging(self, memory: HostMemory | None) -> tuple[list[Tensor], list[Tensor]]:
         plan = self.plan
@@ -150,16 +180,23 @@ class Buffers:
         return raw[: numel * bucket.reduce_dtype.itemsize].view(bucket.reduce_dtype)
 
     def nbytes(self) -> dict[str, int]:
-        """Persistent bytes on this rank, counted from the tensors themselves, each storage once."""
+        """Bytes on this rank while it has gradients, each storage once; those that come and go by their sizes, the
+        others counted from the tensors."""
         own = [b.has_master or self.plan.offload is not None for b in self.plan.buckets]
         masters = [m for m, is_own in zip(self.master_shard, own, strict=True) if is_own]
-        groups = {
-            "flat_param": self.flat_param,
-            "master_shard": masters,
-            "acc": self.acc,
-            "flat_grad": self._flat_grad,
-            "recv": self._recv,
+        acc = sum(fp32_shard(self.plan, b) * b.acc_dtype.itemsize for b in self.plan.buckets) if self.acc else 0
+        flat_grad, recv = self._ring_nbytes()
+        found = {
+            "flat_param": _nbytes(self.flat_param),
+            "master_shard": _nbytes(masters),
+            "acc": acc,
+            "flat_grad": flat_grad * self._num_flat_grads,
+            "recv": recv,
         }
         if self.plan.offload is not None:
-            groups.update({"staging": self._staging, "host": self.host, "param": self._param})
-        return {name: sum(t.untyped_storage().nbytes() for t in tensors) for name, tensors in groups.items()}
+            found.update(staging=_nbytes(self._staging), host=_nbytes(self.host), param=_nbytes(self._param))
+        return found
+
+
+def _nbytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zc.errors import ZcError
 from zc.kernels import sum_of_squares
 from zc.passes.tag_gradients import slot_of
+from zc.plan import Bucket
 from zc.runtime import Runtime
 
 
@@ -18,17 +20,30 @@ class GradShards:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._where: dict[str, tuple[int, int]] = {}  # bucket and slot
-        self.acc: dict[str, Tensor] = {}  # what the slices' gradients are
-        self._copies: dict[str, list[Tensor]] = {}  # each part of a gradient wherever it is kept, ``acc`` among them
+        self._parts: dict[str, tuple[Bucket, int, int, tuple[int, ...]]] = {}  # elements of S, and the slice's shape
         self._norms: dict[float, dict[str, Tensor]] = {}  # order -> norms, since the gradients last changed
 
     def adopt(self) -> None:
         """The plan's parameters are those that can be asked for."""
         self._where = slot_of(self.runtime.plan)
 
-    def add(self, name: str, copies: list[Tensor]) -> None:
-        """``copies``: every tensor that holds this rank's part of one gradient; the update reads the first."""
-        self._copies[name], self.acc[name] = copies, copies[0]
+    def add(self, name: str, bucket: Bucket, start: int, stop: int, shape: tuple[int, ...]) -> None:
+        """This rank's part of one gradient: elements [start, stop) of the bucket's shard, as ``shape``."""
+        self._parts[name] = (bucket, start, stop, shape)
+
+    def copies(self, name: str) -> list[Tensor]:
+        """Every tensor that holds this rank's part of one gradient, which is there; none where it owns no element. The
+        update reads the first. Views, made anew: accumulators come and go with the gradients."""
+        if name not in self._parts:
+            return []
+        bucket, start, stop, shape = self._parts[name]
+        return [shard[start:stop].view(shape) for shard in self.runtime.buffers.acc_copies(bucket)]
+
+    def _finished(self, name: str) -> None:
+        """The gradient of ``name`` is complete, and there. Raises ZcError where it has been set to None."""
+        self.runtime.finish_gradients()
+        if not self._is_touched(name):
+            raise ZcError(f"the gradient of {name} was set to None (zero_grad) since: take param.grad anew")
 
     def changed(self) -> None:
         """The gradients are not what they were: no norm of them holds."""
@@ -76,7 +91,7 @@ class GradShards:
         return self.runtime.ops.touched[bucket][k]
 
     def _local_norm(self, name: str, order: float, wide: torch.dtype) -> Tensor:
-        shard = self.acc.get(name)
+        shard = next(iter(self.copies(name)), None)
         if shard is None or shard.numel() == 0:
             return torch.zeros((), dtype=wide, device=self._norm_device)
         if order == 2.0:
@@ -89,26 +104,28 @@ class GradShards:
         """0-d, fp32: the norm of one parameter's whole gradient. ``order`` > 0, or inf."""
         if not order > 0:
             raise ValueError(f"the norm of a sharded gradient takes an order above 0, got {order}")
+        self._finished(name)
         return self._all_norms(order)[name].to(torch.float32)
 
     def scale_grad(self, name: str, factor: Tensor | float) -> None:
         """In place. Scaling every gradient by one factor keeps the cached norms of none."""
-        self.runtime.finish_gradients()
+        self._finished(name)
         self.runtime.wait_for_host_memory()
         self.changed()
-        for shard in self._copies.get(name, ()):
+        for shard in self.copies(name):
             shard.mul_(factor.to(device=shard.device, dtype=shard.dtype) if isinstance(factor, Tensor) else factor)
 
     def zero_grad_of(self, name: str) -> None:
-        self.runtime.finish_gradients()
+        self._finished(name)
         self.runtime.wait_for_host_memory()
         self.changed()
-        for shard in self._copies.get(name, ()):
+        for shard in self.copies(name):
             shard.zero_()
 
     def full_grad_of(self, name: str) -> Tensor:
+        self._finished(name)
         grad = self.runtime.full_grad(self._where[name][0]).get(name)
-        assert grad is not None, f"{name} has a ShardedGrad and no gradient"
+        assert grad is not None
         return grad
 
     def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None:
@@ -117,7 +134,7 @@ class GradShards:
         self.runtime.finish_gradients()
         self.runtime.wait_for_host_memory()
         self.changed()
-        grads = [copy for name in names if self._is_touched(name) for copy in self._copies[name]]
+        grads = [copy for name in names if self._is_touched(name) for copy in self.copies(name)]
         if grads:
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)
         self.runtime.group.max_(found_inf)

@@ -81,6 +81,7 @@ class GradientOps:
         self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None], spans: Spans | None = None
     ) -> None:
         log.debug("bucket %d: slots %s are written into %s", bucket, slots, buffer)
+        self.buffers.hold(self.plan.buckets[bucket])
         out = self.buffers.named(buffer, self.plan.buckets[bucket])
         _overwrite(out, *self._present(bucket, slots, grads), spans)
 
@@ -88,6 +89,7 @@ class GradientOps:
         self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None], spans: Spans | None = None
     ) -> None:
         log.debug("bucket %d: slots %s are added to %s (%s)", bucket, slots, buffer, self.state[bucket].value)
+        self.buffers.hold(self.plan.buckets[bucket])
         acc = self.buffers.named(buffer, self.plan.buckets[bucket])
         present, offsets = self._present(bucket, slots, grads)
         self.landed[bucket] = False
@@ -106,6 +108,7 @@ class GradientOps:
     def wgrad_into(
         self, bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Tensor, how: str = "mm"
     ) -> None:
+        self.buffers.hold(self.plan.buckets[bucket])
         out = self.buffers.named(buffer, self.plan.buckets[bucket])[start:stop]
         add = not buffer.startswith("flat_grad[") and slot not in self._fresh[bucket]
         log.debug("bucket %d: slot %d is made in %s (%s)", bucket, slot, buffer, "added" if add else "written")
@@ -214,6 +217,7 @@ class GradientOps:
 
     def add_nothing(self, bucket: int) -> None:
         """The accumulator becomes a partial sum, of nothing: only other ranks have something to reduce."""
+        self.buffers.hold(self.plan.buckets[bucket])
         if self.state[bucket] is Acc.REDUCED:
             kept = self.buffers.acc or self.buffers.host
             self._move_aside(bucket, self.buffers.part(kept[bucket], self.plan.buckets[bucket]))
@@ -233,6 +237,8 @@ class GradientOps:
                     if tensors:
                         tensors[bucket.index].zero_()
         self._spilled.clear()
+        if set_to_none:
+            self.buffers.release()
 
     def forget(self, bucket: int, slot: int) -> None:
         """One parameter's gradient becomes none: zeros in the accumulators, and in what was moved aside."""

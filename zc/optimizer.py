@@ -131,7 +131,7 @@ class ShardedOptimizer:
         shape = slot.shape if self._whole or stop - first == slot.numel else (stop - first,)
         master = buffers.master_shard[bucket.index]
         self.slices[name] = nn.Parameter(master[first - start : stop - start].view(shape))
-        self.grad_shards.add(name, [c[first - start : stop - start].view(shape) for c in buffers.acc_copies(bucket)])
+        self.grad_shards.add(name, bucket, first - start, stop - start, shape)
 
     def _slice_state(self, bucket: Bucket, slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
         """What the optimizer knows of a parameter, cut as the parameter was."""
@@ -149,7 +149,7 @@ class ShardedOptimizer:
         for bucket in self.runtime.plan.buckets:
             for slot, touched in zip(bucket.slots, self.runtime.ops.touched[bucket.index], strict=True):
                 if slot.name in self.slices:
-                    self.slices[slot.name].grad = self.grad_shards.acc[slot.name] if touched else None
+                    self.slices[slot.name].grad = self.grad_shards.copies(slot.name)[0] if touched else None
         self._show()
 
     def _after_backward(self) -> None:

@@ -288,6 +288,7 @@ class Runtime:
         self.finish_gradients()
         self.wait_for_host_memory()
         bucket = self.plan.buckets[index]
+        self.buffers.hold(bucket)  # one without a gradient has no memory, and is gathered all the same
         shard = self.buffers.acc_shard(bucket).to(bucket.device)
         flat = shard
         if self.group.world_size > 1:

@@ -1,4 +1,5 @@
-"""The bytes that a rank holds between steps, against DESIGN's formula, computed here from the shapes alone."""
+"""The bytes that a rank holds, with gradients and between steps, against DESIGN's formula, computed here from the
+shapes alone."""
 
 from __future__ import annotations
 
@@ -65,6 +66,11 @@ def _storages() -> dict[int, int]:
     return found
 
 
+def _alive(before: set[int]) -> int:
+    gc.collect()
+    return sum(nbytes for pointer, nbytes in _storages().items() if pointer not in before)
+
+
 def _held(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> dict[str, Any]:
     gc.collect()
     before = set(_storages())
@@ -77,11 +83,11 @@ def _held(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> di
         x, y = vectors(DIM)(rank, step, 0)
         mean_square(model, (x.to(dtype), y)).backward()
         optimizer.step()
+        del x, y
+        alive = _alive(before)
         optimizer.zero_grad()
-    del x, y
-    gc.collect()
-    alive = sum(nbytes for pointer, nbytes in _storages().items() if pointer not in before)
-    return {"claimed": zc.persistent_nbytes(model), "alive": alive, "numel": sum(p.numel() for p in model.parameters())}
+    found = {"claimed": zc.persistent_nbytes(model), "alive": alive, "between": _alive(before)}
+    return {**found, "numel": sum(p.numel() for p in model.parameters())}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -106,6 +112,8 @@ def test_persistent_bytes_are_the_formula(world_size: int, stage: int, dtype: to
             moments += state
             # beside it: the optimizer's step counters, a few bytes for each parameter
             assert 0 <= seen["alive"] - sum(seen["claimed"].values()) <= 1024, seen
+            gone = sum(claimed[kind] for kind in ("acc", "flat_grad", "recv"))
+            assert seen["alive"] - seen["between"] == gone, "zero_grad gives the gradients' memory back, and no other"
         assert moments == 8 * found[0]["numel"], "two fp32 moments for each element, once over all ranks"
 
 

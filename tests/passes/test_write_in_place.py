@@ -272,8 +272,10 @@ def test_nothing_of_what_an_accumulator_held_is_read() -> None:
         model = Llama(layers=1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         zc.compile(model, optimizer, stage=1, backend="aot_eager", write_in_place=True)
-        for acc in sharded(model).runtime.buffers.acc if poison else ():
-            acc.fill_(torch.nan)
+        buffers = sharded(model).runtime.buffers
+        for bucket in buffers.plan.buckets if poison else ():
+            buffers.hold(bucket)
+            buffers.acc[bucket.index].fill_(torch.nan)
         model(tokens(0, 0)).backward()
         optimizer.step()
         found.append([p.detach().clone() for p in model.parameters()])
@@ -297,8 +299,10 @@ def test_slots_that_a_failed_backward_has_opened_hold_zeros() -> None:
     wanted = gradients()
     optimizer.step()
     optimizer.zero_grad()
-    for acc in sharded(model).runtime.buffers.acc:
-        acc.fill_(torch.nan)
+    buffers = sharded(model).runtime.buffers
+    for bucket in buffers.plan.buckets:
+        buffers.hold(bucket)
+        buffers.acc[bucket.index].fill_(torch.nan)
     loss = model(tokens(0, 0))
     failing = mock.patch("zc.ops.matmul_into", side_effect=RuntimeError("out of memory"))
     with failing, pytest.raises(RuntimeError, match="out of memory"):

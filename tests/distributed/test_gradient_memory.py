@@ -1,0 +1,98 @@
+"""Accumulators and ring come with a gradient and go with it: what is in new memory reaches no weight, and what somebody
+still holds of an old one stays as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from harness import run_ranks
+from loops import adamw
+from models import Heads, mean_square, mlp, seeded, vectors
+from torch import Tensor, nn
+
+import zc
+import zc.api
+import zc.buffers
+from zc.errors import ZcError
+from zc.schedule import COMM
+from zc.streams import ThreadStreams
+
+DIM, BUCKET, TASKS = 32, 5000, 3
+
+
+def _full_of(value: int) -> Any:
+    """In place of ``torch.empty`` in zc.buffers: every byte is ``value``; 0xFF is NaN in every float dtype."""
+
+    def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        raw = torch.full((numel * dtype.itemsize,), value, dtype=torch.uint8, device=device)
+        return raw.view(dtype)
+
+    return mock.patch.object(zc.buffers, "torch", mock.Mock(wraps=torch, empty=empty))
+
+
+def _weights(rank: int, value: int, **options: Any) -> list[Tensor]:
+    """After three updates of two microbatches, in which a task is used now and then, with a late comm stream."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: nn.Module = Heads(DIM, TASKS)
+    late = ThreadStreams({COMM: 0.003})
+    with _full_of(value), mock.patch.object(zc.api, "make_streams", return_value=late):
+        model, optimizer = zc.compile(model, adamw(model), bucket_nbytes=BUCKET, **options)
+        for step in range(3):
+            for micro in range(2):
+                generator = seeded(rank, step, micro)
+                x, y = torch.randn(8, DIM, generator=generator), torch.randn(8, 4, generator=generator)
+                tasks = (step % TASKS, TASKS - 1)[: 1 + micro]
+                losses = [nn.functional.mse_loss(out, y) for out in model(x, tasks)]
+                torch.stack(losses).sum().backward()
+            zc.clip_grad_norm_(model, 1.0)
+            zc.full_grad(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def _poisoned(rank: int, world_size: int, options: dict[str, Any]) -> tuple[bool, bool]:
+    clean, poisoned = _weights(rank, 0, **options), _weights(rank, 0xFF, **options)
+    same = all(torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
+    return same, all(bool(w.isfinite().all()) for w in poisoned)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("options", [{"backend": "eager"}, {"backend": "aot_eager", "write_in_place": True}])
+def test_what_is_in_new_memory_reaches_no_weight(stage: int, options: dict[str, Any]) -> None:
+    for found in run_ranks(_poisoned, 2, {"stage": stage, **options}):
+        assert found == (True, True)
+
+
+def _kept(rank: int, world_size: int) -> tuple[bool, str]:
+    """Whether a slice's gradient that the caller keeps survives the next step, and what an old stand-in says."""
+    torch.manual_seed(0)
+    model = mlp(DIM, 2)
+    model, optimizer = zc.compile(model, adamw(model), backend="eager", bucket_nbytes=BUCKET)
+    kept, values = [], []
+    optimizer.register_step_post_hook(
+        lambda o, *_: kept.extend(p.grad for g in o.param_groups for p in g["params"] if p.grad is not None)
+    )
+    said = ""
+    for step in range(2):
+        mean_square(model, vectors(DIM)(rank, step, 0)).backward()
+        stand_in = model[0].weight.grad
+        optimizer.step()
+        if not step:
+            values = [grad.clone() for grad in kept]
+        optimizer.zero_grad()
+    try:
+        stand_in.mul_(2.0)
+    except ZcError as error:
+        said = str(error)
+    return all(torch.equal(a, b) for a, b in zip(kept, values, strict=False)) and bool(values), said
+
+
+def test_a_kept_gradient_keeps_its_values_and_an_old_stand_in_says_that_it_is_old() -> None:
+    for survives, said in run_ranks(_kept, 2):
+        assert survives
+        assert "0.weight" in said and "set to None" in said, said
