@@ -73,14 +73,14 @@ class Buffers:
             self._make_ring()
         if self.acc and not self.acc[bucket.index].numel():
             numel = fp32_shard(self.plan, bucket)
-            self.acc[bucket.index] = torch.empty(numel, dtype=bucket.acc_dtype, device=bucket.device)
+            self.acc[bucket.index] = _room(numel, bucket.acc_dtype, bucket.device)
 
     def release(self) -> None:
         """Lets go of accumulators and ring. No gradient is in them, and no stream is using them; who still holds a view
         of one keeps its memory. `acc` keeps empty tensors of their dtype and device."""
         plan = self.plan
         if plan.offload is None or not plan.offload.accumulates_on_host:
-            self.acc = [torch.empty(0, dtype=b.acc_dtype, device=b.device) for b in plan.buckets]
+            self.acc = [_room(0, b.acc_dtype, b.device) for b in plan.buckets]
         self._drop_ring()
 
     def grow(self, plan: Plan) -> None:
@@ -116,7 +116,7 @@ class Buffers:
         flat_grad, recv = self._ring_nbytes()
         device = self.plan.buckets[0].device
         self._flat_grad, self._recv = (
-            [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)] if nbytes else []
+            [_room(nbytes, torch.uint8, device) for _ in range(count)] if nbytes else []
             for nbytes, count in ((flat_grad, self._num_flat_grads), (recv, 1))
         )
         self._has_ring = True
@@ -196,6 +196,10 @@ class Buffers:
         if self.plan.offload is not None:
             found.update(staging=_nbytes(self._staging), host=_nbytes(self.host), param=_nbytes(self._param))
         return found
+
+
+def _room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _nbytes(tensors: list[Tensor]) -> int:

@@ -24,13 +24,13 @@ DIM, BUCKET, TASKS = 32, 5000, 3
 
 
 def _full_of(value: int) -> Any:
-    """In place of ``torch.empty`` in zc.buffers: every byte is ``value``; 0xFF is NaN in every float dtype."""
+    """New memory of accumulators and ring: every byte is ``value``; 0xFF is NaN in every float dtype."""
 
-    def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         raw = torch.full((numel * dtype.itemsize,), value, dtype=torch.uint8, device=device)
         return raw.view(dtype)
 
-    return mock.patch.object(zc.buffers, "torch", mock.Mock(wraps=torch, empty=empty))
+    return mock.patch.object(zc.buffers, "_room", room)
 
 
 def _weights(rank: int, value: int, **options: Any) -> list[Tensor]:
