@@ -11,7 +11,7 @@ from models import mean_square, mlp, vectors
 from torch import nn
 
 import zc
-from zc import api, host_memory
+from zc import host_memory, prepare
 from zc.errors import PlanError
 
 
@@ -22,7 +22,7 @@ def compiled(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def test_too_little_host_memory_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "available_nbytes", lambda: 1234)
+    monkeypatch.setattr(prepare, "available_nbytes", lambda: 1234)
     model: nn.Module = mlp(16, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     before = [p.data_ptr() for p in model.parameters()]
