@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import ctypes
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -37,13 +38,13 @@ class Case(NamedTuple):
 
 
 def shapes_of(numel: int) -> list[tuple[int, ...]]:
-    """Parameters of decoder layers (norm, qkv, out, up, down, biases), about ``numel`` elements, width 768 at most."""
-    hidden = min(768, max(64, int((numel / 12.0) ** 0.5) // 64 * 64))
+    """Parameters of decoder layers (norm, qkv, out, up, down, biases): ``numel`` elements or more, 768 wide at most."""
+    hidden = min(768, max(1, math.ceil((numel / 12.0) ** 0.5 / 64)) * 64)
     layer: list[tuple[int, ...]] = [
         (hidden,), (hidden,), (3 * hidden, hidden), (3 * hidden,), (hidden, hidden), (hidden,),
         (4 * hidden, hidden), (4 * hidden,), (hidden, 4 * hidden), (hidden,),
     ]  # fmt: skip
-    return layer * max(1, round(numel / (12 * hidden * hidden)))
+    return layer * max(1, math.ceil(numel / (12 * hidden * hidden)))
 
 
 def packed(shapes: list[tuple[int, ...]]) -> tuple[list[int], int]:
@@ -192,7 +193,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def cases(mebibytes: int) -> Iterator[Case]:
-    """Sizes count the fp32 output, or the fp32 gradients."""
+    """Sizes count the fp32 output, or the fp32 gradients, and are the least: layers are whole."""
     numel, f32, b16 = mebibytes * 2**20 // 4, torch.float32, torch.bfloat16
     yield flatten_case(numel, f32, f32, 1.0)
     yield flatten_case(numel, f32, f32, 0.5)
@@ -233,7 +234,8 @@ def rows(sizes: list[int], num_rounds: int, only: str) -> Iterator[dict[str, obj
             ms = median_ms({"zc": case.run, "memcpy": memcpy_of(case.nbytes_moved)} | case.rivals, num_rounds)
             rivals = " ".join(f"{name}={ms[name]:.3f}" for name in case.rivals)
             yield {
-                "case": case.name, "MiB": mebibytes, "zc_ms": round(ms["zc"], 4), "memcpy_ms": round(ms["memcpy"], 4),
+                "case": case.name, "MiB": mebibytes, "MB_moved": round(case.nbytes_moved / 1e6, 2),
+                "zc_ms": round(ms["zc"], 4), "memcpy_ms": round(ms["memcpy"], 4),
                 "ratio": round(ms["memcpy"] / ms["zc"], 3), "rivals_ms": rivals, "chunk": _chunks.CHUNK,
                 "threads": torch.get_num_threads(), "torch": torch.__version__,
                 "device": device_name(torch.device("cpu")),
