@@ -17,9 +17,9 @@ class CudaStreams:
     the others are made when first used. Only comm has high priority, so that a reduction's kernels are not queued
     behind compute.
 
-    The caching allocator is told nothing: what crosses streams is owned by the plan and lives as long as it, or has a
-    ``release`` in the schedule. An event object is made once a name: a wait captures the record before it, so recording
-    it again later is safe.
+    The caching allocator is told nothing: what crosses streams lives as long as the plan, or is made by the home stream
+    before others see it and dropped after it has joined them (`zc.buffers`), or has a ``release`` in the schedule. An
+    event object is made once a name: a wait captures the record before it, so recording it again later is safe.
 
     The host stream is the calling thread: its tasks run at once, a wait on it blocks until the event has happened, and
     what it records has happened already. Kernels that were issued before go on meanwhile.
