@@ -30,6 +30,7 @@ BF16_TOLERANCE = 3e-2
 GPT_30M = ("--vocab", "8192", "--layers", "8", "--width", "512", "--heads", "8")
 GA1, GA4 = ("--seq", "256", "--batch", "2"), ("--seq", "128", "--batch", "1", "--accum", "4")
 TINY = ("--vocab", "512", "--seq", "64", "--layers", "2", "--width", "64", "--heads", "4", "--batch", "2")
+NORMS = ("--vocab", "512", "--seq", "64", "--width", "256", "--heads", "4", "--batch", "4")
 BF16 = ("--compute-dtype", "bfloat16")
 
 
@@ -46,7 +47,7 @@ CASES = {
     "gpt30m-bf16": Case((*GPT_30M, *GA1, *BF16), BF16_TOLERANCE),
     "gpt30m-bf16-ga4": Case((*GPT_30M, *GA4, *BF16), BF16_TOLERANCE),
     "qwen3-64m": Case(("--model", "qwen3-64m", "--vocab", "32768", "--seq", "256", "--batch", "1")),
-    "norms-147": Case(("--model", "norms-147", "--vocab", "512", "--seq", "64", "--width", "256", "--batch", "4")),
+    "norms-147": Case(("--model", "norms-147", *NORMS)),
     "gpt30m-ga16": Case((*GPT_30M, "--seq", "64", "--batch", "1", "--accum", "16")),
     "tiny": Case(TINY, suite="test"),
     **{

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import data
-from bench.models import GPT, GPTConfig, make_gpt, num_parameters, param_groups
+from bench import data, train
+from bench.cases import CASES
+from bench.models import GPT, GPTConfig, make_gpt, make_model, num_parameters, param_groups
 
 SMALL = GPTConfig(vocab=256, seq=16, layers=2, width=24, heads=3)
 
@@ -145,3 +146,15 @@ def test_bad_sizes() -> None:
         GPTConfig(width=10, heads=3)
     with pytest.raises(ValueError, match=r"GPTConfig\.layers must be at least 1, got 0"):
         GPTConfig(layers=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_of_the_matrix_has_a_model(name: str) -> None:
+    """Its flags are ones that bench.train takes, and its sizes fit together."""
+    args = train.parse([*CASES[name].all_flags, "--system", "local", "--out", "nowhere"])
+    sizes = GPTConfig(args.vocab, args.seq, args.layers, args.width, args.heads)
+    with torch.device("meta"):
+        model = make_model(args.model, sizes, 0, "meta")
+        tokens = torch.zeros(args.batch, args.seq, dtype=torch.int64)
+        loss = model(tokens, tokens)
+    assert loss.shape == () and num_parameters(model) > 0
