@@ -53,13 +53,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--bucket-mb", type=float, default=25.0)
     add("--csv", type=Path, default=RESULTS)
     add("--memory", action="store_true", help="one system a process, for its memory, in place of times")
-    add("--systems", nargs="+", choices=SYSTEMS, default=["copied", "in place"], help="the others are over the first")
+    add("--systems", nargs="+", choices=SYSTEMS, default=["copied", "in place"])
     add("--paced", choices=tuple(NETWORKS), help="one process plays rank 0 of --world ranks on a modelled network")
     add("--world", type=int, default=8, help="ranks that --paced pretends")
     add("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.paced and args.memory:
         parser.error("--memory is taken on real ranks, without --paced")
+    if "copied" not in args.systems and args.out is None:
+        parser.error("--systems needs copied, which the others are compared with")
     return args
 
 
@@ -145,7 +147,7 @@ def rows(args: argparse.Namespace, argv: list[str]) -> list[dict[str, object]]:
         together = run(argv, 1 if args.paced else args.ranks, names)
         runs = dict.fromkeys(names, together)
         losses = {n: [[s["loss"] for s in r["seen"][n]] for r in together["ranks"]] for n in names}
-        if args.stage == 2 and any(losses[n] != losses[names[0]] for n in names):
+        if args.stage == 2 and any(losses[n] != losses["copied"] for n in names):
             raise SystemExit(f"losses differ, so there is no number: {losses}")
     made = []
     for name in names:
@@ -159,9 +161,9 @@ def rows(args: argparse.Namespace, argv: list[str]) -> list[dict[str, object]]:
             for kind in ("step_ms", "backward_ms"):
                 p20, p50, p80 = percentiles([s[kind] for s in steps])
                 row |= {f"{kind}_p20": round(p20, 1), f"{kind}_p50": round(p50, 1), f"{kind}_p80": round(p80, 1)}
-            other = found["ranks"][0]["seen"][names[0]][args.settle :]
+            other = found["ranks"][0]["seen"]["copied"][args.settle :]
             pairs = [s["step_ms"] / o["step_ms"] for s, o in zip(steps, other, strict=True)]
-            row[f"step_over_{names[0].replace(' ', '_')}"] = round(statistics.median(pairs), 4)
+            row["step_over_copied"] = round(statistics.median(pairs), 4)
         if args.paced:
             row |= {"network": args.paced, "world": args.world, "reduced": " ".join(map(str, found["orders"][name]))}
         row |= {n: getattr(args, n) for n in ("stage", "ranks", "layers", "width", "vocab", "seq", "batch", "accum")}

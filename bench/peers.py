@@ -125,7 +125,6 @@ def deepspeed_config(options: Options, lr: float) -> dict[str, Any]:
         },
         "zero_allow_untested_optimizer": True,  # AdamW(fused=True)
         "steps_per_print": 1 << 30,
-        **({} if options.offload is None else {"zero_force_ds_cpu_optimizer": True}),
     }
 
 
