@@ -158,7 +158,7 @@ def _last_step(runtime: Runtime) -> str:
 
 
 def _advice(num_page_faults: int) -> str:
-    """On 2 ranks of 30 M parameters 36,000 faults a step were 7 % of its time (docs/benchmarks.md)."""
+    """docs/benchmarks.md has what they cost on 2 ranks of 30 M parameters: some 2 % of a step."""
     if num_page_faults < MANY_PAGE_FAULTS or "MALLOC_TRIM_THRESHOLD_" in os.environ:
         return ""
     return (
