@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.kernels import packed, shapes_of
+from bench.kernels import packed, shapes_of, small_norms
 from bench.measure import commit, device_name
 from zc import kernels
 from zc.kernels._triton import triton
@@ -137,10 +137,22 @@ def norm_case(nbytes: int, device: torch.device) -> Case:
     x = torch.randn(nbytes // 4, device=device)
 
     def check() -> bool:
-        return abs(kernels.sum_of_squares(x).item() / x.double().square().sum().item() - 1) < 1e-12
+        return abs(kernels.sums_of_squares([x]).item() / x.double().square().sum().item() - 1) < 1e-12
 
-    runs: dict[str, Run] = {"zc": lambda: kernels.sum_of_squares(x), "vector_norm": lambda: torch.linalg.vector_norm(x)}
-    return Case("sum_of_squares fp32", x.nbytes, runs, check)
+    runs: dict[str, Run] = {
+        "zc": lambda: kernels.sums_of_squares([x]),
+        "vector_norm": lambda: torch.linalg.vector_norm(x),
+    }
+    return Case("sums_of_squares fp32", x.nbytes, runs, check)
+
+
+def small_norms_case(device: torch.device) -> Case:
+    tensors, check = small_norms(device)
+    runs: dict[str, Run] = {
+        "zc": lambda: kernels.sums_of_squares(tensors),
+        "foreach_norm": lambda: torch._foreach_norm(tensors),
+    }
+    return Case("sums_of_squares fp32, 147 small", sum(x.nbytes for x in tensors), runs, check)
 
 
 def adamw_case(nbytes: int, device: torch.device) -> Case:
@@ -179,6 +191,8 @@ def cases(nbytes: int, device: torch.device) -> Iterator[Callable[[], Case]]:
     for seed in (None, 7):
         yield partial(unflatten_case, nbytes, seed, device)
     yield partial(norm_case, nbytes, device)
+    if nbytes == 2**20:  # of a size of its own: once
+        yield partial(small_norms_case, device)
     yield partial(adamw_case, nbytes, device)
 
 

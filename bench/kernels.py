@@ -158,11 +158,25 @@ def norm_case(numel: int) -> Case:
     x = torch.randn(numel)
 
     def check() -> bool:
-        return abs(kernels.sum_of_squares(x).item() / x.double().square().sum().item() - 1) < 1e-12
+        return abs(kernels.sums_of_squares([x]).item() / x.double().square().sum().item() - 1) < 1e-12
 
     return Case(
-        "sum_of_squares fp32", x.nbytes, lambda: kernels.sum_of_squares(x), {"vector_norm": lambda: x.norm()}, check
+        "sums_of_squares fp32", x.nbytes, lambda: kernels.sums_of_squares([x]), {"vector_norm": lambda: x.norm()}, check
     )
+
+
+def small_norms(device: torch.device) -> tuple[list[torch.Tensor], Callable[[], bool]]:
+    """147 tensors of 256 elements, as the norms of a large decoder, and the check of their sums of squares."""
+    tensors = list(torch.randn(147, 256, device=device).unbind())
+    expected = torch.stack(tensors).double().square().sum(1)
+    return tensors, lambda: torch.allclose(kernels.sums_of_squares(tensors), expected, rtol=1e-12, atol=0)
+
+
+def small_norms_case() -> Case:
+    tensors, check = small_norms(torch.device("cpu"))
+    rivals: dict[str, Run] = {"foreach_norm": lambda: torch._foreach_norm(tensors)}
+    nbytes = sum(x.nbytes for x in tensors)
+    return Case("sums_of_squares fp32, 147 small", nbytes, lambda: kernels.sums_of_squares(tensors), rivals, check)
 
 
 def adamw_case(numel: int) -> Case:
@@ -208,6 +222,8 @@ def cases(mebibytes: int) -> Iterator[Case]:
     yield unflatten_case(numel, None)
     yield unflatten_case(numel, 7)
     yield norm_case(numel)
+    if mebibytes == 1:  # of a size of its own: once
+        yield small_norms_case()
     yield adamw_case(numel)
 
 

@@ -12,7 +12,7 @@ from zc.kernels.accumulate_cast import accumulate_cast
 from zc.kernels.adamw_step import adamw_step
 from zc.kernels.flatten_cast import flatten_cast
 from zc.kernels.reduce_rows import reduce_rows
-from zc.kernels.sum_of_squares import sum_of_squares
+from zc.kernels.sums_of_squares import sums_of_squares
 from zc.kernels.unflatten_cast import unflatten_cast
 from zc.kernels.wgrad_into import matmul_into, scatter_into
 
@@ -23,7 +23,7 @@ __all__ = [
     "matmul_into",
     "reduce_rows",
     "scatter_into",
-    "sum_of_squares",
+    "sums_of_squares",
     "unflatten_cast",
     "why_twin",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,18 @@ def ranges(numel: int) -> Iterator[tuple[int, int]]:
     """[start, length) of each piece of ``numel`` elements."""
     for start in range(0, numel, CHUNK):
         yield start, min(CHUNK, numel - start)
+
+
+def runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """[start, stop) of each run of consecutive items that fit one piece together; an item longer than that is alone."""
+    start, used = 0, 0
+    for i, length in enumerate(lengths):
+        if i > start and used + length > CHUNK:
+            yield start, i
+            start, used = i, 0
+        used += length
+    if lengths:
+        yield start, len(lengths)
 
 
 def pieces(dst: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -2,14 +2,11 @@
 # (Triton resolves the annotations of a kernel's parameters as types of its own, so they have none.)
 """Segments: pieces of a flat buffer, each filled from one gradient, in one launch whatever their number.
 
-A table on the device has one row of int64 for a segment. Program ``p`` finds its segment by a binary search over
-``first_program`` (log2 of the segments, in L1 after a processor's first program), then moves one block of it::
+A table on the device (_tables.py) has one row of int64, 96 bytes, for a segment. A program finds its segment, then
+moves one block of it::
 
     column    0    1       2      3              4      5..7         8..11
               ptr  offset  numel  first_program  kind   sizes[1:4]   strides (elements)
-
-The table is all that goes to the device: 96 bytes a segment, from pinned memory, without a synchronisation. The idea of
-a table instead of a launch a tensor: apex / PyTorch multi_tensor_apply; here without its limit of 4 KB of arguments.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zc.kernels._tables import find_row, to_device
 from zc.kernels._triton import cdiv, constexpr, jit, on_device, tl
 
 NUM_COLUMNS = 12
@@ -79,7 +77,7 @@ def launch(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale:
         append(0, stop, flat.numel() - stop, 0, (1,) * 3, (0,) * 4)
     if not rows:
         return
-    table = torch.tensor(rows, dtype=torch.int64, pin_memory=flat.is_cuda).to(flat.device, non_blocking=True)
+    table = to_device(rows, flat.device)
     with on_device(flat):
         move_segments[(num_programs,)](
             table, flat, len(rows), float(scale),
@@ -133,13 +131,16 @@ def _move_strided(source, out, start, numel, row, scale, BLOCK: constexpr, ADD: 
 @jit
 def _move(ptr, out, start, numel, kind, row, scale, DTYPE: constexpr,
           BLOCK: constexpr, ADD: constexpr, SCALED: constexpr):  # fmt: skip
-    source = ptr.to(tl.pointer_type(DTYPE))
+    # a pointer of its own in each branch: tl.multiple_of marks the very value that it is given, for all its uses
     if kind < 4:
+        source = tl.multiple_of(ptr.to(tl.pointer_type(DTYPE)), 16)
         hinted = out + tl.multiple_of(tl.load(row + 1), 16)
-        _move_block(tl.multiple_of(source, 16), hinted, start, numel, scale, BLOCK, ADD, SCALED)
+        _move_block(source, hinted, start, numel, scale, BLOCK, ADD, SCALED)
     elif kind < 8:
+        source = ptr.to(tl.pointer_type(DTYPE))
         _move_strided(source, out + tl.load(row + 1), start, numel, row, scale, BLOCK, ADD, SCALED)
     else:
+        source = ptr.to(tl.pointer_type(DTYPE))
         _move_block(source, out + tl.load(row + 1), start, numel, scale, BLOCK, ADD, SCALED)
 
 
@@ -147,14 +148,7 @@ def _move(ptr, out, start, numel, kind, row, scale, DTYPE: constexpr,
 def move_segments(table, out, num_segments, scale, BLOCK: constexpr,
                   COLUMNS: constexpr, ADD: constexpr, SCALED: constexpr):  # fmt: skip
     program = tl.program_id(0)
-    low = 0
-    high = num_segments - 1
-    while low < high:  # the last segment whose first program is not after this one
-        middle = (low + high + 1) // 2
-        is_before = tl.load(table + middle * COLUMNS + 3) <= program
-        low = tl.where(is_before, middle, low)
-        high = tl.where(is_before, high, middle - 1)
-    row = table + low * COLUMNS
+    row = find_row(table, num_segments, program, 3, COLUMNS)
     ptr = tl.load(row)
     numel = tl.load(row + 2)
     start = (program - tl.load(row + 3)) * BLOCK

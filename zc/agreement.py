@@ -13,6 +13,7 @@ on every rank, with what each was about to do.
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Sequence
 
@@ -26,15 +27,23 @@ BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or read
 
 
 class Announcement:
-    """One exchange: [digest, -digest, journal, -journal, *flags], the largest over ranks of each; ``journal`` is the
-    checksum of what this rank has exchanged before."""
+    """One exchange: every rank's row of digest, journal (4 bytes each) and flags (a byte each); ``journal`` is the
+    checksum of what this rank has exchanged before.
+
+    Gathered, not reduced to the largest: among few ranks a ring passes a gather on once, a reduction twice.
+    """
 
     def __init__(self, agreement: Agreement, number: int, what: str, flags: Sequence[int]) -> None:
-        digest, check = zlib.crc32(what.encode()), agreement.group.check
+        check, world_size = agreement.group.check, agreement.group.world_size
         journal = check.checksum() if check is not None and what == BOUNDARY else 0
+        row = bytearray(struct.pack("<II", zlib.crc32(what.encode()), journal) + bytes(flags))
         self.agreement, self.number, self.what = agreement, number, what
-        self._joint = torch.tensor([digest, -digest, journal, -journal, *flags], dtype=torch.int64)
-        self._work: Work | None = agreement.group.max_async_on_host(self._joint, what)
+        self._row = torch.frombuffer(row, dtype=torch.uint8)
+        self._rows = self._row[None]  # [W, 8 + flags]
+        self._work: Work | None = None
+        if world_size > 1:
+            self._rows = torch.empty(world_size, len(row), dtype=torch.uint8)
+            self._work = agreement.group.gather_on_host(self._rows, self._row, what)
 
     def is_same(self) -> bool:
         """Whether all ranks announced the same; waits for the slowest. False, without a wait, once stage 2 has
@@ -44,16 +53,21 @@ class Announcement:
         if self._work is not None:
             self._work.wait()
             self._work = None
-            if self._joint[0] != -self._joint[1]:
+            if not self._is_equal(0, 4):
                 self.agreement.differed(self)
-        return bool(self._joint[0] == -self._joint[1])
+        return self._is_equal(0, 4)
 
     def has_one_past(self) -> bool:
         """Whether all ranks have had the same exchanges before this one."""
-        return bool(self._joint[2] == -self._joint[3])
+        return self._is_equal(4, 8)
+
+    def _is_equal(self, start: int, stop: int) -> bool:
+        return bool((self._rows[:, start:stop] == self._row[start:stop]).all())
 
     def flags(self) -> list[int]:
-        return [int(flag) for flag in self._joint[4:]]
+        """The largest of each over the ranks."""
+        largest: list[int] = self._rows[:, 8:].amax(dim=0).tolist()
+        return largest
 
 
 class Agreement:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,11 +47,6 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def has_gradient_hook(param: torch.nn.Parameter) -> bool:
-    """Whether ``param.register_hook`` was called. (``Tensor._backward_hooks``, a dict or None since torch 0.4.)"""
-    return bool(param._backward_hooks)
-
-
 def version(param: torch.nn.Parameter) -> int:
     """How often autograd has seen ``param`` written in place. (``Tensor._version``, since torch 0.4.)"""
     return int(param._version)
@@ -62,12 +57,31 @@ def num_accumulate_hooks(param: torch.nn.Parameter) -> int:
     return len(getattr(param, "_post_accumulate_grad_hooks", None) or ())
 
 
-def accumulates(param: torch.nn.Parameter) -> bool:
-    """Whether the backward that runs will add to ``param.grad``: not under torch.autograd.grad, nor for what
-    ``backward(inputs=...)`` leaves out. (torch._C._will_engine_execute_node, since 2.1.)"""
-    if not param.requires_grad:  # frozen between the forward and this backward
-        return False
-    node = torch.autograd.graph.get_gradient_edge(param).node
+class _Edges(torch.autograd.Function):
+    """Its node in the graph knows the nodes of all its inputs: one call for all, where
+    torch.autograd.graph.get_gradient_edge makes a view for each."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+
+def kept_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
+    """Those whose gradient the backward that runs must bring as PyTorch has it: a hook waits for it, or it is not added
+    to ``param.grad``, under torch.autograd.grad and where ``backward(inputs=...)`` leaves it out.
+
+    (``torch._C._will_engine_execute_node``, since 2.1; ``Tensor._backward_hooks``, a dict or None, since 0.4; the node
+    of ``Function.apply`` lists its inputs' nodes in order.)
+    """
+    open_ones = {name: p for name, p in params.items() if p.requires_grad}  # not frozen since the forward
+    with torch.enable_grad():
+        edges: Any = _Edges.apply(*open_ones.values()) if open_ones else None  # type: ignore[no-untyped-call]
+    nodes = [node for node, _ in edges.grad_fn.next_functions] if open_ones else []
+    free = {n for (n, p), node in zip(open_ones.items(), nodes, strict=True) if not p._backward_hooks and _runs(node)}
+    return frozenset(params.keys() - free)
+
+
+def _runs(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined, unused-ignore]
     except RuntimeError:  # torch.autograd.grad has asked for this very gradient
@@ -302,11 +316,9 @@ class CompiledBackward:
         self._build(runtime.current_plan.reduces, frozenset())  # while Dynamo's context is open
 
     def program(self) -> Program:
-        """The one for the backward that runs now. A gradient that autograd itself has to see (a hook waits for it,
-        torch.autograd.grad returns it) leaves the graph as PyTorch has it, and comes back, if at all, through the
-        parameter's own hook."""
-        shown = frozenset(n for n, p in self.params.items() if has_gradient_hook(p) or not accumulates(p))
-        key = self.runtime.current_plan.reduces, shown
+        """The one for the backward that runs now. A gradient that autograd itself has to see leaves the graph as
+        PyTorch has it, and comes back, if at all, through the parameter's own hook."""
+        key = self.runtime.current_plan.reduces, kept_by_autograd(self.params)
         return self._programs[key] if key in self._programs else self._build(*key)
 
     def _build(self, reduces: bool, shown: frozenset[str]) -> Program:

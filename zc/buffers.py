@@ -50,6 +50,8 @@ class Buffers:
         self.master_shard: list[Tensor] = []
         self.acc: list[Tensor] = []
         self.host: list[Tensor] = []
+        # views of a bucket's gradient that others have cut; they go with the memory that they would keep
+        self.cuts: dict[int, dict[str, list[Tensor]]] = {}
         memory = HostMemory(plan.buckets[0].device) if plan.offload is not None and plan.buckets else None
         for bucket in plan.buckets:
             start, stop = bucket.layout.shard_range(rank)
@@ -74,11 +76,13 @@ class Buffers:
         if self.acc and not self.acc[bucket.index].numel():
             numel = fp32_shard(self.plan, bucket)
             self.acc[bucket.index] = _room(numel, bucket.acc_dtype, bucket.device)
+            self.cuts.pop(bucket.index, None)
 
     def release(self) -> None:
         """Lets go of accumulators and ring. No gradient is in them, and no stream is using them; who still holds a view
         of one keeps its memory. `acc` keeps empty tensors of their dtype and device."""
         plan = self.plan
+        self.cuts.clear()
         if plan.offload is None or not plan.offload.accumulates_on_host:
             self.acc = [_room(0, b.acc_dtype, b.device) for b in plan.buckets]
         self._drop_ring()

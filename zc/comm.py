@@ -86,6 +86,11 @@ def host_backend(group: dist.ProcessGroup | None) -> str:
     return str(config.get_device_backend_map().get("cpu", "gloo"))
 
 
+def _all_gather() -> Any:
+    # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 def _started(work: Any) -> Any:
     assert work is not None, "this rank is a member of the group"
     return work
@@ -179,8 +184,7 @@ class Group:
         Asynchronous."""
         entry = self._begin(what, bucket, out.nbytes)
         if not self._by_pairs:
-            call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            return self._watched(call(out, shard, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
+            return self._watched(_all_gather()(out, shard, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
         theirs = out.view(self.world_size, -1)
         work = self._pairs(list(theirs), [shard] * self.world_size, entry)
         if theirs[self.rank].data_ptr() != shard.data_ptr():
@@ -224,17 +228,14 @@ class Group:
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        work = self.max_async_on_host(tensor, "an exchange of a few numbers")
-        assert work is not None
-        work.wait()
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+        self._watched(work, "an exchange of a few numbers").wait()
         return [int(value) for value in tensor]
 
-    def max_async_on_host(self, values: Tensor, what: str) -> Work | None:
-        """The largest of each value over the ranks, in place, in host memory. Asynchronous; None with one rank.
-        ``what`` says in an error what this rank waited for."""
-        if self.world_size == 1:
-            return None
-        work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+    def gather_on_host(self, out: Tensor, row: Tensor, what: str) -> Work:
+        """out [W, n] <- every rank's row [n], uint8, in host memory. Asynchronous. ``what`` says in an error what this
+        rank waited for."""
+        work = _all_gather()(out.view(-1), row, group=self.control, async_op=True)
         return self._watched(work, what)  # type: ignore[no-any-return]
 
     def same_everywhere(self, what: str, lines: Sequence[str]) -> None:

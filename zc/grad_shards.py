@@ -8,20 +8,26 @@ import torch
 from torch import Tensor
 
 from zc.errors import ZcError
-from zc.kernels import sum_of_squares
+from zc.kernels import sums_of_squares
 from zc.passes.tag_gradients import slot_of
 from zc.plan import Bucket
 from zc.runtime import Runtime
 
 
 class GradShards:
-    """The accumulators' parts, one a parameter of which this rank owns elements. Implements `GradOwner`."""
+    """The accumulators' parts, one a parameter of which this rank owns elements. Implements `GradOwner`.
+
+    A loop over all parameters, as stock clipping is, asks for each one by itself: what is asked then costs no loop over
+    the others.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._where: dict[str, tuple[int, int]] = {}  # bucket and slot
-        self._parts: dict[str, tuple[Bucket, int, int, tuple[int, ...]]] = {}  # elements of S, and the slice's shape
-        self._norms: dict[float, dict[str, Tensor]] = {}  # order -> norms, since the gradients last changed
+        # by bucket and name: elements of S, and the slice's shape
+        self._parts: dict[int, dict[str, tuple[int, int, tuple[int, ...]]]] = {}
+        self._norms: dict[float, Tensor] = {}  # order -> norms [touched parameters], since the gradients last changed
+        self._norm_of: dict[float, dict[str, Tensor]] = {}  # the same by name, 0-d, fp32
 
     def adopt(self) -> None:
         """The plan's parameters are those that can be asked for."""
@@ -29,30 +35,42 @@ class GradShards:
 
     def add(self, name: str, bucket: Bucket, start: int, stop: int, shape: tuple[int, ...]) -> None:
         """This rank's part of one gradient: elements [start, stop) of the bucket's shard, as ``shape``."""
-        self._parts[name] = (bucket, start, stop, shape)
+        self._parts.setdefault(bucket.index, {})[name] = start, stop, shape
+
+    def of(self, bucket: Bucket) -> dict[str, list[Tensor]]:
+        """By name, for each parameter of ``bucket`` of which this rank owns elements: every tensor that holds its part
+        of the gradient, which is there. The update reads the first. Views, cut once while the accumulator is there."""
+        cuts = self.runtime.buffers.cuts
+        if bucket.index not in cuts:
+            shards = self.runtime.buffers.acc_copies(bucket)
+            cuts[bucket.index] = {
+                name: [shard[start:stop].view(shape) for shard in shards]
+                for name, (start, stop, shape) in self._parts.get(bucket.index, {}).items()
+            }
+        return cuts[bucket.index]
 
     def copies(self, name: str) -> list[Tensor]:
-        """Every tensor that holds this rank's part of one gradient, which is there; none where it owns no element. The
-        update reads the first. Views, made anew: accumulators come and go with the gradients."""
-        if name not in self._parts:
-            return []
-        bucket, start, stop, shape = self._parts[name]
-        return [shard[start:stop].view(shape) for shard in self.runtime.buffers.acc_copies(bucket)]
+        """`of` one parameter; none where this rank owns no element of it."""
+        return self.of(self.runtime.plan.buckets[self._where[name][0]]).get(name, [])
 
     def _finished(self, name: str) -> None:
         """The gradient of ``name`` is complete, and there. Raises ZcError where it has been set to None."""
-        self.runtime.finish_gradients()
+        runtime = self.runtime
+        grad = runtime.params[name].grad
+        if not runtime.is_final or grad is None or not runtime.is_shown(name, grad):
+            runtime.finish_gradients()
         if not self._is_touched(name):
             raise ZcError(f"the gradient of {name} was set to None (zero_grad) since: take param.grad anew")
 
     def changed(self) -> None:
         """The gradients are not what they were: no norm of them holds."""
         self._norms.clear()
+        self._norm_of.clear()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """See `zc.clip_grad_norm_`."""
-        norms = list(self._all_norms(2.0).values())
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        self.runtime.finish_gradients()
+        norm: Tensor = torch.linalg.vector_norm(self._all_norms(2.0))
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         for bucket in self.runtime.plan.buckets:
             if any(self.runtime.ops.touched[bucket.index]):
@@ -61,51 +79,47 @@ class GradShards:
         self.changed()
         return norm.to(torch.float32)
 
-    def _all_norms(self, order: float) -> dict[str, Tensor]:
-        """Norms of all gradients, fp64 on CPU and fp32 elsewhere, with one collective; kept until a gradient
-        changes."""
-        self.runtime.finish_gradients()
+    def _all_norms(self, order: float) -> Tensor:
+        """[touched parameters] fp64: the norms of all gradients, which are finished, with one collective; kept until a
+        gradient changes."""
         if order not in self._norms:
             self.runtime.wait_for_host_memory()
-            names = [s.name for b in self.runtime.plan.buckets for s in b.slots if self._is_touched(s.name)]
-            wide = torch.float64 if self._norm_device.type == "cpu" else torch.float32
-            parts = [self._local_norm(name, order, wide) for name in names]
+            parts = [self._part(bucket, name) for bucket, name in self._touched()]
             if not parts:
-                return {}
-            joint = torch.stack(parts).to(self.runtime.plan.buckets[0].device)
+                return torch.zeros(0, dtype=torch.float64)
+            joint = _sums(parts, order).to(self.runtime.plan.buckets[0].device)
             if order == float("inf"):
                 self.runtime.group.max_(joint)
             else:
                 self.runtime.group.sum_(joint)
-                joint = joint.pow(1.0 / order)
-            self._norms[order] = dict(zip(names, joint.unbind(), strict=True))
+                joint = joint ** (1.0 / order)
+            self._norms[order] = joint
         return self._norms[order]
 
-    @property
-    def _norm_device(self) -> torch.device:
-        """Where the gradients are that the update reads."""
-        return self.runtime.buffers.acc_shard(self.runtime.plan.buckets[0]).device
+    def _touched(self) -> list[tuple[Bucket, str]]:
+        """Every parameter with a gradient on some rank, in the same order on all."""
+        flags = self.runtime.ops.touched
+        pairs = ((b, k, slot) for b in self.runtime.plan.buckets for k, slot in enumerate(b.slots))
+        return [(bucket, slot.name) for bucket, k, slot in pairs if flags[bucket.index][k]]
+
+    def _part(self, bucket: Bucket, name: str) -> Tensor:
+        """[n]: what this rank owns of one gradient, on the device where the update reads it; n may be 0."""
+        copies = self.of(bucket).get(name)
+        return copies[0].view(-1) if copies else self.runtime.buffers.acc_shard(bucket)[:0]
 
     def _is_touched(self, name: str) -> bool:
         bucket, k = self._where[name]
         return self.runtime.ops.touched[bucket][k]
-
-    def _local_norm(self, name: str, order: float, wide: torch.dtype) -> Tensor:
-        shard = next(iter(self.copies(name)), None)
-        if shard is None or shard.numel() == 0:
-            return torch.zeros((), dtype=wide, device=self._norm_device)
-        if order == 2.0:
-            return sum_of_squares(shard.view(-1)).to(wide)
-        if order == float("inf"):
-            return shard.abs().max().to(wide)
-        return shard.abs().to(wide).pow(order).sum()
 
     def grad_norm(self, name: str, order: float) -> Tensor:
         """0-d, fp32: the norm of one parameter's whole gradient. ``order`` > 0, or inf."""
         if not order > 0:
             raise ValueError(f"the norm of a sharded gradient takes an order above 0, got {order}")
         self._finished(name)
-        return self._all_norms(order)[name].to(torch.float32)
+        if order not in self._norm_of:
+            norms = self._all_norms(order).to(torch.float32).unbind()
+            self._norm_of[order] = {n: norm for (_, n), norm in zip(self._touched(), norms, strict=True)}
+        return self._norm_of[order][name]
 
     def scale_grad(self, name: str, factor: Tensor | float) -> None:
         """In place. Scaling every gradient by one factor keeps the cached norms of none."""
@@ -146,3 +160,12 @@ class GradShards:
 
     def add_grad(self, name: str, grad: Tensor) -> None:
         self.runtime.receive(*self._where[name], grad)
+
+
+def _sums(parts: list[Tensor], order: float) -> Tensor:
+    """[len(parts)] fp64: of each the sum of magnitudes to the power ``order``; the largest magnitude for inf."""
+    if order == 2.0:
+        return sums_of_squares(parts)
+    zero = torch.zeros((), dtype=torch.float64, device=parts[0].device)  # of a part without elements
+    joint = torch.stack([torch.linalg.vector_norm(p, order, dtype=zero.dtype) if p.numel() else zero for p in parts])
+    return joint if order == float("inf") else joint.pow(order)

@@ -82,6 +82,8 @@ class Ledger:
     def unused(self, programs: Iterable[Program], plan: Plan, touched: Sequence[Sequence[bool]]) -> str | None:
         """The parameters that no backward of this step has reached, on any rank, each named once: DS#7579 ran on for
         days like that. ``touched``: by bucket and slot, whether some rank has a gradient."""
+        if all(all(flags) for flags in touched):
+            return None
         arrived = self.arrived(programs, self.step)
         slots = [(b.index, k, slot.name) for b in plan.buckets for k, slot in enumerate(b.slots)]
         names = [name for b, k, name in slots if (b, k) not in arrived and not touched[b][k]]

@@ -147,9 +147,11 @@ class ShardedOptimizer:
     def _hand_out(self) -> None:
         """Gives each slice its gradient; None where no rank had one, and then the optimizer leaves it alone."""
         for bucket in self.runtime.plan.buckets:
-            for slot, touched in zip(bucket.slots, self.runtime.ops.touched[bucket.index], strict=True):
+            flags = self.runtime.ops.touched[bucket.index]
+            parts = self.grad_shards.of(bucket) if any(flags) else {}
+            for slot, touched in zip(bucket.slots, flags, strict=True):
                 if slot.name in self.slices:
-                    self.slices[slot.name].grad = self.grad_shards.copies(slot.name)[0] if touched else None
+                    self.slices[slot.name].grad = parts[slot.name][0] if touched else None
         self._show()
 
     def _after_backward(self) -> None:

@@ -200,6 +200,11 @@ class Runtime:
     # --- boundaries ---
 
     @property
+    def is_final(self) -> bool:
+        """Whether the gradients are finished, and nothing has come since."""
+        return self._final
+
+    @property
     def current_plan(self) -> Plan:
         return self.plan if self.is_boundary else self.plan.microbatch()
 

@@ -21,6 +21,7 @@ from models import mlp
 from rows import ROWS, Row, adamw
 
 import zc
+from zc import param_grads
 
 PER_JOB = 24
 COMPILED = 7  # a compiled cell takes four times as long as an eager one
@@ -89,6 +90,28 @@ def test_all_norms_take_one_collective(stage: int) -> None:
     """One all-reduce of a number a parameter, not one a parameter (the issue's line)."""
     for calls in run_ranks(_clipping, 2, stage):
         assert len(calls) == 1, calls
+
+
+@pytest.mark.parametrize("read", ["norms and clipping", "zeroing"])
+def test_what_is_asked_of_one_gradient_looks_at_no_other(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock clipping asks each parameter twice. Each time all of them were looked at: 44 ms for 147 small ones."""
+
+    def looks(depth: int) -> int:
+        model = mlp(depth=depth)
+        zc.compile(model, adamw(model.parameters()), backend="eager")
+        model(torch.ones(2, 16)).sum().backward()
+        found = []
+        monkeypatch.setattr(param_grads, "check", lambda params, *_: found.append(len(params)))
+        if read == "norms and clipping":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        else:
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad.zero_()
+        monkeypatch.undo()
+        return len(found)
+
+    assert looks(depth=1) == looks(depth=12) == 1
 
 
 def test_the_document_has_every_row() -> None:

@@ -20,6 +20,7 @@ import comparisons as c
 from test_twins import ADAMW, accumulate, flatten, reduce, unflatten
 
 from zc import kernels
+from zc.kernels.sums_of_squares import BLOCK, PARTIALS, PER_PROGRAM
 
 pytestmark = pytest.mark.skipif(
     kernels.why_twin() is not None, reason=f"the Triton kernels can't run here: {kernels.why_twin()}"
@@ -104,11 +105,26 @@ def test_stochastic_rounding_gives_the_twins_numbers() -> None:
     c.assert_bits(ours, twins)
 
 
-@pytest.mark.parametrize("dtype", [*ALL, c.F64], ids=str)
-@pytest.mark.parametrize("numel", SIZES)
-def test_sum_of_squares(numel: int, dtype: torch.dtype) -> None:
-    for shift in (0, 1):
-        c.check_norm(kernels.sum_of_squares, "cuda", numel, dtype, shift)
+def test_sums_of_squares() -> None:
+    around = [n + i for n in (BLOCK, PER_PROGRAM) for i in (-1, 0, 1)]
+    more_partials_than_added_at_a_time = PARTIALS * PER_PROGRAM + 1
+    tensors = c.normals((*SIZES, *around, 0, more_partials_than_added_at_a_time, 0), (*ALL, c.F64), "cuda")
+    c.check_sums_of_squares(kernels.sums_of_squares, tensors)
+
+
+def test_sums_of_squares_of_thousands_of_tensors() -> None:
+    c.check_sums_of_squares(kernels.sums_of_squares, c.normals(range(1000), [c.B16, c.F32], "cuda"))
+
+
+def test_sums_of_squares_of_nothing() -> None:
+    assert kernels.sums_of_squares([torch.empty(0, device="cuda")] * 3).tolist() == [0.0] * 3
+
+
+def test_sums_of_squares_past_the_range_of_int32() -> None:
+    if torch.cuda.mem_get_info()[0] < 6 * 2**30:
+        pytest.skip("needs 6 GiB of free GPU memory")
+    tensors = [torch.ones(2**31 + 100, dtype=c.B16, device="cuda"), torch.full((1000,), 2.0, device="cuda")]
+    assert kernels.sums_of_squares(tensors).tolist() == [2**31 + 100, 4000]
 
 
 @pytest.mark.parametrize("case", ADAMW)
@@ -145,12 +161,14 @@ def test_kernels_run_on_the_current_stream_without_a_synchronisation() -> None:
     out, acc = torch.empty(5000, device="cuda"), torch.zeros(2500, device="cuda")
     flatten(out, grads, [0, 1024], 1.0)  # compiles outside
     reduce(out.view(2, 2500), acc, 0.5, True)
+    kernels.sums_of_squares([out, acc])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
             flatten(out, grads, [0, 1024], 1.0)
             reduce(out.view(2, 2500), acc, 0.5, True)
+            kernels.sums_of_squares([out, acc])
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

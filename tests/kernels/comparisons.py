@@ -6,6 +6,7 @@ is the hardware's choice). ``cast`` is how the machine under test rounds fp32 to
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -192,18 +193,41 @@ def check_stochastic(run: Callable[..., None], device: str, numel: int, seed: in
     assert_guards(storage, out)
 
 
-def check_norm(run: Callable[[Tensor], Tensor], device: str, numel: int, dtype: torch.dtype, shift: int = 0) -> None:
-    generator = torch.Generator().manual_seed(numel)
-    x = torch.randn(numel + shift, generator=generator).to(dtype).to(device)[shift:]
-    expected = x.cpu().double().square().sum().item()
-    total = run(x)
-    assert total.dtype == F64
-    assert total.shape == ()
-    assert abs(total.item() - expected) <= 1e-12 * expected
-    assert run(x).item() == total.item(), "two runs, two sums"
-    if numel:
-        x[numel // 2] = 3e38 if dtype in (F32, B16, F64) else 65504.0  # its square overflows fp32
-        assert run(x).isfinite()
-        for special, is_special in ((torch.inf, torch.isinf), (torch.nan, torch.isnan)):
-            x[-1] = special
-            assert is_special(run(x))
+def normals(sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: str) -> list[Tensor]:
+    """Every size in every dtype, aligned to 128 bytes and one element past it, between guards of NaN."""
+    tensors = []
+    for i, (size, dtype, shift) in enumerate(itertools.product(sizes, dtypes, (0, 1))):
+        storage = torch.full((size + 2 * GUARD + shift,), torch.nan, dtype=dtype, device=device)
+        x = storage[GUARD + shift : GUARD + shift + size]
+        x.copy_(torch.randn(size, generator=torch.Generator().manual_seed(i)))
+        tensors.append(x)
+    return tensors
+
+
+def check_sums_of_squares(run: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor]) -> None:
+    """Values; then the same bits again, in another order, and of a copy (aligned) alone; then special numbers."""
+    sums = run(tensors)
+    assert_squares(sums, tensors)
+    assert_bits(run(tensors), sums)
+    assert_bits(run(tensors[::-1]).flip(0), sums)
+    assert_bits(torch.cat([run([x.clone()]) for x in tensors]), sums)
+    filled = [i for i, x in enumerate(tensors) if x.numel() > 0]
+    for first in range(3):
+        kept = {}
+        for i in filled[first::3]:
+            kept[i] = tensors[i].clone()
+            largest = 65504.0 if tensors[i].dtype == F16 else 3e38  # its square overflows fp32
+            tensors[i][(0, -1)[i % 2]] = (torch.nan, torch.inf, largest)[i // 2 % 3]
+        special = run(tensors)
+        assert_squares(special, tensors)
+        others = [i for i in range(len(tensors)) if i not in kept]
+        assert_bits(special[others], sums[others])
+        for i, x in kept.items():
+            tensors[i].copy_(x)
+
+
+def assert_squares(sums: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Against float64, one by one."""
+    assert sums.device == tensors[0].device
+    expected = torch.stack([x.cpu().double().square().sum() for x in tensors])
+    torch.testing.assert_close(sums.cpu(), expected, rtol=1e-12, atol=0, equal_nan=True)  # also dtype and shape

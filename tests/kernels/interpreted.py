@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 from typing import Any
+from unittest import mock
 
 import adamw
 import comparisons as c
@@ -24,7 +25,7 @@ from zc.kernels.accumulate_cast import accumulate_cast_triton
 from zc.kernels.adamw_step import adamw_step_triton
 from zc.kernels.flatten_cast import flatten_cast_triton
 from zc.kernels.reduce_rows import reduce_rows_triton
-from zc.kernels.sum_of_squares import sum_of_squares_triton
+from zc.kernels.sums_of_squares import BLOCK, PER_PROGRAM, sums_of_squares_triton
 from zc.kernels.unflatten_cast import unflatten_cast_triton
 
 interpreter = importlib.import_module("triton.runtime.interpreter")
@@ -105,15 +106,22 @@ def test_stochastic_rounding(numel: int, seed: int) -> None:
     c.check_stochastic(unflatten_cast_triton, "cpu", numel, seed)
 
 
-@pytest.mark.parametrize("dtype", [*TRAINING, c.F64], ids=str)
-def test_sum_of_squares(dtype: torch.dtype) -> None:
-    for numel in c.SIZES[:-1]:
-        c.check_norm(sum_of_squares_triton, "cpu", numel, dtype, shift=1)
+SQUARED = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, PER_PROGRAM, 0, PER_PROGRAM + 1, 2 * PER_PROGRAM + BLOCK + 5, 0)
 
 
-def test_sum_of_squares_of_more_blocks_than_partials() -> None:
-    x = torch.randn(1024 * 1024 + 3000)
-    assert abs(sum_of_squares_triton(x).item() / x.double().square().sum().item() - 1) < 1e-12
+def test_sums_of_squares() -> None:
+    c.check_sums_of_squares(sums_of_squares_triton, c.normals(SQUARED, (*TRAINING, c.F64), "cpu"))
+
+
+def test_sums_of_squares_of_more_partials_than_are_added_at_a_time() -> None:
+    module = importlib.import_module("zc.kernels.sums_of_squares")
+    with mock.patch.object(module, "PARTIALS", 2):
+        tensors = c.normals([5 * PER_PROGRAM + 1, 4 * PER_PROGRAM], [c.B16], "cpu")
+        c.check_sums_of_squares(sums_of_squares_triton, tensors)
+
+
+def test_sums_of_squares_of_nothing() -> None:
+    assert sums_of_squares_triton([torch.empty(0)] * 3).tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("case", ADAMW)

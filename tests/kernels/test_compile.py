@@ -25,17 +25,19 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-reduce_rows, unflatten_cast, sum_of_squares, adamw = (
+reduce_rows, unflatten_cast, sums_of_squares, adamw = (
     importlib.import_module(f"zc.kernels.{name}")
-    for name in ("reduce_rows", "unflatten_cast", "sum_of_squares", "adamw_step")
+    for name in ("reduce_rows", "unflatten_cast", "sums_of_squares", "adamw_step")
 )
 
 TARGETS = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "sm_120": 120, "gfx942": "gfx942"}
 ROWS = {"rows": "*bf16", "out": "*fp32", "numel": "i32", "row_stride": "i32", "num_rows": "i32", "scale": "fp32"}
 SEGMENTS = {"table": "*i64", "num_segments": "i32", "scale": "fp32"}
+SQUARES = {"table": "*i64", "partials": "*fp64"}
+OF_A_PROGRAM = {"PER_PROGRAM": sums_of_squares.PER_PROGRAM, "COLUMNS": sums_of_squares.NUM_COLUMNS}
 FLAT = dict.fromkeys(("param", "grad", "exp_avg", "exp_avg_sq", "scalars", "grad_scale", "found_inf"), "*fp32")
 
-# name -> kernel, types of its pointers and scalars, constants, 128-bit loads and stores expected at least
+# name -> kernel, types of its pointers and scalars, constants, 128-bit loads and stores
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]] = {
     "flatten_cast": (_segments.move_segments, SEGMENTS | {"out": "*bf16"},
                      {"BLOCK": _segments.BLOCK, "COLUMNS": 12, "ADD": False, "SCALED": False}, 16, 12),
@@ -46,10 +48,13 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]] = {
                           {"UNROLLED": 0, "ADD": False, "BLOCK": reduce_rows.BLOCK}, 4, 4),
     "unflatten_cast": (unflatten_cast.cast_flat, {"out": "*bf16", "master": "*fp32", "numel": "i32", "key": "i32"},
                        {"STOCHASTIC": True, "BLOCK": unflatten_cast.BLOCK}, 4, 2),
-    "sum_of_squares": (sum_of_squares.square_blocks, {"x": "*fp32", "partials": "*fp64", "numel": "i32"},
-                       {"BLOCK": sum_of_squares.BLOCK}, 2, 0),
-    "sum_of_squares, end": (sum_of_squares.add_partials, {"partials": "*fp64", "total": "*fp64", "num_partials": "i32"},
-                            {"BLOCK": sum_of_squares.NUM_PARTIALS}, 0, 0),
+    "sums_of_squares": (sums_of_squares.square_segments, SQUARES | {"num_tensors": "i32"},
+                        {"BLOCK": sums_of_squares.BLOCK} | OF_A_PROGRAM, 16, 0),
+    # how Triton launches it for one tensor: an argument of 1 is a constant
+    "sums_of_squares, one": (sums_of_squares.square_segments, SQUARES,
+                             {"BLOCK": sums_of_squares.BLOCK, "num_tensors": 1} | OF_A_PROGRAM, 16, 0),
+    "sums_of_squares, end": (sums_of_squares.add_partials, SQUARES | {"sums": "*fp64"},
+                             {"BLOCK": sums_of_squares.PARTIALS} | OF_A_PROGRAM, 0, 0),
     "adamw_step": (adamw.adamw_flat, FLAT | {"publish": "*bf16", "numel": "i32"}
                    | dict.fromkeys(("beta1", "rest1", "beta2", "rest2", "eps"), "fp32"),
                    {"MAXIMIZE": False, "GRAD_SCALE": True, "FOUND_INF": True, "PUBLISH": True, "BLOCK": adamw.BLOCK},
@@ -61,7 +66,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]] = {
                             {"LR_ON_DEVICE": True, "FOUND_INF": True}, 0, 0),
 }  # fmt: skip
 # scalars and pointers to scalars; a known divisor of numel would also widen masked accesses, which no real size has
-UNALIGNED = {"numel", "step", "scalars", "lr", "grad_scale", "found_inf", "num_segments", "num_rows", "num_partials",
+UNALIGNED = {"numel", "step", "scalars", "lr", "grad_scale", "found_inf", "num_segments", "num_rows", "num_tensors",
              "key"}  # fmt: skip
 
 
@@ -125,9 +130,11 @@ def test_compiles_with_wide_accesses_and_no_spills(case: str, target: str, tmp_p
     binary = compiled(kernel, types, constants, target)
     loads, stores = wide_accesses(binary)
     # AMD's wavefront has 64 lanes: 256 threads instead of 128 share a block, so half the accesses
-    half = 2 if target == "gfx942" else 1
-    assert loads >= num_loads // half
-    assert stores >= num_stores // half
+    if target == "gfx942":  # reads of a table count too
+        assert loads >= num_loads // 2
+        assert stores >= num_stores // 2
+    else:  # no more either: they would be in a path where an address is not known to be aligned
+        assert (loads, stores) == (num_loads, num_stores)
     assert spilled(binary, target, tmp_path) == {}
     if "ptx" in binary.asm:  # a product is rounded before it is added: the same bits as the twin
         assert not re.search(r"\bfma\.rn\.f32", binary.asm["ptx"]) or case.startswith("adamw")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import adamw
 import comparisons as c
 
 from zc import kernels
+from zc.kernels import _chunks
 
 ALL = (c.F32, c.B16, c.F16, c.F64)
 SCALES = (1.0, 0.25, 1 / 3)
@@ -129,10 +131,32 @@ def test_stochastic_rounding_keeps_the_mean() -> None:
     assert abs(ups / 100_000 - 0.25) < 0.01  # 7 standard deviations
 
 
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize("numel", c.SIZES)
-def test_sum_of_squares(numel: int, dtype: torch.dtype) -> None:
-    c.check_norm(kernels.sum_of_squares, "cpu", numel, dtype, shift=1)
+def test_sums_of_squares() -> None:
+    """All in one call: runs of small tensors, tensors that fill a piece or are longer than one, none first and last."""
+    around_a_piece = (_chunks.CHUNK - 8, _chunks.CHUNK - 1, _chunks.CHUNK, _chunks.CHUNK + 1)
+    sizes = (*c.SIZES, 7, 8, 9, *around_a_piece, 2 * _chunks.CHUNK + 5, 256, 0)
+    c.check_sums_of_squares(kernels.sums_of_squares, c.normals(sizes, ALL, "cpu"))
+
+
+@given(sizes=st.lists(st.integers(0, 100), min_size=1, max_size=12), dtype=st.sampled_from(ALL))
+@settings(deadline=None, max_examples=60)
+def test_sums_of_squares_of_any_runs(sizes: list[int], dtype: torch.dtype) -> None:
+    with mock.patch.object(_chunks, "CHUNK", 64):
+        c.check_sums_of_squares(kernels.sums_of_squares, c.normals(sizes, [dtype], "cpu"))
+
+
+def test_runs_are_as_long_as_a_piece_allows() -> None:
+    with mock.patch.object(_chunks, "CHUNK", 64):
+        assert list(_chunks.runs([10, 50, 4, 64, 0, 65, 0, 3])) == [(0, 3), (3, 5), (5, 6), (6, 8)]
+        assert list(_chunks.runs([])) == []
+
+
+def test_sums_of_squares_of_no_tensors() -> None:
+    c.assert_bits(kernels.sums_of_squares([]), torch.empty(0, dtype=c.F64))
+
+
+def test_sums_of_squares_leave_no_graph() -> None:
+    assert not kernels.sums_of_squares([torch.ones(3, requires_grad=True)]).requires_grad
 
 
 ADAMW: dict[str, dict[str, Any]] = {
