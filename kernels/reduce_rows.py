@@ -111,7 +111,8 @@ def _sum_block(rows, out, row_stride, num_rows, scale, mask, UNROLLED: constexpr
 def sum_rows(rows, out, numel, row_stride, num_rows, scale, UNROLLED: constexpr, ADD: constexpr, BLOCK: constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
-    row_stride = row_stride.to(tl.int64)  # rank * row_stride passes 2^31 elements
+    # rank * row_stride passes 2^31 elements; a row of one element comes as the constant 1, which has no .to()
+    row_stride = tl.cast(row_stride, tl.int64)
     if start + BLOCK <= numel:  # no mask: 128-bit accesses
         _sum_block(rows + start + at, out + start + at, row_stride, num_rows, scale, None, UNROLLED, ADD)
     else:

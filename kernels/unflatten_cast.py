@@ -87,16 +87,18 @@ def unflatten_cast_triton(out: Tensor, master: Tensor, seed: int | None) -> None
 
 @jit
 def _cast(x, index, key, out_dtype: constexpr, STOCHASTIC: constexpr):
-    if not STOCHASTIC:
-        return x.to(out_dtype)
-    noise = index.to(tl.uint32) + key.to(tl.uint32, bitcast=True)
-    noise = (noise ^ (noise >> 16)) * 0x7FEB352D
-    noise = (noise ^ (noise >> 15)) * 0x846CA68B
-    noise = noise ^ (noise >> 16)
-    bits = x.to(tl.uint32, bitcast=True)
-    # a NaN would turn into inf or -0.0 when the sum carries: keep it, made quiet
-    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, bits | 0x00400000, bits + (noise & 0xFFFF))
-    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    if STOCHASTIC:
+        noise = index.to(tl.uint32) + key.to(tl.uint32, bitcast=True)
+        noise = (noise ^ (noise >> 16)) * 0x7FEB352D
+        noise = (noise ^ (noise >> 15)) * 0x846CA68B
+        noise = noise ^ (noise >> 16)
+        bits = x.to(tl.uint32, bitcast=True)
+        # a NaN would turn into inf or -0.0 when the sum carries: keep it, made quiet
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, bits | 0x00400000, bits + (noise & 0xFFFF))
+        rounded = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:  # no early return: Triton compiles what stands behind one, for fp16 as well
+        rounded = x.to(out_dtype)
+    return rounded
 
 
 @jit_with(do_not_specialize=["key"])  # a key that 16 divides would compile again

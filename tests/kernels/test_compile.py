@@ -141,6 +141,27 @@ def test_compiles_with_wide_accesses_and_no_spills(case: str, target: str, tmp_p
         assert ".ftz" not in binary.asm["ptx"]
 
 
+LOW = ("*bf16", "*fp16", "*fp32")
+SUM = {"UNROLLED": 3, "ADD": True, "BLOCK": reduce_rows.BLOCK}
+CAST = {"STOCHASTIC": False, "BLOCK": unflatten_cast.BLOCK}
+# what the interpreter hides: a dtype that a branch can't take, and an argument of 1, which Triton makes a constant
+VARIANTS = {
+    **{f"cast {m} to {o}": (unflatten_cast.cast_flat, {"out": o, "master": m, "numel": "i32", "key": "i32"}, CAST)
+       for o in LOW for m in LOW},
+    "cast of one": (unflatten_cast.cast_flat, {"out": "*bf16", "master": "*fp32", "key": "i32"}, CAST | {"numel": 1}),
+    **{f"rows of {r}": (reduce_rows.sum_rows, ROWS | {"rows": r}, SUM) for r in LOW},
+    "rows of one element": (reduce_rows.sum_rows, {k: v for k, v in ROWS.items() if k not in ("numel", "row_stride")},
+                            SUM | {"numel": 1, "row_stride": 1}),
+    "rows past int32": (reduce_rows.sum_rows, ROWS | {"numel": "i64", "row_stride": "i64"}, SUM),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiles_for_every_dtype_and_for_arguments_of_one(variant: str) -> None:
+    kernel, types, constants = VARIANTS[variant]
+    assert compiled(kernel, types, constants, "sm_90", aligned=False).asm["cubin"]
+
+
 def test_the_count_sees_narrow_accesses() -> None:
     """The same kernel where nothing is known of the alignment."""
     kernel, types, constants, _, _ = CASES["reduce_rows"]
