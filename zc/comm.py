@@ -79,11 +79,16 @@ class Watched:
         self._check.wait(self._work, self._entry, interruptible=not on_stream)
 
 
+def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
+    config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
+    found = config.get_device_backend_map().get(device_type)
+    return None if found is None else str(found)
+
+
 def host_backend(group: dist.ProcessGroup | None) -> str:
     """The backend for host memory between the ranks of ``group``: its own one where it has one (gloo, or one that the
     program has registered), else gloo."""
-    config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
-    return str(config.get_device_backend_map().get("cpu", "gloo"))
+    return backend_of(group, "cpu") or "gloo"
 
 
 def _all_gather() -> Any:
@@ -107,6 +112,7 @@ class Group:
         self._nbytes_sent: Counter[str] = Counter()  # by kind of exchange, by this rank
         self._given = group
         self._by_pairs = False
+        self._waits_on_stream = False
         if not dist.is_available() or not dist.is_initialized():
             return
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -121,6 +127,10 @@ class Group:
             given = self._given if self._given is not None else dist.group.WORLD
             self.data = self.new_group() if device.type == "cpu" else given
             self._by_pairs = device.type == "cpu" and host_backend(given) == "gloo"
+            # gloo blocks the host for a GPU's tensors too. Others make the current stream wait, as long as nobody asks
+            # for a timeout: ProcessGroupNCCL.hpp (2.11), "it will block the CPU thread until the NCCL work is completed
+            # or timed out", and then it aborts the communicator
+            self._waits_on_stream = device.type != "cpu" and backend_of(given, device.type) != "gloo"
 
     def new_group(self) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(self._given if self._given is not None else dist.group.WORLD)
@@ -162,11 +172,15 @@ class Group:
     def _watched(self, work: Any, entry: Entry | str) -> Any:
         return work if self.check is None or work is None else Watched(work, self.check, entry)
 
+    def _watched_data(self, work: Any, entry: Entry) -> Any:
+        """Of the data group: watched where it is the host that waits."""
+        return work if self._waits_on_stream else self._watched(work, entry)
+
     def all_to_all(self, out: Tensor, rows: Tensor, bucket: int) -> Work | None:
         """out[s*S:(s+1)*S] on rank r <- rows[r*S:(r+1)*S] of rank s; both [P], contiguous. Asynchronous."""
         entry = self._begin("reduce", bucket, rows.nbytes)
         if not self._by_pairs:
-            return self._watched(dist.all_to_all_single(out, rows, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
+            return self._watched_data(dist.all_to_all_single(out, rows, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
         theirs, mine = out.view(self.world_size, -1), rows.view(self.world_size, -1)
         work = self._pairs(list(theirs), list(mine), entry)
         theirs[self.rank].copy_(mine[self.rank])  # while the others' rows are on their way
@@ -177,14 +191,14 @@ class Group:
         entry = self._begin("reduce", bucket, flat.nbytes)
         # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
         call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return self._watched(call(out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
+        return self._watched_data(call(out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
 
     def all_gather(self, out: Tensor, shard: Tensor, what: str, bucket: int) -> Work | None:
         """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. ``what`` is one of EXCHANGES.
         Asynchronous."""
         entry = self._begin(what, bucket, out.nbytes)
         if not self._by_pairs:
-            return self._watched(_all_gather()(out, shard, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
+            return self._watched_data(_all_gather()(out, shard, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
         theirs = out.view(self.world_size, -1)
         work = self._pairs(list(theirs), [shard] * self.world_size, entry)
         if theirs[self.rank].data_ptr() != shard.data_ptr():
@@ -215,7 +229,7 @@ class Group:
     def _all_reduce(self, kind: str, value: Tensor, op: Any) -> None:
         if self.world_size > 1:
             entry = self._begin(kind, value.numel(), 2 * value.nbytes)
-            self._watched(dist.all_reduce(value, op=op, group=self.data, async_op=True), entry).wait()
+            self._watched_data(dist.all_reduce(value, op=op, group=self.data, async_op=True), entry).wait()
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Rank 0's values, in place, any dtype. ``tensor`` is contiguous."""

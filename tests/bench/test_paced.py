@@ -170,6 +170,26 @@ def test_zc_opens_its_groups_on_the_callers_backend() -> None:
     assert group.world_size == 4
 
 
+@pytest.mark.usefixtures("paced")
+@pytest.mark.parametrize(("device", "is_watched"), [("cpu", True), ("cuda:0", False)])
+def test_nobody_waits_with_a_timeout_for_what_a_stream_waits_for(device: str, is_watched: bool) -> None:
+    """NCCL's wait blocks the host where it is given one, and aborts the communicator when it is over."""
+    from unittest import mock
+
+    from zc.comm import Group, Watched
+
+    group = Group(None)
+    group.open_data(torch.device(device))
+    group.check = mock.Mock()
+    rows, shard = torch.ones(4), torch.ones(1)
+    works = [
+        group.all_to_all(torch.empty(4), rows, 0),
+        group.reduce_scatter(torch.empty(1), rows, 0),
+        group.all_gather(torch.empty(4), shard, "gather weights", 0),
+    ]
+    assert [isinstance(work, Watched) for work in works] == [is_watched] * 3
+
+
 def test_the_clock_is_read_again_in_each_turn_of_the_gpu_kernel() -> None:
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
