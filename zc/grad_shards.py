@@ -148,10 +148,18 @@ class GradShards:
         self.runtime.finish_gradients()
         self.runtime.wait_for_host_memory()
         self.changed()
-        grads = [copy for name in names if self._is_touched(name) for copy in self.copies(name)]
-        if grads:
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)
-        self.runtime.group.max_(found_inf)
+        device = self.runtime.plan.buckets[0].device
+        found = found_inf.to(device, copy=True)  # with offload it is on the CPU, and NCCL takes a device's tensors only
+        copies: dict[torch.device, list[Tensor]] = {}
+        for name in names:
+            for copy in self.copies(name) if self._is_touched(name) else ():
+                copies.setdefault(copy.device, []).append(copy)
+        for where, grads in copies.items():  # host memory and, with offload_accumulate="device", the device
+            own = found_inf.to(where, copy=True)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, own, inverse.to(where))
+            torch.maximum(found, own.to(device), out=found)
+        self.runtime.group.max_(found)
+        found_inf.copy_(found)
         if found_inf.item():
             self.runtime.num_skipped += 1
             self.runtime.say_once(

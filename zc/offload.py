@@ -96,7 +96,7 @@ class HostStep:
         """The optimizer's step begins. Bucket by bucket where that can't be seen; then nothing is left to the step
         itself. Else all gradients are waited for."""
         later = backend.has_later_step_hook(self.optimizer, own)  # it may want to change a gradient
-        self._is_done = self._by_bucket and not later and getattr(self.optimizer, "grad_scale", None) is None
+        self._is_done = self._by_bucket and not later and not self._has_scaler()
         if self.disk is not None:
             self.disk.begin_update()
         if not self._is_done:
@@ -107,6 +107,17 @@ class HostStep:
         self._hidden = [(p, p.grad) for some in self._slices for p in some]
         for param, _ in self._hidden:
             param.grad = None
+
+    def _has_scaler(self) -> bool:
+        """Whether a GradScaler leaves it to the optimizer's own fused update to unscale, or to skip the step. That
+        copies what the scaler has on a GPU without waiting, and reads the copy at once: so it gets host memory's."""
+        found = False
+        for key in ("grad_scale", "found_inf"):
+            value = getattr(self.optimizer, key, None)
+            if isinstance(value, Tensor):
+                found = True
+                setattr(self.optimizer, key, value.cpu())
+        return found
 
     def after(self, changed: tuple[int, ...]) -> None:
         """The optimizer's step is over: what it has changed goes to the device, if it did not go before."""

@@ -269,3 +269,24 @@ def test_bytes_move_by_the_formula(stage: int, mode: str) -> None:
         assert offloaded["master_shard"] == plain["master_shard"] == 4 * numel // 2
         assert offloaded["host"] == (acc if mode == "cpu" else 4 * numel // 2)
         assert all(offloaded[kind] == plain[kind] for kind in ("flat_param", "optimizer_state"))
+
+
+@pytest.mark.parametrize("mode", ["cpu", "device"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_scaler_skips_changes_nothing(fused: bool, mode: str) -> None:
+    """A fused optimizer skips it itself, and the update bucket by bucket is not that optimizer's own."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    model, optimizer = zc.compile(model, optimizer, backend="eager", offload="cpu", offload_accumulate=mode)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for factor in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        x = torch.ones(2, next(model.parameters()).shape[1])
+        scaler.scale(model(x).sum() * factor).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        same = all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        assert same == (factor != 1.0)
+    assert all(p.isfinite().all() for p in model.parameters())
