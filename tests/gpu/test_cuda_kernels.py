@@ -150,10 +150,11 @@ def test_adamw_step_is_within_an_ulp_of_torchs_fused_one() -> None:
     torch.optim.AdamW([theirs], betas=(0.9, 0.95), fused=True, **options).step()
     before = param.clone()
     kernels.adamw_step(param, grad, exp_avg, exp_avg_sq, step, beta1=0.9, beta2=0.95, **options)
-    # an ulp of the larger of the old and the new weight: near zero the update itself is what is rounded
+    # an ulp of the larger of the old and the new weight, and four of the update (lr at most), which near zero is all
+    # that is rounded: torch takes 1 - beta and the corrections from betas in fp32, we from fp64 (fused_adam_utils.cuh)
     largest = torch.maximum(before.abs(), theirs.detach().abs())
     one_ulp = torch.nextafter(largest, torch.full_like(largest, torch.inf)) - largest
-    assert bool(((param - theirs.detach()).abs() <= one_ulp).all())
+    assert bool(((param - theirs.detach()).abs() <= one_ulp + 4 * 2**-23 * options["lr"]).all())
 
 
 def test_kernels_run_on_the_current_stream_without_a_synchronisation() -> None:

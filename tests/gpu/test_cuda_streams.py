@@ -26,7 +26,7 @@ from zc.streams import Task
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: real streams and events")
 
-NUMEL = 1 << 20
+NUMEL = 1 << 22  # a kernel takes longer than its launch, else the device is always done and nothing can overlap
 SPIN = 20_000_000  # clock cycles: some 10 ms, far more than a whole schedule takes
 
 
