@@ -38,9 +38,9 @@ def spin_kernel(start_ptr, nanoseconds):
 class CudaWork(dist.Work):
     """The caller's current stream waits for the collective's end; the host does not."""
 
-    def __init__(self, done: torch.cuda.Event, result: list[Tensor]) -> None:
+    def __init__(self, done: torch.cuda.Event, stream: torch.cuda.Stream, result: list[Tensor]) -> None:
         super().__init__()
-        self._done_event, self._result = done, result
+        self._done_event, self._stream, self._result = done, stream, result
 
     def wait(self, timeout: object = None) -> bool:
         torch.cuda.current_stream().wait_event(self._done_event)
@@ -50,10 +50,11 @@ class CudaWork(dist.Work):
         return bool(self._done_event.query())
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Done once the caller's stream waits: c10d's reading of a CUDA future (DDP asks for it)."""
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self._result[0].device])
-        self.wait()
-        future.set_result(self._result)
+        """Done when the line is: a CUDA future keeps the streams that are current where it is set, and whoever waits
+        for it waits for these (DDP asks for it at launch: its compute must not wait there)."""
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self._stream.device])
+        with torch.cuda.stream(self._stream):
+            future.set_result(self._result)
         return future
 
 
@@ -74,4 +75,4 @@ class CudaLine:
                 tensor.record_stream(self.stream)  # the caller may drop it while the stream still writes
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self.stream)
-        return CudaWork(done, result)
+        return CudaWork(done, self.stream, result)
