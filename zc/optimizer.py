@@ -64,6 +64,7 @@ class ShardedOptimizer:
         self.adopt(runtime.plan.buckets)
         runtime.on_final = self._hand_out
         runtime.on_backward = self._after_backward
+        runtime.on_cleared = self._let_go
         runtime.is_shown = lambda name, grad: grad is self.grads[name]
         self._offload = HostStep(runtime, optimizer, self.slices, by_bucket=not whole) if runtime.plan.offload else None
         self._handles = (
@@ -159,6 +160,10 @@ class ShardedOptimizer:
         for name, shown in self._slice_grads.items():
             self.slices[name].grad = shown
         self._show()
+
+    def _let_go(self) -> None:
+        for tensor in self.slices.values():
+            tensor.grad = None
 
     def _show(self) -> None:
         """``param.grad`` of every parameter with a gradient becomes its ShardedGrad."""

@@ -71,6 +71,7 @@ class Runtime:
         self.is_boundary = True
         self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
         self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
+        self.on_cleared: Callable[[], None] = lambda: None  # the optimizer's: lets go of the slices' gradients
         self.host_programs: Callable[[], list[Program]] = list  # the optimizer's: updates in host memory, for explain
         self.state_file: StateFile | None = None  # offload="disk"
         self.host_update = "none yet"  # how they are done, for explain
@@ -271,6 +272,7 @@ class Runtime:
         self.streams.join_home()
         self._final = False
         if len(gone) == sum(sum(flags) for flags in self.ops.touched):
+            self.on_cleared()  # their views would keep the memory until this backward has taken as much again
             self.ops.clear(set_to_none=True)
             return
         self.wait_for_host_memory()

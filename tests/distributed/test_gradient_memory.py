@@ -96,3 +96,26 @@ def test_a_kept_gradient_keeps_its_values_and_an_old_stand_in_says_that_it_is_ol
     for survives, said in run_ranks(_kept, 2):
         assert survives
         assert "0.weight" in said and "set to None" in said, said
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_models_own_zero_grad_lets_go_before_new_memory_is_taken(stage: int) -> None:
+    model = mlp()
+    model, optimizer = zc.compile(model, adamw(model), stage=stage, backend="eager")
+    runtime = zc.api.sharded(model).runtime
+    x = torch.randn(4, next(model.parameters()).shape[1])
+    model(x).sum().backward()
+    optimizer.step()
+    old = {t.data_ptr() for t in runtime.buffers.acc}
+    held: list[bool] = []
+
+    def room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        held.append(any(g is not None and g.untyped_storage().data_ptr() in old for g in grads))
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    model.zero_grad()
+    with mock.patch.object(zc.buffers, "_room", room):
+        model(x).sum().backward()
+    assert held
+    assert not any(held)
