@@ -60,7 +60,7 @@ tables: $(STAMP)
 	$(PY) -m bench.tables
 
 gpu-test: $(STAMP)
-	$(PY) -m pytest tests/gpu $(ARGS)
+	$(PY) -m pytest -o addopts=-ra tests/gpu $(ARGS)  # pytest 8 does not know a key of ours: no --strict-config
 
 gpu-bench: $(STAMP)
 	$(PY) -m bench.gpu $(ARGS)

@@ -96,6 +96,7 @@ PROVIDERS = {
     "DeepSpeed ZeRO-2": _ds(2, *EAGER),
     "DeepSpeed ZeRO-1": _ds(1, *EAGER),
     "zc stage 2, overlap_gather": _zc(2, "--overlap-gather"),
+    "zc stage 1, write_in_place": _zc(1, "--write-in-place"),
     "zc stage 2, native reduction": _zc(2, "--reduce", "native"),
     "zc stage 1, eager": _zc(1, *EAGER, by_default=False),
     "zc stage 1, native reduction": _zc(1, "--reduce", "native", by_default=False),

@@ -43,6 +43,7 @@ class Options:
     reduce: str = "exact"
     offload: str | None = None
     overlap_gather: bool = False
+    write_in_place: bool = False
     compute_dtype: torch.dtype | None = None  # bf16 by each peer's own means: autocast, a policy, an engine's option
     accum: int = 1
     clip: float = 0.0
@@ -94,6 +95,7 @@ def zc(model: nn.Module, adamw: AdamW, options: Options) -> System:
         reduce=options.reduce,
         offload=options.offload,
         overlap_gather=options.overlap_gather,
+        write_in_place=options.write_in_place,
         backend=options.backend,
     )
     return System(

@@ -42,6 +42,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--bucket-mb", type=float, default=25.0, help="size of a gradient bucket in MiB")
     add("--reduce", choices=("exact", "native"), default="exact", help="how gradients are reduced (zc)")
     add("--offload", choices=("cpu",), help="where masters and moments are kept (zc, deepspeed)")
+    add("--write-in-place", action="store_true", help="matmuls make gradients in their place in the bucket (zc)")
     add("--overlap-gather", action="store_true", help="the next forward waits for gathered weights, not the step (zc)")
     add("--compute-dtype", choices=("bfloat16",), help="by the system's own means: param_dtype, autocast, a policy")
     add("--model", choices=MODELS, default="gpt")
@@ -128,6 +129,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
         args.reduce,
         args.offload,
         args.overlap_gather,
+        args.write_in_place,
         DTYPES.get(args.compute_dtype),
         args.accum,
         args.clip,
