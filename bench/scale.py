@@ -6,9 +6,9 @@
     python -m bench.scale depth --depths 12 24 48 96
     python -m bench.scale host               # microseconds of Python a step, by number of buckets
 
-Points of ``paced`` and ``depth`` that the session has already are not measured again. ``pace`` fails where the paced
-group is more than 3 % off its model. ``plan`` moves no byte: it asks the plan and the network's model. ``paced`` runs
-bench.train as rank 0 of W.
+Points of ``paced`` and ``depth`` that the session has already are not measured again; where one has no number, the
+command fails at its end. ``pace`` fails where the paced group is more than 3 % off its model. ``plan`` moves no byte:
+it asks the plan and the network's model. ``paced`` runs bench.train as rank 0 of W.
 """
 
 from __future__ import annotations
@@ -135,9 +135,10 @@ def train_once(provider: str, flags: list[str], timeout_s: float, cache: str | N
 
 
 def paced_points(
-    case: str, worlds: list[int], providers: list[str], networks: list[str], done: Done
+    case: str, worlds: list[int], providers: list[str], networks: list[str], done: Done, failed: list[str]
 ) -> Iterator[Point]:
-    """Median step of rank 0 on each network, and on one that costs nothing: the difference is exposed communication."""
+    """Median step of rank 0 on each network, and on one that costs nothing: the difference is exposed communication.
+    What has no number goes to ``failed``, with its reason."""
     with tempfile.TemporaryDirectory(prefix="scale-cache-") as cache:
         for world in worlds:
             for provider in providers:
@@ -145,16 +146,18 @@ def paced_points(
                     if done(f"paced step, {case}", f"{provider}, {network}", world):
                         continue
                     flags = [*CASES[case].all_flags, "--paced", network, "--world", str(world)]
-                    record = train_once(provider, flags, 400, f"{cache}/{provider}")
+                    # numbered: the compiler that Inductor calls takes no folder with a space
+                    record = train_once(provider, flags, 400, f"{cache}/{providers.index(provider)}")
                     if isinstance(record, str):
-                        print(f"{provider}, {network}, W={world}: {record}", file=sys.stderr)
+                        failed.append(f"{provider}, {network}, W={world}: {record}")
                         continue
                     step_s = statistics.median(record["step_s"][6:])  # type: ignore[index]
                     yield Point(f"paced step, {case}", f"{provider}, {network}", world, step_s * 1e3, "ms")
 
 
-def depth_points(depths: list[int], providers: list[str], done: Done) -> Iterator[Point]:
-    """Seconds of the first step, everything compiled anew, of a narrow GPT: what compiling costs by depth."""
+def depth_points(depths: list[int], providers: list[str], done: Done, failed: list[str]) -> Iterator[Point]:
+    """Seconds of the first step, everything compiled anew, of a narrow GPT: what compiling costs by depth. What has no
+    number goes to ``failed``, with its reason."""
     narrow = (
         "--vocab 256 --seq 32 --width 64 --heads 4 --batch 1 --steps 2 --settle 1 --clip 0 --eval-batches 0 --quiet"
     )
@@ -164,7 +167,7 @@ def depth_points(depths: list[int], providers: list[str], done: Done) -> Iterato
                 continue
             record = train_once(provider, [*narrow.split(), "--layers", str(depth)], 850)
             if isinstance(record, str):
-                print(f"{provider}, {depth} layers: {record}", file=sys.stderr)
+                failed.append(f"{provider}, {depth} layers: {record}")
                 continue
             yield Point("first step, cold", provider, depth, float(record["first_step_s"]), "s")  # type: ignore[arg-type]
 
@@ -256,11 +259,12 @@ def main(argv: list[str] | None = None) -> int:
     session = rows.fingerprint()
     known = {(r["kind"], r["series"], int(r["x"])) for r in rows.read(args.csv) if r["session"] == session}
     done: Done = lambda *point: point in known  # noqa: E731
+    failed: list[str] = []
     makers: dict[str, Callable[[], Iterator[Point]]] = {
         "plan": lambda: plan_points(args.model, args.worlds),
         "pace": lambda: pace_points(torch.device(args.device)),
-        "paced": lambda: paced_points(args.case, args.worlds, args.providers, args.networks, done),
-        "depth": lambda: depth_points(args.depths, args.providers, done),
+        "paced": lambda: paced_points(args.case, args.worlds, args.providers, args.networks, done, failed),
+        "depth": lambda: depth_points(args.depths, args.providers, done, failed),
         "host": lambda: (p for world in (1, 8) for p in host_points(args.buckets, world)),
     }
     console = Console()
@@ -274,6 +278,8 @@ def main(argv: list[str] | None = None) -> int:
     draw(args.csv, ROOT / "docs" / "benchmarks")
     if off:
         sys.exit("paced group: " + "; ".join(off))
+    if failed:
+        sys.exit("no number for " + "; ".join(failed))
     return 0
 
 

@@ -119,3 +119,22 @@ def test_host_time_has_a_point_a_count_and_a_slope() -> None:
         ("host time a bucket", 2),
     ]
     assert points[2].value == pytest.approx(points[1].value - points[0].value)
+
+
+def test_what_has_no_number_fails_and_every_run_has_a_folder_that_a_compiler_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """g++ splits Inductor's command at spaces: a cache named after "zc stage 2" compiled nothing."""
+    folders: list[str] = []
+
+    def train_once(provider: str, flags: list[str], timeout_s: float, cache: str | None = None) -> str:
+        folders.append(cache or "")
+        return "it ended early"
+
+    monkeypatch.setattr(scale, "train_once", train_once)
+    with pytest.raises(SystemExit, match=r"no number for zc stage 2, zero, W=8: it ended early; zc stage 2, ethernet"):
+        scale.main(["paced", "--worlds", "8", "--providers", "zc stage 2", "--csv", str(tmp_path / "scale.csv")])
+    assert len(folders) == 2
+    assert not any(" " in folder for folder in folders)
+    with pytest.raises(SystemExit, match="no number for zc stage 2, 12 layers: it ended early"):
+        scale.main(["depth", "--depths", "12", "--providers", "zc stage 2", "--csv", str(tmp_path / "scale.csv")])
