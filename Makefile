@@ -59,8 +59,9 @@ models-table: $(STAMP)
 tables: $(STAMP)
 	$(PY) -m bench.tables
 
+# pytest 8 does not know a key of ours: no --strict-config
 gpu-test: $(STAMP)
-	$(PY) -m pytest -o addopts=-ra tests/gpu $(ARGS)  # pytest 8 does not know a key of ours: no --strict-config
+	$(PY) -m pytest -o addopts=-ra tests/gpu $(ARGS)
 
 gpu-bench: $(STAMP)
 	$(PY) -m bench.gpu $(ARGS)

@@ -276,10 +276,9 @@ def main(argv: list[str] | None = None) -> int:
                 off.append(f"{point.series}: {point.value:+.2f} %, more than {PACE_TOLERANCE:g} % off its model")
             console.print(f"{point.kind}: {point.series}: {point.x}: {point.value:.4g} {point.unit}", soft_wrap=True)
     draw(args.csv, ROOT / "docs" / "benchmarks")
-    if off:
-        sys.exit("paced group: " + "; ".join(off))
-    if failed:
-        sys.exit("no number for " + "; ".join(failed))
+    wrong = [f"paced group: {text}" for text in off] + [f"no number for {text}" for text in failed]
+    if wrong:
+        sys.exit("; ".join(wrong))
     return 0
 
 

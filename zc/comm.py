@@ -80,6 +80,7 @@ class Watched:
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
+    """The name of the backend for tensors of this kind of device; None where the group has none."""
     config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
     found = config.get_device_backend_map().get(device_type)
     return None if found is None else str(found)
@@ -127,9 +128,8 @@ class Group:
             given = self._given if self._given is not None else dist.group.WORLD
             self.data = self.new_group() if device.type == "cpu" else given
             self._by_pairs = device.type == "cpu" and host_backend(given) == "gloo"
-            # gloo blocks the host for a GPU's tensors too. Others make the current stream wait, as long as nobody asks
-            # for a timeout: ProcessGroupNCCL.hpp (2.11), "it will block the CPU thread until the NCCL work is completed
-            # or timed out", and then it aborts the communicator
+            # gloo blocks the host for a GPU's tensors too. Others make the current stream wait; with a timeout, which a
+            # watched wait has, NCCL's work blocks the host until it is done (ProcessGroupNCCL.hpp, torch 2.11)
             self._waits_on_stream = device.type != "cpu" and backend_of(given, device.type) != "gloo"
 
     def new_group(self) -> dist.ProcessGroup:

@@ -96,7 +96,7 @@ class HostStep:
         """The optimizer's step begins. Bucket by bucket where that can't be seen; then nothing is left to the step
         itself. Else all gradients are waited for."""
         later = backend.has_later_step_hook(self.optimizer, own)  # it may want to change a gradient
-        self._is_done = self._by_bucket and not later and not self._has_scaler()
+        self._is_done = self._by_bucket and not later and not self._scaler_on_host()
         if self.disk is not None:
             self.disk.begin_update()
         if not self._is_done:
@@ -108,9 +108,9 @@ class HostStep:
         for param, _ in self._hidden:
             param.grad = None
 
-    def _has_scaler(self) -> bool:
-        """Whether a GradScaler leaves it to the optimizer's own fused update to unscale, or to skip the step. That
-        copies what the scaler has on a GPU without waiting, and reads the copy at once: so it gets host memory's."""
+    def _scaler_on_host(self) -> bool:
+        """Takes what a GradScaler has given a fused optimizer, to unscale or to skip the step by itself, to host
+        memory; False where none has. From a GPU the update would copy it without waiting, and read the copy at once."""
         found = False
         for key in ("grad_scale", "found_inf"):
             value = getattr(self.optimizer, key, None)

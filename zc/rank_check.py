@@ -10,6 +10,8 @@ difference:
   exchange for a second, all ranks put their journals into the store. Two journals that differ at one place can never
   meet again: RankMismatchError on every rank. A rank that does not answer for ``timeout`` seconds is gone:
   RankLostError, by name. One that answers and is only late (it compiles, it reads data) is waited for.
+  A wait of NCCL's is the stream's, not the host's, and is not watched: a lost rank shows at the next announcement or
+  boundary, which are waits of the host.
 - **The checksum** of the journal, which travels with the exchange before each update, for what happens to go through.
 
 A mismatch must not do harm before it is found: exchanges on CPU are sends and receives whose tag names the bucket. gloo

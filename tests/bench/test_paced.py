@@ -173,7 +173,7 @@ def test_zc_opens_its_groups_on_the_callers_backend() -> None:
 @pytest.mark.usefixtures("paced")
 @pytest.mark.parametrize(("device", "is_watched"), [("cpu", True), ("cuda:0", False)])
 def test_nobody_waits_with_a_timeout_for_what_a_stream_waits_for(device: str, is_watched: bool) -> None:
-    """NCCL's wait blocks the host where it is given one, and aborts the communicator when it is over."""
+    """NCCL's wait blocks the host where it is given one."""
     from unittest import mock
 
     from zc.comm import Group, Watched
