@@ -80,9 +80,11 @@ def test_fp32_gradients_within_1e_6(stage: int, backend: str) -> None:
 
 @pytest.mark.parametrize("fault", ["twice", "first bucket lost"])
 def test_the_oracle_notices_a_broken_accumulation(fault: str) -> None:
-    """Negative controls: DS#7981 lost all but the last, MLM#6357 added twice. Each must be far outside 1e-12."""
+    """Negative controls: DS#7981 lost all but the last, MLM#6357 added twice. Each must be far outside 1e-12.
+
+    What was never written holds whatever lay in its memory, NaN as well, which compares as neither: far outside."""
     for error, _ in run_ranks(_error, 2, Run("gpt_tied"), True, fault):
-        assert error > 0.1
+        assert not error <= 0.1
 
 
 # --- param.grad ---
