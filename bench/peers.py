@@ -103,11 +103,11 @@ def cpu_adam(model: nn.Module, adamw: AdamW) -> torch.optim.Optimizer:
     return made
 
 
-def deepspeed_config(options: Options, lr: float) -> dict[str, Any]:
+def deepspeed_config(model: nn.Module, options: Options, lr: float) -> dict[str, Any]:
     """ZeRO with what DeepSpeed's documentation names for speed: overlap, contiguous gradients, reduce-scatter; buckets
     as large as everybody's, since its default of 500 M elements would put these models into one."""
     itemsize = 2 if options.compute_dtype else 4
-    numel = options.bucket_nbytes // itemsize
+    numel = systems.bucket_limit(model, options, itemsize) // itemsize
     return {
         "train_micro_batch_size_per_gpu": 1,  # of the engine's dataloader, which nobody uses
         "gradient_accumulation_steps": options.accum,
@@ -135,7 +135,7 @@ def deepspeed(model: nn.Module, adamw: AdamW, options: Options, *, deep: bool = 
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed as ds
 
-    config = deepspeed_config(options, adamw.lr)
+    config = deepspeed_config(model, options, adamw.lr)
     if deep:
         config["compile"] = {"deepcompile": True}
     optimizer = adamw.make(model) if options.offload is None else cpu_adam(model, adamw)

@@ -71,7 +71,7 @@ def plan_points(model: str, worlds: list[int]) -> Iterator[Point]:
                 placement=PLACEMENTS[2],
                 reduce=reduce,
                 reduce_dtype=None,
-                bucket_nbytes=25 * 2**20,
+                bucket_nbytes=None,
                 num_buffers=2,
                 overlap=True,
             )

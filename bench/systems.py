@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bench.models import param_groups
+from zc.plan import default_nbytes
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Options:
     backend: str = "inductor"
     stage: int = 2
     param_dtype: torch.dtype | None = None  # of the weights; masters stay fp32 (zc)
-    bucket_nbytes: int = 25 * 2**20
+    bucket_nbytes: int | None = None  # the same for all systems; None: what zc would take (`bucket_limit`)
     reduce: str = "exact"
     offload: str | None = None
     overlap_gather: bool = False
@@ -132,8 +133,14 @@ def stock(
     )
 
 
+def bucket_limit(model: nn.Module, options: Options, itemsize: int) -> int:
+    """Bytes of a bucket of gradients with ``itemsize`` bytes an element."""
+    sizes = [p.numel() * itemsize for p in model.parameters() if p.requires_grad]
+    return options.bucket_nbytes or default_nbytes(sizes)
+
+
 def wrap_in_ddp(model: nn.Module, options: Options, *, view: bool) -> DistributedDataParallel:
-    mb = options.bucket_nbytes / 2**20
+    mb = bucket_limit(model, options, next(model.parameters()).element_size()) / 2**20
     return DistributedDataParallel(model, bucket_cap_mb=mb, gradient_as_bucket_view=view)
 
 

@@ -39,7 +39,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--backend", choices=("inductor", "aot_eager", "eager"), default="inductor")
     add("--stage", type=int, default=2, help="ZeRO stage (zc)")
     add("--param-dtype", choices=DTYPES, help="dtype of the weights (zc); masters stay fp32")
-    add("--bucket-mb", type=float, default=25.0, help="size of a gradient bucket in MiB")
+    add("--bucket-mb", type=float, help="size of a gradient bucket in MiB; without: what zc takes for the model")
     add("--reduce", choices=("exact", "native"), default="exact", help="how gradients are reduced (zc)")
     add("--offload", choices=("cpu",), help="where masters and moments are kept (zc, deepspeed)")
     add("--write-in-place", action="store_true", help="matmuls make gradients in their place in the bucket (zc)")
@@ -125,7 +125,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
         args.backend,
         args.stage,
         DTYPES.get(args.param_dtype),
-        int(args.bucket_mb * 2**20),
+        None if args.bucket_mb is None else int(args.bucket_mb * 2**20),
         args.reduce,
         args.offload,
         args.overlap_gather,

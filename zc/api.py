@@ -37,7 +37,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     reduce: str = "exact",
-    bucket_nbytes: int = 25 * 2**20,
+    bucket_nbytes: int | None = None,
     num_buffers: int = 2,
     overlap: bool = True,
     overlap_gather: bool = False,
@@ -61,9 +61,9 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         param_dtype: casts the trainable parameters, after their fp32 masters were taken from the given values.
         reduce_dtype: what travels between ranks; None: the parameters' dtype (stage 2), the accumulator's (stage 1).
         reduce: "exact": all-to-all, then a sum in rank order in fp32, bitwise the same for every bucket size and
-        overlap
-            setting; "native": the backend's reduce-scatter in ``reduce_dtype``.
-        bucket_nbytes: no bucket is larger, unless one parameter is (the ring is as large as the largest bucket).
+            overlap setting; "native": the backend's reduce-scatter in ``reduce_dtype``.
+        bucket_nbytes: no bucket is larger, unless one parameter is (the ring is as large as the largest bucket). None:
+            25 MiB, or more where that would make more than some 32 buckets, up to the size of the largest parameter.
         num_buffers: flat_grad buffers in the ring (stage 2), each as large as the largest bucket.
         overlap: False runs the reductions on the compute stream.
         overlap_gather: step() returns with the all-gathers launched, and the next compiled forward waits for each

@@ -24,7 +24,7 @@ class Config:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reduce: str = "exact"
-    bucket_nbytes: int = 25 * 2**20
+    bucket_nbytes: int | None = None
     num_buffers: int = 2
     overlap: bool = True
     overlap_gather: bool = False
@@ -47,6 +47,8 @@ class Config:
         _one_of("offload_accumulate", self.offload_accumulate, tuple(OFFLOADS))
         for name in ("bucket_nbytes", "num_buffers"):
             given = getattr(self, name)
+            if name == "bucket_nbytes" and given is None:
+                continue
             if not isinstance(given, int) or isinstance(given, bool) or given < 1:
                 raise PlanError(f"{name} must be a whole number of at least 1, got {given!r}")
         for name in ("overlap", "overlap_gather", "verify", "write_in_place", "delay_weight_grads"):

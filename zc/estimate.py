@@ -84,7 +84,7 @@ def plan(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     reduce: str = "exact",
-    bucket_nbytes: int = 25 * 2**20,
+    bucket_nbytes: int | None = None,
     num_buffers: int = 2,
     offload: str | None = None,
     offload_accumulate: str = "cpu",

@@ -16,6 +16,11 @@ from zc.placement import Offload, Placement
 
 Layout = Callable[[Sequence[tuple[str, tuple[int, ...]]], int, int], FlatLayout]
 
+# What a bucket takes by default: PyTorch DDP's 25 MiB, which overlaps well; more where that would make more than some
+# 32 buckets, each of which costs the host a write, a reduction and their events in every backward
+DEFAULT_NBYTES = 25 * 2**20
+ENOUGH_BUCKETS = 32
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -114,7 +119,7 @@ def make_plan(
     placement: Placement,
     reduce: str,
     reduce_dtype: torch.dtype | None,
-    bucket_nbytes: int,
+    bucket_nbytes: int | None,
     num_buffers: int,
     overlap: bool,
     layout: Layout = flat_layout,
@@ -122,7 +127,7 @@ def make_plan(
     overlap_gather: bool = False,
 ) -> Plan:
     """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes``
-    bytes.
+    bytes; None: `default_nbytes` of its dtype and device.
 
     ``reduce_dtype`` None: the parameters' own dtype where every backward is reduced (a gradient has no more bits than
     that), the accumulator's where a sum is reduced (PR#7985: rounding the sum would lose what fp32 has kept).
@@ -135,7 +140,8 @@ def make_plan(
         acc_dtype = torch.promote_types(dtype, torch.float32)
         wire = reduce_dtype or (dtype if placement.reduces_every_backward else acc_dtype)
         align = ALIGN_NBYTES // min(dtype.itemsize, wire.itemsize)
-        for members in _split(specs, dtype.itemsize, bucket_nbytes):
+        sizes = [Slot(spec.name, spec.shape, 0).numel * dtype.itemsize for spec in specs]
+        for members in _split(specs, sizes, bucket_nbytes or default_nbytes(sizes)):
             shapes = [(spec.name, spec.shape) for spec in members]
             record = Bucket(len(buckets), layout(shapes, world_size, align), dtype, wire, acc_dtype, device)
             buckets.append(record)
@@ -145,13 +151,19 @@ def make_plan(
     )
 
 
-def _split(specs: Sequence[ParamSpec], itemsize: int, bucket_nbytes: int) -> list[list[ParamSpec]]:
+def default_nbytes(sizes: Sequence[int]) -> int:
+    """Of a bucket, for parameters of these ``sizes`` in bytes: enough for some 32 buckets, but no more than the largest
+    parameter, which is a bucket whatever the limit and so sizes the ring: fewer buckets cost no memory. At least 25
+    MiB."""
+    return max(DEFAULT_NBYTES, min(max(sizes), sum(sizes) // ENOUGH_BUCKETS))
+
+
+def _split(specs: Sequence[ParamSpec], sizes: Sequence[int], bucket_nbytes: int) -> list[list[ParamSpec]]:
     """No bucket is larger than ``bucket_nbytes``, unless one parameter is: the ring is as large as the largest
     bucket."""
     chunks: list[list[ParamSpec]] = [[]]
     filled = 0
-    for spec in specs:
-        nbytes = Slot(spec.name, spec.shape, 0).numel * itemsize
+    for spec, nbytes in zip(specs, sizes, strict=True):
         if chunks[-1] and filled + nbytes > bucket_nbytes:
             chunks.append([])
             filled = 0

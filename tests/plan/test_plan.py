@@ -101,6 +101,40 @@ def test_a_plan_written_out() -> None:
     ]
 
 
+def _transformer(num_layers: int, width: int, vocab: int) -> list[ParamSpec]:
+    """The parameters of a Llama: embedding and head of their own, 12 widths squared a layer."""
+    layer = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width), "down": (width, 4 * width)}
+    names = {f"{k}.{name}": shape for k in range(num_layers) for name, shape in {**layer, "norm": (width,)}.items()}
+    shapes = {"embedding": (vocab, width), **names, "head": (vocab, width)}
+    return [ParamSpec(name, shape, BF16, CPU) for name, shape in shapes.items()]
+
+
+def _ring(plan: Plan) -> int:
+    return max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
+
+
+@pytest.mark.parametrize("layout", [flat_layout, whole_layout])
+def test_the_default_bucket_of_a_large_model_costs_launches_not_memory(layout) -> None:
+    """1.3 B parameters in 25 MiB are 99 buckets (qkv, out, up, down and the norms make 4 a layer), each of
+    which costs the host time in every backward. The ring is as large as the embedding in any case."""
+    specs = _transformer(24, 2048, 32768)
+    usual = plan_of(specs, bucket_nbytes=25 * 2**20, layout=layout)
+    default = plan_of(specs, bucket_nbytes=None, layout=layout)
+    assert len(usual.buckets) == 99 and len(default.buckets) == 38
+    assert _ring(default) == _ring(usual)
+    total = sum(math.prod(spec.shape) * 2 for spec in specs)
+    filled = [sum(slot.numel * 2 for slot in b.slots) for b in default.buckets]
+    assert max(nbytes for nbytes, b in zip(filled, default.buckets, strict=True) if len(b.slots) > 1) <= total / 32
+
+
+def test_the_default_bucket_of_a_small_model_is_25_mib() -> None:
+    """Some 32 buckets of less would overlap no better; and one of more would make a ring that no parameter asks for."""
+    small = _transformer(8, 512, 8192)  # 67 MB
+    no_large_one = [ParamSpec(f"w{k}", (2048, 2048), BF16, CPU) for k in range(200)]  # 1.7 GB in 8 MB each
+    for specs in (small, no_large_one):
+        assert plan_of(specs, bucket_nbytes=None) == plan_of(specs, bucket_nbytes=25 * 2**20)
+
+
 def test_what_travels_is_the_sum_in_stage_1_and_single_gradients_in_stage_2() -> None:
     """PR#7985 (INVARIANTS I5, I11): stage 1 sends an fp32 sum of microbatches; rounding it loses what was kept."""
     specs = [ParamSpec("w", (4, 4), BF16, CPU)]
