@@ -276,13 +276,7 @@ class PacedGroup(dist.ProcessGroup):
     def _fill(self, output: Tensor, own: Tensor) -> None:
         """Every rank's rows are this rank's. ``own`` may lie in ``output``."""
         rows = output.view(self._size, -1)
-        own = own.reshape(-1)
-        if output.is_cuda:  # one launch: W of them would take the host longer than the model's time
-            rows.copy_(own.expand_as(rows))
-            return
-        for row in rows:
-            if row.data_ptr() != own.data_ptr():
-                row.copy_(own)
+        rows.copy_(own.reshape(-1).expand_as(rows))  # one call: W would outlast the model's time
 
     def _reduce(self, output: Tensor, rows: Tensor, opts: Any) -> None:
         torch.mul(rows.view(self._size, -1)[0], self._size if _is_sum(opts) else 1, out=output.view(-1))

@@ -202,6 +202,7 @@ def _guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
 def _inner_compile(
     runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
 ) -> Any:
+    kwargs = _without_cuda_graphs(runtime, kwargs)
     if not kwargs.get("is_backward"):
         if runtime.plan.overlap_gather:
             return _compile_forward(runtime, names, gm, example_inputs, kwargs)
@@ -214,6 +215,21 @@ def _inner_compile(
 
     run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
     return run
+
+
+def _without_cuda_graphs(runtime: Runtime, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A CUDA graph's outputs are overwritten by its next replay. A segment's are gradients, which wait for their bucket
+    and cross streams, and layers of one shape share one compiled segment. A forward whose backward is no CUDA graph
+    would be taken for one with a backward pending, and never replay.
+
+    Relies on the argument ``cudagraphs`` of ``compile_fx_inner``, a box with a truth value made from
+    ``torch._inductor.config.triton.cudagraphs`` (2.11 to 2.15).
+    """
+    asked = kwargs.get("cudagraphs")
+    if not asked:
+        return kwargs
+    runtime.say_once("torch._inductor.config.triton.cudagraphs is on: zc compiles without CUDA graphs")
+    return {**kwargs, "cudagraphs": type(asked)(False)}
 
 
 def _adopt_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

@@ -76,6 +76,27 @@ def test_negative_control_positions_of_the_whole_backward_would_name_other_input
         test_a_segment_donates_its_own_inputs_only()
 
 
+@pytest.mark.parametrize("overlap_gather", [False, True])
+def test_no_graph_becomes_a_cuda_graph(overlap_gather: bool) -> None:
+    """A replay would overwrite gradients that still wait for their bucket. Inductor's option is left out, and that is
+    said."""
+    from torch._inductor import compile_fx, config
+
+    seen: list[tuple[bool, bool]] = []
+    inner = compile_fx.compile_fx_inner
+
+    def spy(gm, example_inputs, **kwargs):
+        seen.append((bool(kwargs.get("is_backward")), bool(kwargs["cudagraphs"])))
+        return inner(gm, example_inputs, **kwargs)
+
+    model, x = Net(), torch.randn(8, 32)
+    with mock.patch.object(compile_fx, "compile_fx_inner", spy), config.patch({"triton.cudagraphs": True}):
+        with pytest.warns(UserWarning, match="triton.cudagraphs is on: zc compiles without CUDA graphs"):
+            trained(model, x, compiled=True, overlap_gather=overlap_gather)
+        assert "zc compiles without CUDA graphs" in str(zc.explain(model))
+        assert {is_backward for is_backward, _ in seen} == {False, True} and not any(on for _, on in seen)
+
+
 def test_identical_segments_are_compiled_once() -> None:
     from torch._inductor import compile_fx
 
