@@ -234,8 +234,10 @@ class Group:
     def broadcast_(self, tensor: Tensor) -> None:
         """Rank 0's values, in place, any dtype. ``tensor`` is contiguous."""
         if self.world_size > 1 and tensor.numel():
+            # a buffer may lie in host memory beside a model on a GPU, and NCCL takes none
+            group = self.control if tensor.device.type == "cpu" else self.data
             # as bytes: gloo knows no bool, and a broadcast does no arithmetic
-            dist.broadcast(tensor.view(-1).view(torch.uint8), group_src=0, group=self.data)
+            dist.broadcast(tensor.view(-1).view(torch.uint8), group_src=0, group=group)
 
     def max_on_host(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over the ranks; host memory only, so that no device is synchronised."""

@@ -10,8 +10,12 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
+from harness import run_ranks
 from loops import Run, adamw, against_ddp, sgd
 from models import NAMES
+
+from zc.comm import Group
 
 TOLERANCE = 2e-5
 # microbatches, and whether they are declared with zc.no_sync
@@ -78,6 +82,20 @@ def test_clipping_and_momentum(backend: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
+def _two_devices(rank: int, world_size: int) -> list[float]:
+    group = Group(None)
+    group.open_data(torch.device("cpu"))
+    group.data = "takes a GPU's tensors only, as NCCL does"  # type: ignore[assignment]
+    table = torch.full((3,), float(rank + 1))
+    group.broadcast_(table)
+    return table.tolist()
+
+
+def test_a_buffer_in_host_memory_needs_no_group_of_the_gpu() -> None:
+    """A table of positions left on the CPU beside a model on a GPU: rank 0's on every rank, as in DDP."""
+    assert run_ranks(_two_devices, 2) == [[1.0, 1.0, 1.0]] * 2
+
+
 def test_without_overlap_and_with_one_ring_buffer(stage: int) -> None:
     """DS#5606, DS#7805 (INVARIANTS I2): with one buffer every bucket waits for the one before it to be read."""
     for options in ({"overlap": False}, {"num_buffers": 1}, {"bucket_nbytes": 1}):
