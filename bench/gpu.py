@@ -44,7 +44,8 @@ CELLS = [
     *(Cell("llama-1.3b-2048-ga1", p, None) for p in (FLOOR, "zc stage 2", "zc stage 1")),
     *(
         Cell("llama-1.3b-2048-ga1", p, (network, 8))
-        for p in ("zc stage 2", "FSDP2 + compile", "DDP + compile", "DeepSpeed ZeRO-2 + compile")
+        for p in ("zc stage 2", "zc stage 2, overlap_gather", "FSDP2 + compile", "DDP + compile",
+                  "DeepSpeed ZeRO-2 + compile")
         for network in ("nvlink", "zero")
     ),
     *(Cell("llama-0.3b-512-ga1", p, None) for p in (FLOOR, "zc stage 2")),
@@ -88,8 +89,9 @@ def step_rows(
             return
         started = time.monotonic()
         timeout_s = min(LONGEST_RUN_S, deadline - started)
-        args = argparse.Namespace(paced=cell.paced, timeout=timeout_s, ranks=1, extra=DRY_FLAGS if is_dry else ())
-        wanted = run.Run("tiny" if is_dry else cell.case, cell.provider, 0)
+        world = cell.paced[1] if cell.paced else 1
+        args = argparse.Namespace(world=world, timeout=timeout_s, ranks=1, extra=DRY_FLAGS if is_dry else ())
+        wanted = run.Run("tiny" if is_dry else cell.case, cell.provider, 0, network)
         # one float64 pass over 1.3 B parameters would take the whole call: the losses of one real rank are compared
         # with the floor's, which is plain torch (`depart`)
         row = run.run_once(wanted, session, None, args) | wanted._asdict() | {"case": cell.case}

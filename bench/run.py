@@ -1,6 +1,7 @@
 """Every peer on the same work: cases x providers x repeats, interleaved, each run in fresh processes.
 
     python -m bench.run --cases gpt30m-fp32 --repeats 3 [--minutes 4]
+    python -m bench.run --paced zero ethernet --world 8 --csv bench/results/paced.csv --cases gpt30m-fp32-1k
 
 Output of a run is kept in out/bench/SESSION/CASE/PROVIDER/REPEAT/log.txt; the end of a failed one's is printed.
 A row is written as soon as its run ends; a run whose losses depart from the float64 reference, or that fails, has its
@@ -28,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench import rows
 from bench.cases import CASES, FIRST_CASES, FIRST_PROVIDERS, PROVIDERS, version_of
 from bench.measure import ROOT, end_on_sigterm, launch_quietly, torchrun_command, versions
+from bench.paced import NETWORKS
 from bench.reference import disagreement, reference
 
 RESULTS = ROOT / "bench" / "results" / "run.csv"
@@ -41,39 +43,44 @@ class Run(NamedTuple):
     case: str
     provider: str
     repeat: int
+    network: str = ""  # that the paced group models; none: real ranks
 
 
-def matrix(cases: list[str], providers: list[str], repeats: int, *, as_given: bool = False) -> list[Run]:
+def matrix(
+    cases: list[str], providers: list[str], repeats: int, *, as_given: bool = False, networks: Sequence[str] = ("",)
+) -> list[Run]:
     """All providers of a case in turn, and that ``repeats`` times: A B C A B C, so that a slow hour hits all.
 
     What says most comes first: cells of FIRST_CASES and FIRST_PROVIDERS with all their repeats, then those of one of
     the two, then the others. Among these, each cell has its n-th run before any has its next. ``as_given``: the order
-    is the caller's, case by case, and every provider takes its turn.
+    is the caller's, case by case, and every provider takes its turn. The networks of a cell are neighbours.
     """
     cells = [(c, p) for c in cases for p in providers]
     if as_given:
-        return [Run(case, p, repeat) for case in cases for repeat in range(repeats) for p in providers]
+        return [Run(c, p, k, n) for c in cases for k in range(repeats) for p in providers for n in networks]
     tiers: list[list[tuple[str, str]]] = [[], [], []]
     for case, provider in cells:
         tiers[(case not in FIRST_CASES) + (provider not in FIRST_PROVIDERS)].append((case, provider))
-    return [Run(case, provider, repeat) for tier in tiers for repeat in range(repeats) for case, provider in tier]
+    return [Run(c, p, k, n) for tier in tiers for k in range(repeats) for c, p in tier for n in networks]
 
 
 def left(wanted: list[Run], known: list[rows.Row], session: str) -> list[Run]:
     """What has no row in this session yet, without the repeats of what has failed: it would again."""
     rows_now = [r for r in known if r["session"] == session]
-    done = {(r["case"], r["provider"], r["repeat"]) for r in rows_now}
+    done = {(r["case"], r["provider"], r["repeat"], r["network"]) for r in rows_now}
     hopeless = {(r["case"], r["provider"]) for r in rows_now if r["status"].startswith(("failed", "not measured"))}
     return [
         run
         for run in wanted
-        if (run.case, run.provider, str(run.repeat)) not in done and (run.case, run.provider) not in hopeless
+        if (run.case, run.provider, str(run.repeat), run.network) not in done
+        and (run.case, run.provider) not in hopeless
     ]
 
 
-def flags_of(run: Run, paced: tuple[str, int] | None, extra: Sequence[str] = ()) -> list[str]:
+def flags_of(run: Run, world: int, extra: Sequence[str] = ()) -> list[str]:
+    """``world``: the ranks that a paced group pretends."""
     flags = [*PROVIDERS[run.provider].flags, *CASES[run.case].all_flags, *extra]
-    return flags + (["--paced", paced[0], "--world", str(paced[1])] if paced else [])
+    return flags + (["--paced", run.network, "--world", str(world)] if run.network else [])
 
 
 def run_once(run: Run, session: str, expected: list[float] | None, args: argparse.Namespace) -> dict[str, Any]:
@@ -85,14 +92,14 @@ def run_once(run: Run, session: str, expected: list[float] | None, args: argpars
     if not filled.exists():  # never used, or by a run that was cut off while it compiled
         shutil.rmtree(cache, ignore_errors=True)
     start = "warm" if filled.exists() else "cold"
-    out = folder / str(run.repeat)
+    out = folder / "-".join(filter(None, (str(run.repeat), run.network)))
     out.mkdir(parents=True, exist_ok=True)
     (out / "run.json").unlink(missing_ok=True)
-    flags = flags_of(run, args.paced, args.extra)
-    ranks = 1 if args.paced else args.ranks or case.ranks
+    flags = flags_of(run, args.world, args.extra)
+    ranks = 1 if run.network else args.ranks or case.ranks
     shown = torchrun_command("bench.train", [*flags, "--out", "OUT"], ranks, python="python")
     row: dict[str, Any] = {"start": start, "version": version_of(provider) or "", "command": shlex.join(shown)}
-    row["network"] = args.paced[0] if args.paced else ""
+    row["network"] = run.network
     if version_of(provider) is None:
         return row | {"status": f"not measured: {provider.package} is not installed"}
     # extensions (DeepSpeed's): apart too, since a build that was cut off leaves a lock that the next one waits for
@@ -120,7 +127,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=600.0, help="no run is started that would probably end later")
     add("--timeout", type=float, default=400.0, help="seconds after which a run counts as failed")
     add("--session", help="name of the session to go on with")
-    add("--paced", nargs=2, metavar=("NETWORK", "WORLD"), help="one process plays rank 0 of WORLD (bench/paced.py)")
+    add("--paced", nargs="+", choices=NETWORKS, help="one process plays rank 0 of --world on these (bench/paced.py)")
+    add("--world", type=int, default=8, help="ranks that --paced pretends")
     add("--csv", type=Path, default=RESULTS)
     add("--first", action="store_true", help="the cases and providers that say most, and nothing else")
     args = parser.parse_args(argv)
@@ -128,9 +136,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.providers = args.providers or [n for n, p in PROVIDERS.items() if p.by_default]
     if args.first:
         args.cases, args.providers = list(FIRST_CASES), list(FIRST_PROVIDERS)
-    if args.paced:
-        args.paced = (args.paced[0], int(args.paced[1]))
-    args.session = args.session or rows.fingerprint() + ("-{}-{}".format(*args.paced) if args.paced else "")
+    args.session = args.session or rows.fingerprint() + (f"-paced-{args.world}" if args.paced else "")
     return args
 
 
@@ -139,7 +145,8 @@ def main(argv: list[str] | None = None) -> int:
     end_on_sigterm()
     deadline = time.monotonic() + 60 * args.minutes
     console = Console()
-    wanted = matrix(args.cases, args.providers, args.repeats, as_given=args.as_given)
+    networks = args.paced or ("",)
+    wanted = matrix(args.cases, args.providers, args.repeats, as_given=args.as_given, networks=networks)
     todo = left(wanted, rows.read(args.csv), args.session)
     seconds: dict[tuple[str, str], float] = {}
     references: dict[str, list[float]] = {}
@@ -155,9 +162,10 @@ def main(argv: list[str] | None = None) -> int:
             if time.monotonic() + guess > deadline:
                 console.print(f"{args.minutes:g} minutes are over: run it again to go on with session {args.session}")
                 break
-            progress.update(task, description=f"{run.case}: {run.provider} ({run.repeat + 1}/{args.repeats})")
+            about = f"{run.case}: {run.provider}" + (f", {run.network}" if run.network else "")
+            progress.update(task, description=f"{about} ({run.repeat + 1}/{args.repeats})")
             # on a paced network the other ranks' data is made up, and so are the losses
-            if run.case not in references and not args.paced:
+            if run.case not in references and not run.network:
                 references[run.case] = reference(CASES[run.case])
             started = time.monotonic()
             row = run_once(run, args.session, references.get(run.case), args)
@@ -169,10 +177,12 @@ def main(argv: list[str] | None = None) -> int:
                 failed.add((run.case, run.provider))
             if not console.is_terminal:
                 shown = f"{row['p50_ms']} ms" if row["status"] == "ok" else row["status"]
-                console.print(f"{run.case}: {run.provider}: {row['start']}, {shown}", soft_wrap=True)
+                console.print(f"{about}: {row['start']}, {shown}", soft_wrap=True)
     from bench.charts import draw
     from bench.tables import rich_table
 
+    if args.paced:  # a table by network: bench.tables
+        return 0
     known = rows.read(args.csv)
     for case in args.cases:
         chosen = [r for r in known if r["session"] == args.session and r["case"] == case]

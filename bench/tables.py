@@ -122,7 +122,7 @@ def _caption(rows: list[Row]) -> str:
     whole = next((r for r in rows if r["num_params"]), None)
     if whole is None:
         return f"Session {rows[0]['session']}: no run ended."
-    repeats = Counter(r["provider"] for r in rows).values()
+    repeats = Counter((r["provider"], r["network"]) for r in rows).values()
     shown = f"{min(repeats)} to {max(repeats)}" if len(set(repeats)) > 1 else str(max(repeats))
     return (
         f"{whole['case']}: {int(whole['num_params']):,} parameters, {whole['ranks']} ranks; medians of {shown} "
@@ -144,35 +144,42 @@ def scale(path: Path, chosen: Mapping[str, str]) -> str:
     return f"{markdown(['', *series], lines)}\n\n{about}{last['time'][:10]}."
 
 
-def gpu(path: Path, chosen: Mapping[str, str]) -> str:
-    """One case of bench.gpu: providers with one real rank (no network) and on modelled networks."""
+PACED_HEAD = (
+    "provider", "network", "step ms p50 (p20 to p80)", "exposed communication ms", "host ms", "peak MB", "held MB",
+)  # fmt: skip
+
+
+def paced(path: Path, chosen: Mapping[str, str]) -> str:
+    """One case on one real rank (no network) and on modelled networks, a line a provider and network. What is exposed:
+    a step on a network less one on a network that costs nothing, median over repeats."""
     rows = rows_of(path, chosen)
     if not rows:
         return f"No rows yet in {path.name} with {dict(chosen)}."
-    zero = {r["provider"]: float(r["p50_ms"]) for r in rows if r["network"] == "zero" and r["p50_ms"]}
-    head = [
-        "provider",
-        "network",
-        "step ms p50 (p20 to p80)",
-        "exposed communication ms",
-        "host ms",
-        "peak MB",
-        "held MB",
-    ]
     lines = []
-    for r in rows:
-        line = [r["provider"], r["network"] or "none, 1 rank"]
-        if r["status"] != "ok":
-            lines.append([*line, f"no number: {r['status']}", *[""] * 4])
+    for provider, network in dict.fromkeys((r["provider"], r["network"]) for r in rows):
+        own = [r for r in rows if (r["provider"], r["network"]) == (provider, network)]
+        line = [provider, network or "none, 1 rank"]
+        bad = next((r["status"] for r in own if r["status"] != "ok"), None)
+        if bad is not None:
+            lines.append([*line, f"no number: {bad}", *[""] * 4])
             continue
-        base = zero.get(r["provider"]) if r["network"] not in ("", "zero") else None
-        exposed = None if base is None else float(r["p50_ms"]) - base
-        line += [f"{r['p50_ms']} ({r['p20_ms']} to {r['p80_ms']})", _show(exposed, ".2f")]
-        lines.append([*line, r["host_ms"], r["peak_steady_mb"], r["held_mb"]])
-    return f"{markdown(head, lines)}\n\n{_caption(rows)}"
+        p20, p50, p80 = (median_of(own, c) for c in ("p20_ms", "p50_ms", "p80_ms"))
+        assert p50 is not None
+        exposed = None if network in ("", "zero") else _exposed(rows, provider, network)
+        line += [f"{_show(p50, _ms(p50))} ({_show(p20, _ms(p50))} to {_show(p80, _ms(p50))})", _show(exposed, ",.1f")]
+        line += [_show(median_of(own, c), ",.4g") for c in ("host_ms", "peak_steady_mb", "held_mb")]
+        lines.append(line)
+    return f"{markdown(list(PACED_HEAD), lines)}\n\n{_caption(rows)}"
 
 
-TABLES: dict[str, Callable[[Path, Mapping[str, str]], str]] = {"run": run, "scale": scale, "gpu": gpu}
+def _exposed(rows: list[Row], provider: str, network: str) -> float | None:
+    found = {(r["network"], r["repeat"]): float(r["p50_ms"]) for r in rows if r["provider"] == provider and r["p50_ms"]}
+    pairs = [(ms, found.get(("zero", repeat))) for (name, repeat), ms in found.items() if name == network]
+    more = [ms - zero for ms, zero in pairs if zero is not None]
+    return statistics.median(more) if more else None
+
+
+TABLES: dict[str, Callable[[Path, Mapping[str, str]], str]] = {"run": run, "scale": scale, "gpu": paced, "paced": paced}
 
 
 def fill(text: str, results: Path = RESULTS) -> str:

@@ -18,25 +18,30 @@ from bench.reference import NUM_LOSSES, compute, disagreement, flags_of
 
 def test_providers_take_turns_and_what_says_most_comes_first() -> None:
     order = [tuple(r) for r in run.matrix(["tiny", "gpt30m-bf16"], ["DDP", "zc stage 2", "FSDP2"], 2)]
-    first = [("gpt30m-bf16", "zc stage 2", 0), ("gpt30m-bf16", "zc stage 2", 1)]
+    first = [("gpt30m-bf16", "zc stage 2", 0, ""), ("gpt30m-bf16", "zc stage 2", 1, "")]
     turn = [("tiny", "zc stage 2"), ("gpt30m-bf16", "DDP"), ("gpt30m-bf16", "FSDP2")]
-    second = [(*cell, repeat) for repeat in (0, 1) for cell in turn]
-    third = [("tiny", name, repeat) for repeat in (0, 1) for name in ("DDP", "FSDP2")]
+    second = [(*cell, repeat, "") for repeat in (0, 1) for cell in turn]
+    third = [("tiny", name, repeat, "") for repeat in (0, 1) for name in ("DDP", "FSDP2")]
     assert order == first + second + third
     chosen = ["--cases", "tiny", "gpt30m-bf16", "--providers", "DDP", "zc stage 2", "--repeats", "2"]
     args = run.parse(chosen)
     order = [tuple(r) for r in run.matrix(args.cases, args.providers, args.repeats, as_given=args.as_given)]
     turns = [("DDP", 0), ("zc stage 2", 0), ("DDP", 1), ("zc stage 2", 1)]
-    assert order == [(case, *turn) for case in ("tiny", "gpt30m-bf16") for turn in turns]
+    assert order == [(case, *turn, "") for case in ("tiny", "gpt30m-bf16") for turn in turns]
+    paced = run.matrix(["tiny"], ["DDP", "FSDP2"], 2, as_given=True, networks=["zero", "400g"])
+    assert [(r.provider, r.repeat, r.network) for r in paced[:5]] == [
+        ("DDP", 0, "zero"), ("DDP", 0, "400g"), ("FSDP2", 0, "zero"), ("FSDP2", 0, "400g"), ("DDP", 1, "zero"),
+    ]  # fmt: skip
     assert not run.parse([]).as_given and not run.parse(["--first"]).as_given
 
 
 def test_what_has_a_row_in_this_session_is_not_run_again() -> None:
     wanted = run.matrix(["tiny"], ["DDP", "FSDP2"], 2)
     known = [
-        {"session": "now", "case": "tiny", "provider": "DDP", "repeat": "0", "status": "ok"},
-        {"session": "before", "case": "tiny", "provider": "FSDP2", "repeat": "0", "status": "ok"},
-        {"session": "now", "case": "other", "provider": "DDP", "repeat": "1", "status": "ok"},
+        {"session": "now", "case": "tiny", "provider": "DDP", "repeat": "0", "status": "ok", "network": ""},
+        {"session": "before", "case": "tiny", "provider": "FSDP2", "repeat": "0", "status": "ok", "network": ""},
+        {"session": "now", "case": "other", "provider": "DDP", "repeat": "1", "status": "ok", "network": ""},
+        {"session": "now", "case": "tiny", "provider": "DDP", "repeat": "1", "status": "ok", "network": "400g"},
     ]
     todo = run.left(wanted, known, "now")
     assert [(r.provider, r.repeat) for r in todo] == [("FSDP2", 0), ("DDP", 1), ("FSDP2", 1)]
@@ -49,8 +54,8 @@ def test_what_has_a_row_in_this_session_is_not_run_again() -> None:
 def test_every_provider_and_case_has_flags_that_parse() -> None:
     for name in PROVIDERS:
         for case in ("tiny", "llama-3b-8192-ga8"):
-            args = run.flags_of(run.Run(case, name, 0), None)
-            assert run.flags_of(run.Run(case, name, 0), ("400g", 8))[-4:] == ["--paced", "400g", "--world", "8"]
+            args = run.flags_of(run.Run(case, name, 0), 8)
+            assert run.flags_of(run.Run(case, name, 0, "400g"), 8)[-4:] == ["--paced", "400g", "--world", "8"]
             assert "--system" in args
     for case in CASES.values():
         settle = flags_of(case).settle
@@ -231,10 +236,10 @@ def test_a_table_of_the_gpu_shows_what_communication_adds(tmp_path: Path) -> Non
     for network, p50 in (("", 70.0), ("zero", 80.0), ("nvlink", 83.5)):
         rows.append(path, base | {"provider": "zc stage 2", "network": network} | times_of(p50))
     rows.append(path, base | {"provider": "DDP", "network": "nvlink", "status": "failed: no", "p50_ms": ""})
-    lines = [[c.strip() for c in line.split("|")[1:-1]] for line in tables.gpu(path, {"case": "c"}).splitlines()[2:6]]
+    lines = [[c.strip() for c in line.split("|")[1:-1]] for line in tables.paced(path, {"case": "c"}).splitlines()[2:6]]
     assert [line[1] for line in lines] == ["none, 1 rank", "zero", "nvlink", "nvlink"]
-    assert [line[3] for line in lines] == ["", "", "3.50", ""]
-    assert lines[2][2] == "83.5 (82.5 to 85.5)"
+    assert [line[3] for line in lines] == ["", "", "3.5", ""]
+    assert lines[2][2] == "83.50 (82.50 to 85.50)"
     assert lines[3][2] == "no number: failed: no"
 
 
