@@ -157,6 +157,12 @@ class CpuLine:
         work.finish()
 
 
+def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
+    """c10d calls it from C++: under a compiled module (DDP's buffers) Dynamo would trace into it as into the model."""
+    made: Callable[..., Any] = torch.compiler.disable(method)
+    return made
+
+
 class PacedGroup(dist.ProcessGroup):
     """Rank 0 of ``size`` on a modelled network. Method names are those that torch 2.11 to 2.15 call."""
 
@@ -189,6 +195,7 @@ class PacedGroup(dist.ProcessGroup):
             return work
         return self._cpu.put(seconds, move, result)
 
+    @_collective
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         def move() -> None:
             if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
@@ -199,12 +206,15 @@ class PacedGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
+    @_collective
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return self._start("broadcast", _nbytes(tensors), lambda: None, tensors)
 
+    @_collective
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return self._start("broadcast", _nbytes(tensors), lambda: None, tensors)
 
+    @_collective
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         def move() -> None:
             for outs, own in zip(outputs, inputs, strict=True):
@@ -213,9 +223,11 @@ class PacedGroup(dist.ProcessGroup):
 
         return self._start("all_gather", sum(map(_nbytes, outputs)), move, [t for outs in outputs for t in outs])
 
+    @_collective
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
         return self._start("all_gather", output.nbytes, lambda: self._fill(output, own), [output])
 
+    @_collective
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         def move() -> None:
             for output, own in zip(outputs, inputs, strict=True):
@@ -223,9 +235,11 @@ class PacedGroup(dist.ProcessGroup):
 
         return self._start("all_gather", _nbytes(outputs), move, outputs)
 
+    @_collective
     def reduce_scatter_single(self, output: Tensor, rows: Tensor, opts: Any = None) -> dist.Work:
         return self._start("reduce_scatter", rows.nbytes, lambda: self._reduce(output, rows, opts), [output])
 
+    @_collective
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
@@ -235,6 +249,7 @@ class PacedGroup(dist.ProcessGroup):
 
         return self._start("reduce_scatter", _nbytes(inputs), move, outputs)
 
+    @_collective
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         def move() -> None:
             for output, rows in zip(outputs, inputs, strict=True):
@@ -242,6 +257,7 @@ class PacedGroup(dist.ProcessGroup):
 
         return self._start("reduce_scatter", sum(map(_nbytes, inputs)), move, outputs)
 
+    @_collective
     def all_to_all_single(
         self, output: Tensor, rows: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
     ) -> dist.Work:
@@ -251,6 +267,7 @@ class PacedGroup(dist.ProcessGroup):
         own = rows.view(self._size, -1)[0]
         return self._start("all_to_all", rows.nbytes, lambda: self._fill(output, own), [output])
 
+    @_collective
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         def move() -> None:
             for output, given in zip(outputs, inputs, strict=True):
@@ -258,13 +275,16 @@ class PacedGroup(dist.ProcessGroup):
 
         return self._start("all_to_all", _nbytes(inputs), move, outputs)
 
+    @_collective
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> dist.Work:
         """Links carry both directions at once: a send costs what its receive does, once."""
         return self._start("barrier", 0, lambda: None, tensors)
 
+    @_collective
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> dist.Work:
         return self._start("p2p", _nbytes(tensors), lambda: None, tensors)
 
+    @_collective
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._start("barrier", 0, lambda: None, [])
 

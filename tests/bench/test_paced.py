@@ -160,6 +160,19 @@ def test_ddp_runs_unchanged() -> None:
 
 
 @pytest.mark.usefixtures("paced")
+def test_compiled_ddp_broadcasts_its_buffers() -> None:
+    """From inside the compiled wrapper, through C++, back to Python, into which Dynamo must not trace."""
+    plain, batch = model_and_batch()
+    model, _ = model_and_batch()
+    model.register_buffer("table", torch.ones(3))
+    wrapped = torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager")
+    for network in (plain, wrapped):
+        network(batch).square().mean().backward()
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+@pytest.mark.usefixtures("paced")
 def test_zc_opens_its_groups_on_the_callers_backend() -> None:
     from zc.comm import Group
 
