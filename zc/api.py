@@ -67,8 +67,9 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         num_buffers: flat_grad buffers in the ring (stage 2), each as large as the largest bucket.
         overlap: False runs the reductions on the compute stream.
         overlap_gather: step() returns with the all-gathers launched, and the next compiled forward waits for each
-            bucket where it first reads it. Opt-in, since a raw read of ``p.data`` right after step() can't be guarded:
-            call `synchronize` before one.
+            bucket where it first reads it; whoever reads a parameter before that waits for all (`zc.pending`). Opt-in,
+            since a view or ``p.data`` that was kept from before can't be watched: call `synchronize` before such a
+            read.
         group: the ranks that share the model; None: the default group.
         backend: "inductor"; "aot_eager", the same schedule with its segments run op by op; "eager", hooks only.
         offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there;
@@ -143,7 +144,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         runtime.weights.install_hooks(model)
     if config.backend != "eager":
         compiler.raise_recompile_limit(model)
-        compiler.compile_in_place(model, compiler.make_backend(runtime))
+        before = runtime.weights.let_read if config.overlap_gather else None
+        compiler.compile_in_place(model, compiler.make_backend(runtime), before)
     return model, optimizer
 
 
@@ -218,8 +220,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def synchronize(model: nn.Module) -> None:
     """With ``overlap_gather``: whatever comes next on the current stream (on CPU: in this thread) may read parameters.
 
-    Only needed before a read that no module and no state_dict makes: ``p.data`` or ``model.parameters()`` between
-    ``optimizer.step()`` and the next forward. Does nothing without ``overlap_gather``. The host does not wait on CUDA.
+    Only needed between ``optimizer.step()`` and the next forward, before a read that does not go through a parameter: a
+    view or ``p.data`` that was kept from before the step, a C++ extension that takes tensors past torch's dispatch.
+    Does nothing without ``overlap_gather``. The host does not wait on CUDA.
     """
     sharded(model).runtime.weights.synchronize()
 

@@ -110,6 +110,13 @@ def make_wrapper(cls: type[_T], like: torch.Tensor) -> _T:
     return made
 
 
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Inside, a subclass's ``__torch_function__`` is not asked (torch's notes on extending it name this class; 2.11 to
+    2.15)."""
+    found: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return found
+
+
 def default_store() -> Any:
     """The store of the default process group: torchrun's agent holds it, so it outlives a rank. (FSDP's and
     torch.distributed.checkpoint's own tests and elastic code take it the same way; 2.11 to 2.15.)"""
@@ -161,8 +168,8 @@ def graph_breaks() -> dict[str, int]:
     return found
 
 
-def compile_in_place(model: nn.Module, backend: Callable[..., Any]) -> None:
-    """``model(...)`` runs compiled from now on; class, state_dict keys and ``model.forward`` stay.
+def compile_in_place(model: nn.Module, backend: Callable[..., Any], before: Callable[[], None] | None = None) -> None:
+    """``model(...)`` runs compiled from now on, ``before`` first; class, state_dict keys and ``model.forward`` stay.
 
     Not ``model.compile()``: Dynamo skips the forward of torch.nn's own classes (a bare nn.Sequential), and would
     compile nothing without a word. Called from a function of ours it is inlined. Relies on
@@ -172,7 +179,17 @@ def compile_in_place(model: nn.Module, backend: Callable[..., Any]) -> None:
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    model._compiled_call_impl = torch.compile(call, backend=backend)
+    compiled = torch.compile(call, backend=backend)
+    if before is None:
+        model._compiled_call_impl = compiled
+        return
+    ahead = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        ahead()
+        return compiled(*args, **kwargs)
+
+    model._compiled_call_impl = start
 
 
 def raise_recompile_limit(model: nn.Module) -> None:

@@ -34,6 +34,7 @@ from zc.kernels import unflatten_cast
 from zc.ops import Segment
 from zc.passes import cut_forward, insert_events, outline_segments, place_on_streams, verify
 from zc.passes.base import Pass
+from zc.pending import Pending
 from zc.plan import Plan
 from zc.program import Program, build
 from zc.schedule import gather, publish
@@ -78,6 +79,7 @@ class WeightGather:
         self._runtime = weakref.ref(runtime)
         self._programs: dict[tuple[int, ...], Program] = {}
         self._is_open = False  # a gather may be in flight that the home stream has not waited for
+        self._pending = Pending(self.synchronize)
 
     @property
     def programs(self) -> list[Program]:
@@ -101,8 +103,24 @@ class WeightGather:
             for slot in runtime.plan.buckets[index].slots:
                 torch.autograd.graph.increment_version(runtime.params[slot.name])
 
+    def watch(self) -> None:
+        """The step is over: who reads a parameter before the next forward waits for all gathers."""
+        if self._is_open:
+            runtime = self._found()
+            others = {type(p).__name__ for p in self._pending.leave(runtime.params.values())}
+            if others:
+                runtime.say_once(
+                    f"overlap_gather: parameters of class {', '.join(sorted(others))} can't be watched: call "
+                    "zc.synchronize(model) before you read one between step() and the next forward"
+                )
+
+    def let_read(self) -> None:
+        """A compiled forward begins: its schedule waits for what it reads."""
+        self._pending.release()
+
     def synchronize(self) -> None:
         """Whoever comes next on the home stream may read every parameter. No host synchronisation on CUDA."""
+        self._pending.release()
         if self._is_open:
             self._program(None)([], self._found().streams)
             self._is_open = False

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zc import backend
 from zc.disk import DiskState
 from zc.errors import PlanError
 from zc.grad_shards import GradShards
@@ -194,6 +195,7 @@ class ShardedOptimizer:
             self.runtime.weights.publish(self._changed())
         self._writes.remember()
         self.runtime.after_update()
+        self.runtime.weights.watch()
 
     def _changed(self) -> tuple[int, ...]:
         """Buckets of which some parameter has a gradient on some rank."""
@@ -219,5 +221,6 @@ class ShardedOptimizer:
         self.grad_shards.changed()
         self.runtime.clear(set_to_none=set_to_none)
         if set_to_none:
-            for tensor in (*self.slices.values(), *self.runtime.params.values()):
-                tensor.grad = None
+            with backend.without_torch_function():  # sooner done: parameters may be watched (zc/pending.py)
+                for tensor in (*self.slices.values(), *self.runtime.params.values()):
+                    tensor.grad = None

@@ -62,7 +62,6 @@ def raw_reads(s: Script) -> None:
     for step in range(STEPS):
         s.loss(step).backward()
         s.update()
-        s.synchronize()
         for name, param in s.model.named_parameters():
             s.note(f"{name} {step}", param.detach())
 
@@ -71,12 +70,11 @@ def written(s: Script) -> None:
     for step in range(STEPS):
         s.loss(step).backward()
         s.update()
-        s.synchronize()
         with torch.no_grad():
             for param in s.model.parameters():
                 param.clamp_(-0.2, 0.2)
 
 
 overlapped("state_dict after every step", state_dicts)
-overlapped("parameters read right after zc.synchronize", raw_reads)
-overlapped("parameters written right after zc.synchronize", written)
+overlapped("parameters read right after step()", raw_reads)
+overlapped("parameters written right after step()", written)

@@ -7,6 +7,7 @@ weights of before the update (Megatron-LM #950), which the control shows.
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch import nn
 import zc
 import zc.api
 from zc.errors import PlanError
+from zc.gathering import WeightGather
+from zc.pending import Pending, PendingParameter
 from zc.schedule import COMM, HOME
 from zc.streams import ThreadStreams
 
@@ -39,9 +42,13 @@ Weights = dict[str, torch.Tensor]
 
 
 def _train(
-    rank: int, streams: type[ThreadStreams], look: Callable[[nn.Module], None] | None = None, **options: Any
+    rank: int,
+    streams: type[ThreadStreams],
+    look: Callable[[nn.Module], None] | None = None,
+    num_steps: int = 4,
+    **options: Any,
 ) -> tuple[Weights, str]:
-    """Weights after four updates, and the explanation. ``look`` is called right after each update."""
+    """Weights after ``num_steps`` updates, and the explanation. ``look`` is called right after each update."""
     torch.manual_seed(0)
     model: nn.Module = mlp(DIM, DEPTH)
     batch = vectors(DIM, 8)
@@ -50,7 +57,7 @@ def _train(
         model, optimizer = zc.compile(model, adamw(model), bucket_nbytes=BUCKET, **options)
     finally:
         zc.api.make_streams = given
-    for step in range(4):
+    for step in range(num_steps):
         mean_square(model, batch(rank, step, 0)).backward()
         optimizer.step()
         if look is not None:
@@ -129,6 +136,152 @@ def _reads(rank: int, world_size: int, kind: str) -> None:
 )
 def test_readers_wait(kind: str) -> None:
     run_ranks(_reads, 2, kind)
+
+
+def _last(model: nn.Module) -> nn.Parameter:
+    """Of the layer that is gathered last."""
+    return list(model.parameters())[-2]
+
+
+def _averaged(model: nn.Module) -> list[torch.Tensor]:
+    averages = [torch.zeros(p.shape) for p in model.parameters()]
+    torch._foreach_lerp_(averages, list(model.parameters()), 0.5)
+    return [average.detach() for average in averages]
+
+
+def _saved(model: nn.Module) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(_last(model), file)
+    file.seek(0)
+    found = torch.load(file)
+    assert type(found) is nn.Parameter
+    return found.detach()
+
+
+def _copied(model: nn.Module) -> torch.Tensor:
+    found = copy.deepcopy(_last(model))
+    assert type(found) is nn.Parameter
+    return found.detach()
+
+
+def _clamped(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in reversed(list(model.parameters())):
+            p.clamp_(-0.1, 0.1)
+
+
+RAW: dict[str, Callable[[nn.Module], Any]] = {
+    "a norm": lambda model: _last(model).norm().detach(),
+    "p.data": lambda model: _last(model).data.clone(),
+    "an average of the weights": _averaged,
+    "numpy": lambda model: torch.from_numpy(_last(model).detach().numpy().copy()),
+    "single elements": lambda model: [_last(model)[0, 0].item(), _last(model)[-1, -1].item()],  # one a rank
+    "deepcopy": _copied,
+    "torch.save": _saved,
+    "repr": lambda model: torch.tensor(list(repr(_last(model)).encode())),
+    "another of its class": lambda model: type(_last(model))(_last(model).data.clone()).detach(),
+    "functional": lambda model: nn.functional.linear(torch.ones(1, DIM), _last(model)).detach(),
+    "storage": lambda model: _last(model).untyped_storage().clone().tolist(),
+    "clamp": _clamped,
+}
+
+
+def _raw(rank: int, world_size: int, is_watched: bool) -> dict[str, bool]:
+    """By kind: whether a read right after step(), one kind a step, is the same as without overlap_gather."""
+    seen: list[list[Any]] = [[], []]
+    watch = WeightGather.watch
+    if not is_watched:
+        WeightGather.watch = lambda self: None  # type: ignore[method-assign]
+    try:
+        for into, overlap_gather in zip(seen, (False, True), strict=True):
+            kinds = iter(RAW.values())
+
+            def look(model: nn.Module, into: list[Any] = into, kinds: Any = kinds) -> None:
+                into.append(next(kinds)(model))
+
+            options = {"backend": "aot_eager", "overlap_gather": overlap_gather}
+            weights, _ = _train(rank, ThreadStreams, look, num_steps=len(RAW), **options)
+            into[-1] = list(weights.values())  # a clamp shows in what the run ends with
+    finally:
+        WeightGather.watch = watch  # type: ignore[method-assign]
+    return {kind: _is_same(*pair) for kind, *pair in zip(RAW, *seen, strict=True)}
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, list):
+        return all(map(_is_same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+
+
+def test_raw_reads_wait() -> None:
+    """Between step() and the next forward, without zc.synchronize."""
+    for same in run_ranks(_raw, 2, True):
+        assert all(same.values()), same
+
+
+def test_raw_reads_would_see_old_weights() -> None:
+    """The control. (A clamp comes before the late gather takes this rank's shard, on every rank: no number differs.)"""
+    for same in run_ranks(_raw, 2, False):
+        assert [kind for kind, is_same in same.items() if is_same] == ["clamp"], same
+
+
+def _asks_for_no_value(rank: int, world_size: int) -> None:
+    seen = []
+
+    def look(model: nn.Module) -> None:
+        for p in model.parameters():
+            assert isinstance(p, nn.Parameter) and p.requires_grad and p.is_leaf and p.grad_fn is None
+            assert p.shape == p.size() and p.numel() and p.dim() == p.ndim and p.dtype is torch.float32
+            assert p.device.type == "cpu" and p.stride() and p.is_contiguous() and len(p) and p.element_size() == 4
+            assert p.nbytes == 4 * p.numel() and {p: 1}[p] and torch.is_tensor(p) and p.is_floating_point()
+            p.grad = None
+        weights = zc.api.sharded(model).runtime.weights
+        seen.append(weights._is_open and type(_last(model)) is not nn.Parameter)
+        assert _last(model).sum().item() and not weights._is_open
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+
+    _, explanation = _train(rank, ThreadStreams, look, backend="aot_eager", overlap_gather=True)
+    assert seen == [True] * 4, "the gathers went on meanwhile"
+    assert "schedule forward_0" in explanation and "schedule forward_1" not in explanation, "compiled once"
+
+
+def test_what_asks_for_no_value_does_not_wait() -> None:
+    run_ranks(_asks_for_no_value, 2)
+
+
+class Named(nn.Parameter):
+    """A user's own class, which can't be exchanged for another."""
+
+
+def _own_class(rank: int, world_size: int) -> str:
+    torch.manual_seed(0)
+    model: nn.Module = mlp(DIM, 2)
+    _last(model).__class__ = Named
+    model, optimizer = zc.compile(model, adamw(model), bucket_nbytes=BUCKET, backend="aot_eager", overlap_gather=True)
+    mean_square(model, vectors(DIM, 8)(rank, 0, 0)).backward()
+    optimizer.step()
+    assert type(_last(model)) is Named
+    return str(zc.explain(model))
+
+
+@pytest.mark.filterwarnings("ignore:zc")
+def test_a_parameter_that_cannot_be_watched_is_said() -> None:
+    for text in run_ranks(_own_class, 2):
+        assert "overlap_gather: parameters of class Named can't be watched: call zc.synchronize(model)" in text
+
+
+class _Model:
+    def wait(self) -> None:
+        raise AssertionError("there is nobody to wait for")
+
+
+def test_a_dropped_model_leaves_plain_parameters() -> None:
+    param, model = nn.Parameter(torch.ones(2)), _Model()
+    pending = Pending(model.wait)
+    pending.leave([param])
+    assert type(param) is PendingParameter
+    del pending
+    assert type(param) is nn.Parameter and param.sum().item() == 2.0
 
 
 def test_refused() -> None:
