@@ -81,7 +81,6 @@ def test_clipping_and_momentum(backend: str) -> None:
     assert error < TOLERANCE, name
 
 
-@pytest.mark.parametrize("stage", [1, 2])
 def _two_devices(rank: int, world_size: int) -> list[float]:
     group = Group(None)
     group.open_data(torch.device("cpu"))
@@ -96,6 +95,7 @@ def test_a_buffer_in_host_memory_needs_no_group_of_the_gpu() -> None:
     assert run_ranks(_two_devices, 2) == [[1.0, 1.0, 1.0]] * 2
 
 
+@pytest.mark.parametrize("stage", [1, 2])
 def test_without_overlap_and_with_one_ring_buffer(stage: int) -> None:
     """DS#5606, DS#7805 (INVARIANTS I2): with one buffer every bucket waits for the one before it to be read."""
     for options in ({"overlap": False}, {"num_buffers": 1}, {"bucket_nbytes": 1}):
