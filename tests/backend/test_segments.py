@@ -89,7 +89,7 @@ def test_no_graph_becomes_a_cuda_graph(overlap_gather: bool) -> None:
         seen.append((bool(kwargs.get("is_backward")), bool(kwargs["cudagraphs"])))
         return inner(gm, example_inputs, **kwargs)
 
-    model, x = Net(), torch.randn(8, 32)
+    model, x = Net(2), torch.randn(8, 32)
     with mock.patch.object(compile_fx, "compile_fx_inner", spy), config.patch({"triton.cudagraphs": True}):
         with pytest.warns(UserWarning, match="triton.cudagraphs is on: zc compiles without CUDA graphs"):
             trained(model, x, compiled=True, overlap_gather=overlap_gather)
