@@ -32,7 +32,8 @@ import torch.distributed as dist
 from bench import data
 from bench.measure import ROOT, device_name, launch, peak_rss_nbytes, reset_peak_rss, versions
 from bench.models import GPTConfig, make_gpt, num_parameters
-from bench.paced import NETWORKS, init_paced
+from bench.network import NETWORKS
+from bench.paced import init_paced
 from bench.rows import percentiles
 
 RESULTS = ROOT / "bench" / "results" / "in_place.csv"

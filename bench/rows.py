@@ -26,7 +26,7 @@ NUMBERS = (
 MEASURED = (
     *("zc/*.py", "passes/*.py", "kernels/*.py"),
     *(f"bench/{name}.py" for name in ("train", "systems", "peers", "models", "decoder", "data", "measure", "cases")),
-    *("bench/paced.py", "bench/paced_cuda.py"),
+    *("bench/network.py", "bench/paced.py", "bench/paced_cuda.py"),
 )
 Row = dict[str, str]
 

@@ -1,7 +1,7 @@
 """Every peer on the same work: cases x providers x repeats, interleaved, each run in fresh processes.
 
     python -m bench.run --cases gpt30m-fp32 --repeats 3 [--minutes 4]
-    python -m bench.run --paced zero ethernet --world 8 --csv bench/results/paced.csv --cases gpt30m-fp32-1k
+    python -m bench.run --paced zero ethernet --world 8 --cases gpt30m-fp32-1k
 
 Output of a run is kept in out/bench/SESSION/CASE/PROVIDER/REPEAT/log.txt; the end of a failed one's is printed.
 A row is written as soon as its run ends; a run whose losses depart from the float64 reference, or that fails, has its
@@ -29,10 +29,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench import rows
 from bench.cases import CASES, FIRST_CASES, FIRST_PROVIDERS, PROVIDERS, version_of
 from bench.measure import ROOT, end_on_sigterm, launch_quietly, torchrun_command, versions
-from bench.paced import NETWORKS
+from bench.network import NETWORKS
 from bench.reference import disagreement, reference
 
 RESULTS = ROOT / "bench" / "results" / "run.csv"
+PACED_RESULTS = RESULTS.with_name("paced.csv")  # apart: a table of run.csv would take them for real ranks
 WORK = ROOT / "out" / "bench"
 FIRST_GUESS_S = 90.0  # how long a run takes, before one has ended
 
@@ -129,13 +130,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--session", help="name of the session to go on with")
     add("--paced", nargs="+", choices=NETWORKS, help="one process plays rank 0 of --world on these (bench/paced.py)")
     add("--world", type=int, default=8, help="ranks that --paced pretends")
-    add("--csv", type=Path, default=RESULTS)
+    add("--csv", type=Path, help="run.csv, with --paced paced.csv, under bench/results")
     add("--first", action="store_true", help="the cases and providers that say most, and nothing else")
     args = parser.parse_args(argv)
     args.extra, args.ranks, args.as_given = (), None, args.providers is not None
     args.providers = args.providers or [n for n, p in PROVIDERS.items() if p.by_default]
     if args.first:
         args.cases, args.providers = list(FIRST_CASES), list(FIRST_PROVIDERS)
+    args.csv = args.csv or (PACED_RESULTS if args.paced else RESULTS)
     args.session = args.session or rows.fingerprint() + (f"-paced-{args.world}" if args.paced else "")
     return args
 

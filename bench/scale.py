@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +36,8 @@ from bench import rows
 from bench.cases import CASES, PROVIDERS
 from bench.measure import ROOT, device_name, end_on_sigterm, launch_quietly, versions
 from bench.models import MODELS, GPTConfig, make_model
-from bench.paced import NETWORKS, init_paced
+from bench.network import NETWORKS
+from bench.paced import init_paced
 
 RESULTS = ROOT / "bench" / "results" / "scale.csv"
 COLUMNS = ("session", "time", "kind", "series", "x", "value", "unit", "device", "torch", "python", "commit")
@@ -62,19 +64,16 @@ def plan_points(model: str, worlds: list[int]) -> Iterator[Point]:
     with torch.device("meta"):
         named = dict(make_model(model, GPTConfig(vocab=32768, seq=2048), 0, "meta").named_parameters())
     specs = [ParamSpec(n, tuple(p.shape), torch.bfloat16, torch.device("cuda")) for n, p in named.items()]
+    planned = partial(make_plan, specs, placement=PLACEMENTS[2], reduce_dtype=None, num_buffers=2, overlap=True)
+    for name, nbytes in (("by default", None), ("of 25 MiB", 25 * 2**20)):
+        found = planned(world_size=worlds[0], reduce="exact", bucket_nbytes=nbytes).buckets
+        yield Point("number of buckets", f"{model}, {name}", worlds[0], len(found), "buckets")
+        largest = max(b.numel * b.reduce_dtype.itemsize for b in found)
+        yield Point("largest bucket", f"{model}, {name}", worlds[0], largest / MB, "MB")
     for world in worlds:
         for reduce in ("exact", "native"):
             started = time.perf_counter()
-            plan = make_plan(
-                specs,
-                world_size=world,
-                placement=PLACEMENTS[2],
-                reduce=reduce,
-                reduce_dtype=None,
-                bucket_nbytes=None,
-                num_buffers=2,
-                overlap=True,
-            )
+            plan = planned(world_size=world, reduce=reduce, bucket_nbytes=None)
             seconds = time.perf_counter() - started
             kind = "all_to_all" if reduce == "exact" else "reduce_scatter"
             for network in NETWORKS.values():

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from bench import data
 from bench.measure import device_name, live_nbytes, peak_rss_nbytes, reset_peak_rss, storages, versions
 from bench.models import MODELS, GPTConfig, make_model, num_parameters
-from bench.paced import NETWORKS, init_paced
+from bench.network import NETWORKS
+from bench.paced import init_paced
 from bench.peers import SYSTEMS
 from bench.progress import Progress
 from bench.resume import Resume

@@ -89,7 +89,7 @@ class Pending:
             if type(param) is nn.Parameter:
                 param.__class__ = PendingParameter
                 self._params.append(param)
-            elif type(param) is not PendingParameter:
+            else:
                 others.append(param)
         _WAITING.add(self)
         return others

@@ -95,6 +95,8 @@ def test_the_plan_at_many_ranks() -> None:
         numel = sum(p.numel() for p in make_model("llama-0.3b", GPTConfig(vocab=32768), 0, "meta").parameters())
     assert held[8] == pytest.approx(numel * (2 + 16 / 8) / 1e6, rel=1e-3)
     assert held[4096] == pytest.approx(numel * 2 / 1e6, rel=0.02)  # and padding
+    counts = {p.series: p.value for p in points if p.kind == "number of buckets"}
+    assert counts == {"llama-0.3b, by default": 24, "llama-0.3b, of 25 MiB": 24}, "a small model keeps 25 MiB"
     wire = {(p.series, p.x): p.value for p in points if p.kind == "modelled communication"}
     both_ways = 2 * numel * 2 * 7 / 8 / 45e9 * 1e3  # bf16 gradients out, bf16 weights in
     assert both_ways < wire["native, 400g", 8] < 1.1 * both_ways

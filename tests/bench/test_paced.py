@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.paced import NETWORKS, CpuLine, Line, Network, PacedGroup, PacedWork, init_paced
+from bench.network import NETWORKS, Network
+from bench.paced import CpuLine, Line, PacedGroup, PacedWork, init_paced
 
 GB = Network("one GB/s", 1e9, latency_s=10e-6, hop_s=1e-6, peer_s=2e-6)
 

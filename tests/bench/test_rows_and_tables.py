@@ -32,6 +32,7 @@ def test_providers_take_turns_and_what_says_most_comes_first() -> None:
     assert [(r.provider, r.repeat, r.network) for r in paced[:5]] == [
         ("DDP", 0, "zero"), ("DDP", 0, "400g"), ("FSDP2", 0, "zero"), ("FSDP2", 0, "400g"), ("DDP", 1, "zero"),
     ]  # fmt: skip
+    assert run.parse([]).csv.name == "run.csv" and run.parse(["--paced", "zero"]).csv.name == "paced.csv"
     assert not run.parse([]).as_given and not run.parse(["--first"]).as_given
 
 
