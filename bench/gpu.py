@@ -11,7 +11,6 @@ difference is exposed communication. Never run on a GPU: none was at hand when i
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 import time
 from collections.abc import Iterator
@@ -120,8 +119,7 @@ def depart(row: dict[str, Any], known: list[rows.Row], tolerance: float = 3e-2) 
 
 def write(path: Path, session: str, row: dict[str, Any], device: torch.device) -> None:
     about = {"device": device_name(device)}
-    stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    rows.append(path, about | versions() | {"session": session, "time": stamp, **row})
+    rows.append(path, about | versions() | {"session": session, "time": rows.now(), **row})
     print(f"{row['case']}: {row['provider']}: {row.get('p50_ms', '')} ms {row['status']}", flush=True)
 
 

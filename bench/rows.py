@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import hashlib
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,22 @@ def read(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def append(path: Path, row: Mapping[str, Any]) -> None:
+def now() -> str:
+    """UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def append(path: Path, row: Mapping[str, Any], columns: Sequence[str] = COLUMNS) -> None:
     """Adds a row, and the header to a new file. ValueError where the file has other columns."""
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     if not is_new:
         with path.open(newline="") as file:
             header = tuple(next(csv.reader(file), ()))
-        if header != COLUMNS:
-            raise ValueError(f"{path} has columns {header}, not {COLUMNS}: name another file")
+        if header != tuple(columns):
+            raise ValueError(f"{path} has columns {header}, not {tuple(columns)}: name another file")
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
         if is_new:
             writer.writeheader()
         writer.writerow(row)

@@ -13,7 +13,6 @@ A session's default name is a digest of the measured code. A provider's first ru
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import shlex
 import shutil
@@ -172,8 +171,8 @@ def main(argv: list[str] | None = None) -> int:
             started = time.monotonic()
             row = run_once(run, args.session, references.get(run.case), args)
             seconds[run.case, run.provider] = time.monotonic() - started
-            stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-            rows.append(args.csv, versions() | {"session": args.session, "time": stamp, **run._asdict(), **row})
+            about_now = {"session": args.session, "time": rows.now()}
+            rows.append(args.csv, versions() | about_now | run._asdict() | row)
             progress.advance(task)
             if row["status"].startswith(("failed", "not measured")):
                 failed.add((run.case, run.provider))

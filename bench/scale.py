@@ -14,8 +14,6 @@ it asks the plan and the network's model. ``paced`` runs bench.train as rank 0 o
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import json
 import statistics
 import sys
@@ -206,22 +204,8 @@ def host_points(counts: list[int], world: int, num_steps: int = 40, layers: int 
 
 
 def append(path: Path, session: str, point: Point) -> None:
-    stamp = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    row = {
-        "session": session,
-        "time": stamp,
-        **point._asdict(),
-        **versions(),
-        "device": device_name(torch.device("cpu")),
-    }
-    row["value"] = f"{point.value:.6g}"
-    is_new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
+    about = {"session": session, "time": rows.now(), "device": device_name(torch.device("cpu")), **versions()}
+    rows.append(path, {**point._asdict(), **about, "value": f"{point.value:.6g}"}, COLUMNS)
 
 
 def draw(path: Path, folder: Path) -> None:

@@ -179,7 +179,38 @@ def _exposed(rows: list[Row], provider: str, network: str) -> float | None:
     return statistics.median(more) if more else None
 
 
-TABLES: dict[str, Callable[[Path, Mapping[str, str]], str]] = {"run": run, "scale": scale, "gpu": paced, "paced": paced}
+TURNS_HEAD = ("provider", "step ms p50 (p20 to p80)", "ratio", "p20 to p80 of the ratios", "CPU ms")
+
+
+def turns(path: Path, chosen: Mapping[str, str]) -> str:
+    """One case of bench.turns: a line a provider, in the order in which they were given."""
+    rows = rows_of(path, chosen)
+    if not rows:
+        return f"No rows yet in {path.name} with {dict(chosen)}."
+    lines = []
+    for row in {r["provider"]: r for r in rows}.values():  # of one measured twice the later one
+        if row["status"] != "ok":
+            lines.append([row["provider"], f"no number: {row['status']}", "", "", ""])
+            continue
+        p20, p50, p80 = (float(row[c]) for c in ("p20_ms", "p50_ms", "p80_ms"))
+        line = [row["provider"], f"{_show(p50, _ms(p50))} ({_show(p20, _ms(p50))} to {_show(p80, _ms(p50))})"]
+        line += [row["ratio"] and f"{float(row['ratio']):.3f}"]
+        line += [row["ratio"] and f"{float(row['ratio_p20']):.3f} to {float(row['ratio_p80']):.3f}"]
+        lines.append([*line, _show(float(row["cpu_ms"]), _ms(float(row["cpu_ms"])))])
+    last = rows[-1]
+    about = f"{last['case']}: {int(last['num_params']):,} parameters, {last['ranks']} ranks"
+    about += f" on {last['network']}" if last["network"] else ""
+    about += f", {last['turns']} turns; ratios to {last['base']}. {last['device']}, torch {last['torch']}, commit "
+    return f"{markdown(list(TURNS_HEAD), lines)}\n\n{about}{last['commit']}, {last['time'][:10]}."
+
+
+TABLES: dict[str, Callable[[Path, Mapping[str, str]], str]] = {
+    "run": run,
+    "scale": scale,
+    "gpu": paced,
+    "paced": paced,
+    "turns": turns,
+}
 
 
 def fill(text: str, results: Path = RESULTS) -> str:

@@ -44,6 +44,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--reduce", choices=("exact", "native"), default="exact", help="how gradients are reduced (zc)")
     add("--offload", choices=("cpu",), help="where masters and moments are kept (zc, deepspeed)")
     add("--write-in-place", action="store_true", help="matmuls make gradients in their place in the bucket (zc)")
+    add("--delay-weight-grads", action="store_true", help="gradients that cover the last reduction come last (zc)")
     add("--overlap-gather", action="store_true", help="the next forward waits for gathered weights, not the step (zc)")
     add("--compute-dtype", choices=("bfloat16",), help="by the system's own means: param_dtype, autocast, a policy")
     add("--model", choices=MODELS, default="gpt")
@@ -90,6 +91,23 @@ def warmup_cosine(step: int, warmup: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
+def options_of(args: argparse.Namespace) -> Options:
+    return Options(
+        backend=args.backend,
+        stage=args.stage,
+        param_dtype=DTYPES.get(args.param_dtype),
+        bucket_nbytes=None if args.bucket_mb is None else int(args.bucket_mb * 2**20),
+        reduce=args.reduce,
+        offload=args.offload,
+        overlap_gather=args.overlap_gather,
+        write_in_place=args.write_in_place,
+        delay_weight_grads=args.delay_weight_grads,
+        compute_dtype=DTYPES.get(args.compute_dtype),
+        accum=args.accum,
+        clip=args.clip,
+    )
+
+
 def held_out_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]], rank: int, world_size: int) -> float:
     """Mean loss in nats a token over ``batches``, which the ranks share out; the same number on every rank."""
     total = torch.zeros(2, dtype=torch.float64)
@@ -122,20 +140,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
             raise SystemExit(f"--global-accum {args.global_accum} is not a multiple of {world_size} ranks")
         args.accum = args.global_accum // world_size
     started = time.perf_counter()
-    options = Options(
-        args.backend,
-        args.stage,
-        DTYPES.get(args.param_dtype),
-        None if args.bucket_mb is None else int(args.bucket_mb * 2**20),
-        args.reduce,
-        args.offload,
-        args.overlap_gather,
-        args.write_in_place,
-        DTYPES.get(args.compute_dtype),
-        args.accum,
-        args.clip,
-    )
-    system = SYSTEMS[args.system](model, AdamW(args.lr, args.weight_decay), options)
+    system = SYSTEMS[args.system](model, AdamW(args.lr, args.weight_decay), options_of(args))
     setup_s = time.perf_counter() - started
     factor = lambda step: warmup_cosine(step, args.warmup, args.steps)  # noqa: E731
     scheduler = torch.optim.lr_scheduler.LambdaLR(system.optimizer, factor)

@@ -36,14 +36,14 @@ class Announcement:
     def __init__(self, agreement: Agreement, number: int, what: str, flags: Sequence[int]) -> None:
         check, world_size = agreement.group.check, agreement.group.world_size
         journal = check.checksum() if check is not None and what == BOUNDARY else 0
-        row = bytearray(struct.pack("<II", zlib.crc32(what.encode()), journal) + bytes(flags))
+        self._row = bytearray(struct.pack("<II", zlib.crc32(what.encode()), journal) + bytes(flags))
         self.agreement, self.number, self.what = agreement, number, what
-        self._row = torch.frombuffer(row, dtype=torch.uint8)
-        self._rows = self._row[None]  # [W, 8 + flags]
+        self._rows = self._row  # of all ranks, one after another; read as bytes: they are few
         self._work: Work | None = None
         if world_size > 1:
-            self._rows = torch.empty(world_size, len(row), dtype=torch.uint8)
-            self._work = agreement.group.gather_on_host(self._rows, self._row, what)
+            self._rows = bytearray(world_size * len(self._row))
+            row, rows = (torch.frombuffer(part, dtype=torch.uint8) for part in (self._row, self._rows))
+            self._work = agreement.group.gather_on_host(rows, row, what)
 
     def is_same(self) -> bool:
         """Whether all ranks announced the same; waits for the slowest. False, without a wait, once stage 2 has
@@ -62,11 +62,15 @@ class Announcement:
         return self._is_equal(4, 8)
 
     def _is_equal(self, start: int, stop: int) -> bool:
-        return bool((self._rows[:, start:stop] == self._row[start:stop]).all())
+        mine, size = self._row[start:stop], len(self._row)
+        return all(self._rows[at + start : at + stop] == mine for at in range(0, len(self._rows), size))
 
     def flags(self) -> list[int]:
         """The largest of each over the ranks."""
-        largest: list[int] = self._rows[:, 8:].amax(dim=0).tolist()
+        if self._is_equal(8, len(self._row)):
+            return list(self._row[8:])
+        rows = torch.frombuffer(self._rows, dtype=torch.uint8).view(-1, len(self._row))
+        largest: list[int] = rows[:, 8:].amax(dim=0).tolist()
         return largest
 
 

@@ -249,9 +249,9 @@ class Group:
         return [int(value) for value in tensor]
 
     def gather_on_host(self, out: Tensor, row: Tensor, what: str) -> Work:
-        """out [W, n] <- every rank's row [n], uint8, in host memory. Asynchronous. ``what`` says in an error what this
+        """out [W * n] <- every rank's row [n], uint8, in host memory. Asynchronous. ``what`` says in an error what this
         rank waited for."""
-        work = _all_gather()(out.view(-1), row, group=self.control, async_op=True)
+        work = _all_gather()(out, row, group=self.control, async_op=True)
         return self._watched(work, what)  # type: ignore[no-any-return]
 
     def same_everywhere(self, what: str, lines: Sequence[str]) -> None:

@@ -1,0 +1,189 @@
+"""Step by step in turn, in the same processes: ratios that a slow spell of a shared machine can't move.
+
+    python -m bench.turns [--cases gpt30m-fp32 ...] [--providers "zc stage 2" "DDP + compile" ...] [--turns 16]
+    python -m bench.turns --paced ethernet --world 8 --cases gpt30m-fp32
+
+Between two fresh processes this machine's speed may change by some 5 % (bench/run.py has times and memory of processes
+of their own). Here all systems of a case live in one set of processes and step in turn, A B C, C B A, each behind a
+barrier; a step ends when the slowest rank has ended it. *ratio*: of a step to the first provider's in the same turn,
+the median over turns. The losses pass the same gate as there, but on a paced network, where they mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
+
+from bench import data, rows, train
+from bench.cases import CASES, PROVIDERS, Case, version_of
+from bench.measure import ROOT, device_name, end_on_sigterm, launch, versions
+from bench.models import GPTConfig, make_model, num_parameters
+from bench.network import NETWORKS
+from bench.paced import init_paced
+from bench.peers import SYSTEMS
+from bench.progress import Progress
+from bench.reference import disagreement, reference
+from bench.systems import AdamW, System
+
+RESULTS = ROOT / "bench" / "results" / "turns.csv"
+COLUMNS = (
+    "session", "time", "case", "provider", "status", "turns", "p20_ms", "p50_ms", "p80_ms", "cpu_ms", "base", "ratio",
+    "ratio_p20", "ratio_p80", "num_params", "ranks", "network", "device", "torch", "python", "commit", "command",
+)  # fmt: skip
+DEFAULT = ("zc stage 2", "zc stage 2, overlap_gather", "DDP + compile", "compiled, no communication")
+
+
+class Turn:
+    """One system, its flags, and what its steps have shown on this rank."""
+
+    def __init__(self, case: Case, provider: str, device: torch.device) -> None:
+        self.args = args = train.parse([*PROVIDERS[provider].flags, *case.all_flags, "--out", "unused"])
+        sizes = GPTConfig(args.vocab, args.seq, args.layers, args.width, args.heads)
+        model = make_model(args.model, sizes, args.seed, device)
+        self.num_params, self.device = num_parameters(model), device
+        adamw = AdamW(args.lr, args.weight_decay)
+        self.system: System = SYSTEMS[args.system](model, adamw, train.options_of(args))
+        self._scheduler = LambdaLR(
+            self.system.optimizer, lambda step: train.warmup_cosine(step, args.warmup, args.steps)
+        )
+        self.losses: list[float] = []
+        self.step_s: list[float] = []
+        self.cpu_s: list[float] = []
+
+    def take(self, tokens: torch.Tensor, rank: int) -> None:
+        number, start, cpu = len(self.losses), time.perf_counter(), time.process_time()
+        loss, _ = train.one_step(self.args, self.system, tokens, number, rank, self.device)
+        self._scheduler.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.losses.append(float(loss))
+        self.step_s.append(time.perf_counter() - start)
+        self.cpu_s.append(time.process_time() - cpu)
+
+
+def work(args: argparse.Namespace) -> None:
+    """One rank: the providers of one case in turn; rank 0 writes what all saw."""
+    case = CASES[args.cases[0]]
+    device = torch.device(case.device, int(os.environ["LOCAL_RANK"]) if case.device == "cuda" else None)
+    if args.paced:
+        init_paced(args.paced, args.world)
+    else:
+        dist.init_process_group("nccl" if case.device == "cuda" else "gloo")
+    rank = dist.get_rank()
+    turns = {name: Turn(case, name, device) for name in args.providers}
+    first = turns[args.providers[0]]
+    tokens = data.load(vocab=first.args.vocab).train
+    with Progress(args.turns, args.cases[0], shown=rank == 0) as progress:
+        for number in range(args.turns):
+            for turn in list(turns.values())[:: 1 if number % 2 else -1]:
+                dist.barrier()
+                turn.take(tokens, rank)
+            progress.tick(" ".join(f"{turn.step_s[-1] * 1e3:,.0f} ms" for turn in turns.values()))
+    seen = {n: {"losses": t.losses, "step_s": t.step_s, "cpu_s": t.cpu_s} for n, t in turns.items()}
+    record = {"seen": seen, "num_params": first.num_params, "device": device_name(device)}
+    records: list[Any] = [record]
+    if not args.paced:
+        records = [None] * dist.get_world_size()
+        dist.all_gather_object(records, record)
+    if rank == 0:
+        args.out.write_text(json.dumps(records))
+    dist.destroy_process_group()
+
+
+def made_rows(
+    case: str, providers: list[str], records: list[dict[str, Any]], settle: int, expected: list[float] | None
+) -> list[dict[str, Any]]:
+    """A row a provider. ``records``: of each rank the losses and seconds of each provider's steps, of which the first
+    ``settle`` do not count. ``expected``: losses of the reference, or None where there is nothing to compare."""
+
+    def slowest(name: str, what: str) -> list[float]:
+        ranks = (r["seen"][name][what] for r in records)
+        return [max(step) * 1e3 for step in zip(*ranks, strict=True)][settle:]
+
+    base, made = providers[0], []
+    for name in providers:
+        losses = [statistics.fmean(s) for s in zip(*(r["seen"][name]["losses"] for r in records), strict=True)]
+        provider, row = PROVIDERS[name], {"case": case, "provider": name, "base": base, "status": "ok"}
+        row |= {"num_params": records[0]["num_params"], "device": records[0]["device"], "ranks": len(records)}
+        steps = slowest(name, "step_s")
+        row["turns"] = len(steps)
+        reason = None
+        if expected is not None:
+            reason = disagreement(losses, expected, CASES[case].tolerance, provider.communicates)
+        if reason is not None:
+            made.append(row | {"status": reason})
+            continue
+        row |= dict(zip(("p20_ms", "p50_ms", "p80_ms"), (f"{v:.2f}" for v in rows.percentiles(steps)), strict=True))
+        row["cpu_ms"] = f"{statistics.median(slowest(name, 'cpu_s')):.2f}"
+        ratios = [own / other for own, other in zip(steps, slowest(base, "step_s"), strict=True)]
+        p20, p50, p80 = rows.percentiles(ratios)
+        made.append(row | {"ratio": f"{p50:.4f}", "ratio_p20": f"{p20:.4f}", "ratio_p80": f"{p80:.4f}"})
+    if made[0]["status"] != "ok":  # nothing to compare the others with
+        for row in made:
+            row |= {c: "" for c in ("ratio", "ratio_p20", "ratio_p80") if c in row}
+    return made
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.turns", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--cases", nargs="+", choices=CASES, default=["gpt30m-fp32"])
+    add("--providers", nargs="+", choices=PROVIDERS, default=list(DEFAULT), help="ratios are to the first")
+    add("--turns", type=int, default=16, help="steps of each, with those that settle")
+    add("--paced", choices=NETWORKS, help="one process plays rank 0 of --world ranks (bench/paced.py)")
+    add("--world", type=int, default=8, help="ranks that --paced pretends")
+    add("--csv", type=Path, default=RESULTS)
+    add("--out", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    least = max(train.parse([*CASES[c].all_flags, "--out", "unused"]).settle for c in args.cases) + 3
+    if args.turns < least:
+        parser.error(f"--turns must be at least {least}: those that settle, and three to count; got {args.turns}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    given = sys.argv[1:] if argv is None else argv
+    args = parse(given)
+    if "RANK" in os.environ:
+        work(args)
+        return 0
+    end_on_sigterm()
+    missing = [p for p in args.providers if version_of(PROVIDERS[p]) is None]
+    if missing:
+        sys.exit(f"not installed: what {', '.join(missing)} needs")
+    status = 0
+    for name in args.cases:
+        case = CASES[name]
+        expected = None if args.paced else reference(case)
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out.json"
+            flags = [*given, "--cases", name, "--out", str(out)]  # of two options alike the later one counts
+            launch("bench.turns", flags, ranks=1 if args.paced else case.ranks)
+            records = json.loads(out.read_text())
+        settle = train.parse([*case.all_flags, "--out", "unused"]).settle
+        about = {"session": rows.fingerprint(), "time": rows.now(), "network": args.paced or "", **versions()}
+        if args.paced:
+            about["ranks"] = args.world
+        about["command"] = shlex.join(["python", "-m", "bench.turns", *given])
+        for row in made_rows(name, args.providers, records, settle, expected):
+            rows.append(args.csv, row | about, COLUMNS)
+            times = f"{row['p50_ms']} ms, {row['ratio']} of {row['base']}" if row["status"] == "ok" else row["status"]
+            print(f"{name}: {row['provider']}: {times}", flush=True)
+            status |= row["status"] != "ok"
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

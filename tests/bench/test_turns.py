@@ -1,0 +1,61 @@
+"""Systems that step in turn in the same processes: the arithmetic of the ratios, the gate, and one real run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import rows, tables, turns
+
+RIGHT = [5.0, 4.0, 3.0]
+
+
+def records(*ranks: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Of each rank, the seconds of each provider's steps; CPU seconds are half of them, losses those of RIGHT."""
+    made = []
+    for seconds in ranks:
+        seen = {n: {"losses": RIGHT, "step_s": s, "cpu_s": [v / 2 for v in s]} for n, s in seconds.items()}
+        made.append({"seen": seen, "num_params": 10, "device": "d"})
+    return made
+
+
+def test_a_slow_spell_moves_no_ratio_and_the_slowest_rank_counts() -> None:
+    base, other = [9.0, 1.0, 1.0, 4.0], [9.0, 1.2, 1.1, 4.8]  # the first settles; at the last all is four times slower
+    ranks = [{"zc stage 2": base, "DDP": other}, {"zc stage 2": base, "DDP": [0.0, 0.0, 1.2, 0.0]}]
+    zc, ddp = turns.made_rows("tiny", ["zc stage 2", "DDP"], records(*ranks), 1, RIGHT)
+    assert (ddp["turns"], ddp["p50_ms"], ddp["cpu_ms"], ddp["ranks"]) == (3, "1200.00", "600.00", 2)
+    assert (zc["ratio"], ddp["ratio"], ddp["base"]) == ("1.0000", "1.2000", "zc stage 2")
+    assert ddp["ratio_p20"] == ddp["ratio_p80"] == "1.2000"
+
+
+def test_losses_that_depart_take_the_numbers_away() -> None:
+    names = ["zc stage 2", "DDP", "compiled, no communication"]
+    made = records({name: [1.0, 1.0, 1.0] for name in names})
+    for name in ("DDP", "compiled, no communication"):
+        made[0]["seen"][name]["losses"] = [5.0, 4.5, 3.0]
+    zc, ddp, floor = turns.made_rows("tiny", names, made, 0, RIGHT)
+    assert ddp["status"] == "loss after 1 updates is 4.50000, float64 says 4.00000"
+    assert "p50_ms" not in ddp and "ratio" not in ddp
+    assert zc["ratio"] == floor["ratio"] == "1.0000"  # who does not communicate has its own losses
+    ddp, zc, _ = turns.made_rows("tiny", ["DDP", "zc stage 2", names[2]], made, 0, RIGHT)
+    assert (ddp["status"], zc["status"], zc["p50_ms"], zc["ratio"]) == (ddp["status"], "ok", "1000.00", "")
+
+
+def test_too_few_turns_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        turns.parse(["--turns", "5"])
+    assert "--turns must be at least 6" in capsys.readouterr().err
+
+
+def test_two_ranks_in_turn(tmp_path: Path) -> None:
+    path, providers = tmp_path / "turns.csv", ["zc stage 2, eager", "DDP", "eager, no communication"]
+    flags = ["--cases", "tiny", "--providers", *providers, "--turns", "9", "--csv", str(path)]
+    assert turns.main(flags) == 0
+    found = rows.read(path)
+    assert [r["provider"] for r in found] == providers
+    assert all(r["status"] == "ok" and r["turns"] == "6" and float(r["p50_ms"]) > 0 for r in found)
+    assert found[0]["ratio"] == "1.0000" and float(found[1]["ratio"]) != 1.0
+    lines = tables.turns(path, {"case": "tiny"}).splitlines()
+    assert lines[2].startswith("| zc stage 2, eager |") and lines[3].split("|")[3].strip() == found[1]["ratio"][:5]
