@@ -67,9 +67,9 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         num_buffers: flat_grad buffers in the ring (stage 2), each as large as the largest bucket.
         overlap: False runs the reductions on the compute stream.
         overlap_gather: step() returns with the all-gathers launched, and the next compiled forward waits for each
-            bucket where it first reads it; whoever reads a parameter before that waits for all (`zc.pending`). Opt-in,
-            since a view or ``p.data`` that was kept from before can't be watched: call `synchronize` before such a
-            read.
+            bucket where it first reads it; whoever reads a parameter before that waits for all (`zc.pending`). While a
+            view, ``p.data`` or array that could be read instead is kept, step() waits as without. Opt-in, since a C++
+            extension that takes tensors past torch's dispatch is not seen: call `synchronize` before such a read.
         group: the ranks that share the model; None: the default group.
         backend: "inductor"; "aot_eager", the same schedule with its segments run op by op; "eager", hooks only.
         offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there;
@@ -142,6 +142,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     runtime.frozen = {n: p for n, p in model.named_parameters() if n not in params}
     if plan.overlap_gather:
         runtime.weights.install_hooks(model)
+        runtime.weights.count_sharing()
     if config.backend != "eager":
         compiler.raise_recompile_limit(model)
         before = runtime.weights.let_read if config.overlap_gather else None
@@ -220,8 +221,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def synchronize(model: nn.Module) -> None:
     """With ``overlap_gather``: whatever comes next on the current stream (on CPU: in this thread) may read parameters.
 
-    Only needed between ``optimizer.step()`` and the next forward, before a read that does not go through a parameter: a
-    view or ``p.data`` that was kept from before the step, a C++ extension that takes tensors past torch's dispatch.
+    Only needed between ``optimizer.step()`` and the next forward, before a read that torch does not see: by a C++
+    extension that takes tensors past torch's dispatch, by an address or a DLPack capsule that was kept.
     Does nothing without ``overlap_gather``. The host does not wait on CUDA.
     """
     sharded(model).runtime.weights.synchronize()

@@ -21,7 +21,6 @@ from torch import fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from zc.errors import PassError, ZcError
-from zc.gathering import buffer_name
 from zc.passes.base import copy_graph
 from zc.passes.tag_gradients import slot_of
 from zc.program import Program, build
@@ -115,6 +114,12 @@ def without_torch_function() -> contextlib.AbstractContextManager[None]:
     2.15)."""
     found: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return found
+
+
+def num_sharing(tensor: torch.Tensor) -> int:
+    """How many tensors, arrays and the like hold the memory of ``tensor``, itself and one more counted. (torch._C:
+    what torch's CUDA-graph trees ask before they reuse memory; 2.11 to 2.15.)"""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def default_store() -> Any:
@@ -329,7 +334,7 @@ def _name_buffers(runtime: Runtime, names: Sequence[str | None], gm: fx.GraphMod
         desc = node.meta.get("desc")
         name = names[desc.idx] if node.op == "placeholder" and isinstance(desc, PlainAOTInput) else None
         if name is not None:
-            node.meta["buffer"] = buffer_name(runtime.plan, where[name][0])
+            node.meta["buffer"] = runtime.plan.weights_buffer(where[name][0])
     _mark_storages(graph, donated=())
     return graph
 

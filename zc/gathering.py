@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from zc import backend
 from zc.kernels import unflatten_cast
 from zc.ops import Segment
 from zc.passes import cut_forward, insert_events, outline_segments, place_on_streams, verify
 from zc.passes.base import Pass
-from zc.pending import Pending
+from zc.pending import Pending, can_be_watched
 from zc.plan import Plan
 from zc.program import Program, build
 from zc.schedule import gather, publish
@@ -46,19 +47,14 @@ _GATHER = (place_on_streams.PASS, insert_events.PASS, verify.PASS)
 _FORWARD = (cut_forward.PASS, outline_segments.PASS, *_GATHER)
 
 
-def buffer_name(plan: Plan, bucket: int) -> str:
-    """Of flat_param[bucket]: another name where its gather outlives the schedule that launches it."""
-    return f"gathered[{bucket}]" if plan.overlap_gather else f"flat_param[{bucket}]"
-
-
 def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
     """Gathers these buckets, the last of the plan (the first that a forward reads) first."""
     graph = fx.Graph()
     order = sorted(buckets, reverse=True)
     for bucket in order if plan.world_size > 1 else ():
-        graph.call_function(gather, (bucket, buffer_name(plan, bucket)))
+        graph.call_function(gather, (bucket, plan.weights_buffer(bucket)))
     for bucket in () if plan.overlap_gather else order:
-        graph.call_function(publish, (bucket, buffer_name(plan, bucket)))
+        graph.call_function(publish, (bucket, plan.weights_buffer(bucket)))
     graph.output(())
     return graph
 
@@ -67,7 +63,7 @@ def publish_graph(plan: Plan) -> fx.Graph:
     """The home stream may read all parameters."""
     graph = fx.Graph()
     for bucket in plan.buckets:
-        graph.call_function(publish, (bucket.index, buffer_name(plan, bucket.index)))
+        graph.call_function(publish, (bucket.index, plan.weights_buffer(bucket.index)))
     graph.output(())
     return graph
 
@@ -80,6 +76,7 @@ class WeightGather:
         self._programs: dict[tuple[int, ...], Program] = {}
         self._is_open = False  # a gather may be in flight that the home stream has not waited for
         self._pending = Pending(self.synchronize)
+        self._num_sharing: list[int] = []  # by bucket, of flat_param's memory: the parameters and zc's own tensors
 
     @property
     def programs(self) -> list[Program]:
@@ -103,16 +100,38 @@ class WeightGather:
             for slot in runtime.plan.buckets[index].slots:
                 torch.autograd.graph.increment_version(runtime.params[slot.name])
 
+    def count_sharing(self) -> None:
+        """New buckets are ready: flat_param is new memory, which nobody but the parameters and zc can hold yet."""
+        added = self._found().buffers.flat_param[len(self._num_sharing) :]
+        self._num_sharing += [backend.num_sharing(flat) for flat in added]
+
     def watch(self) -> None:
-        """The step is over: who reads a parameter before the next forward waits for all gathers."""
-        if self._is_open:
-            runtime = self._found()
-            others = {type(p).__name__ for p in self._pending.leave(runtime.params.values())}
-            if others:
-                runtime.say_once(
-                    f"overlap_gather: parameters of class {', '.join(sorted(others))} can't be watched: call "
-                    "zc.synchronize(model) before you read one between step() and the next forward"
+        """The step is over: who reads a parameter before the next forward waits for all gathers. Where a read could not
+        be seen, the step itself waits, and says so."""
+        if not self._is_open:
+            return
+        runtime = self._found()
+        reason = self._not_seen(runtime)
+        if reason is None:
+            self._pending.leave(runtime.params.values())
+        else:
+            runtime.say_once(f"overlap_gather: {reason}: step() waits for the weights wherever that is so")
+            self.synchronize()
+
+    def _not_seen(self, runtime: Runtime) -> str | None:
+        """Why a read of new weights might not be noticed: through what, of which parameters."""
+        others = sorted({type(p).__name__ for p in runtime.params.values() if not can_be_watched(p)})
+        if others:
+            return f"parameters of class {', '.join(others)} can't be watched"
+        flat_param = runtime.buffers.flat_param
+        for bucket, flat, known in zip(runtime.plan.buckets, flat_param, self._num_sharing, strict=True):
+            if backend.num_sharing(flat) > known:
+                first, last = bucket.slots[0].name, bucket.slots[-1].name
+                return (
+                    f"something other than the parameters holds the memory of {first} to {last} (a view, p.data, "
+                    "p.detach() or an array kept from before the step), and may be read unseen"
                 )
+        return None
 
     def let_read(self) -> None:
         """A compiled forward begins: its schedule waits for what it reads."""

@@ -5,8 +5,9 @@ the gathers, gives every parameter its own class back, and then does what was as
 weights, a clamp or a copy right after the step see the update, as without overlap. What asks for no value (``p.grad``,
 ``p.shape``) does not wait. The class of a tensor is changed as torch's own lazy parameters change theirs.
 
-Not seen: memory that is reached without the parameter, as through a ``p.data`` or a view that was kept from before the
-step, or by a C++ extension that takes tensors past torch's dispatch. `zc.synchronize` is for those.
+Memory may be reached without the parameter, through a ``p.data``, a view or an array that was kept from before the
+step: while such a thing lives, `zc.gathering` lets the step wait. Not seen: an address, a DLPack capsule or a storage
+object that was kept, and a C++ extension that takes parameters past torch's dispatch; `zc.synchronize` is for those.
 """
 
 from __future__ import annotations
@@ -74,6 +75,11 @@ def _make_plain(params: list[nn.Parameter]) -> None:
     params.clear()
 
 
+def can_be_watched(param: nn.Parameter) -> bool:
+    """Whether it is of torch's own class: another one can't be exchanged."""
+    return type(param) is nn.Parameter
+
+
 class Pending:
     """The parameters of one model. ``wait``: a method, held weakly, that does what must be done before one is read."""
 
@@ -82,17 +88,12 @@ class Pending:
         self._params: list[nn.Parameter] = []
         weakref.finalize(self, _make_plain, self._params).atexit = False
 
-    def leave(self, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """From here on a read waits. Returns those of another class than torch's own, which can't be watched."""
-        others = []
+    def leave(self, params: Iterable[nn.Parameter]) -> None:
+        """From here on a read of one of these, which `can_be_watched`, waits."""
         for param in params:
-            if type(param) is nn.Parameter:
-                param.__class__ = PendingParameter
-                self._params.append(param)
-            else:
-                others.append(param)
+            param.__class__ = PendingParameter
+            self._params.append(param)
         _WAITING.add(self)
-        return others
 
     def release(self) -> None:
         """Plain parameters again: who reads them now knows what to wait for."""

@@ -90,6 +90,10 @@ class Plan:
         slots = self.buckets[index].slots
         return f"{kind} of bucket {index} ({slots[0].name} ... {slots[-1].name}, {self.buckets[index].numel} elements)"
 
+    def weights_buffer(self, bucket: int) -> str:
+        """flat_param[bucket] in a schedule: another name where its gather outlives the schedule that launches it."""
+        return f"gathered[{bucket}]" if self.overlap_gather else f"flat_param[{bucket}]"
+
     def microbatch(self) -> Plan:
         return replace(self, is_boundary=False)
 

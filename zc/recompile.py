@@ -48,6 +48,8 @@ def recompile(model: nn.Module) -> None:
     runtime.grow(plan, params)
     fill(runtime, added)
     found.adopt(added)
+    if plan.overlap_gather:
+        runtime.weights.count_sharing()
     for name in params:
         runtime.frozen.pop(name, None)
     if config.backend != "eager":

@@ -249,6 +249,66 @@ def test_what_asks_for_no_value_does_not_wait() -> None:
     run_ranks(_asks_for_no_value, 2)
 
 
+ALIASES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "p.data": lambda p: p.data,
+    "a detached part": lambda p: p.detach()[3:, :2],
+    "a view in a graph": lambda p: p.view(-1),
+    "numpy": lambda p: p.detach().numpy(),
+    "rows": lambda p: list(p.data),
+}
+
+
+class Keeper:
+    """After each odd update keeps an alias of the last weights, one kind after the other; after the even ones, looks at
+    what it has kept, and lets go of it. ``waited``: whether step() had, each time."""
+
+    def __init__(self) -> None:
+        self.kinds, self.kept = iter(ALIASES.values()), []
+        self.seen: list[torch.Tensor] = []
+        self.waited: list[bool] = []
+
+    def __call__(self, model: nn.Module) -> None:
+        self.waited.append(not zc.api.sharded(model).runtime.weights._is_open)
+        if not self.kept:
+            self.kept.append(next(self.kinds)(_last(model)))
+            return
+        (alias,) = self.kept
+        rows = alias if isinstance(alias, list) else [torch.as_tensor(alias).detach()]
+        self.seen.append(torch.cat([row.reshape(-1) for row in rows]))  # a copy
+        self.kept.clear()
+
+
+def _aliases(rank: int, world_size: int, is_counted: bool) -> tuple[dict[str, bool], list[bool], str]:
+    """By kind: whether what was kept from before an update shows it right after step(), as without overlap_gather; and
+    when step() waited."""
+    count, plain, keeper = zc.backend.num_sharing, Keeper(), Keeper()
+    options: dict[str, Any] = {"backend": "aot_eager", "num_steps": 2 * len(ALIASES)}
+    _train(rank, ThreadStreams, plain, **options)
+    if not is_counted:
+        zc.backend.num_sharing = lambda tensor: 0
+    try:
+        _, explanation = _train(rank, ThreadStreams, keeper, overlap_gather=True, **options)
+    finally:
+        zc.backend.num_sharing = count
+    same = {kind: torch.equal(*pair) for kind, *pair in zip(ALIASES, plain.seen, keeper.seen, strict=True)}
+    return same, keeper.waited, explanation
+
+
+@pytest.mark.filterwarnings("ignore:zc")
+def test_step_waits_while_an_alias_of_weights_is_kept() -> None:
+    for same, waited, explanation in run_ranks(_aliases, 2, True):
+        assert all(same.values()), same
+        assert waited == [False, True] * len(ALIASES), "while it is kept, and no longer"
+        assert "holds the memory of 6.bias to 4.bias (a view" in explanation
+
+
+def test_an_alias_would_show_old_weights() -> None:
+    """The control."""
+    for same, waited, explanation in run_ranks(_aliases, 2, False):
+        assert not any(same.values()) and not any(waited), (same, waited)
+        assert "holds the memory" not in explanation
+
+
 class Named(nn.Parameter):
     """A user's own class, which can't be exchanged for another."""
 
@@ -261,13 +321,14 @@ def _own_class(rank: int, world_size: int) -> str:
     mean_square(model, vectors(DIM, 8)(rank, 0, 0)).backward()
     optimizer.step()
     assert type(_last(model)) is Named
+    assert not zc.api.sharded(model).runtime.weights._is_open, "step() has waited"
     return str(zc.explain(model))
 
 
 @pytest.mark.filterwarnings("ignore:zc")
-def test_a_parameter_that_cannot_be_watched_is_said() -> None:
+def test_a_parameter_that_cannot_be_watched_is_waited_for() -> None:
     for text in run_ranks(_own_class, 2):
-        assert "overlap_gather: parameters of class Named can't be watched: call zc.synchronize(model)" in text
+        assert "overlap_gather: parameters of class Named can't be watched: step() waits for the weights" in text
 
 
 class _Model:
