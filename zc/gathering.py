@@ -77,6 +77,7 @@ class WeightGather:
         self._is_open = False  # a gather may be in flight that the home stream has not waited for
         self._pending = Pending(self.synchronize)
         self._num_sharing: list[int] = []  # by bucket, of flat_param's memory: the parameters and zc's own tensors
+        self._unseen: str | None = None  # why a read after the present update might not be noticed
 
     @property
     def programs(self) -> list[Program]:
@@ -87,6 +88,8 @@ class WeightGather:
         """flat_param <- all ranks' masters of ``buckets``, cast to param_dtype; afterwards the home stream may read
         them, or, with overlap_gather, what has waited for them may."""
         runtime = self._found()
+        if runtime.plan.overlap_gather:  # now, since a gather that is on its way holds views of its own
+            self._unseen = self._why_unseen(runtime)
         for index in buckets:
             bucket = runtime.plan.buckets[index]
             if bucket.has_master:
@@ -111,15 +114,14 @@ class WeightGather:
         if not self._is_open:
             return
         runtime = self._found()
-        reason = self._not_seen(runtime)
-        if reason is None:
+        if self._unseen is None:
             self._pending.leave(runtime.params.values())
         else:
-            runtime.say_once(f"overlap_gather: {reason}: step() waits for the weights wherever that is so")
+            runtime.say_once(f"overlap_gather: {self._unseen}: step() waits for the weights wherever that is so")
             self.synchronize()
 
-    def _not_seen(self, runtime: Runtime) -> str | None:
-        """Why a read of new weights might not be noticed: through what, of which parameters."""
+    def _why_unseen(self, runtime: Runtime) -> str | None:
+        """Through what new weights might be read unseen, and which; None: nothing."""
         others = sorted({type(p).__name__ for p in runtime.params.values() if not can_be_watched(p)})
         if others:
             return f"parameters of class {', '.join(others)} can't be watched"

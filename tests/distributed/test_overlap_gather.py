@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 
 import zc
 import zc.api
+from zc.comm import Group
 from zc.errors import PlanError
 from zc.gathering import WeightGather
 from zc.pending import Pending, PendingParameter
@@ -43,7 +45,7 @@ Weights = dict[str, torch.Tensor]
 
 def _train(
     rank: int,
-    streams: type[ThreadStreams],
+    streams: Callable[[dict[str, float]], ThreadStreams],
     look: Callable[[nn.Module], None] | None = None,
     num_steps: int = 4,
     **options: Any,
@@ -307,6 +309,36 @@ def test_an_alias_would_show_old_weights() -> None:
     for same, waited, explanation in run_ranks(_aliases, 2, False):
         assert not any(same.values()) and not any(waited), (same, waited)
         assert "holds the memory" not in explanation
+
+
+def _in_flight(rank: int, world_size: int) -> tuple[list[bool], str]:
+    """Gathers that hold their views when the step ends, and when it looks for others."""
+    gather, watch, waited = Group.all_gather, WeightGather.watch, []
+
+    def slow_gather(self: Group, out: torch.Tensor, *args: Any) -> Any:
+        rows = list(out.view(world_size, -1))
+        time.sleep(LATE)
+        del rows
+        return gather(self, out, *args)
+
+    def late_watch(self: WeightGather) -> None:
+        time.sleep(LATE / 2)
+        watch(self)
+
+    def look(model: nn.Module) -> None:
+        waited.append(not zc.api.sharded(model).runtime.weights._is_open)
+
+    try:
+        Group.all_gather, WeightGather.watch = slow_gather, late_watch  # type: ignore[method-assign]
+        _, explanation = _train(rank, lambda delays: ThreadStreams(), look, backend="aot_eager", overlap_gather=True)
+    finally:
+        Group.all_gather, WeightGather.watch = gather, watch  # type: ignore[method-assign]
+    return waited, explanation
+
+
+def test_views_of_the_gathers_themselves_are_no_aliases() -> None:
+    for waited, explanation in run_ranks(_in_flight, 2):
+        assert not any(waited) and "holds the memory" not in explanation
 
 
 class Named(nn.Parameter):
