@@ -1,12 +1,14 @@
 """Step by step in turn, in the same processes: ratios that a slow spell of a shared machine can't move.
 
-    python -m bench.turns [--cases gpt30m-fp32 ...] [--providers "zc stage 2" "DDP + compile" ...] [--turns 16]
+    python -m bench.turns [--cases gpt30m-fp32 ...] [--providers "zc stage 2" "DDP + compile" ...] [--turns 12]
     python -m bench.turns --paced ethernet --world 8 --cases gpt30m-fp32
 
 Between two fresh processes this machine's speed may change by some 5 % (bench/run.py has times and memory of processes
-of their own). Here all systems of a case live in one set of processes and step in turn, A B C, C B A, each behind a
-barrier; a step ends when the slowest rank has ended it. *ratio*: of a step to the first provider's in the same turn,
-the median over turns. The losses pass the same gate as there, but on a paced network, where they mean nothing.
+of their own). Here all systems of a case live in one set of processes and train in turn, A B C, C B A, each behind a
+barrier. A turn is one step that is not timed and then ``--steps`` that are: a gather that is still on its way when a
+step ends falls into the system's own next step, not into another's. Its time is the slowest rank's, a step. *ratio*: to
+the first provider's time in the same turn, the median over turns. The losses pass the same gate as there, but on a
+paced network, where they mean nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ COLUMNS = (
     "session", "time", "case", "provider", "status", "turns", "p20_ms", "p50_ms", "p80_ms", "cpu_ms", "base", "ratio",
     "ratio_p20", "ratio_p80", "num_params", "ranks", "network", "device", "torch", "python", "commit", "command",
 )  # fmt: skip
+SETTLE = 2  # turns: what is compiled in the first step, and again in the second
 DEFAULT = ("zc stage 2", "zc stage 2, overlap_gather", "DDP + compile", "compiled, no communication")
 
 
@@ -59,18 +62,24 @@ class Turn:
             self.system.optimizer, lambda step: train.warmup_cosine(step, args.warmup, args.steps)
         )
         self.losses: list[float] = []
-        self.step_s: list[float] = []
+        self.step_s: list[float] = []  # a turn each, mean over its timed steps
         self.cpu_s: list[float] = []
 
-    def take(self, tokens: torch.Tensor, rank: int) -> None:
-        number, start, cpu = len(self.losses), time.perf_counter(), time.process_time()
-        loss, _ = train.one_step(self.args, self.system, tokens, number, rank, self.device)
+    def take(self, tokens: torch.Tensor, rank: int, num_steps: int) -> None:
+        """One turn: a step, and then ``num_steps`` that are timed."""
+        self._step(tokens, rank)
+        start, cpu = time.perf_counter(), time.process_time()
+        for _ in range(num_steps):
+            self._step(tokens, rank)
+        self.step_s.append((time.perf_counter() - start) / num_steps)
+        self.cpu_s.append((time.process_time() - cpu) / num_steps)
+
+    def _step(self, tokens: torch.Tensor, rank: int) -> None:
+        loss, _ = train.one_step(self.args, self.system, tokens, len(self.losses), rank, self.device)
         self._scheduler.step()
+        self.losses.append(float(loss))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.losses.append(float(loss))
-        self.step_s.append(time.perf_counter() - start)
-        self.cpu_s.append(time.process_time() - cpu)
 
 
 def work(args: argparse.Namespace) -> None:
@@ -89,7 +98,7 @@ def work(args: argparse.Namespace) -> None:
         for number in range(args.turns):
             for turn in list(turns.values())[:: 1 if number % 2 else -1]:
                 dist.barrier()
-                turn.take(tokens, rank)
+                turn.take(tokens, rank, args.steps)
             progress.tick(" ".join(f"{turn.step_s[-1] * 1e3:,.0f} ms" for turn in turns.values()))
     seen = {n: {"losses": t.losses, "step_s": t.step_s, "cpu_s": t.cpu_s} for n, t in turns.items()}
     record = {"seen": seen, "num_params": first.num_params, "device": device_name(device)}
@@ -103,14 +112,15 @@ def work(args: argparse.Namespace) -> None:
 
 
 def made_rows(
-    case: str, providers: list[str], records: list[dict[str, Any]], settle: int, expected: list[float] | None
+    case: str, providers: list[str], records: list[dict[str, Any]], expected: list[float] | None
 ) -> list[dict[str, Any]]:
-    """A row a provider. ``records``: of each rank the losses and seconds of each provider's steps, of which the first
-    ``settle`` do not count. ``expected``: losses of the reference, or None where there is nothing to compare."""
+    """A row a provider. ``records``: of each rank the losses of each provider's steps, and the seconds a step of its
+    turns, of which the first SETTLE do not count. ``expected``: losses of the reference, or None where there is nothing
+    to compare."""
 
     def slowest(name: str, what: str) -> list[float]:
         ranks = (r["seen"][name][what] for r in records)
-        return [max(step) * 1e3 for step in zip(*ranks, strict=True)][settle:]
+        return [max(step) * 1e3 for step in zip(*ranks, strict=True)][SETTLE:]
 
     base, made = providers[0], []
     for name in providers:
@@ -141,15 +151,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--cases", nargs="+", choices=CASES, default=["gpt30m-fp32"])
     add("--providers", nargs="+", choices=PROVIDERS, default=list(DEFAULT), help="ratios are to the first")
-    add("--turns", type=int, default=16, help="steps of each, with those that settle")
+    add("--turns", type=int, default=12, help="of each provider, with those that settle")
+    add("--steps", type=int, default=2, help="timed steps of a turn, behind one that is not")
     add("--paced", choices=NETWORKS, help="one process plays rank 0 of --world ranks (bench/paced.py)")
     add("--world", type=int, default=8, help="ranks that --paced pretends")
     add("--csv", type=Path, default=RESULTS)
     add("--out", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    least = max(train.parse([*CASES[c].all_flags, "--out", "unused"]).settle for c in args.cases) + 3
-    if args.turns < least:
-        parser.error(f"--turns must be at least {least}: those that settle, and three to count; got {args.turns}")
+    if args.turns < SETTLE + 3:
+        parser.error(f"--turns must be at least {SETTLE + 3}: {SETTLE} settle, and three to count; got {args.turns}")
+    if args.steps < 1:
+        parser.error(f"--steps must be at least 1, got {args.steps}")
     return args
 
 
@@ -172,12 +184,11 @@ def main(argv: list[str] | None = None) -> int:
             flags = [*given, "--cases", name, "--out", str(out)]  # of two options alike the later one counts
             launch("bench.turns", flags, ranks=1 if args.paced else case.ranks)
             records = json.loads(out.read_text())
-        settle = train.parse([*case.all_flags, "--out", "unused"]).settle
         about = {"session": rows.fingerprint(), "time": rows.now(), "network": args.paced or "", **versions()}
         if args.paced:
             about["ranks"] = args.world
         about["command"] = shlex.join(["python", "-m", "bench.turns", *given])
-        for row in made_rows(name, args.providers, records, settle, expected):
+        for row in made_rows(name, args.providers, records, expected):
             rows.append(args.csv, row | about, COLUMNS)
             times = f"{row['p50_ms']} ms, {row['ratio']} of {row['base']}" if row["status"] == "ok" else row["status"]
             print(f"{name}: {row['provider']}: {times}", flush=True)
