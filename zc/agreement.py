@@ -30,7 +30,7 @@ class Announcement:
     """One exchange: every rank's row of digest, journal (4 bytes each) and flags (a byte each); ``journal`` is the
     checksum of what this rank has exchanged before.
 
-    Gathered, not reduced to the largest: among few ranks a ring passes a gather on once, a reduction twice.
+    Gathered, not reduced to the largest: one hop, where a ring's reduction has 2 (W - 1).
     """
 
     def __init__(self, agreement: Agreement, number: int, what: str, flags: Sequence[int]) -> None:

@@ -250,8 +250,13 @@ class Group:
 
     def gather_on_host(self, out: Tensor, row: Tensor, what: str) -> Work:
         """out [W * n] <- every rank's row [n], uint8, in host memory. Asynchronous. ``what`` says in an error what this
-        rank waited for."""
-        work = _all_gather()(out, row, group=self.control, async_op=True)
+        rank waited for.
+
+        As an all-to-all of copies of the row: gloo posts all its messages at once. Its all_gather is a ring, whose
+        W - 1 hops follow one another (gloo/allgather.cc, alltoall.cc).
+        """
+        # lifetime of the copies: the work holds them
+        work = dist.all_to_all_single(out, row.repeat(self.world_size), group=self.control, async_op=True)
         return self._watched(work, what)  # type: ignore[no-any-return]
 
     def same_everywhere(self, what: str, lines: Sequence[str]) -> None:
