@@ -12,8 +12,6 @@ bytes by one process in the same run, in turns; the printed figures are medians 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import json
 import multiprocessing as mp
 import os
@@ -34,6 +32,7 @@ from torch import nn
 import zc
 from bench.measure import device_name, peak_rss_nbytes, reset_peak_rss, versions
 from bench.progress import Progress
+from bench.rows import append, now
 
 RANKS = 2
 
@@ -267,22 +266,11 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
         ratios["async_vs_write"] = row["write_s"] / row["async_s"]
         rounds.append({"round": number, "state_nbytes": reports[0]["state_nbytes"], **row, **ratios})
     if args.csv is not None:
-        session = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        base = {"session": session, "device": device_name(torch.device("cpu")), "ranks": RANKS, **versions()}
-        append(args.csv, [base | row for row in rounds])
+        base = {"session": now(), "device": device_name(torch.device("cpu")), "ranks": RANKS, **versions()}
+        for row in rounds:
+            shown = base | {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
+            append(args.csv, shown, [*base, *rounds[0]])  # what is measured takes turns, and so do the keys
     return {k: statistics.median(row[k] for row in rounds) for k in rounds[0] if k != "round"}
-
-
-def append(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Adds rows, and the header to a new file."""
-    is_new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

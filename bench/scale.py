@@ -5,6 +5,7 @@
     python -m bench.scale paced --worlds 8 64 512 4096
     python -m bench.scale depth --depths 12 24 48 96
     python -m bench.scale host               # microseconds of Python a step, by number of buckets
+    python -m bench.scale exchange           # a few bytes from every rank to every other, on real processes
 
 Points of ``paced`` and ``depth`` that the session has already are not measured again; where one has no number, the
 command fails at its end. ``pace`` fails where the paced group is more than 3 % off its model. ``plan`` moves no byte:
@@ -32,7 +33,7 @@ from torch import nn
 
 from bench import rows
 from bench.cases import CASES, PROVIDERS
-from bench.measure import ROOT, device_name, end_on_sigterm, launch_quietly, versions
+from bench.measure import ROOT, device_name, end_on_sigterm, launch, launch_quietly, versions
 from bench.models import MODELS, GPTConfig, make_model
 from bench.network import NETWORKS
 from bench.paced import init_paced
@@ -203,6 +204,16 @@ def host_points(counts: list[int], world: int, num_steps: int = 40, layers: int 
         dist.destroy_process_group()
 
 
+def exchange_points(ranks: list[int]) -> Iterator[Point]:
+    """What ranks tell each other at a boundary, in the two ways in which gloo can pass it on (bench/exchange.py)."""
+    for num in ranks:
+        with tempfile.TemporaryDirectory(prefix="exchange-") as folder:
+            out = Path(folder) / "out.json"
+            launch("bench.exchange", ["--out", str(out)], ranks=num)
+            for way, milliseconds in json.loads(out.read_text()).items():
+                yield Point("exchange of 300 bytes", way, num, milliseconds, "ms")
+
+
 def append(path: Path, session: str, point: Point) -> None:
     about = {"session": session, "time": rows.now(), "device": device_name(torch.device("cpu")), **versions()}
     rows.append(path, {**point._asdict(), **about, "value": f"{point.value:.6g}"}, COLUMNS)
@@ -227,11 +238,12 @@ def draw(path: Path, folder: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.scale", description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("kinds", nargs="+", choices=("plan", "pace", "paced", "depth", "host"))
+    add("kinds", nargs="+", choices=("plan", "pace", "paced", "depth", "host", "exchange"))
     add("--device", choices=("cpu", "cuda"), default="cpu", help="pace")
     add("--model", choices=MODELS, default="llama-3b", help="plan")
     add("--case", choices=CASES, default="tiny", help="paced")
     add("--worlds", type=int, nargs="+", default=[8, 32, 128, 512, 2048, 4096], help="plan, paced")
+    add("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="exchange: processes of this machine")
     add("--networks", nargs="+", choices=NETWORKS, default=["ethernet"], help="paced")
     add("--depths", type=int, nargs="+", default=[12, 24, 48, 96])
     add("--buckets", type=int, nargs="+", default=[1, 4, 16, 64], help="host")
@@ -248,6 +260,7 @@ def main(argv: list[str] | None = None) -> int:
         "pace": lambda: pace_points(torch.device(args.device)),
         "paced": lambda: paced_points(args.case, args.worlds, args.providers, args.networks, done, failed),
         "depth": lambda: depth_points(args.depths, args.providers, done, failed),
+        "exchange": lambda: exchange_points(args.ranks),
         "host": lambda: (p for world in (1, 8) for p in host_points(args.buckets, world)),
     }
     console = Console()

@@ -188,7 +188,7 @@ def turns(path: Path, chosen: Mapping[str, str]) -> str:
     if not rows:
         return f"No rows yet in {path.name} with {dict(chosen)}."
     lines = []
-    for row in {r["provider"]: r for r in rows}.values():  # of one measured twice the later one
+    for row in rows:
         if row["status"] != "ok":
             lines.append([row["provider"], f"no number: {row['status']}", "", "", ""])
             continue

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from bench import data
 from bench.measure import device_name, live_nbytes, peak_rss_nbytes, reset_peak_rss, storages, versions
@@ -108,6 +109,17 @@ def options_of(args: argparse.Namespace) -> Options:
     )
 
 
+def model_of(args: argparse.Namespace, device: torch.device) -> nn.Module:
+    sizes = GPTConfig(args.vocab, args.seq, args.layers, args.width, args.heads)
+    return make_model(args.model, sizes, args.seed, device)
+
+
+def system_of(args: argparse.Namespace, model: nn.Module) -> tuple[System, LambdaLR]:
+    """The model under the system that the flags name, and its learning rate's schedule."""
+    system = SYSTEMS[args.system](model, AdamW(args.lr, args.weight_decay), options_of(args))
+    return system, LambdaLR(system.optimizer, lambda step: warmup_cosine(step, args.warmup, args.steps))
+
+
 def held_out_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]], rank: int, world_size: int) -> float:
     """Mean loss in nats a token over ``batches``, which the ranks share out; the same number on every rank."""
     total = torch.zeros(2, dtype=torch.float64)
@@ -125,12 +137,11 @@ def held_out_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]], rank: 
 
 def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> dict[str, object]:
     """One run; returns this rank's record: losses, seconds, bytes."""
-    sizes = GPTConfig(args.vocab, args.seq, args.layers, args.width, args.heads)
     corpus = data.load(vocab=args.vocab)
     pairs = data.held_out_batches(corpus.held_out, batch=args.batch, seq=args.seq, num_batches=args.eval_batches)
     batches = [(x.to(device), y.to(device)) for x, y in pairs]
     before = storages()
-    model = make_model(args.model, sizes, args.seed, device)
+    model = model_of(args, device)
     record: dict[str, object] = {"rank": rank, "num_params": num_parameters(model)}
     if batches:
         record["held_out_loss_before"] = held_out_loss(model, batches, rank, world_size)
@@ -140,10 +151,8 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
             raise SystemExit(f"--global-accum {args.global_accum} is not a multiple of {world_size} ranks")
         args.accum = args.global_accum // world_size
     started = time.perf_counter()
-    system = SYSTEMS[args.system](model, AdamW(args.lr, args.weight_decay), options_of(args))
+    system, scheduler = system_of(args, model)
     setup_s = time.perf_counter() - started
-    factor = lambda step: warmup_cosine(step, args.warmup, args.steps)  # noqa: E731
-    scheduler = torch.optim.lr_scheduler.LambdaLR(system.optimizer, factor)
 
     resume = Resume(args, model, system.optimizer, scheduler) if args.checkpoints is not None else None
     first = resume.first_step() if resume is not None else 0

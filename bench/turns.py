@@ -26,18 +26,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LambdaLR
 
 from bench import data, rows, train
 from bench.cases import CASES, PROVIDERS, Case, version_of
 from bench.measure import ROOT, device_name, end_on_sigterm, launch, versions
-from bench.models import GPTConfig, make_model, num_parameters
+from bench.models import num_parameters
 from bench.network import NETWORKS
 from bench.paced import init_paced
-from bench.peers import SYSTEMS
 from bench.progress import Progress
 from bench.reference import disagreement, reference
-from bench.systems import AdamW, System
 
 RESULTS = ROOT / "bench" / "results" / "turns.csv"
 COLUMNS = (
@@ -53,14 +50,9 @@ class Turn:
 
     def __init__(self, case: Case, provider: str, device: torch.device) -> None:
         self.args = args = train.parse([*PROVIDERS[provider].flags, *case.all_flags, "--out", "unused"])
-        sizes = GPTConfig(args.vocab, args.seq, args.layers, args.width, args.heads)
-        model = make_model(args.model, sizes, args.seed, device)
+        model = train.model_of(args, device)
         self.num_params, self.device = num_parameters(model), device
-        adamw = AdamW(args.lr, args.weight_decay)
-        self.system: System = SYSTEMS[args.system](model, adamw, train.options_of(args))
-        self._scheduler = LambdaLR(
-            self.system.optimizer, lambda step: train.warmup_cosine(step, args.warmup, args.steps)
-        )
+        self.system, self._scheduler = train.system_of(args, model)
         self.losses: list[float] = []
         self.step_s: list[float] = []  # a turn each, mean over its timed steps
         self.cpu_s: list[float] = []
@@ -175,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     missing = [p for p in args.providers if version_of(PROVIDERS[p]) is None]
     if missing:
         sys.exit(f"not installed: what {', '.join(missing)} needs")
-    status = 0
+    status, session = 0, rows.now()  # nothing is resumed: a session is one call
     for name in args.cases:
         case = CASES[name]
         expected = None if args.paced else reference(case)
@@ -184,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
             flags = [*given, "--cases", name, "--out", str(out)]  # of two options alike the later one counts
             launch("bench.turns", flags, ranks=1 if args.paced else case.ranks)
             records = json.loads(out.read_text())
-        about = {"session": rows.fingerprint(), "time": rows.now(), "network": args.paced or "", **versions()}
+        about = {"session": session, "time": rows.now(), "network": args.paced or "", **versions()}
         if args.paced:
             about["ranks"] = args.world
         about["command"] = shlex.join(["python", "-m", "bench.turns", *given])
