@@ -14,6 +14,7 @@ paced network, where they mean nothing.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shlex
@@ -82,7 +83,20 @@ def work(args: argparse.Namespace) -> None:
         init_paced(args.paced, args.world)
     else:
         dist.init_process_group("nccl" if case.device == "cuda" else "gloo")
-    rank = dist.get_rank()
+    record = take_turns(args, case, device, dist.get_rank())
+    # DDP must not hold the group's last reference at the interpreter's end: its threads wait for the GIL, it for them
+    gc.collect()
+    records: list[Any] = [record]
+    if not args.paced:
+        records = [None] * dist.get_world_size()
+        dist.all_gather_object(records, record)
+    if dist.get_rank() == 0:
+        args.out.write_text(json.dumps(records))
+    dist.destroy_process_group()
+
+
+def take_turns(args: argparse.Namespace, case: Case, device: torch.device, rank: int) -> dict[str, Any]:
+    """What this rank has seen. The systems are gone when it returns."""
     turns = {name: Turn(case, name, device) for name in args.providers}
     first = turns[args.providers[0]]
     tokens = data.load(vocab=first.args.vocab).train
@@ -93,14 +107,7 @@ def work(args: argparse.Namespace) -> None:
                 turn.take(tokens, rank, args.steps)
             progress.tick(" ".join(f"{turn.step_s[-1] * 1e3:,.0f} ms" for turn in turns.values()))
     seen = {n: {"losses": t.losses, "step_s": t.step_s, "cpu_s": t.cpu_s} for n, t in turns.items()}
-    record = {"seen": seen, "num_params": first.num_params, "device": device_name(device)}
-    records: list[Any] = [record]
-    if not args.paced:
-        records = [None] * dist.get_world_size()
-        dist.all_gather_object(records, record)
-    if rank == 0:
-        args.out.write_text(json.dumps(records))
-    dist.destroy_process_group()
+    return {"seen": seen, "num_params": first.num_params, "device": device_name(device)}
 
 
 def made_rows(
