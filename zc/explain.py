@@ -13,7 +13,7 @@ from zc import backend
 from zc.api import persistent_nbytes, sharded
 from zc.errors import PlanError
 from zc.explain_html import page
-from zc.ledger import Where, written_by
+from zc.ledger import Where
 from zc.ops import Acc
 from zc.passes.write_in_place import nbytes_in_place
 from zc.plan import Bucket
@@ -124,7 +124,7 @@ def _uncovered(runtime: Runtime) -> str:
         return "all: backend='eager' takes every gradient through hooks"
     if not runtime.programs:
         return "no backward has been compiled yet"
-    written = set().union(*(written_by(program) for program in runtime.programs))
+    written = set().union(*(program.brings for program in runtime.programs))
     missing = [
         f"{slot.name}: no compiled backward writes its gradient (it would come in through its hook)"
         for b in runtime.plan.buckets
@@ -196,7 +196,7 @@ def _empty(runtime: Runtime) -> str:
 
 
 def _why(runtime: Runtime, where: Where) -> str:
-    writers = [program.name for program in runtime.programs if where in written_by(program)]
+    writers = [program.name for program in runtime.programs if where in program.brings]
     if writers:
         return f"{', '.join(writers)} would write its gradient, and did not run; its hook did not fire either"
     if runtime.config.backend == "eager":

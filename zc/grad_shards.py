@@ -57,7 +57,7 @@ class GradShards:
         runtime = self.runtime
         grad = runtime.params[name].grad
         if not runtime.is_final or grad is None or not runtime.is_shown(name, grad):
-            runtime.finish_gradients()
+            runtime.finish_gradients(by_grad=True)
         if not self._is_touched(name):
             raise ZcError(f"the gradient of {name} was set to None (zero_grad) since: take param.grad anew")
 
@@ -134,6 +134,15 @@ class GradShards:
         self.changed()
         for shard in self.copies(name):
             shard.zero_()
+
+    def zero_slices(self, names: Sequence[str]) -> None:
+        """Zeros this rank's parts: the zero_grad(set_to_none=False) of the optimizer's class."""
+        self.runtime.finish_gradients()
+        self.runtime.wait_for_host_memory()
+        self.changed()
+        for name in names:
+            for copy in self.copies(name) if self._is_touched(name) else ():
+                copy.zero_()
 
     def full_grad_of(self, name: str) -> Tensor:
         self._finished(name)

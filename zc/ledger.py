@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from zc.host_memory import num_page_faults
 from zc.plan import Plan
 from zc.program import Program
-from zc.schedule import accumulate_cast, deposit, flatten_cast, steps, wgrad_into
 
 Where = tuple[int, int]  # bucket, slot
 
@@ -30,20 +29,6 @@ class Step:
     num_page_faults: int | None = None
 
 
-def written_by(program: Program) -> set[Where]:
-    """The slots whose gradients a schedule writes or deposits."""
-    found: set[Where] = set()
-    for node in steps(program.graph):
-        bucket = int(str(node.args[0])) if node.target in (deposit, flatten_cast, accumulate_cast, wgrad_into) else -1
-        if node.target is deposit:
-            found.add((bucket, int(str(node.args[1]))))
-        elif node.target is wgrad_into:
-            found.add((bucket, int(str(node.args[2]))))
-        elif bucket >= 0:
-            found |= {(bucket, int(str(k))) for k in node.args[2]}  # type: ignore[union-attr]
-    return found
-
-
 class Ledger:
     """The current step and the last one, and which parameters have been warned of."""
 
@@ -54,7 +39,6 @@ class Ledger:
         self.graphs: list[str] = []  # Dynamo's id of each graph that was compiled: frame / how often
         self.breaks_before: dict[str, int] = {}  # graph breaks in this process before this model was compiled
         self._named: set[str] = set()
-        self._writes: dict[str, set[Where]] = {}
 
     def arrived(self, programs: Iterable[Program], step: Step) -> dict[Where, Counter[str]]:
         """(bucket, slot) -> where its gradients came from in ``step``, and how many times."""
@@ -62,9 +46,7 @@ class Ledger:
         for program in programs:
             times = step.runs[program.name]
             if times:
-                if program.name not in self._writes:
-                    self._writes[program.name] = written_by(program)
-                for where in self._writes[program.name]:
+                for where in program.brings:
                     found.setdefault(where, Counter())[program.name] += times
         for where, times in step.hooks.items():
             found.setdefault(where, Counter())["hook"] += times

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zc import backend
 from zc.disk import DiskState
-from zc.errors import PlanError
+from zc.errors import PlanError, ZcError
 from zc.grad_shards import GradShards
 from zc.layout import Slot, flat_layout, whole_layout
 from zc.offload import HostStep
@@ -58,14 +58,16 @@ class ShardedOptimizer:
         self.slices: dict[str, nn.Parameter] = {}
         self.grads: dict[str, ShardedGrad] = {}
         self._slice_grads: dict[str, SliceGrad] = {}
+        self._given: dict[str, Tensor | None] = {}  # what each slice has as .grad, by zc
         self.grad_shards = GradShards(runtime)
         self._writes = ParamWrites(runtime)
         # each group's parameters, the same on every rank, trainable ones by name: for checkpoints
         self.members: list[list[str | Tensor]] = []
         self.adopt(runtime.plan.buckets)
-        runtime.on_final = self._hand_out
+        runtime.on_final = self._show
         runtime.on_backward = self._after_backward
         runtime.on_cleared = self._let_go
+        runtime.slices_cleared = self._are_cleared
         runtime.is_shown = lambda name, grad: grad is self.grads[name]
         self._offload = HostStep(runtime, optimizer, self.slices, by_bucket=not whole) if runtime.plan.offload else None
         self._handles = (
@@ -98,8 +100,9 @@ class ShardedOptimizer:
         slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         for name, (bucket, slot) in slots.items():
             self._make_slice(name, bucket, slot)
-        if not self.slices and not self._whole:
-            # torch's GradScaler fails where an optimizer has no gradient at all, as a rank that owns nothing
+        if not self.slices:
+            # torch's GradScaler fails where an optimizer has no gradient at all, as a rank that owns nothing; and who
+            # clears the optimizer's own tensors is seen by theirs
             name, (bucket, slot) = next(iter(slots.items()))
             self._make_slice(name, bucket, slot, is_empty=True)
         groups = self.optimizer.param_groups
@@ -130,7 +133,7 @@ class ShardedOptimizer:
         if first == stop and not is_empty:
             return
         # a whole parameter keeps its shape: optimizers and their options may look at it
-        shape = slot.shape if self._whole or stop - first == slot.numel else (stop - first,)
+        shape = slot.shape if stop - first == slot.numel else (stop - first,)
         master = buffers.master_shard[bucket.index]
         self.slices[name] = nn.Parameter(master[first - start : stop - start].view(shape))
         self.grad_shards.add(name, bucket, first - start, stop - start, shape)
@@ -146,35 +149,66 @@ class ShardedOptimizer:
             for key, item in state.items()
         }
 
-    def _hand_out(self) -> None:
-        """Gives each slice its gradient; None where no rank had one, and then the optimizer leaves it alone."""
+    def _install(self) -> None:
+        """Gives each slice its gradient for the update; None where no rank had one, and then the optimizer leaves it
+        alone."""
         for bucket in self.runtime.plan.buckets:
             flags = self.runtime.ops.touched[bucket.index]
             parts = self.grad_shards.of(bucket) if any(flags) else {}
             for slot, touched in zip(bucket.slots, flags, strict=True):
                 if slot.name in self.slices:
-                    self.slices[slot.name].grad = parts[slot.name][0] if touched else None
-        self._show()
+                    is_there = touched and not (self._whole and self.slices[slot.name].numel() < slot.numel)
+                    self._give(slot.name, parts[slot.name][0] if is_there else None)
+
+    def _stand_in(self) -> None:
+        """Outside of an update whatever is done to the optimizer's own gradients has to come to us."""
+        for name, shown in self._slice_grads.items():
+            self._give(name, shown)
+
+    def _give(self, name: str, grad: Tensor | None) -> None:
+        self.slices[name].grad = self._given[name] = grad
+
+    def _are_cleared(self) -> bool:
+        """Whether the caller has set ``.grad`` of the optimizer's own tensors to None: by the zero_grad of its class,
+        or by hand. Raises ZcError where it did so to some, or gave them another."""
+        given = [name for name, grad in self._given.items() if grad is not None]
+        found = [self.slices[name].grad for name in given]
+        if given and all(grad is None for grad in found):
+            return True
+        for name, grad in zip(given, found, strict=True):
+            if grad is not self._given[name]:
+                raise ZcError(
+                    f"the optimizer's own tensor of {name} has {'no' if grad is None else 'another'} .grad, others "
+                    "have theirs: it is this rank's slice, and ranks have other ones. Use optimizer.zero_grad() to "
+                    "clear all, or param.grad = None and .mul_() on the model's parameters"
+                )
+        return False
 
     def _after_backward(self) -> None:
-        """Whatever a GradScaler does to the optimizer's slices before the boundary has to come to us."""
-        for name, shown in self._slice_grads.items():
-            self.slices[name].grad = shown
+        self._stand_in()
         self._show()
 
     def _let_go(self) -> None:
-        for tensor in self.slices.values():
-            tensor.grad = None
+        """No gradient is left, wherever somebody could look for one. Autograd may be adding to a ``param.grad`` at this
+        moment: inside a backward those go at its end."""
+        self.grad_shards.changed()
+        self._given.clear()
+        params = self.runtime.params.values() if backend.current_graph_task() == -1 else ()
+        with backend.without_torch_function():  # sooner done: parameters may be watched (zc/pending.py)
+            for tensor in (*self.slices.values(), *params):
+                tensor.grad = None
 
     def _show(self) -> None:
         """``param.grad`` of every parameter with a gradient becomes its ShardedGrad."""
         self.grad_shards.changed()
         self._writes.check_places()
         for bucket in self.runtime.plan.buckets:
-            for slot, touched in zip(bucket.slots, self.runtime.ops.touched[bucket.index], strict=True):
+            for slot, is_known in zip(bucket.slots, self.runtime.rounds.known[bucket.index], strict=True):
                 param = self.runtime.params[slot.name]
-                if touched and param.grad is None:
+                if is_known and param.grad is None:
                     param.grad = self.grads[slot.name]
+                elif not is_known and param.grad is self.grads[slot.name]:
+                    param.grad = None  # of gradients that were dropped when this backward had begun
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
@@ -185,6 +219,7 @@ class ShardedOptimizer:
             )
         self.runtime.finish_gradients()
         self._writes.take_over()
+        self._install()
         if self._offload is not None:
             self._offload.before(self._changed(), self._handles[0])
 
@@ -194,6 +229,8 @@ class ShardedOptimizer:
         else:
             self.runtime.weights.publish(self._changed())
         self._writes.remember()
+        if self._changed():
+            self._stand_in()
         self.runtime.after_update()
         self.runtime.weights.watch()
 
@@ -220,7 +257,3 @@ class ShardedOptimizer:
         """Clears the shards; what ``model.zero_grad`` and ``optimizer.zero_grad`` both do."""
         self.grad_shards.changed()
         self.runtime.clear(set_to_none=set_to_none)
-        if set_to_none:
-            with backend.without_torch_function():  # sooner done: parameters may be watched (zc/pending.py)
-                for tensor in (*self.slices.values(), *self.runtime.params.values()):
-                    tensor.grad = None

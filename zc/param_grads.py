@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from zc import backend
 from zc.errors import UncoveredGradientError, ZcError
-from zc.ops import GradientOps
 from zc.plan import Plan
 
 
@@ -41,12 +40,28 @@ def check(
             )
 
 
-def cleared(plan: Plan, ops: GradientOps, params: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
-    """(bucket, slot) whose accumulator has a gradient that the caller has dropped: ``param.grad = None`` by hand, or
-    the stock model.zero_grad()."""
+def cleared(plan: Plan, known: Sequence[Sequence[bool]], params: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
+    """(bucket, slot) of the ``known`` gradients that the caller has dropped: ``param.grad = None`` by hand, or the
+    stock model.zero_grad()."""
     return [
         (bucket.index, k)
-        for bucket in plan.buckets
+        for bucket, flags in zip(plan.buckets, known, strict=True)
         for k, slot in enumerate(bucket.slots)
-        if ops.touched[bucket.index][k] and params[slot.name].grad is None
+        if flags[k] and params[slot.name].grad is None
     ]
+
+
+def shown_apart(plan: Plan, shown: Sequence[Sequence[bool]], known: Sequence[Sequence[bool]]) -> str:
+    """Why a loop over ``param.grad`` would take other gradients on each rank; ``shown`` here, ``known`` to be on some
+    rank."""
+    lacking = [
+        slot.name
+        for bucket, here, there in zip(plan.buckets, shown, known, strict=True)
+        for slot, is_shown, is_known in zip(bucket.slots, here, there, strict=True)
+        if is_known and not is_shown
+    ]
+    where = f"here {', '.join(lacking[:5])} has none" if lacking else "here all have one, on another rank some lack it"
+    return (
+        "ranks have a param.grad on different parameters, so clipping or a norm over them would differ from rank to "
+        f"rank: {where}. The last backward before it must not be inside zc.no_sync; or call zc.clip_grad_norm_"
+    )

@@ -14,7 +14,17 @@ from zc.ops import Segment
 from zc.passes.base import Pass
 from zc.passes.runner import PassRecord, run_passes
 from zc.plan import Plan
-from zc.schedule import accumulate, accumulate_cast, flatten_cast, launch_reduce, segment, steps
+from zc.schedule import (
+    accumulate,
+    accumulate_cast,
+    deposit,
+    flatten_cast,
+    launch_reduce,
+    segment,
+    slots_of,
+    steps,
+    wgrad_into,
+)
 from zc.streams import Streams
 
 
@@ -43,12 +53,19 @@ class Program:
     outputs: Any = field(init=False)
     inline_buckets: frozenset[int] = field(init=False)
     launched: tuple[int, ...] = field(init=False)  # buckets that it reduces, in order
+    brings: frozenset[tuple[int, int]] = field(init=False)  # (bucket, slot) of the gradients that it writes or deposits
 
     def __post_init__(self) -> None:
         self.placeholders = tuple(n.name for n in self.graph.nodes if n.op == "placeholder")
         self.outputs = self.graph.output_node().args[0]
         self.inline_buckets = frozenset(int(n.args[0]) for n in steps(self.graph) if n.target in _WRITES)  # type: ignore[arg-type]
         self.launched = tuple(int(n.args[0]) for n in steps(self.graph) if n.target is launch_reduce)  # type: ignore[arg-type]
+        self.brings = frozenset(
+            (int(n.args[0]), k)  # type: ignore[arg-type]
+            for n in steps(self.graph)
+            if n.target in _BRING
+            for k in slots_of(n)
+        )
 
     def __call__(self, args: list[Any], streams: Streams, is_agreed: IsAgreed | None = None) -> tuple[Any, ...]:
         """``is_agreed``: asked on the comm stream before each reduction, which False leaves out."""
@@ -59,6 +76,7 @@ class Program:
         return tuple(values[item.name] if isinstance(item, fx.Node) else item for item in self.outputs)
 
 
+_BRING = (flatten_cast, accumulate_cast, wgrad_into, deposit)
 _WRITES = (flatten_cast, accumulate_cast, launch_reduce, accumulate)
 
 

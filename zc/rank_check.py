@@ -37,14 +37,31 @@ from zc.errors import RankLostError, RankMismatchError, ZcError
 TICK_S = 1.0  # between two looks at the store; an exchange that takes longer is a stall
 SLICE_S = 0.5  # how often a waiting thread looks whether the watch has found something
 LOST_CONNECTION_S = 6.0  # patience with a silent rank once the network has reported an error
+FOLD = 4096  # exchanges of one update that a rank can still name
 Entry = tuple[str, int]
 
 
 class Journal(NamedTuple):
-    """``epoch``: updates that all ranks have agreed on; what was started since."""
+    """``epoch``: updates that all ranks have agreed on; what was started since: ``folded`` entries, of which only the
+    checksum ``sums`` is left, and ``entries``."""
 
     epoch: int
     entries: list[Entry]
+    folded: int = 0
+    sums: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.folded + len(self.entries)
+
+    def with_entry(self, entry: Entry) -> Journal:
+        """One more. The older half of a full list is folded, at the same entries on every rank: a loop that never steps
+        must not fill the memory."""
+        self.entries.append(entry)
+        if len(self.entries) < 2 * FOLD:
+            return self
+        sums = zlib.crc32(repr(self.entries[:FOLD]).encode(), self.sums)
+        return Journal(self.epoch, self.entries[FOLD:], self.folded + FOLD, sums)
 
 
 class Work(Protocol):
@@ -96,10 +113,10 @@ class RankCheck:
 
     def enter(self, kind: str, index: int) -> None:
         """An exchange starts here."""
-        self._journal.entries.append((kind, index))
+        self._journal = self._journal.with_entry((kind, index))
 
     def checksum(self) -> int:
-        return zlib.crc32(repr(self._journal.entries).encode())
+        return zlib.crc32(repr(self._journal.entries).encode(), self._journal.sums)
 
     def lines(self) -> list[str]:
         return [self._words(entry) for entry in self._journal.entries]
@@ -209,7 +226,7 @@ class RankCheck:
         state = {
             "beat": self._beat,
             "epoch": journal.epoch,
-            "journal": list(journal.entries),
+            "journal": [list(journal.entries), journal.folded, journal.sums],
             "waits": bool(self._waits),
             "elsewhere": self._elsewhere and [self._elsewhere[0], now - self._elsewhere[1]],
         }
@@ -230,7 +247,7 @@ class RankCheck:
             elif now - seen > patience:
                 self._fail(RankLostError, self._lost(rank, now - seen))
                 return
-            if "journal" in state and self._differs(rank, Journal(state["epoch"], state["journal"])):
+            if "journal" in state and self._differs(rank, Journal(state["epoch"], *state["journal"])):
                 return
         self._find_deadlock(states)
 
@@ -245,18 +262,20 @@ class RankCheck:
             self._fail(
                 RankMismatchError,
                 f"ranks are out of step, for {self.timeout:.0f} s now: {places}; rank {self.rank} in {waits} "
-                f"(after {len(self._journal.entries)} exchanges since the last update)",
+                f"(after {self._journal.total} exchanges since the last update)",
             )
 
     def _differs(self, rank: int, theirs: Journal) -> bool:
         mine = self._journal
         if theirs.epoch != mine.epoch:
             return False
-        for k, (here, (kind, index)) in enumerate(zip(list(mine.entries), theirs.entries, strict=False)):
+        start = max(mine.folded, theirs.folded)  # entries that both can name
+        here_on, there_on = mine.entries[start - mine.folded :], theirs.entries[start - theirs.folded :]
+        for k, (here, (kind, index)) in enumerate(zip(here_on, there_on, strict=False)):
             if here != (kind, index):
                 self._fail(
                     RankMismatchError,
-                    f"ranks are out of step: exchange {k + 1} since the last update is, on rank {rank}: "
+                    f"ranks are out of step: exchange {start + k + 1} since the last update is, on rank {rank}: "
                     f"{self._words((kind, index))}; on rank {self.rank}: {self._words(here)}",
                 )
                 return True

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from zc import backend, param_grads
-from zc.agreement import Agreement, describe
+from zc.agreement import Agreement
 from zc.buffers import Buffers
 from zc.comm import Group
 from zc.config import Config
 from zc.disk_file import StateFile
-from zc.errors import UncoveredGradientError
+from zc.errors import UncoveredGradientError, ZcError
 from zc.flushes import Flushes
 from zc.gathering import WeightGather
 from zc.ledger import Ledger
@@ -32,6 +32,7 @@ from zc.passes.base import Pass
 from zc.passes.pipeline import PIPELINE
 from zc.plan import Bucket, Plan
 from zc.program import Program
+from zc.rounds import Rounds, num_flags
 from zc.streams import Streams, ThreadStreams
 
 
@@ -56,7 +57,8 @@ class Runtime:
             group.watch(plan, backend.default_store())
         if group.check is not None and isinstance(streams, ThreadStreams):
             streams.wait_for = group.check.wait_event  # a stream's thread may wait for a rank that never comes
-        self.agreement = Agreement(group, _num_flags(plan), defers=not plan.placement.reduces_every_backward)
+        self.agreement = Agreement(group, num_flags(plan), defers=not plan.placement.reduces_every_backward)
+        self.rounds = Rounds(plan, self.ops, self.agreement)
         self.passes: tuple[Pass, ...] = tuple(p for p in PIPELINE if getattr(config, p.name, True))
         self.flushes = Flushes(self.passes, self.ops)
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
@@ -71,14 +73,18 @@ class Runtime:
         self.is_boundary = True
         self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
         self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
-        self.on_cleared: Callable[[], None] = lambda: None  # the optimizer's: lets go of the slices' gradients
+        self.on_cleared: Callable[[], None] = lambda: None  # the optimizer's: no parameter and no slice has a .grad
+        self.slices_cleared: Callable[[], bool] = lambda: False  # the optimizer's: whether the caller has done so
         self.host_programs: Callable[[], list[Program]] = list  # the optimizer's: updates in host memory, for explain
         self.state_file: StateFile | None = None  # offload="disk"
         self.host_update = "none yet"  # how they are done, for explain
         self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
         self._pending: dict[int, dict[int, list[Tensor]]] = {}  # bucket -> slot -> gradients of this backward
         self._done: set[int] = set()  # buckets that this backward has reduced
-        self._open_tasks: set[int] = set()  # autograd graph tasks whose end will call us
+        # autograd's graph tasks whose end will call us; the engine holds the callback, so one that raised lets go of it
+        self._open_tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
+        self._has_round = False  # the backward that runs reduces, and has begun
+        self._has_failed = False  # a backward has raised, and the accumulators may hold some of it
         self._final = False
         self._is_home = True  # no gradient is on its way: all streams that carry them were joined since the last one
 
@@ -91,7 +97,7 @@ class Runtime:
         self.buffers.grow(plan)
         self.ops.grow(plan)
         self.plan = plan
-        self.agreement.numel_flags = _num_flags(plan)
+        self.rounds.grow(plan)
         if self.group.check is not None:
             self.group.check.describe = plan.describe_exchange
         self.params.update(params)
@@ -99,25 +105,34 @@ class Runtime:
 
     # --- gradients come in ---
 
-    def begin_backward(self) -> None:
-        """Called by whatever brings a gradient, in autograd's thread: makes sure that the end of this backward is
-        ours."""
+    def begin_backward(self, program: Program | None = None) -> None:
+        """Called by whatever brings a gradient, ``program`` or a hook, in autograd's thread: makes sure that the end of
+        this backward is ours."""
         backend.refuse_compiled_autograd()
         self._final = self._is_home = False
         task = backend.current_graph_task()
-        if task not in self._open_tasks:
-            param_grads.refuse_accumulate_hooks(self.params)
-            if not self._open_tasks:  # not inside another one (reentrant checkpointing), which has yet to show its own
-                self._notice_cleared()
-            self._open_tasks.add(task)
-            backend.queue_callback(partial(self.end_backward, task))
+        if task in self._open_tasks and self._open_tasks[task]() is not None:
+            return
+        param_grads.refuse_accumulate_hooks(self.params)
+        self._drop_failed()
+        if not self._open_tasks:  # not inside another one (reentrant checkpointing), which has yet to show its own
+            self._notice_cleared()
+        callback = partial(self.end_backward, task)
+        self._open_tasks[task] = weakref.ref(callback)
+        backend.queue_callback(callback)
+        if self.current_plan.reduces and not self._has_round:
+            self._has_round = True
+            if program is None:
+                self.rounds.begin("hooks", None)
+            else:
+                self.rounds.begin(program.name, program.launched, program.brings)
 
     def run_program(self, program: Program, args: list[object]) -> tuple[object, ...]:
         """A compiled backward graph, from its first node to its last."""
-        self.begin_backward()
+        self.begin_backward(program)
         self.ledger.step.runs[program.name] += 1
         log.debug("%s: runs, fills %s", program.name, sorted(program.inline_buckets))
-        outputs = program(args, self.streams, self._announce(program.launched))
+        outputs = program(args, self.streams, self.rounds.is_agreed(program.launched, program.brings))
         if program.plan.reduces:
             self._done |= program.inline_buckets
         self._flush_ready()
@@ -148,12 +163,6 @@ class Runtime:
         # lifetime: until the bucket is flushed, at the latest at the end of this backward
         self._pending.setdefault(bucket, {}).setdefault(slot, []).append(grad.detach())
 
-    def _announce(self, buckets: Sequence[int]) -> Callable[[], bool] | None:
-        """Tells the other ranks which buckets come next. The comm stream asks the answer before it reduces them."""
-        if not buckets or self.plan.world_size == 1:
-            return None
-        return self.agreement.announce(describe(buckets, [self.plan.buckets[b].slots[0].name for b in buckets])).is_same
-
     def _flush_ready(self) -> None:
         ready = []
         for bucket in self.plan.buckets:
@@ -166,17 +175,37 @@ class Runtime:
 
     def end_backward(self, task: int) -> None:
         """Autograd's final callback. What is still deposited is written, with zeros where nothing came."""
-        self._open_tasks.discard(task)
+        self._open_tasks.pop(task, None)
         # stage 2 must reduce here; stage 1 keeps a partial sum, which waits for the boundary
         self._flush(sorted(self._pending), reduce=self.plan.placement.reduces_every_backward)
+        left = self.rounds.left() if self._has_round else []
+        if left:
+            self.streams.join_home()
+            self._reduce_sums(left)
         self._done.clear()
         self.agreement.check()  # of what is known by now: this backward may be the rank's last
+        self.rounds.end(is_boundary=self._has_round and self.is_boundary)
+        self._has_round = False
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
         self.on_backward()
 
+    def _drop_failed(self) -> None:
+        """Of a backward that raised, whose end never came, nothing goes on: what waits for its bucket is dropped here,
+        what is in the accumulators by `_notice_cleared`."""
+        failed = [task for task, callback in self._open_tasks.items() if callback() is None]
+        if not failed:
+            return
+        for task in failed:
+            del self._open_tasks[task]
+        if self._open_tasks:
+            raise ZcError("a backward inside another one raised and was caught: their gradients can't be told apart")
+        self._pending.clear()
+        self._done.clear()
+        self._has_round, self._has_failed = False, True
+
     def _flush(self, buckets: Sequence[int], *, reduce: bool) -> None:
-        is_agreed = self._announce(buckets) if reduce else None
+        is_agreed = self.rounds.is_agreed(buckets) if reduce else None
         # a microbatch in no_sync that reduces (stage 2) still leaves the way to host memory to the boundary
         is_final = reduce and self.is_boundary
         for index in buckets:
@@ -217,17 +246,20 @@ class Runtime:
         finally:
             self.is_boundary = before
 
-    def finish_gradients(self) -> None:
-        """The boundary: afterwards every rank's shard holds the mean over ranks of the sum over backward calls."""
+    def finish_gradients(self, *, by_grad: bool = False) -> None:
+        """The boundary: afterwards every rank's shard holds the mean over ranks of the sum over backward calls.
+
+        ``by_grad``: a ``param.grad`` asks, so a loop over all that are there may go on: raises ZcError where ranks had
+        not shown the same ones.
+        """
         self.weights.synchronize()
         param_grads.check(self.params, self.frozen, self.is_shown)
+        self._drop_failed()
         self._notice_cleared()
         if self._final:
             return
-        self._pending.clear()  # of a backward that raised half-way: its end never came
-        self._open_tasks.clear()
         self.streams.join_home()
-        self._meet()
+        self._meet(by_grad)
         self._land()
         self._final = self._is_home = True
         self.on_final()
@@ -247,36 +279,51 @@ class Runtime:
         if self.plan.offload is not None:
             self.streams.synchronize()
 
-    def _meet(self) -> None:
+    def _meet(self, by_grad: bool) -> None:
         """All ranks are at the boundary: one small exchange on the host says which parameters have a gradient on any of
         them, and which buckets some rank has yet to reduce."""
         if self.plan.world_size == 1:
             return
         partial = [state is Acc.PARTIAL for state in self.ops.state]
-        flags = self.agreement.meet([*self.ops.touched_flags(), *map(int, partial)])
+        shown = [list(flags) for flags in self.rounds.known]
+        flags, is_one_set = self.rounds.meet([*self.ops.touched_flags(), *map(int, partial)])
+        if by_grad and not is_one_set:
+            raise ZcError(param_grads.shown_apart(self.plan, shown, self.rounds.known))
         self.ops.set_touched(flags[: len(flags) - len(partial)])
-        if self.plan.placement.reduces_every_backward:
-            return
-        for bucket, is_partial in zip(self.plan.buckets, flags[len(flags) - len(partial) :], strict=True):
-            if is_partial:
-                if self.ops.state[bucket.index] is not Acc.PARTIAL:
-                    self.ops.add_nothing(bucket.index)
-                self.flushes.get("reduce", bucket.index, True, self.plan)([], self.streams)
-        self.streams.join_home()
+        if not self.plan.placement.reduces_every_backward:
+            self._reduce_sums([k for k, flag in enumerate(flags[len(flags) - len(partial) :]) if flag])
+            self.streams.join_home()
+
+    def _reduce_sums(self, buckets: Sequence[int]) -> None:
+        """What the accumulators of these buckets hold (stage 1), on all ranks, whether or not this one has something.
+        All streams are joined."""
+        for index in buckets:
+            if self.ops.state[index] is not Acc.PARTIAL:
+                self.ops.add_nothing(index)
+            self.buffers.hold(self.plan.buckets[index])  # zc.recompile drops the ring
+            self.flushes.get("reduce", index, True, self.plan)([], self.streams)
 
     def _notice_cleared(self) -> None:
-        """``param.grad = None`` by hand, or the stock model.zero_grad(): the accumulator forgets that parameter."""
-        gone = param_grads.cleared(self.plan, self.ops, self.params)
+        """Whatever way the caller has dropped gradients by since: ``param.grad = None``, the stock model.zero_grad(),
+        the zero_grad of the optimizer's class, its own tensors' ``.grad``. Raises ZcError where some of what is left
+        is mixed with a backward that raised."""
+        gone = param_grads.cleared(self.plan, self.rounds.known, self.params)
+        num_left = sum(map(sum, self.rounds.known)) - len(gone)
+        if self.slices_cleared() or (num_left == 0 and (gone or self._has_failed)):
+            self.clear(set_to_none=True)
+            return
+        if self._has_failed:
+            raise ZcError(
+                f"a backward raised, and {num_left} parameter(s) still have the gradients of backwards before it, to "
+                "which it may have added: call optimizer.zero_grad() before you go on"
+            )
         if not gone:
             return
         self.streams.join_home()
         self._final = False
-        if len(gone) == sum(sum(flags) for flags in self.ops.touched):
-            self.on_cleared()  # their views would keep the memory until this backward has taken as much again
-            self.ops.clear(set_to_none=True)
-            return
         self.wait_for_host_memory()
         for bucket, slot in gone:
+            self.rounds.known[bucket][slot] = False
             self.ops.forget(bucket, slot)
 
     def clear(self, *, set_to_none: bool) -> None:
@@ -287,7 +334,11 @@ class Runtime:
             self.wait_for_host_memory()
         self._pending.clear()
         self._open_tasks.clear()
-        self._final = False
+        self._done.clear()
+        self._final = self._has_round = self._has_failed = False
+        self.rounds.clear(set_to_none=set_to_none)
+        if set_to_none:
+            self.on_cleared()  # before the memory goes: their views would keep it
         self.ops.clear(set_to_none=set_to_none)
 
     def full_grad(self, index: int) -> dict[str, Tensor | None]:
@@ -343,7 +394,3 @@ def _receive(runtime: weakref.ref[Runtime], bucket: int, slot: int, param: nn.Pa
     if found is not None:
         found.receive_eager(bucket, slot, param)
 
-
-def _num_flags(plan: Plan) -> int:
-    """What ranks tell each other at a boundary: which parameters have a gradient, which buckets a partial sum."""
-    return len(plan.buckets) + sum(len(bucket.slots) for bucket in plan.buckets)

@@ -28,6 +28,7 @@ class GradOwner(Protocol):
     def scale_grad(self, name: str, factor: Tensor | float) -> None: ...
     def zero_grad_of(self, name: str) -> None: ...
     def full_grad_of(self, name: str) -> Tensor: ...
+    def zero_slices(self, names: Sequence[str]) -> None: ...
     def add_grad(self, name: str, grad: Tensor) -> None: ...
     def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None: ...
 
@@ -78,8 +79,9 @@ class ShardedGrad(Tensor):
 
 
 class SliceGrad(Tensor):
-    """What the optimizer's own slice of a parameter has as ``.grad`` from a backward to the boundary: torch's
-    GradScaler can unscale it, and then all ranks agree on what it found; the optimizer itself gets the plain gradient.
+    """What the optimizer's own slice of a parameter has as ``.grad`` outside of an update: torch's GradScaler can
+    unscale it, and then all ranks agree on what it found; the zero_grad of the optimizer's class can clear it; the
+    update itself gets the plain gradient.
 
     Anything else raises: a loop over the optimizer's parameters sees one rank's slices, and its norm would differ from
     rank to rank. (DTensor gives GradScaler its one answer in the same place.)
@@ -107,6 +109,12 @@ class SliceGrad(Tensor):
             if owner is None:
                 raise ZcError(f"the gradient of {grads[0].param_name} is gone with its compiled model")
             return owner.unscale([grad.param_name for grad in grads], found_inf, inverse)
+        if func in (aten.zero_.default, aten._foreach_zero_.default):
+            grads = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            owner = grads[0]._owner()
+            if owner is not None:
+                owner.zero_slices([grad.param_name for grad in grads])
+            return args[0]
         if func in (aten.detach.default, aten.alias.default):
             return args[0]
         flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]

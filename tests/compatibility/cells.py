@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import rows_backward
+import rows_left
 import rows_loops
 import rows_optimizers
 import rows_overlap
@@ -34,6 +35,7 @@ from zc.streams import ThreadStreams
 
 TABLE = (
     rows_tasks, rows_loops, rows_backward, rows_structure, rows_params, rows_precision, rows_optimizers, rows_overlap,
+    rows_left,
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ TITLES = {
     4: "Parameters",
     5: "Checkpointing and precision",
     6: "param.grad, optimizers, schedulers",
+    7: "Gradients that are dropped, and ranks that differ",
     10: "With overlap_gather=True",
 }
 HEAD = """# Training loops: right, or refused with a reason

@@ -128,7 +128,7 @@ def frozen_for_a_while(s: Script) -> None:
         s.update()
 
 
-def _unfreeze(s: Script, layer: nn.Module, **group: Any) -> None:
+def unfreeze(s: Script, layer: nn.Module, **group: Any) -> None:
     """``group``: options of a new group for its parameters, which the optimizer lacks."""
     layer.requires_grad_(True)
     if group:
@@ -141,7 +141,7 @@ def _unfreeze(s: Script, layer: nn.Module, **group: Any) -> None:
 def unfrozen(s: Script) -> None:
     for step in range(6):
         if step == 3:
-            _unfreeze(s, s.model[2], lr=3e-3)
+            unfreeze(s, s.model[2], lr=3e-3)
         s.loss(step).backward()
         s.update()
 
@@ -152,7 +152,7 @@ def _unfreezing(s: Script) -> Iterator[int]:
         s.model[k].requires_grad_(False)
     for step in range(6):
         if step in (2, 4):
-            _unfreeze(s, s.model[2 if step == 2 else 0])
+            unfreeze(s, s.model[2 if step == 2 else 0])
         yield step
 
 
@@ -177,7 +177,7 @@ def gradual_evaluated(s: Script) -> None:
 def unfrozen_alone(s: Script) -> None:
     for step in range(6):
         if step == 3:
-            _unfreeze(s, s.model[2], lr=1e-3)
+            unfreeze(s, s.model[2], lr=1e-3)
             s.model[0].requires_grad_(False)
             s.model[4].requires_grad_(False)
         s.loss(step).backward()
@@ -196,7 +196,7 @@ def partly_frozen() -> nn.Module:
 def unfrozen_eager(s: Script) -> None:
     for step in range(6):
         if step == 2:
-            _unfreeze(s, s.model.eager, lr=1e-3)
+            unfreeze(s, s.model.eager, lr=1e-3)
         s.loss(step).backward(
             inputs=[p for p in (s.model if step < 2 else s.model.eager).parameters() if p.requires_grad]
         )

@@ -74,7 +74,7 @@ def _kept(rank: int, world_size: int) -> tuple[bool, str]:
     model = mlp(DIM, 2)
     model, optimizer = zc.compile(model, adamw(model), backend="eager", bucket_nbytes=BUCKET)
     kept, values = [], []
-    optimizer.register_step_post_hook(
+    optimizer.register_step_pre_hook(
         lambda o, *_: kept.extend(p.grad for g in o.param_groups for p in g["params"] if p.grad is not None)
     )
     said = ""

@@ -1,0 +1,306 @@
+"""Item 7: gradients that are dropped, by whatever way, and ranks that differ between two updates."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import Heads, frozen, mlp
+from rows import STEPS, Script, row
+from rows_params import unfreeze
+from rows_precision import FP16, scaler_of
+from rows_tasks import APART, task_losses
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+DIFFER = {"stage 2": "RankMismatchError: stage 2 reduces in every backward"}
+
+
+class TripError(RuntimeError):
+    """What a backward of these loops raises (an out-of-memory error, say)."""
+
+
+def trip(_: Tensor) -> None:
+    raise TripError
+
+
+def fails_behind_all(s: Script, step: int) -> None:
+    """A backward that raises when the model's gradients have been made."""
+    x, y = s.batch(step, 7)
+    x.requires_grad_().register_hook(trip)
+    with contextlib.suppress(TripError):
+        F.mse_loss(s.model(x), y).backward()
+
+
+def fails_half_way(s: Script, step: int) -> None:
+    """A backward that raises when some gradients have been made, outside of compiled code."""
+    x, y = s.batch(step, 7)
+    hidden = s.model[1](s.model[0](x))
+    hidden.register_hook(trip)
+    with contextlib.suppress(TripError):
+        F.mse_loss(s.model[2](hidden), y).backward()
+
+
+def by_hand(s: Script) -> None:
+    for param in s.model.parameters():
+        param.grad = None
+
+
+def slices_by_hand(s: Script) -> None:
+    for group in s.optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = None
+
+
+WAYS = {
+    "model.zero_grad()": lambda s: s.model.zero_grad(),
+    "param.grad = None": by_hand,
+    "optimizer.zero_grad()": lambda s: s.optimizer.zero_grad(),
+    "the zero_grad of the optimizer's class": lambda s: type(s.optimizer).zero_grad(s.optimizer),
+    ".grad = None of what the optimizer holds": slices_by_hand,
+}
+
+
+def add_rows() -> None:
+    for name, clear in WAYS.items():
+        for where, fail in (("behind all gradients", fails_behind_all), ("half-way", fails_half_way)):
+            if where == "half-way" or "optimizer" not in name:
+                row(7, f"a backward raises {where} and is caught, then {name}")(_caught(fail, clear))
+        row(7, f"the second backward raises and is caught, then {name}")(_second(clear))
+        row(7, f"gradients cleared by {name}")(_cleared(clear))
+        row(7, f"a skipped step, by {name}")(_skipped(clear))
+
+
+def _caught(fail: Any, clear: Any) -> Any:
+    def loop(s: Script) -> None:
+        for step in range(STEPS):
+            if step % 2:
+                fail(s, step)
+                clear(s)
+            s.loss(step).backward()
+            s.update()
+
+    return loop
+
+
+def _second(clear: Any) -> Any:
+    def loop(s: Script) -> None:
+        for step in range(STEPS):
+            s.loss(step).backward()
+            if step == 1:
+                fails_behind_all(s, step)
+                clear(s)
+                continue
+            s.update()
+
+    return loop
+
+
+def _cleared(clear: Any) -> Any:
+    def loop(s: Script) -> None:
+        for step in range(STEPS):
+            s.loss(step).backward()
+            s.loss(step, 1).backward()
+            s.optimizer.step()
+            clear(s)
+
+    return loop
+
+
+def _skipped(clear: Any) -> Any:
+    def loop(s: Script) -> None:
+        for step in range(STEPS):
+            s.loss(step).backward()
+            if step % 2:
+                s.optimizer.step()
+            clear(s)
+
+    return loop
+
+
+add_rows()
+
+
+@row(7, "the second backward raises and nothing is cleared", refused={"always": "ZcError: a backward raised"})
+def raised_and_kept(s: Script) -> None:
+    s.loss(0).backward()
+    fails_half_way(s, 0)
+    s.update()
+
+
+@row(7, "zero_grad(set_to_none=False) of the optimizer's class")
+def zeros_of_class(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        if step % 2:
+            s.optimizer.step()
+        type(s.optimizer).zero_grad(s.optimizer, set_to_none=False)
+
+
+@row(7, "some of what the optimizer holds loses its .grad",
+     refused={"always": "ZcError: the optimizer's own tensor of"})  # fmt: skip
+def some_slices(s: Script) -> None:
+    s.loss(0).backward()
+    held = s.optimizer.param_groups[0]["params"]
+    held[0].grad = None
+    s.update()
+
+
+@row(7, "a norm read before a GradScaler's step that one rank's overflow skips", **FP16)
+def norm_then_overflow(s: Script) -> None:
+    scaler = scaler_of(s)
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = F.mse_loss(s.model(x), y)
+        if step == 1:
+            loss = loss + s.model[0].bias[3] * (float("inf") if s.rank == 0 else 0.0)
+        scaler.scale(loss).backward()
+        s.reduced()
+        for param in s.model.parameters():
+            param.grad.norm()
+        scaler.step(s.optimizer)
+        scaler.update()
+        s.optimizer.zero_grad()
+    s.note("scale", scaler.get_scale())
+
+
+# --- ranks with other parameters or other numbers of backwards ---
+
+
+def losses_of_own_tasks(s: Script, step: int) -> Tensor:
+    """Head 0 on both ranks, one of the others on each, by turns; and now and then a head is nobody's."""
+    other = 1 + (s.rank + step) % 2 if step % 3 else 1
+    return torch.stack(task_losses(s, step, (0, other))).sum()
+
+
+def clip_stock(s: Script, step: int) -> None:
+    s.reduced()
+    s.note(f"norm {step}", torch.nn.utils.clip_grad_norm_(s.model.parameters(), 0.05))
+
+
+@row(7, "stock clipping where ranks use different parameters", make=Heads, options={"bucket_nbytes": 2**20})
+def clipping_apart(s: Script) -> None:
+    for step in range(STEPS):
+        losses_of_own_tasks(s, step).backward()
+        clip_stock(s, step)
+        s.update()
+
+
+@row(7, "stock clipping where ranks use different parameters, a bucket each", make=Heads, options=APART, refused=DIFFER)
+def clipping_apart_in_buckets(s: Script) -> None:
+    for step in range(STEPS):
+        losses_of_own_tasks(s, step).backward()
+        losses_of_own_tasks(s, step + 1).backward()
+        clip_stock(s, step)
+        s.update()
+
+
+@row(7, "which parameters have a .grad, where ranks use different ones", make=Heads, options={"bucket_nbytes": 2**20})
+def who_has_a_grad(s: Script) -> None:
+    for step in range(STEPS):
+        losses_of_own_tasks(s, step).backward()
+        s.reduced()
+        for name, param in s.model.named_parameters():
+            s.note(f"{name} {step}", param.grad is None)
+        total = torch.stack([p.grad.norm() for p in s.model.parameters() if p.grad is not None]).norm()
+        s.note(f"norm {step}", total)
+        s.update()
+
+
+@row(7, "stock clipping behind microbatches that are all in no_sync, where ranks use different parameters", make=Heads,
+     options={"bucket_nbytes": 2**20}, refused={"always": "ZcError: ranks have a param.grad on different"})  # fmt: skip
+def clipping_in_no_sync(s: Script) -> None:
+    with s.no_sync():
+        losses_of_own_tasks(s, 1).backward()
+    clip_stock(s, 0)
+
+
+@row(7, "a skipped step where ranks have different numbers of backwards", refused=DIFFER)
+def skipped_apart(s: Script) -> None:
+    for step in range(STEPS):
+        for m in range(1 + s.rank):
+            s.loss(step, m).backward()
+        s.optimizer.zero_grad()
+        for m in range(2 - s.rank):
+            s.loss(step, 2 + m).backward()
+        s.update()
+
+
+@row(7, "one rank clears its gradients, the other does not",
+     refused={"stage 1": "RankMismatchError: what the gradients hold", "stage 2": "RankMismatchError: "})  # fmt: skip
+def cleared_on_one_rank(s: Script) -> None:
+    s.loss(0).backward()
+    if s.rank == 0:
+        s.optimizer.zero_grad()
+        s.loss(0).backward()
+    s.update()
+
+
+def two_backwards(s: Script, step: int) -> Tensor:
+    tasks = ((0, 1), (2, 0))[s.rank]
+    total = torch.zeros((), dtype=s.dtype)
+    for task in tasks:
+        loss = task_losses(s, step, (task,))[0]
+        loss.backward()
+        total += loss.detach().to(s.dtype)
+    return total
+
+
+@row(7, "ranks see different tasks, and the loss is all-reduced before the step", make=Heads, options=APART,
+     refused=DIFFER)  # fmt: skip
+def all_reduced_loss(s: Script) -> None:
+    for step in range(STEPS):
+        total = two_backwards(s, step)
+        dist.all_reduce(total)
+        s.note(f"loss {step}", total)
+        s.update()
+
+
+@row(7, "ranks see different tasks, and a collective stands between the backwards", make=Heads, options=APART,
+     refused=DIFFER)  # fmt: skip
+def collective_between(s: Script) -> None:
+    for step in range(STEPS):
+        for task in ((0, 1, 2), (2, 2, 0))[s.rank]:
+            task_losses(s, step, (task,))[0].backward()
+            dist.all_reduce(torch.ones(1))
+        if step % 2:
+            s.update()
+        else:
+            s.optimizer.zero_grad()
+            dist.all_reduce(torch.ones(1))
+
+
+@row(7, "ranks see different tasks, and a second model is compiled before the step", make=Heads, options=APART,
+     refused=DIFFER)  # fmt: skip
+def second_model(s: Script) -> None:
+    for step in range(STEPS):
+        two_backwards(s, step)
+        if step == 1:
+            other = mlp().to(s.dtype)
+            s.compile_too(other, SGD(other.parameters(), lr=0.1))
+        s.update()
+
+
+@row(7, "ranks see different tasks, beside a DDP model", make=Heads, options=APART, refused=DIFFER)
+def beside_ddp(s: Script) -> None:
+    other = DistributedDataParallel(nn.Linear(4, 4, dtype=s.dtype))
+    for step in range(STEPS):
+        two_backwards(s, step)
+        other(torch.ones(2, 4, dtype=s.dtype)).sum().backward()
+        s.note(f"other {step}", other.module.weight.grad)
+        s.update()
+
+
+@row(7, "zc.recompile between microbatches that were held back and the step", make=frozen)
+def recompiled_between(s: Script) -> None:
+    for step in range(STEPS):
+        with s.no_sync():
+            s.loss(step).backward()
+        if step == 2:
+            unfreeze(s, s.model[2], lr=3e-3)
+        s.update()
