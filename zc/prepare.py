@@ -40,6 +40,11 @@ def plan_of(params: dict[str, nn.Parameter], config: Config, world_size: int, la
 
 def check_wire(plan: Plan) -> None:
     for bucket in plan.buckets:
+        if bucket.acc_dtype == torch.float64 and bucket.reduce_dtype != torch.float64:
+            raise PlanError(
+                f"{bucket.slots[0].name} is {bucket.param_dtype} and its gradients are summed in float64, which "
+                f"reduce_dtype={bucket.reduce_dtype} would round: leave reduce_dtype at None"
+            )
         if not plan.placement.reduces_every_backward and bucket.reduce_dtype != bucket.acc_dtype:
             raise PlanError(
                 f"stage 1 reduces sums in {bucket.acc_dtype}; reduce_dtype={bucket.reduce_dtype} would round them: "

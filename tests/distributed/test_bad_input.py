@@ -89,6 +89,11 @@ def test_stage_1_does_not_round_what_it_summed() -> None:
     refused(zc.PlanError, "stage 1", "torch.bfloat16", stage=1, reduce_dtype=torch.bfloat16)
 
 
+def test_float64_gradients_are_not_rounded_on_the_wire() -> None:
+    """reduce_rows sums rows of float64 into float64 alone: the first backward would fail on the comm thread."""
+    refused(zc.PlanError, "float64", "torch.float32", model=mlp().double(), reduce_dtype=torch.float32)
+
+
 # --- models ---
 
 
