@@ -357,8 +357,11 @@ def test_state_that_was_loaded_moves_to_the_file_and_new_state_is_announced(tmp_
         zc.flush_state(model)
 
 
-def test_the_state_that_an_optimizer_will_have() -> None:
-    found = {name: state_keys(cls([nn.Parameter(torch.ones(3))], **given)) for name, (cls, given) in OPTIMIZERS.items()}
+@pytest.mark.parametrize("shape", [(3,), ()])
+def test_the_state_that_an_optimizer_will_have(shape: tuple[int, ...]) -> None:
+    """A scalar parameter has the shape of Adagrad's count of steps."""
+    param = nn.Parameter(torch.ones(shape))
+    found = {name: state_keys(cls([param], **given)) for name, (cls, given) in OPTIMIZERS.items()}
     assert found == {
         "AdamW": ["exp_avg", "exp_avg_sq"],
         "amsgrad": ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
