@@ -15,7 +15,7 @@ from saved import Job, joined, parts
 from test_reshard import assert_same
 
 import zc
-from zc import checkpoint, checkpoint_files
+from zc.checkpoint_folders import Unfinished
 
 
 def _async(rank: int, world_size: int, path: Path) -> dict[str, Any]:
@@ -45,17 +45,17 @@ def test_an_asynchronous_save_holds_the_state_of_its_call(tmp_path: Path) -> Non
 def _failing(rank: int, world_size: int, path: Path) -> list[tuple[str, str]]:
     """The rename fails on rank 0, in the background: every rank hears of it, from `wait` or from the next save."""
     model, optimizer = Job("mlp").compiled()
-    working = checkpoint.make_visible
+    working = Unfinished.make_visible
 
     def failing(*args: Any) -> None:
         raise OSError("the disk is gone")
 
     texts = []
     for ask in (lambda s: s.wait(), lambda s: zc.save(path / "next", model, optimizer)):
-        checkpoint.make_visible = failing
+        Unfinished.make_visible = failing
         saving = zc.save(path / "a", model, optimizer, asynchronous=True)
         texts.append(message_of(partial(ask, saving)))
-        checkpoint.make_visible = working
+        Unfinished.make_visible = working
     zc.save(path / "next", model, optimizer)
     return texts
 
@@ -82,7 +82,7 @@ def _keep(rank: int, world_size: int, path: Path) -> tuple[list[str], dict[str, 
 
 
 def test_keep_and_extra(tmp_path: Path) -> None:
-    (tmp_path / ".step_1.partial").mkdir()  # of a killed save
+    (tmp_path / ".step_1.job.removed").mkdir()  # of a removal that was killed
     found = run_ranks(_keep, 2, tmp_path)
     assert found == [(["step_3", "step_4"], {"step": 4, "rank": rank}) for rank in range(2)]
 
@@ -90,10 +90,11 @@ def test_keep_and_extra(tmp_path: Path) -> None:
 def test_latest_counts_saves_and_reads_no_clock(tmp_path: Path) -> None:
     assert zc.latest(tmp_path / "nothing") is None
     for name in ("b", "a"):
-        checkpoint_files.prepare(tmp_path / name, 0)
-        (checkpoint_files.partial_of(tmp_path / name) / "file").write_bytes(b"1234")
+        unfinished = Unfinished(tmp_path / name, "job", 0)
+        (unfinished.folder / "file").write_bytes(b"1234")
         assert zc.latest(tmp_path) != tmp_path / name, "visible before it is complete"
-        checkpoint_files.make_visible(tmp_path / name, {}, None)
+        unfinished.make_visible({}, None)
+        unfinished.close()
     assert zc.latest(tmp_path) == tmp_path / "a"
     (tmp_path / "a" / "file").write_bytes(b"123")
     with pytest.warns(UserWarning, match="a is passed over: file has 3 bytes, it was written with 4"):
