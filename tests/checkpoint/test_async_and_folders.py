@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +44,23 @@ def test_an_asynchronous_save_holds_the_state_of_its_call(tmp_path: Path) -> Non
     changed = joined([rank["changed"] for rank in found])
     assert not any(torch.equal(changed[name], wanted[name]) for name in wanted), "training stood still"
     assert [rank["visible"] for rank in found] == [tmp_path / "a"] * 2
+
+
+AT_THE_END = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from saved import Job
+import zc
+zc.save(sys.argv[1], *Job("mlp").compiled(), asynchronous=True)
+"""
+
+
+def test_a_process_that_ends_ends_its_save(tmp_path: Path) -> None:
+    """Nobody waits for it, and its thread is a daemon."""
+    tests = Path(__file__).parents[1]
+    folders = [str(tests / name) for name in ("checkpoint", "distributed", ".")]
+    subprocess.run([sys.executable, "-c", AT_THE_END, str(tmp_path / "a"), *folders], check=True)
+    assert zc.latest(tmp_path) == tmp_path / "a"
 
 
 def _failing(rank: int, world_size: int, path: Path) -> list[tuple[str, str]]:
@@ -85,6 +106,39 @@ def test_keep_and_extra(tmp_path: Path) -> None:
     (tmp_path / ".step_1.job.removed").mkdir()  # of a removal that was killed
     found = run_ranks(_keep, 2, tmp_path)
     assert found == [(["step_3", "step_4"], {"step": 4, "rank": rank}) for rank in range(2)]
+
+
+def _dies(path: Path) -> None:
+    """A save is begun, and its process ends without a word."""
+    Unfinished(path, "dead", 0)
+    os._exit(0)
+
+
+def test_keep_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) -> None:
+    """It removed the folder that another job was filling: 6 of 40 checkpoints of two jobs had no .metadata."""
+    lives = Unfinished(tmp_path / "b", "other", 0)
+    elsewhere = tmp_path / ".c.third.partial"
+    elsewhere.mkdir()
+    (elsewhere / "zc.owner").write_text("another machine")
+    for name in ("a", "d"):
+        process = multiprocessing.get_context("fork").Process(target=_dies, args=(tmp_path / name,))
+        process.start()
+        process.join()
+        assert (tmp_path / f".{name}.dead.partial").is_dir()
+    model, optimizer = Job("mlp").compiled()
+    zc.save(tmp_path / "a", model, optimizer)  # the same name: what was left of it goes
+    assert not (tmp_path / ".a.dead.partial").exists() and (tmp_path / ".d.dead.partial").exists()
+    with pytest.warns(UserWarning, match="third.partial is an unfinished checkpoint that another machine made"):
+        zc.save(tmp_path / "e", model, optimizer, keep=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [lives.folder.name, elsewhere.name, "e"]
+
+    zc.save(tmp_path / "b", model, optimizer)  # the name is free, and the other job comes too late
+    (lives.folder / "file").write_bytes(b"1")
+    with pytest.raises(zc.CheckpointError, match="another job has saved it in the meantime"):
+        lives.make_visible({}, None)
+    lives.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [elsewhere.name, "b", "e"]
+    zc.load(tmp_path / "b", model, optimizer)
 
 
 def test_latest_counts_saves_and_reads_no_clock(tmp_path: Path) -> None:
