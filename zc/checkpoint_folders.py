@@ -145,7 +145,7 @@ def complete(folder: Path, warn: Callable[[str], None] = lambda text: None) -> l
             continue
         try:
             info = json.loads((entry / INFO).read_text())
-            sizes = {name: (entry / name).stat().st_size for name in info["files"]}
+            sizes = {name: (entry / name).stat().st_size for name in (*info["files"], ".metadata")}
             differing = [name for name, nbytes in info["files"].items() if sizes[name] != nbytes]
             sequence = int(info["sequence"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -117,6 +117,7 @@ class Channel:
 
 
 _CHANNELS: weakref.WeakKeyDictionary[ShardedOptimizer, Channel] = weakref.WeakKeyDictionary()
+_UNDER_WAY: set[Saving] = set()  # lifetime: until somebody has waited, also where the model is gone before
 
 
 def channel_of(held: ShardedOptimizer) -> Channel:
@@ -130,9 +131,8 @@ def channel_of(held: ShardedOptimizer) -> Channel:
 def _finish() -> None:
     """A process that ends does not cut off a save that nobody has waited for. Asks no rank for its outcome: the others
     may be elsewhere."""
-    for channel in list(_CHANNELS.values()):
-        if channel.pending is not None:
-            channel.pending.finish()
+    for saving in list(_UNDER_WAY):
+        saving.finish()
 
 
 class Saving:
@@ -143,6 +143,7 @@ class Saving:
         self._failure: BaseException | None = None
         self._channel: Channel | None = channel  # None: every rank knows the outcome
         channel.pending = self
+        _UNDER_WAY.add(self)
         self._call = channel.start(partial(run, self))
 
     @property
@@ -161,6 +162,7 @@ class Saving:
         RankLostError where one is gone or stands still."""
         if self._channel is not None:
             channel, self._channel, channel.pending = self._channel, None, None
+            _UNDER_WAY.discard(self)
             what = f"saving {self.path}"
             try:
                 channel.wait(self._call, what)

@@ -145,11 +145,17 @@ def test_latest_counts_saves_and_reads_no_clock(tmp_path: Path) -> None:
     assert zc.latest(tmp_path / "nothing") is None
     for name in ("b", "a"):
         unfinished = Unfinished(tmp_path / name, "job", 0)
-        (unfinished.folder / "file").write_bytes(b"1234")
+        for file in ("file", ".metadata"):
+            (unfinished.folder / file).write_bytes(b"1234")
         assert zc.latest(tmp_path) != tmp_path / name, "visible before it is complete"
         unfinished.make_visible({}, None)
         unfinished.close()
     assert zc.latest(tmp_path) == tmp_path / "a"
     (tmp_path / "a" / "file").write_bytes(b"123")
     with pytest.warns(UserWarning, match="a is passed over: file has 3 bytes, it was written with 4"):
+        assert zc.latest(tmp_path) == tmp_path / "b"
+    empty = Unfinished(tmp_path / "c", "job", 0)
+    empty.make_visible({}, None)
+    empty.close()
+    with pytest.warns(UserWarning, match="c is no complete checkpoint .*metadata"):
         assert zc.latest(tmp_path) == tmp_path / "b"
