@@ -1,10 +1,13 @@
-"""Saves that are killed at random moments, and the speed of a save: `kill` and `speed`.
+"""Saves that are killed, two jobs that save the same names, and the speed of a save: `kill`, `jobs` and `speed`.
 
     python -m bench.checkpoint kill --kills 200 --out out/kill
+    python -m bench.checkpoint jobs --runs 20 --out out/jobs
     python -m bench.checkpoint speed --gb 1 --out out/speed --csv bench/results/checkpoint.csv
 
 `kill`: two ranks save one checkpoint after the other (each third one asynchronously, keeping 3); both are killed with
 SIGKILL at a seeded random moment; what is then newest must load, on one rank, and must hold the state of its step.
+`jobs`: in each run two jobs of two ranks save the same three names at once, keeping 2, as a job that was given up does
+beside its restart; each name must become one job's, whole, and the other job must be refused.
 `speed`: 2 ranks save and load a state of so many GB, against a plain sequential write (with fsync) and read of the same
 bytes by one process in the same run, in turns; the printed figures are medians over the rounds.
 """
@@ -15,10 +18,7 @@ import argparse
 import json
 import multiprocessing as mp
 import os
-import random
 import shutil
-import signal
-import socket
 import statistics
 import time
 from multiprocessing.connection import Connection
@@ -30,133 +30,9 @@ import torch.distributed as dist
 from torch import nn
 
 import zc
+from bench.checkpoint_kills import RANKS, free_port, jobs, kill, set_state, start_group
 from bench.measure import device_name, peak_rss_nbytes, reset_peak_rss, versions
-from bench.progress import Progress
 from bench.rows import append, now
-
-RANKS = 2
-
-
-def start_group(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def small(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Weights and moments that say which step they are of. 33 x 1000: cut by every number of ranks."""
-    model = nn.Sequential(nn.Linear(1000, 33), nn.Linear(33, 1000))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, betas=(0.0, 0.0))
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(value)
-    model, optimizer = zc.compile(model, optimizer, backend="eager", bucket_nbytes=2**16)
-    return model, optimizer
-
-
-def set_state(model: nn.Module, optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Masters and moments <- value, in place: the state of step ``value``."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            with torch.no_grad():
-                param.fill_(value)
-                optimizer.state[param] = {
-                    "step": torch.tensor(value),
-                    "exp_avg": torch.full_like(param, value),
-                    "exp_avg_sq": torch.full_like(param, value),
-                }
-
-
-def save_for_ever(rank: int, port: int, folder: Path, first: int, started: Connection) -> None:
-    start_group(rank, port)
-    model, optimizer = small(0.0)
-    started.send("ready")
-    step = first
-    while True:
-        set_state(model, optimizer, float(step))
-        zc.save(folder / f"step_{step}", model, optimizer, extra={"step": step}, asynchronous=step % 3 == 0, keep=3)
-        step += 1
-
-
-def check(folder: Path) -> int:
-    """Loads the newest checkpoint on one rank and compares every value in it with its step; -1: there is none yet."""
-    newest = zc.latest(folder)
-    if newest is None:
-        return -1
-    model, optimizer = small(-1.0)
-    step = zc.load(newest, model, optimizer)["step"]
-    values = [p.detach() for p in model.parameters()]
-    values += [v for state in optimizer.state.values() for v in state.values()]
-    if len(values) != 16 or not all(bool((v == step).all()) for v in values) or newest.name != f"step_{step}":
-        raise SystemExit(f"{newest} does not hold the state of step {step}")
-    return int(step)
-
-
-def kill(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns counts; raises SystemExit at the first checkpoint that does not load or is not what was saved."""
-    context = mp.get_context("fork")  # torch is imported once: 200 starts take minutes and not an hour
-    folder: Path = args.out / "checkpoints"
-    generator = random.Random(args.seed)
-    newest, unfinished, saves = -1, 0, 0
-    with Progress(args.kills, "kills", shown=not args.quiet) as progress:
-        for _ in range(args.kills):
-            port = free_port()
-            pipes = [context.Pipe() for _ in range(RANKS)]
-            ranks = [
-                context.Process(target=save_for_ever, args=(r, port, folder, newest + 1, pipes[r][1]), daemon=True)
-                for r in range(RANKS)
-            ]
-            for process in ranks:
-                process.start()
-            for mine, _ in pipes:
-                if not mine.poll(120):
-                    raise SystemExit("a rank did not come up within 120 s")
-                mine.recv()
-            time.sleep(generator.uniform(0.0, args.longest_s))
-            for process in generator.sample(ranks, RANKS):
-                assert process.pid is not None
-                os.kill(process.pid, signal.SIGKILL)
-                time.sleep(generator.choice((0.0, 0.0, 0.01)))
-            for process in ranks:
-                process.join()
-            unfinished += any(folder.glob(".*.partial")) if folder.exists() else False
-            found = in_child(context, folder)
-            if found < newest:
-                raise SystemExit(f"the newest checkpoint is of step {found}, step {newest} was complete before")
-            saves += found - newest
-            newest = found
-            progress.tick(f"newest: step {newest}  killed inside a save: {unfinished}")
-    return {"kills": args.kills, "inside_a_save": unfinished, "saves": saves, "newest_loaded": args.kills}
-
-
-def in_child(context: Any, folder: Path) -> int:
-    """`check` in a process of its own: the parent stays without threads and process groups, it is forked from."""
-    mine, theirs = context.Pipe()
-
-    def run() -> None:
-        torch.set_num_threads(1)
-        try:
-            theirs.send(check(folder))
-        except BaseException as error:  # noqa: BLE001  (it goes to the parent)
-            theirs.send(f"{type(error).__name__}: {error}")
-
-    process = context.Process(target=run)
-    process.start()
-    if not mine.poll(120):
-        raise SystemExit("the load did not end within 120 s")
-    found = mine.recv()
-    process.join()
-    if isinstance(found, str):
-        raise SystemExit(found)
-    return int(found)
-
-
-# --- speed ---
 
 
 def large(gb: float) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -275,8 +151,9 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="bench.checkpoint", description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("kill", "speed"))
+    parser.add_argument("what", choices=("kill", "jobs", "speed"))
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--longest-s", type=float, default=1.0, help="longest time before a kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gb", type=float, default=1.0)
@@ -286,7 +163,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, required=True, help="a new folder, on the disk that is measured")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=False)
-    report = kill(args) if args.what == "kill" else speed(args)
+    report = {"kill": kill, "jobs": jobs, "speed": speed}[args.what](args)
     (args.out / f"{args.what}.json").write_text(json.dumps(report, indent=1))
     for name, value in report.items():
         print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value:,}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc import backend as compiler
+from zc import state_marks
 from zc.buffers import Buffers
 from zc.checks import check
 from zc.comm import Group, check_initialized
@@ -139,6 +140,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     runtime.install_hooks()
     _COMPILED[model] = sharded
     _own_methods(model, optimizer, sharded)
+    state_marks.install(sharded)
     runtime.frozen = {n: p for n, p in model.named_parameters() if n not in params}
     if plan.overlap_gather:
         runtime.weights.install_hooks(model)

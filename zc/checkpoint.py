@@ -12,26 +12,26 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 import zc
 from zc.api import sharded
-from zc.checkpoint_files import Reader, Writer, latest, make_visible, partial_of, prepare
+from zc.checkpoint_files import Reader, Writer
+from zc.checkpoint_folders import Unfinished, latest, partial_of
 from zc.checkpoint_state import Target, check_groups, commit, flat_items, make_target, state_of
 from zc.errors import CheckpointError, PlanError, ZcError
 from zc.optimizer import ShardedOptimizer
 from zc.plain_state import from_plain
-from zc.saving import AlreadyStaged, Saving, channel_of
+from zc.saving import Saving, cause_of, channel_of
 from zc.shards import ShardOf
 
 __all__ = ["Saving", "latest", "load", "load_state_dict", "save", "state_dict"]
@@ -88,11 +88,13 @@ def save(
         asynchronous: returns as soon as this rank's part is copied to host memory (one copy of masters and optimizer
             state); the next save, or ``wait()`` on the result, waits for the writing. Call ``wait()`` before the
             process group is destroyed.
-        keep: removes all but the newest ``keep`` checkpoints beside ``path`` afterwards, and unfinished ones.
+        keep: removes all but the newest ``keep`` checkpoints beside ``path`` afterwards, and unfinished ones of jobs
+            that have ended.
 
     Raises:
-        CheckpointError, on every rank: ``path`` exists, the disk has no room, something can't be written, or (from
-        ``wait``, or the next save) an asynchronous save has failed.
+        CheckpointError, on every rank: ``path`` exists (another job may have been first), the disk has no room,
+        something can't be written, or (from ``wait``, or the next save) an asynchronous save has failed.
+        RankLostError: a rank is gone, or stands still.
     """
     path = Path(path).absolute()
     held = settled(model, optimizer)
@@ -102,6 +104,7 @@ def save(
         raise ValueError(f"keep must be a whole number of at least 1, or None, got {keep!r}")
     rank = channel.group.rank
     tree: dict[str, Any] = {}
+    folder: Unfinished | None = None
     failure: Exception | None = None
     try:
         tree = state_of(model, held)
@@ -109,38 +112,30 @@ def save(
         if asynchronous:
             tree = _copied(tree)
         if rank == 0:
-            prepare(path, _nbytes(tree))
+            folder = Unfinished(path, channel.job, _nbytes(tree))
     except (OSError, ZcError, TypeError, ValueError) as error:
         failure = error
-    channel.agree(f"saving {path}", failure)
-
-    saving = Saving(path)
-    saving.begin(channel)
-    info = {"zc": zc.__version__, "torch": torch.__version__, "world_size": channel.group.world_size}
-    written = {"storage_writer": Writer(partial_of(path)), "planner": DefaultSavePlanner(), **channel.options}
-
-    def finish(failure: BaseException | None) -> None:
-        try:
-            if failure is not None:
-                raise failure
-            if rank == 0:
-                make_visible(path, info, keep)
-        except BaseException as error:  # noqa: BLE001  (whatever it is, `wait` raises it where somebody can see it)
-            saving.end(_cause(f"saving {path}", error))
-        else:
-            saving.end(None)
-
-    if asynchronous:
-        future = dcp_async_save(tree, async_stager=AlreadyStaged(), **written)
-        future.add_done_callback(lambda done: finish(done.exception()))  # type: ignore[union-attr]
-        return saving
     try:
-        dcp_save(tree, **written)
-    except (Exception, CheckpointException) as error:  # noqa: BLE001  (`wait` raises it, on every rank)
-        finish(error)
-    else:
-        finish(None)
-    saving.wait()
+        channel.agree(f"saving {path}", failure)
+    except BaseException:
+        if folder is not None:
+            folder.close()
+        raise
+    info = {"zc": zc.__version__, "torch": torch.__version__, "world_size": channel.group.world_size}
+    writer = Writer(partial_of(path, channel.job))
+
+    def write(saving: Saving) -> None:
+        try:
+            dcp_save(tree, storage_writer=writer, planner=DefaultSavePlanner(), **channel.options)
+            if folder is not None and not saving.is_given_up:
+                folder.make_visible(info, keep)
+        finally:
+            if folder is not None:
+                folder.close()
+
+    saving = Saving(path, channel, write)
+    if not asynchronous:
+        saving.wait()
     return saving
 
 
@@ -163,27 +158,25 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer) -> Any:
     channel = channel_of(held)
     channel.finish_pending()
     target: Target | None = None
-    failure: BaseException | None = None
+    failure: Exception | None = None
+    what, reader = f"loading {path}", Reader(path)
     try:
-        reader = Reader(path)
         target = make_target(model, held, reader.read_metadata(), str(path))
-    except (OSError, ZcError, TypeError, ValueError) as error:
-        failure = error
-    channel.agree(f"loading {path}", failure)
+    except Exception as error:  # noqa: BLE001  (a damaged checkpoint raises anything)
+        failure = cause_of(what, error)
+    channel.agree(what, failure)
     assert target is not None
-    try:
-        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        dcp_load(target.items, storage_reader=reader, planner=planner, **channel.options)
-    except (Exception, CheckpointException) as error:  # noqa: BLE001  (raised anew, on every rank)
-        failure = _cause(f"loading {path}", error)
+    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    read = channel.start(partial(dcp_load, target.items, storage_reader=reader, planner=planner, **channel.options))
+    channel.wait(read, what)
     extra: Any = None
-    if failure is None:
-        try:
-            check_groups(model, held, target)
-            extra = target.extra()
-        except Exception as error:  # noqa: BLE001  (pickle raises anything)
-            failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: extra: {error}")
-    channel.agree(f"loading {path}", failure)
+    try:
+        read.result()
+        check_groups(held, target)
+        extra = target.extra()
+    except BaseException as error:  # noqa: BLE001  (DCP's is no Exception, and pickle raises anything)
+        failure = cause_of(what, error)
+    channel.agree(what, failure)
     commit(model, held, target)
     return extra
 
@@ -203,8 +196,7 @@ def settled(model: nn.Module, optimizer: Optimizer) -> ShardedOptimizer:
         raise PlanError(f"this {type(optimizer).__name__} is not the one that {type(model).__name__} was compiled with")
     runtime = held.runtime
     runtime.weights.synchronize()  # overlap_gather: step() may have left gathers behind that read the masters
-    runtime.wait_for_host_memory()  # offload: masters and states are read, and written, by this very thread
-    runtime.streams.join_home()
+    runtime.streams.synchronize()  # masters and states are read, and written, by the host, in whatever thread
     return held
 
 
@@ -234,14 +226,3 @@ def _nbytes(tree: dict[str, Any]) -> int:
     """Of the whole checkpoint, before the files' own overhead."""
     tensors = [item for item in flat_items(tree).values() if isinstance(item, Tensor)]
     return sum(t.numel() * t.dtype.itemsize for t in tensors)
-
-
-def _cause(what: str, error: BaseException) -> BaseException:
-    """DCP wraps what went wrong on each rank; the first of them says it."""
-    failures = getattr(error, "failures", None)
-    if not failures:
-        return error
-    rank, (first, _) = next(iter(sorted(failures.items())))
-    if isinstance(first, ZcError):
-        return first
-    return CheckpointError(f"{what} failed on rank {rank}: {type(first).__name__}: {first}")

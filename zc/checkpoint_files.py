@@ -1,27 +1,25 @@
-"""Checkpoint folders: written apart, synced, renamed; checksums beside DCP's files; no code of a stranger's is run.
+"""DCP's files, with checksums beside them; no code of a stranger's is run.
 
-The format is DCP's own (`torch.distributed.checkpoint.FileSystemWriter`). Beside its files lie two kinds more, which
-other readers of DCP ignore: ``zc.json``, the list of all files and their sizes, and for each data file
-``<file>.crc32.json``, the checksum of each chunk in it: neither the file system nor ``torch.load`` notices a flipped
-bit.
+The format is DCP's own (`torch.distributed.checkpoint.FileSystemWriter`). Beside each file, ``.metadata`` too, lies
+``<file>.crc32.json``, which other readers of DCP ignore: the checksum of each chunk in it. Neither the file system nor
+``torch.load`` notices a flipped bit.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
-import shutil
-import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -33,11 +31,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from zc.durable import sync_folder, write_synced
+from zc.checkpoint_folders import INFO
+from zc.durable import write_synced
 from zc.errors import CheckpointError
 
-INFO = "zc.json"
-PARTIAL = ".partial"  # of a folder that is being written or removed; its name also begins with a dot
+METADATA, SUMS = ".metadata", ".crc32.json"
 
 
 class Writer(FileSystemWriter):
@@ -53,10 +51,17 @@ class Writer(FileSystemWriter):
             info = result.storage_data
             files.setdefault(info.relative_path, []).append((info.offset, info.length))
         for name, items in files.items():
-            with open(Path(self.path) / name, "rb") as file:
-                sums = [[offset, length, _crc32(file, offset, length)] for offset, length in items]
-            write_synced(Path(self.path) / f"{name}.crc32.json", json.dumps(sums).encode())
+            self._write_sums(name, items)
         return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self._write_sums(METADATA, [(0, (Path(self.path) / METADATA).stat().st_size)])
+
+    def _write_sums(self, name: str, items: Sequence[tuple[int, int]]) -> None:
+        with open(Path(self.path) / name, "rb") as file:
+            sums = [[offset, length, _crc32(file, offset, length)] for offset, length in items]
+        write_synced(Path(self.path) / f"{name}{SUMS}", json.dumps(sums).encode())
 
 
 def _crc32(file: io.BufferedReader, offset: int, length: int) -> int:
@@ -75,16 +80,20 @@ class Reader(FileSystemReader):
     """DCP's reader that runs no code from the folder, checks each chunk's checksum, and reads each chunk once."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
+        path = Path(self.path) / METADATA
         try:
-            with open(path, "rb") as file:
-                found: Metadata = _MetadataUnpickler(file).load()
+            raw = path.read_bytes()
         except FileNotFoundError:
             raise CheckpointError(f"{self.path} is no checkpoint: it has no .metadata file") from None
-        except _UNREADABLE as error:
-            raise CheckpointError(f"{path} is damaged or not DCP's metadata: {error}") from error
-        if not isinstance(found, Metadata) or found.storage_data is None:
-            raise CheckpointError(f"{path} holds a {type(found).__name__}, not DCP's metadata")
+        if self._has_sums(METADATA):
+            self._compare(METADATA, 0, raw, METADATA, self._checksums(METADATA))
+        try:
+            found: Metadata = _MetadataUnpickler(io.BytesIO(raw)).load()
+            _check(found)
+        except Exception as error:  # a pickle that was cut or overwritten raises anything, MemoryError too
+            raise CheckpointError(
+                f"{path} is damaged or not DCP's metadata: {type(error).__name__}: {error}"
+            ) from error
         return found
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -92,24 +101,20 @@ class Reader(FileSystemReader):
         for item in plan.items:
             by_chunk.setdefault(item.storage_index, []).append(item)
         order = sorted(by_chunk, key=lambda index: _place(self.storage_data[index]))
-        sums: dict[str, dict[tuple[int, int], int] | None] = {}
+        sums: dict[str, dict[tuple[int, int], int]] = {}
         for number, index in enumerate(order):
             info = self.storage_data[index]
             if info.transform_descriptors:
                 raise CheckpointError(
                     f"{self.path}: {index.fqn} was written with the extension {info.transform_descriptors}"
                 )
-            if info.relative_path not in sums:
-                sums[info.relative_path] = self._checksums(info.relative_path)
+            name = info.relative_path
             following = [self.storage_data[later] for later in order[number + 1 : number + 2]]
-            raw = self._read(info.relative_path, info.offset, info.length, index.fqn, following)
-            known = sums[info.relative_path]
-            stop = info.offset + info.length
-            if known is not None and (found := zlib.crc32(raw)) != (saved := known.get((info.offset, info.length))):
-                raise CheckpointError(
-                    f"{self.path}/{info.relative_path} is corrupted: the checksum of {index.fqn} (bytes {info.offset} "
-                    f"to {stop}) is {found}, it was {saved}"
-                )
+            raw = self._read(name, info.offset, info.length, index.fqn, following)
+            if self._has_sums(name):
+                if name not in sums:
+                    sums[name] = self._checksums(name)
+                self._compare(name, info.offset, raw, index.fqn, sums[name])
             self._deliver(by_chunk[index], planner, raw)
         done: Future[None] = Future()
         done.set_result(None)
@@ -136,13 +141,14 @@ class Reader(FileSystemReader):
                 for info in following:  # the disk works on the next chunk while this one is checked and copied
                     if info.relative_path == name and hasattr(os, "posix_fadvise"):
                         os.posix_fadvise(file.fileno(), info.offset, info.length, os.POSIX_FADV_WILLNEED)
+                nbytes = os.fstat(file.fileno()).st_size
                 file.seek(offset)
-                raw = file.read(length)
+                raw = file.read(length) if offset + length <= nbytes else None
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing: {fqn} is in it") from None
         if raw is None or len(raw) != length:
             raise CheckpointError(
-                f"{path} is truncated: {fqn} is bytes {offset} to {offset + length}, the file has {path.stat().st_size}"
+                f"{path} is truncated: {fqn} is bytes {offset} to {offset + length}, the file has {nbytes}"
             )
         return raw
 
@@ -151,15 +157,29 @@ class Reader(FileSystemReader):
             raise CheckpointError(f"{self.path}: the metadata names the file {name}, outside of the folder")
         return Path(self.path) / name
 
-    def _checksums(self, name: str) -> dict[tuple[int, int], int] | None:
-        """None: written by another program, without checksums."""
-        if not (Path(self.path) / INFO).exists():
-            return None
-        path = self._inside(name + ".crc32.json")
+    def _has_sums(self, name: str) -> bool:
+        """Whether a checksum of this file was written: it lies there, or zc wrote the folder. (``.metadata`` has none
+        in zc's first checkpoints, and none is written by another program.)"""
+        folder = Path(self.path)
+        if (folder / f"{name}{SUMS}").exists():
+            return True
+        return name != METADATA and ((folder / INFO).exists() or any(folder.glob(f"*{SUMS}")))
+
+    def _checksums(self, name: str) -> dict[tuple[int, int], int]:
+        path = self._inside(name + SUMS)
         try:
             return {(offset, length): crc for offset, length, crc in json.loads(path.read_text())}
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} is missing or damaged: {error}") from error
+
+    def _compare(self, name: str, offset: int, raw: bytes, what: str, sums: dict[tuple[int, int], int]) -> None:
+        found, saved = zlib.crc32(raw), sums.get((offset, len(raw)))
+        if found != saved:
+            was = "it was written in other parts" if saved is None else f"it was {saved}"
+            raise CheckpointError(
+                f"{self.path}/{name} is corrupted: the checksum of {what} (bytes {offset} to {offset + len(raw)}) is "
+                f"{found}, {was}"
+            )
 
 
 def _place(info: Any) -> tuple[str, int]:
@@ -184,10 +204,6 @@ _ALLOWED = {
 }  # fmt: skip
 
 
-# what a pickle that was cut or overwritten raises
-_UNREADABLE = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError)
-
-
 class _MetadataUnpickler(pickle.Unpickler):
     """DCP keeps its metadata as a pickle, which may call anything. These are the classes that it needs, no other."""
 
@@ -199,76 +215,27 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-# --- folders ---
-
-
-def partial_of(path: Path) -> Path:
-    return path.parent / f".{path.name}{PARTIAL}"
-
-
-def prepare(path: Path, nbytes: int) -> None:
-    """One rank, before a save. Raises where ``path`` exists or the disk has no room; removes what a killed save of the
-    same name has left."""
-    if path.name.startswith(".") or not path.name:
-        raise CheckpointError(
-            f"a checkpoint can't be named {path.name!r}: names with a dot are kept for unfinished ones"
-        )
-    if os.path.lexists(path):
-        raise CheckpointError(f"{path} exists already: nothing is overwritten, remove it or choose another name")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(partial_of(path), ignore_errors=True)
-    free = shutil.disk_usage(path.parent).free
-    if free < nbytes:
-        raise CheckpointError(f"{path.parent} has room for {free} bytes, the checkpoint {path.name} needs {nbytes}")
-    partial_of(path).mkdir()
-
-
-def make_visible(path: Path, info: dict[str, Any], keep: int | None) -> None:
-    """One rank, when all files are written and synced: lists them, renames the folder, removes older checkpoints."""
-    partial = partial_of(path)
-    others = complete(path.parent)
-    files = {entry.name: entry.stat().st_size for entry in sorted(partial.iterdir())}
-    sequence = max((number for number, _ in others), default=0) + 1
-    write_synced(partial / INFO, json.dumps({"format": 1, "sequence": sequence, **info, "files": files}).encode())
-    sync_folder(partial)
-    os.rename(partial, path)  # fails where `path` has come into being in the meantime, unless it is an empty folder
-    sync_folder(path.parent)
-    if keep is not None:
-        for _, old in others[: max(0, len(others) + 1 - keep)]:
-            # out of sight first: a removal that is killed half-way leaves no checkpoint with holes
-            os.rename(old, partial_of(old))
-            shutil.rmtree(partial_of(old), ignore_errors=True)
-        for left in path.parent.glob(f".*{PARTIAL}"):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def complete(folder: Path, warn: Callable[[str], None] = lambda text: None) -> list[tuple[int, Path]]:
-    """(sequence, path) of the complete checkpoints in ``folder``, oldest first."""
-    found: list[tuple[int, Path]] = []
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if entry.name.startswith(".") or not (entry / INFO).is_file():
+def _check(found: object) -> None:
+    """Raises where what was unpickled is no metadata that agrees with itself: DCP and zc rely on all of this."""
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise TypeError(f"it holds a {type(found).__name__}")
+    wanted: list[tuple[str, torch.Size | None]] = []
+    for key, entry in found.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            wanted.append((key, None))
             continue
-        try:
-            info = json.loads((entry / INFO).read_text())
-            sizes = {name: (entry / name).stat().st_size for name in info["files"]}
-            differing = [name for name, nbytes in info["files"].items() if sizes[name] != nbytes]
-            sequence = int(info["sequence"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            warn(f"{entry} is no complete checkpoint and is passed over: {error}")
-            continue
-        if differing:
-            name = differing[0]
-            warn(f"{entry} is passed over: {name} has {sizes[name]} bytes, it was written with {info['files'][name]}")
-            continue
-        found.append((sequence, entry))
-    return sorted(found)
-
-
-def latest(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint in ``folder``; None where there is none, or no folder.
-
-    Newest by a number that each save counts up, not by a clock. What a killed save left is never seen; a checkpoint
-    that lost a file, or a part of one, is passed over with a warning.
-    """
-    found = complete(Path(folder), lambda text: warnings.warn(f"zc: {text}", stacklevel=4))
-    return found[-1][1] if found else None
+        if not isinstance(entry, TensorStorageMetadata) or not isinstance(entry.properties.dtype, torch.dtype):
+            raise TypeError(f"{key} is a {type(entry).__name__}")
+        for chunk in entry.chunks:
+            parts = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+            if any(offset < 0 or size < 0 or offset + size > whole for offset, size, whole in parts):
+                raise ValueError(f"{key} of shape {tuple(entry.size)} has a part at {chunk.offsets} of {chunk.sizes}")
+            wanted.append((key, chunk.offsets))
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) < math.prod(entry.size):
+            raise ValueError(f"{key}: its parts are not all of its shape {tuple(entry.size)}")
+    for key, offsets in wanted:
+        info = found.storage_data[MetadataIndex(key, offsets)]
+        if not isinstance(info.relative_path, str) or info.offset < 0 or info.length < 0:
+            raise ValueError(f"{key} is at {info}")
+    if found.planner_data and not found.planner_data.keys() >= found.state_dict_metadata.keys():
+        raise ValueError("keys have no paths")

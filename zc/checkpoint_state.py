@@ -82,17 +82,17 @@ def state_of(model: nn.Module, held: ShardedOptimizer) -> dict[str, Any]:
                 for key, value in state.items()
             }
     weights.update(others(model, held))
-    return {"model": weights, "optimizer": {"state": states, "param_groups": groups_of(model, held)}}
+    return {"model": weights, "optimizer": {"state": states, "param_groups": groups_of(held)}}
 
 
-def groups_of(model: nn.Module, held: ShardedOptimizer) -> list[dict[str, Any]]:
+def groups_of(held: ShardedOptimizer) -> list[dict[str, Any]]:
     """The optimizer's groups with the names of all their parameters, frozen ones included, the same on every rank."""
     if len(held.optimizer.param_groups) != len(held.members):
         raise CheckpointError(
             f"the optimizer has {len(held.optimizer.param_groups)} parameter groups and zc knows {len(held.members)}: "
             "call zc.recompile(model) after add_param_group"
         )
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): name for name, param in held.runtime.frozen.items()}
     groups: list[dict[str, Any]] = []
     for group, members in zip(held.optimizer.param_groups, held.members, strict=True):
         known = [m if isinstance(m, str) else names.get(id(m), "") for m in members]
@@ -217,11 +217,11 @@ def _check_tensor(path: Path, entry: Any, shape: tuple[int, ...], dtype: torch.d
         raise CheckpointError(f"{where}: {path[1]} is {entry.properties.dtype}, the model's is {dtype}")
 
 
-def check_groups(model: nn.Module, held: ShardedOptimizer, target: Target) -> None:
+def check_groups(held: ShardedOptimizer, target: Target) -> None:
     """The checkpoint's parameter groups must be this optimizer's: same members, and every option that it has."""
     if not target.has_optimizer:
         return
-    theirs, ours, where = target.groups(), groups_of(model, held), target.where
+    theirs, ours, where = target.groups(), groups_of(held), target.where
     if len(theirs) != len(ours):
         raise CheckpointError(f"{where} has {len(theirs)} parameter groups, the optimizer {len(ours)}")
     for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):

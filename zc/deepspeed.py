@@ -56,7 +56,7 @@ def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizer) -> 
                 states.setdefault(name, {})[file.stem] = value
     state: dict[str, Any] = {"model": weights}
     if states:
-        state["optimizer"] = {"state": states, "param_groups": groups_of(model, held)}
+        state["optimizer"] = {"state": states, "param_groups": groups_of(held)}
     load_state_dict(model, optimizer, state)
 
 

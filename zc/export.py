@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.optim import Optimizer
@@ -25,6 +27,7 @@ from zc.checkpoint_state import groups_of, owned, state_of
 from zc.durable import write_synced
 from zc.errors import CheckpointError
 from zc.optimizer import ShardedOptimizer
+from zc.saving import cause_of, channel_of
 from zc.shards import ShardOf
 
 __all__ = ["export", "full_optimizer_state"]
@@ -77,7 +80,10 @@ def export(
     where: dict[str, str] = {}
     for name, keys in zip(names, files, strict=True):
         items: dict[str, Any] = {key: torch.empty(found[key].size, dtype=found[key].properties.dtype) for key in keys}
-        dcp_load(items, storage_reader=Reader(Path(checkpoint)), no_dist=True)
+        try:
+            dcp_load(items, storage_reader=Reader(Path(checkpoint)), no_dist=True)
+        except (Exception, CheckpointException) as error:
+            raise cause_of(f"exporting {checkpoint}", error) from error
         tensors = {key.removeprefix("model."): _cast(items[key], dtype) for key in keys}
         partial = folder / f".{name}.partial"
         save_file(tensors, str(partial), metadata={"format": "pt"})
@@ -118,10 +124,19 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
     the optimizer was given. Every rank calls it; rank 0 needs room for all of it, one tensor at a time travels.
     """
     held = settled(model, optimizer)
+    channel = channel_of(held)
     state: dict[str, dict[str, Any]] = state_of(model, held)["optimizer"]["state"]
+    numbers, groups = _numbered(held)
+    found = channel.call("gathering the whole optimizer state", partial(_gathered, held, state))
+    if held.runtime.group.rank != 0:
+        return None
+    return {"state": {numbers[name]: values for name, values in found.items()}, "param_groups": groups}
+
+
+def _gathered(held: ShardedOptimizer, state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By name, on rank 0. Waits for the other ranks."""
     group, rank = held.runtime.group, held.runtime.group.rank
-    numbers, groups = _numbered(model, held)
-    whole: dict[int, dict[str, Any]] = {}
+    whole: dict[str, dict[str, Any]] = {}
     for name, own in owned(held).items():
         mine = state.get(name, {})
         shapes = {key: isinstance(value, ShardOf) for key, value in mine.items()}
@@ -145,16 +160,16 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, An
                 found: Any = joined.view(own.slot.shape)
             else:
                 found = have[0][1]
-            whole.setdefault(numbers[name], {})[key] = found
-    return {"state": whole, "param_groups": groups} if rank == 0 else None
+            whole.setdefault(name, {})[key] = found
+    return whole
 
 
-def _numbered(model: nn.Module, held: ShardedOptimizer) -> tuple[dict[str, int], list[dict[str, Any]]]:
+def _numbered(held: ShardedOptimizer) -> tuple[dict[str, int], list[dict[str, Any]]]:
     """A plain optimizer's numbers, counted through its groups."""
     numbers: dict[str, int] = {}
     groups: list[dict[str, Any]] = []
     count = 0
-    for group, members in zip(groups_of(model, held), held.members, strict=True):
+    for group, members in zip(groups_of(held), held.members, strict=True):
         for k, member in enumerate(members):
             if isinstance(member, str):
                 numbers[member] = count + k

@@ -21,6 +21,8 @@ Layout = Callable[[Sequence[tuple[str, tuple[int, ...]]], int, int], FlatLayout]
 DEFAULT_NBYTES = 25 * 2**20
 ENOUGH_BUCKETS = 32
 
+LOADED = "load_state_dict"  # in a rank's journal: what the optimizer was given, 1: taken, 0: refused
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -85,6 +87,8 @@ class Plan:
     def describe_exchange(self, entry: tuple[str, int]) -> str:
         """An entry of a rank's journal in words: what is exchanged, and of which parameters."""
         kind, index = entry
+        if kind == LOADED:
+            return f"optimizer.load_state_dict, {'taken' if index else 'refused'}"
         if kind in ("sum", "largest"):
             return f"the {kind} over ranks of {index} values (norms of gradients, or whether any is infinite)"
         slots = self.buckets[index].slots

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from saved import Job, joined, parts
 from test_reshard import assert_same
 
 import zc
-from zc import checkpoint, checkpoint_files
+from zc.checkpoint_folders import Unfinished
 
 
 def _async(rank: int, world_size: int, path: Path) -> dict[str, Any]:
@@ -42,20 +46,37 @@ def test_an_asynchronous_save_holds_the_state_of_its_call(tmp_path: Path) -> Non
     assert [rank["visible"] for rank in found] == [tmp_path / "a"] * 2
 
 
+AT_THE_END = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from saved import Job
+import zc
+zc.save(sys.argv[1], *Job("mlp").compiled(), asynchronous=True)
+"""
+
+
+def test_a_process_that_ends_ends_its_save(tmp_path: Path) -> None:
+    """Nobody waits for it, and its thread is a daemon."""
+    tests = Path(__file__).parents[1]
+    folders = [str(tests / name) for name in ("checkpoint", "distributed", ".")]
+    subprocess.run([sys.executable, "-c", AT_THE_END, str(tmp_path / "a"), *folders], check=True)
+    assert zc.latest(tmp_path) == tmp_path / "a"
+
+
 def _failing(rank: int, world_size: int, path: Path) -> list[tuple[str, str]]:
     """The rename fails on rank 0, in the background: every rank hears of it, from `wait` or from the next save."""
     model, optimizer = Job("mlp").compiled()
-    working = checkpoint.make_visible
+    working = Unfinished.make_visible
 
     def failing(*args: Any) -> None:
         raise OSError("the disk is gone")
 
     texts = []
     for ask in (lambda s: s.wait(), lambda s: zc.save(path / "next", model, optimizer)):
-        checkpoint.make_visible = failing
+        Unfinished.make_visible = failing
         saving = zc.save(path / "a", model, optimizer, asynchronous=True)
         texts.append(message_of(partial(ask, saving)))
-        checkpoint.make_visible = working
+        Unfinished.make_visible = working
     zc.save(path / "next", model, optimizer)
     return texts
 
@@ -82,19 +103,59 @@ def _keep(rank: int, world_size: int, path: Path) -> tuple[list[str], dict[str, 
 
 
 def test_keep_and_extra(tmp_path: Path) -> None:
-    (tmp_path / ".step_1.partial").mkdir()  # of a killed save
+    (tmp_path / ".step_1.job.removed").mkdir()  # of a removal that was killed
     found = run_ranks(_keep, 2, tmp_path)
     assert found == [(["step_3", "step_4"], {"step": 4, "rank": rank}) for rank in range(2)]
+
+
+def _dies(path: Path) -> None:
+    """A save is begun, and its process ends without a word."""
+    Unfinished(path, "dead", 0)
+    os._exit(0)
+
+
+def test_keep_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) -> None:
+    """It removed the folder that another job was filling: 6 of 40 checkpoints of two jobs had no .metadata."""
+    lives = Unfinished(tmp_path / "b", "other", 0)
+    elsewhere = tmp_path / ".c.third.partial"
+    elsewhere.mkdir()
+    (elsewhere / "zc.owner").write_text("another machine")
+    for name in ("a", "d"):
+        process = multiprocessing.get_context("fork").Process(target=_dies, args=(tmp_path / name,))
+        process.start()
+        process.join()
+        assert (tmp_path / f".{name}.dead.partial").is_dir()
+    model, optimizer = Job("mlp").compiled()
+    zc.save(tmp_path / "a", model, optimizer)  # the same name: what was left of it goes
+    assert not (tmp_path / ".a.dead.partial").exists() and (tmp_path / ".d.dead.partial").exists()
+    with pytest.warns(UserWarning, match="third.partial is an unfinished checkpoint that another machine made"):
+        zc.save(tmp_path / "e", model, optimizer, keep=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [lives.folder.name, elsewhere.name, "e"]
+
+    zc.save(tmp_path / "b", model, optimizer)  # the name is free, and the other job comes too late
+    (lives.folder / "file").write_bytes(b"1")
+    with pytest.raises(zc.CheckpointError, match="another job has saved it in the meantime"):
+        lives.make_visible({}, None)
+    lives.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [elsewhere.name, "b", "e"]
+    zc.load(tmp_path / "b", model, optimizer)
 
 
 def test_latest_counts_saves_and_reads_no_clock(tmp_path: Path) -> None:
     assert zc.latest(tmp_path / "nothing") is None
     for name in ("b", "a"):
-        checkpoint_files.prepare(tmp_path / name, 0)
-        (checkpoint_files.partial_of(tmp_path / name) / "file").write_bytes(b"1234")
+        unfinished = Unfinished(tmp_path / name, "job", 0)
+        for file in ("file", ".metadata"):
+            (unfinished.folder / file).write_bytes(b"1234")
         assert zc.latest(tmp_path) != tmp_path / name, "visible before it is complete"
-        checkpoint_files.make_visible(tmp_path / name, {}, None)
+        unfinished.make_visible({}, None)
+        unfinished.close()
     assert zc.latest(tmp_path) == tmp_path / "a"
     (tmp_path / "a" / "file").write_bytes(b"123")
     with pytest.warns(UserWarning, match="a is passed over: file has 3 bytes, it was written with 4"):
+        assert zc.latest(tmp_path) == tmp_path / "b"
+    empty = Unfinished(tmp_path / "c", "job", 0)
+    empty.make_visible({}, None)
+    empty.close()
+    with pytest.warns(UserWarning, match="c is no complete checkpoint .*metadata"):
         assert zc.latest(tmp_path) == tmp_path / "b"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from loops import message_of, sgd
 from saved import Job, parts
 
 import zc
-from zc import checkpoint_files
+from zc import checkpoint_folders
 
 
 def _made(rank: int, world_size: int, path: Path) -> None:
@@ -93,13 +94,55 @@ def evil_metadata(path: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(Evil()))
 
 
+def evil_metadata_of_another(path: Path) -> None:
+    evil_metadata(path)
+    lose_sums(path)
+
+
+def lose_sums(path: Path) -> None:
+    """As another program leaves a DCP checkpoint."""
+    for file in (*path.glob("*.crc32.json"), path / "zc.json"):
+        file.unlink()
+
+
+def flip_without_the_list(path: Path) -> None:
+    flip(path)
+    (path / "zc.json").unlink()
+
+
+def lose_sums_and_list(path: Path) -> None:
+    flip_without_the_list(path)
+    (path / "__0_0.distcp.crc32.json").unlink()
+
+
+def swap_metadata(path: Path) -> None:
+    """Two tensors of one shape change places in the index."""
+    found = pickle.loads((path / ".metadata").read_bytes())
+    names = [k for k in found.storage_data if k.fqn.startswith("optimizer.state.0.weight.exp_avg")]
+    first = next(k for k in names if k.fqn.endswith("exp_avg"))
+    second = next(k for k in names if k.fqn.endswith("exp_avg_sq") and k.offset == first.offset)
+    places = found.storage_data
+    places[first], places[second] = places[second], places[first]
+    (path / ".metadata").write_bytes(pickle.dumps(found))
+
+
+def swap_metadata_without_the_list(path: Path) -> None:
+    swap_metadata(path)
+    (path / "zc.json").unlink()
+
+
 DAMAGES: dict[Callable[[Path], None], str] = {
     truncate: "__1_0.distcp is truncated",
     flip: "__0_0.distcp is corrupted: the checksum of",
     lose: "__0_0.distcp is missing",
     lose_metadata: "is no checkpoint: it has no .metadata file",
-    cut_metadata: ".metadata is damaged",
-    evil_metadata: "posix.system, which DCP's metadata does not need",
+    cut_metadata: ".metadata is corrupted: the checksum",
+    evil_metadata: ".metadata is corrupted: the checksum",
+    evil_metadata_of_another: "posix.system, which DCP's metadata does not need",
+    flip_without_the_list: "__0_0.distcp is corrupted: the checksum of",
+    lose_sums_and_list: "__0_0.distcp.crc32.json is missing",
+    swap_metadata: ".metadata is corrupted: the checksum",
+    swap_metadata_without_the_list: ".metadata is corrupted: the checksum",
 }
 
 
@@ -111,6 +154,65 @@ def test_a_damaged_checkpoint(damage: Callable[[Path], None], good: Path, tmp_pa
     text = refused(Job("mlp"), path)
     assert DAMAGES[damage] in text and str(path) in text
     assert not Path("/tmp/zc_was_here").exists()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_half_damaged_index_without_a_checksum(seed: int, good: Path, tmp_path: Path) -> None:
+    """Of another program, so nothing says that it is damaged: it loads, or it is a CheckpointError, on one rank and in
+    `zc.export`; KeyError, MemoryError, DCP's CheckpointException (no Exception) came out."""
+    path, generator = tmp_path / "damaged", random.Random(seed)
+    shutil.copytree(good, path)
+    lose_sums(path)
+    raw = (path / ".metadata").read_bytes()
+    model, optimizer = Job("mlp").compiled()
+    zc.load(path, model, optimizer)
+    refusals = 0
+    for number in range(150):
+        damaged = bytearray(raw)
+        for _ in range(generator.choice((1, 1, 1, 8))):
+            damaged[generator.randrange(len(raw))] = generator.randrange(256)
+        (path / ".metadata").write_bytes(damaged)
+        for use in (lambda: zc.load(path, model, optimizer), lambda n=number: zc.export(tmp_path / str(n), path)):
+            try:
+                use()
+            except zc.CheckpointError:
+                refusals += 1
+    assert refusals > 50
+
+
+def lose_chunk(found: Any) -> None:
+    del found.storage_data[next(k for k in found.storage_data if k.fqn == "model.0.weight")]
+
+
+def lose_path(found: Any) -> None:
+    del found.planner_data["model.0.weight"]
+
+
+def grow(found: Any) -> None:
+    found.state_dict_metadata["model.0.weight"].size = torch.Size([2**40, 16])
+
+
+def lengthen(found: Any) -> None:
+    for info in found.storage_data.values():
+        info.length = 2**60
+
+
+def other_path(found: Any) -> None:
+    found.planner_data["model.0.weight"] = ("model",)
+
+
+@pytest.mark.parametrize("damage", [lose_chunk, lose_path, grow, lengthen, other_path])
+def test_an_index_that_does_not_agree_with_itself(damage: Callable[[Any], None], good: Path, tmp_path: Path) -> None:
+    path = tmp_path / "damaged"
+    shutil.copytree(good, path)
+    lose_sums(path)
+    found = pickle.loads((path / ".metadata").read_bytes())
+    damage(found)
+    (path / ".metadata").write_bytes(pickle.dumps(found))
+    assert str(path) in refused(Job("mlp"), path)
+    if damage is not lose_path and damage is not other_path:  # export reads no paths
+        with pytest.raises(zc.CheckpointError, match=str(path)):
+            zc.export(tmp_path / "out", path)
 
 
 MISFITS = {
@@ -139,10 +241,10 @@ def _unsavable(rank: int, world_size: int, path: Path) -> list[tuple[str, str]]:
     found.append(message_of(lambda: zc.save(path / "taken", model, optimizer)))
     found.append(message_of(lambda: zc.save(path / "extra", model, optimizer, extra={"f": Evil()} if rank else {})))
     found.append(message_of(lambda: zc.save(path / ".hidden", model, optimizer)))
-    usage = checkpoint_files.shutil.disk_usage
-    checkpoint_files.shutil.disk_usage = lambda where: usage(where)._replace(free=1000)
+    usage = checkpoint_folders.shutil.disk_usage
+    checkpoint_folders.shutil.disk_usage = lambda where: usage(where)._replace(free=1000)
     found.append(message_of(lambda: zc.save(path / "full", model, optimizer)))
-    checkpoint_files.shutil.disk_usage = usage
+    checkpoint_folders.shutil.disk_usage = usage
     if rank == 1:  # the disk fills up while rank 1 writes
         import resource
 

@@ -1,4 +1,7 @@
-"""kill -9 while ranks save: what is newest afterwards loads, and is what was saved (200 kills: docs/checkpoints.md)."""
+"""kill -9 while ranks save, and two jobs that save one name: what is there loads, and is what one job saved.
+
+By default a few; ``ZC_TESTS=full`` runs the 200 kills and 20 runs of docs/checkpoints.md.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from pathlib import Path
 import zc
 from bench.checkpoint import main
 
-KILLS = 60 if os.environ.get("ZC_TESTS") == "full" else 4
+FULL = os.environ.get("ZC_TESTS") == "full"
+KILLS, RUNS = (200, 20) if FULL else (4, 1)
 
 
 def test_the_newest_checkpoint_always_loads(tmp_path: Path) -> None:
@@ -18,3 +22,9 @@ def test_the_newest_checkpoint_always_loads(tmp_path: Path) -> None:
     if KILLS > 10:
         assert report["inside_a_save"] > 0, "no kill came while something was being written"
     assert zc.latest(tmp_path / "out" / "checkpoints") is not None
+
+
+def test_two_jobs_save_one_name(tmp_path: Path) -> None:
+    """A mixture of both loaded, or a folder without .metadata was offered (issue 16)."""
+    report = main(["jobs", "--runs", str(RUNS), "--quiet", "--out", str(tmp_path / "out")])
+    assert report["refused"] == report["names"] == 3 * RUNS

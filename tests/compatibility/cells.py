@@ -19,6 +19,7 @@ import rows_optimizers
 import rows_overlap
 import rows_params
 import rows_precision
+import rows_state
 import rows_structure
 import rows_tasks
 import torch
@@ -34,8 +35,8 @@ from zc.schedule import COMM
 from zc.streams import ThreadStreams
 
 TABLE = (
-    rows_tasks, rows_loops, rows_backward, rows_structure, rows_params, rows_precision, rows_optimizers, rows_overlap,
-    rows_left,
+    rows_tasks, rows_loops, rows_backward, rows_structure, rows_params, rows_precision, rows_optimizers, rows_state,
+    rows_left, rows_overlap,
 )  # fmt: skip
 
 
