@@ -46,6 +46,11 @@ class Verdict(NamedTuple):
         return self.kind if self.kind != "error" else f"error {self.text.split(':')[0]}"
 
 
+def is_refusal(error: tuple[str, str, str]) -> bool:
+    """Whether some program may get it."""
+    return any(kind == error[0] and words in error[1] for kind, words, _ in REFUSALS)
+
+
 def tolerance(program: Program) -> float:
     if program.dtype == "bfloat16":
         return TOLERANCES["bfloat16"]
@@ -90,9 +95,10 @@ def _differences(found: list[Outcome], wanted: Wanted) -> Any:
         for rank, outcome in enumerate(found):
             if (k, rank) not in wanted.loose:
                 yield _distance(outcome.notes[k], wanted.notes[rank][k]), f"operation {k} on rank {rank}"
+    sizes = {name: value.norm().item() + wanted.travelled[name] for name, value in wanted.weights.items()}
+    floor = 0.01 * max(sizes.values())  # a gradient that is 0 but for rounding (a bias before a norm) has no scale
     for name, value in wanted.weights.items():
-        scale = value.norm().item() + wanted.travelled[name]
-        yield _relative(found[0].weights[name], value, scale), f"{name} in the end"
+        yield _relative(found[0].weights[name], value, sizes[name] + floor), f"{name} in the end"
 
 
 def _distance(got: Any, want: Any) -> float:

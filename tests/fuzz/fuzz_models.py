@@ -80,13 +80,22 @@ def draw(rng: random.Random, *, narrow: bool, fault: bool, without: frozenset[st
     if not narrow and rng.random() < 0.3:
         frozen = [k for k in range(len(blocks)) if rng.random() < 0.4 and may_freeze(blocks, k)]
     model = {"dim": rng.choice((2, 3, 5, 7, 9)), "tokens": tokens, "blocks": blocks, "heads": heads, "frozen": frozen}
-    return model if trains(model, frozen) else {**model, "frozen": []}
+    if not trains(model, frozen):
+        model["frozen"] = []
+    if not trains(model, []):
+        blocks[0][0] = "linear"
+    return model
 
 
 def trains(model: Model, frozen: Sequence[int]) -> bool:
-    """Whether each loss has something to train, whatever heads it uses, with these blocks frozen."""
-    used = (k for k, (kind, _) in enumerate(model["blocks"]) if kind not in ("unused", "fault", "reentrant"))
-    return bool(model["tokens"]) or any(k not in frozen for k in used)
+    """Whether each loss has something to train, whatever heads it uses, with these blocks frozen; and each reentrant
+    checkpoint an input that wants a gradient, without which eager PyTorch drops its gradients, and compiled doesn't."""
+    wants = bool(model["tokens"])
+    for k, (kind, _) in enumerate(model["blocks"]):
+        if kind == "reentrant" and not wants:
+            return False
+        wants = wants or (k not in frozen and kind not in ("unused", "fault"))
+    return wants
 
 
 def may_freeze(blocks: Sequence[Sequence[Any]], k: int) -> bool:

@@ -22,7 +22,7 @@ import fuzz_oracle
 import fuzz_script
 import torch
 import torch._functorch.config
-from fuzz_judge import Outcome, Verdict, judge
+from fuzz_judge import Outcome, Verdict, is_refusal, judge
 from fuzz_program import Program
 from harness import RanksFailed, run_ranks
 
@@ -90,6 +90,9 @@ def run_items(rank: int, world_size: int, items: Sequence[Item], side: str, prep
             _forget(is_compiled)
             _wait_for_all(number, world_size, folder, GRACE_S if outcome.error else limit)
             faulthandler.cancel_dump_traceback_later()
+            everyone = [_read(Path(folder, f"{number}.{other}")) for other in range(world_size)]
+            if any(found and found.error and not is_refusal(found.error) for found in everyone):
+                return  # connections may be broken: the next program gets a group of its own
 
 
 def run_one(rank: int, world_size: int, text: str, side: str, folder: str) -> Outcome:
