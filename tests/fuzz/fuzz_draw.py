@@ -19,6 +19,16 @@ OPTIMIZERS = (
     "torch.optim.Adadelta(params, lr=0.5, eps=0.1)",
 )
 
+# Features that zc gets wrong today, which `make test` leaves out: each goes with what mends it (issues 16 and 17).
+OPEN = (
+    "raise",  # a backward that raised leaves gradients where param.grad is cleared by hand
+    "class", "class_zeros", "slices",  # the class's zero_grad, and the slices' own .grad, clear nothing
+    "differ",  # ranks that use other parameters: stock clipping, a skipped step, a collective of the caller's
+    "data",  # p.data written in place is undone where masters are tensors of their own
+    "eval_buffers",  # BatchNorm's statistics are each rank's own
+    "reduce_dtype",  # float64 parameters with float32 on the wire raise in the backward
+)  # fmt: skip
+
 
 def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
     """``without``: kinds of blocks and operations, ways to clear, values of options that shall not come."""
@@ -114,7 +124,9 @@ class Loop:
         """What stands between a clear and a step."""
         rng, style = self.rng, self.rng.random()
         if "pile" in self.without or fuzz_models.has(self.model, "batchnorm"):
-            style = style if style >= 0.8 else 0.0  # DDP's broadcast of buffers breaks a backward that waits behind another forward
+            style = (
+                style if style >= 0.8 else 0.0
+            )  # DDP's broadcast of buffers breaks a backward that waits behind another forward
         if self.may_differ and self._maybe("uneven", 0.35):
             self.uneven()
         if style < 0.5:  # one after the other, all but the last declared or none

@@ -9,15 +9,15 @@ from fuzz_oracle import Wanted
 from fuzz_program import Program
 from torch import Tensor
 
-# Relative to the largest entry of what is compared (weights: to their size and the way that they have come). An error of
-# a few roundings grows over some ten operations a forward, and five updates; a gradient that is lost or counted twice is
-# 0.1 and more. Norms are fp32 whatever the parameters are, so clipping brings fp32's rounding into float64.
+# Relative to the largest entry of what is compared (weights: to their size and the way that they have come). An error
+# of a few roundings grows over some ten operations a forward, and five updates; a gradient that is lost or counted
+# twice is 0.1 and more. Norms are fp32 whatever the parameters are, so clipping brings fp32's rounding into float64.
 TOLERANCES = {"float64": 1e-6, "float32": 2e-4, "bfloat16 on the wire": 0.02, "bfloat16": 0.1}
 
 # (class, words) of refusals, and when a program may get one
 REFUSALS = (
-    ("RankMismatchError", "stage 2 reduces in every backward", lambda program: program.stage == 2 and program.ranks_differ),
-    ("ZcError", "the optimizer holds this rank's slices only", lambda program: "class_zeros" in program.clears),
+    ("RankMismatchError", "stage 2 reduces in every backward", lambda p: p.stage == 2 and p.ranks_differ),
+    ("ZcError", "the optimizer holds this rank's slices only", lambda p: "class_zeros" in p.clears),
 )  # fmt: skip
 
 

@@ -46,7 +46,8 @@ class _Reference:
         self.params = dict(self.model.named_parameters())
         # a module a rank, for its buffers; the parameters are everyone's
         self.models = [self.model] + [_sharing(self.model) for _ in range(self.world_size - 1)]
-        self.optimizer = eval(program.optimizer.replace("params", "model.parameters()"), {"torch": torch, "model": self.model})
+        made = program.optimizer.replace("params", "model.parameters()")
+        self.optimizer = eval(made, {"torch": torch, "model": self.model})
         self.grads: dict[str, Tensor | None] = dict.fromkeys(self.params)
         self.hooked = dict.fromkeys(self.params, 1.0)
         self.losses: dict[int, list[Tensor]] = {}
@@ -72,11 +73,11 @@ class _Reference:
     # --- forwards and backwards ---
 
     def forward(self, rank: int, args: dict[str, Any], more: int = 0) -> Tensor:
-        total = self.loss(self.models[rank], rank, args["seed"] + more, args["rows"], args["use"])
-        if args.get("penalty"):
-            total = args["scale"] * total + args["penalty"] * sum(p.square().sum() for p in self.params.values())
-            return total  # type: ignore[no-any-return]
-        return total * args.get("scale", 1.0)  # type: ignore[no-any-return]
+        total: Tensor = self.loss(self.models[rank], rank, args["seed"] + more, args["rows"], args["use"])
+        total = total * args.get("scale", 1.0)
+        for p in self.params.values() if args.get("penalty") else ():
+            total = total + args["penalty"] * p.square().sum()
+        return total
 
     def sync_buffers(self, *, next_time: bool) -> None:
         if self.syncs_buffers:

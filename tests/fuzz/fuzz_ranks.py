@@ -1,5 +1,8 @@
-"""Many programs in one job of the rank processes. Each rank puts what it found into a file a program, so that a rank that
-hangs or dies costs one program: the driver reads the files, and starts the next job behind it."""
+"""Many programs in one job of the rank processes.
+
+Each rank puts what it found into a file a program, so that a rank that hangs or dies costs one program: the driver reads
+the files, and starts the next job behind it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,9 +57,7 @@ def verdicts(
                             break
 
 
-def _job(
-    programs: Sequence[Program], now: Sequence[int], world_size: int, side: str, prepare: str, folder: str
-) -> str:
+def _job(programs: Sequence[Program], now: Sequence[int], world_size: int, side: str, prepare: str, folder: str) -> str:
     """Why it ended before its last program, if it did."""
     items = [(k, fuzz_script.body(programs[k]), LIMIT_S[programs[k].backend]) for k in now]
     try:
@@ -157,6 +158,3 @@ def _forget(is_compiled: bool) -> None:
         gc.collect()
     gc.collect()
     gc.freeze()  # modules and caches stay: to walk them each time takes 0.2 s
-
-
-Prepare = Callable[[], contextlib.AbstractContextManager[None]]

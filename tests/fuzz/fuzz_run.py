@@ -1,10 +1,10 @@
 """``python tests/fuzz/fuzz_run.py``: random programs against the reference; keeps what failed, smaller.
 
-    --programs 2000 --first 0     seeds
-    --without class,slices        leaves features out (blocks, operations, ways to clear, options)
-    --out out/fuzz                folder for what failed: <seed>.json (as drawn), <seed>.py (small, runs under torchrun)
-    --shrink 20                   how many failures are made small
-    --replay FILE.json            runs kept programs again
+--programs 2000 --first 0     seeds
+--without class,slices        leaves features out (blocks, operations, ways to clear, options)
+--out out/fuzz                folder for what failed: <seed>.json (as drawn), <seed>.py (small, runs under torchrun)
+--shrink 20                   how many failures are made small
+--replay FILE.json            runs kept programs again
 """
 
 from __future__ import annotations
@@ -62,7 +62,13 @@ def run_all(programs: list[Program], side: str, out: Path) -> list[tuple[Program
     failed: list[tuple[Program, Verdict]] = []
     margins: dict[str, float] = {}
     started = time.monotonic()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns) as bar:
         task = bar.add_task("programs", total=len(programs))
         for first in range(0, len(programs), BLOCK):
@@ -75,9 +81,13 @@ def run_all(programs: list[Program], side: str, out: Path) -> list[tuple[Program
                     margins[program.dtype] = max(margins.get(program.dtype, 0.0), verdict.difference)
                     continue
                 failed.append((program, verdict))
-                bar.console.print(f"program {program.seed}: {verdict.kind}: {verdict.text.splitlines()[0]}", markup=False)
+                bar.console.print(
+                    f"program {program.seed}: {verdict.kind}: {verdict.text.splitlines()[0]}", markup=False
+                )
                 (out / f"{program.seed}.json").write_text(program.to_json())
-                (out / f"{program.seed}.txt").write_text(f"{verdict.kind}: {verdict.text}\n\n{fuzz_script.body(program)}")
+                (out / f"{program.seed}.txt").write_text(
+                    f"{verdict.kind}: {verdict.text}\n\n{fuzz_script.body(program)}"
+                )
     seconds = time.monotonic() - started
     print(f"{len(programs)} programs in {seconds:.0f} s ({seconds / max(len(programs), 1):.2f} s each): {dict(counts)}")
     print("largest difference of a right one / its tolerance:", {k: f"{v:.2g}" for k, v in sorted(margins.items())})
@@ -89,7 +99,9 @@ def make_small(failed: list[tuple[Program, Verdict]], out: Path) -> None:
         small, shown = fuzz_shrink.shrink(program, verdict)
         path = out / f"{program.seed}.py"
         first = shown.text.splitlines()[0]
-        path.write_text(fuzz_script.script(small, f"Program {program.seed} of the fuzzer, made small: {shown.kind}: {first}"))
+        path.write_text(
+            fuzz_script.script(small, f"Program {program.seed} of the fuzzer, made small: {shown.kind}: {first}")
+        )
         (out / f"{program.seed}.small.json").write_text(small.to_json())
         print(f"\n# program {program.seed}: {shown.kind}: {first}\n# {path}\n{fuzz_script.body(small)}", flush=True)
 

@@ -29,7 +29,8 @@ SIMPLE = {
     "grads": "note({k}, zc.full_grad(model))",
     "norms": "note({k}, [None if p.grad is None else p.grad.norm() for p in model.parameters()])",
     "weights": "note({k}, dict(model.named_parameters()))",
-    "peek": "note({k}, torch.autograd.grad({of}, model.get_parameter({name!r}), retain_graph=True, allow_unused=True)[0])",
+    "peek": "param = model.get_parameter({name!r})\n"
+    "note({k}, torch.autograd.grad({of}, param, retain_graph=True, allow_unused=True)[0])",
     "collective": "total = ({of}).detach().clone()\ndist.all_reduce(total)\nnote({k}, total)",
     "lr": 'for group in optimizer.param_groups:\n    group["lr"] *= 0.5',
     "hook": "model.get_parameter({name!r}).register_hook(lambda grad: 0.5 * grad)",
@@ -122,7 +123,7 @@ def _write(args: dict[str, Any]) -> str:
 HEAD = '''"""{title}
 
 torchrun --nproc_per_node {world_size} THIS         with zc: prints what each rank notes, and its weights
-torchrun --nproc_per_node {world_size} THIS ddp     the same loop with DistributedDataParallel(find_unused_parameters=True)
+torchrun --nproc_per_node {world_size} THIS ddp     with DistributedDataParallel(find_unused_parameters=True)
 """
 
 import os

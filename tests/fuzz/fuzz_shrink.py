@@ -108,7 +108,9 @@ def _smaller_models(program: Program) -> Iterator[Program]:
     if model["heads"]:
         last = len(model["heads"]) - 1
         ops = [_renamed(op, lambda use: [h for h in use if h != last], f"head{last}.") for op in program.ops]
-        yield dataclasses.replace(program, model={**model, "heads": model["heads"][:-1]}, ops=tuple(o for o in ops if o))
+        yield dataclasses.replace(
+            program, model={**model, "heads": model["heads"][:-1]}, ops=tuple(o for o in ops if o)
+        )
     for k, (kind, shared) in enumerate(model["blocks"]):
         if kind not in ("linear", "fault") or shared is not None:
             blocks = [*model["blocks"][:k], ["linear" if kind != "fault" else kind, None], *model["blocks"][k + 1 :]]

@@ -1,6 +1,7 @@
 # In place of zc, under the same names: DistributedDataParallel, or one process's plain PyTorch where there is one rank.
-import contextlib
 import copy
+
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -34,5 +35,5 @@ class WithDdp:
         self.saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
     def load(self, path, model, optimizer):
-        for held, state in zip((model, optimizer), copy.deepcopy(self.saved)):
+        for held, state in zip((model, optimizer), copy.deepcopy(self.saved), strict=True):
             held.load_state_dict(state)
