@@ -74,8 +74,13 @@ class Loop:
     """Operations so far, and what may follow them."""
 
     def __init__(
-        self, rng: random.Random, world_size: int, model: fuzz_models.Model, options: dict[str, Any], without: frozenset[str]
-    ) -> None:  # fmt: skip
+        self,
+        rng: random.Random,
+        world_size: int,
+        model: fuzz_models.Model,
+        options: dict[str, Any],
+        without: frozenset[str],
+    ) -> None:
         self.rng, self.world_size, self.model, self.options, self.without = rng, world_size, model, options, without
         self.ops: list[Op] = []
         self.names = fuzz_models.trainable(model)
