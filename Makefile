@@ -1,4 +1,4 @@
-# make demo | test | lint | types | bench | bench-quick | bench-scale | bench-peers | tables | models-table | gpu-test | gpu-bench | venv | clean
+# make demo | test | fuzz | lint | types | bench | bench-quick | bench-scale | bench-peers | tables | models-table | gpu-test | gpu-bench | venv | clean
 #
 # Without an override, .venv is made and torch $(TORCH_VERSION) and the rest are installed in it. With one,
 # `make test PYTHON=$(which python)`, that environment is used as it is: only zc itself is installed into it, without
@@ -19,13 +19,17 @@ PY := $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
 STAMP := build/installed$(subst /,-,$(PYTHON))
 endif
 
-.PHONY: demo test lint types bench bench-quick bench-scale bench-peers tables models-table gpu-test gpu-bench venv clean
+.PHONY: demo test fuzz lint types bench bench-quick bench-scale bench-peers tables models-table gpu-test gpu-bench venv clean
 
 demo: $(STAMP)
 	$(PY) -m bench.demo --out out/demo $(ARGS)
 
 test: $(STAMP)
 	$(PY) -m pytest tests --durations 15 $(ARGS)
+
+# 2,000 random programs against the float64 reference, some 25 minutes; what fails is kept in out/fuzz, made small.
+fuzz: $(STAMP)
+	$(PY) tests/fuzz/fuzz_run.py $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

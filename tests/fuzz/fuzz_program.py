@@ -1,0 +1,140 @@
+"""A program: a model, the options of zc.compile and a list of operations; data, from one seed or from a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import fuzz_models
+
+FULL_CLEARS = ("optimizer", "model", "class", "params", "slices")  # every gradient is None afterwards
+ZEROS = ("optimizer_zeros", "model_zeros", "class_zeros")  # zeros where there was a gradient
+BETWEEN_UPDATES = ("freeze", "thaw", "save", "load")
+
+
+class Op(NamedTuple):
+    """One statement of the loop. ``args``: numbers, names and, where ranks may differ, a list with one entry a rank."""
+
+    kind: str
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    seed: int
+    world_size: int
+    dtype: str  # of the parameters while they train; bfloat16: param_dtype of a float32 model
+    model: dict[str, Any]
+    optimizer: str  # a call, whose parameters are `params`
+    options: dict[str, Any]
+    ops: tuple[Op, ...]
+
+    def to_json(self) -> str:
+        return json.dumps({**dataclasses.asdict(self), "ops": [list(op) for op in self.ops]})
+
+    @staticmethod
+    def from_json(text: str) -> Program:
+        given = json.loads(text)
+        return Program(**{**given, "ops": tuple(Op(kind, args) for kind, args in given["ops"])})
+
+    @property
+    def stage(self) -> int:
+        return int(self.options["stage"])
+
+    @property
+    def backend(self) -> str:
+        return str(self.options["backend"])
+
+    @property
+    def clears(self) -> frozenset[str]:
+        """Ways to clear gradients that it takes."""
+        return frozenset(op.args["how"] for op in self.ops if op.kind == "zero")
+
+    @property
+    def ranks_differ(self) -> bool:
+        """In what they use or in how often: stage 2 may refuse that."""
+        return any(
+            len({json.dumps(entry) for entry in op.args.get(key, [])}) > 1 for op in self.ops for key in ("use", "reps")
+        )
+
+
+class Illegal(Exception):
+    """What is wrong with a program, which no generator would have made."""
+
+
+def check(program: Program) -> None:
+    """Raises Illegal for a program that DDP could not run either, or that zc refuses by its documentation."""
+    pending: set[int] = set()  # losses that wait for their backward
+    has_grads = uneven = aborted = snapshot = saved = False
+    names, model = set(fuzz_models.trainable(program.model)), program.model
+    frozen = set(model["frozen"])
+    for k, (kind, args) in enumerate(program.ops):
+        if aborted and not (kind == "zero" and args["how"] in FULL_CLEARS):
+            raise Illegal(f"{k}: gradients of a backward that raised must be cleared")
+        if kind in BETWEEN_UPDATES and (has_grads or uneven):
+            raise Illegal(f"{k}: {kind} inside of an update")
+        if kind in ("step", "write", "restore", *BETWEEN_UPDATES):
+            pending.clear()
+        if kind in ("forward", "evaluate", "micro") and fuzz_models.has(model, "batchnorm"):
+            pending.clear()  # DDP's broadcast of buffers breaks a backward that waits behind another forward
+        if kind == "forward":
+            pending.add(k)
+        elif kind in ("backward", "raise", "collective", "peek"):
+            if not set(args["of"]) <= pending:
+                raise Illegal(f"{k}: no loss {args['of']}")
+            if kind == "collective" and uneven:
+                raise Illegal(f"{k}: a collective where ranks have done other numbers of undeclared backwards")
+            if kind == "raise" and not fuzz_models.has(model, "fault"):
+                raise Illegal(f"{k}: nothing can raise")
+        if kind in ("backward", "raise"):
+            has_grads = True
+            if not args.get("retain"):
+                pending -= set(args["of"])
+        if kind == "raise":
+            aborted = True
+            pending.clear()
+        if kind == "micro":
+            has_grads = True
+            if len(set(args["reps"])) > 1 and not args["quiet"]:
+                if program.stage == 2 or fuzz_models.has(model, "batchnorm"):
+                    raise Illegal(f"{k}: undeclared backwards in other numbers")
+                uneven = True
+        if kind in ("step", "clip", "grads", "norms"):
+            uneven = False
+        if kind == "zero" and args["how"] in FULL_CLEARS:
+            has_grads = aborted = False
+        if "name" in args and args["name"] not in names:
+            raise Illegal(f"{k}: no parameter {args['name']}")
+        if "block" in args and not args["block"] < len(model["blocks"]):
+            raise Illegal(f"{k}: no block {args['block']}")
+        if any(head >= len(model["heads"]) for use in args.get("use", []) for head in use):
+            raise Illegal(f"{k}: no such head")
+        if fuzz_models.has(model, "batchnorm") and min(args.get("rows", [9])) < 3:
+            raise Illegal(f"{k}: too few rows for a BatchNorm")
+        if kind == "thaw":
+            if args["block"] not in frozen or program.options.get("offload") is not None:
+                raise Illegal(f"{k}: nothing to thaw")
+            frozen.discard(args["block"])
+        if kind == "freeze":
+            if not fuzz_models.may_freeze(model["blocks"], args["block"]):
+                raise Illegal(f"{k}: a shared block is frozen")
+            frozen.add(args["block"])
+        if not fuzz_models.trains(model, frozen):
+            raise Illegal(f"{k}: nothing is left to train")
+        if kind in ("freeze", "thaw"):
+            names = set(fuzz_models.trainable({**model, "frozen": frozen}))
+        if (kind == "restore" and not snapshot) or (kind == "load" and not saved):
+            raise Illegal(f"{k}: {kind} of nothing")
+        snapshot, saved = snapshot or kind == "snapshot", saved or kind == "save"
+    if aborted:
+        raise Illegal("gradients of a backward that raised are left")
+
+
+def is_legal(program: Program) -> bool:
+    try:
+        check(program)
+    except Illegal:
+        return False
+    return fuzz_models.trains(program.model, program.model["frozen"])

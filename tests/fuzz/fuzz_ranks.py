@@ -1,0 +1,160 @@
+"""Many programs in one job of the rank processes.
+
+Each rank puts what it found into a file a program, so that a rank that hangs or dies costs one program: the driver
+reads the files, and starts the next job behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import linecache
+import os
+import pickle
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fuzz_oracle
+import fuzz_script
+import torch
+import torch._functorch.config
+from fuzz_judge import Outcome, Verdict, is_refusal, judge
+from fuzz_program import Program
+from harness import RanksFailed, run_ranks
+
+LIMIT_S = {"eager": 60.0, "aot_eager": 120.0, "inductor": 300.0}  # of one program: many times what it takes
+GRACE_S = 20.0  # for the others, once a rank has failed
+Item = tuple[int, str, float]  # number, text, limit
+
+
+def verdicts(
+    programs: Sequence[Program], side: str = "zc", *, prepare: str = "", a_job: int = 30
+) -> Iterator[tuple[int, Verdict]]:
+    """(index, verdict) of each, as they come. ``side``: "zc" or "ddp". ``prepare``: ``module.function``, called in each
+    rank before the first program: a planted fault."""
+    with tempfile.TemporaryDirectory(prefix="zc-fuzz-") as folder, ThreadPoolExecutor(1) as pool:
+        for world_size in sorted({program.world_size for program in programs}):
+            left = [k for k, program in enumerate(programs) if program.world_size == world_size]
+            while left:
+                now, left = left[:a_job], left[a_job:]
+                wanted = {k: pool.submit(fuzz_oracle.run, programs[k]) for k in now}  # while the ranks run
+                while now:
+                    why = _job(programs, now, world_size, side, prepare, folder)
+                    for k in list(now):
+                        outcomes = [_read(Path(folder, f"{k}.{rank}")) for rank in range(world_size)]
+                        if all(outcome is None for outcome in outcomes) and not why:
+                            break  # not reached: the job ended behind another program
+                        now.remove(k)
+                        yield k, judge(programs[k], outcomes, wanted[k].result(), why)
+                        if any(outcome is None for outcome in outcomes):
+                            break
+
+
+def _job(programs: Sequence[Program], now: Sequence[int], world_size: int, side: str, prepare: str, folder: str) -> str:
+    """Why it ended before its last program, if it did."""
+    items = [(k, fuzz_script.body(programs[k]), LIMIT_S[programs[k].backend]) for k in now]
+    try:
+        run_ranks(run_items, world_size, items, side, prepare, folder, timeout=sum(item[2] for item in items) + 60)
+    except RanksFailed as error:
+        return str(error)
+    return ""
+
+
+def _read(path: Path) -> Outcome | None:
+    return pickle.loads(path.read_bytes()) if path.exists() else None
+
+
+# --- in a rank ---
+
+
+def run_items(rank: int, world_size: int, items: Sequence[Item], side: str, prepare: str, folder: str) -> None:
+    """Job."""
+    os.environ["ZC_RANK_TIMEOUT"] = "10"
+    with contextlib.ExitStack() as stack:
+        if prepare:
+            module, _, name = prepare.rpartition(".")
+            stack.enter_context(getattr(__import__(module), name)())
+        stack.callback(os.environ.pop, "ZC_RANK_TIMEOUT")
+        stacks = stack.enter_context(open(Path(folder, f"stacks.{rank}"), "w"))
+        for number, text, limit in items:
+            faulthandler.dump_traceback_later(limit, exit=True, file=stacks)  # a hang ends the process
+            outcome = run_one(rank, world_size, text, side, f"{folder}/saved{number}")
+            _write(Path(folder, f"{number}.{rank}"), outcome)
+            is_compiled = limit > LIMIT_S["eager"]
+            _forget(is_compiled)
+            _wait_for_all(number, world_size, folder, GRACE_S if outcome.error else limit)
+            faulthandler.cancel_dump_traceback_later()
+            everyone = [_read(Path(folder, f"{number}.{other}")) for other in range(world_size)]
+            if any(found and found.error and not is_refusal(found.error) for found in everyone):
+                return  # connections may be broken: the next program gets a group of its own
+
+
+def run_one(rank: int, world_size: int, text: str, side: str, folder: str) -> Outcome:
+    """Executes one program's text. Whatever it raises is an outcome."""
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    notes: dict[int, Any] = {}
+
+    def note(k: int, value: Any) -> None:
+        notes[k] = fuzz_oracle.copied(value)
+
+    names: dict[str, Any] = {"torch": torch, "dist": dist, "F": F, "nn": nn, "checkpoint": checkpoint}
+    names.update(rank=rank, world_size=world_size, note=note, folder=folder)
+    if side == "ddp":
+        exec(fuzz_script.STANDIN, names)
+        names["zc"] = names["WithDdp"]()
+    else:
+        import zc
+
+        names["zc"] = zc
+    linecache.cache["<program>"] = (len(text), None, text.splitlines(keepends=True), "<program>")  # for tracebacks
+    error: tuple[str, str, str] | None = None
+    weights: dict[str, Any] = {}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(compile(text, "<program>", "exec"), names)
+            names["zc"].synchronize(names["model"])
+        weights = {name: p.detach().clone() for name, p in names["model"].named_parameters()}
+    except Exception as raised:  # noqa: BLE001  (the judge says which may be)
+        trace = "".join(traceback.format_exception(raised)[-12:])
+        error = type(raised).__name__, str(raised), trace
+    finally:
+        names.clear()
+    return Outcome(error, notes, weights)
+
+
+def _write(path: Path, outcome: Outcome) -> None:
+    unfinished = path.with_suffix(path.suffix + ".new")
+    unfinished.write_bytes(pickle.dumps(outcome))
+    unfinished.rename(path)
+
+
+def _wait_for_all(number: int, world_size: int, folder: str, seconds: float) -> None:
+    """Until every rank is through: what this one does next must not look like an answer to the others."""
+    end = time.monotonic() + seconds
+    missing = [Path(folder, f"{number}.{rank}") for rank in range(world_size)]
+    while missing := [path for path in missing if not path.exists()]:
+        if time.monotonic() > end:
+            raise RuntimeError(f"program {number}: {[path.name for path in missing]} did not come in {seconds:.0f} s")
+        time.sleep(0.002)
+
+
+def _forget(is_compiled: bool) -> None:
+    """Models, threads and compiled code of the last program go."""
+    if is_compiled:
+        torch._functorch.config.donated_buffer = True
+        torch._dynamo.reset()
+        gc.collect()
+    gc.collect()
+    gc.freeze()  # modules and caches stay: to walk them each time takes 0.2 s

@@ -1,0 +1,174 @@
+"""A program as Python: what the ranks run and, behind a head of its own, a script for torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fuzz_models
+from fuzz_program import Op, Program
+
+STANDIN = (Path(__file__).parent / "fuzz_standin.py").read_text()
+CLEARS = {
+    "optimizer": "optimizer.zero_grad()",
+    "optimizer_zeros": "optimizer.zero_grad(set_to_none=False)",
+    "model": "model.zero_grad()",
+    "model_zeros": "model.zero_grad(set_to_none=False)",
+    "class": "type(optimizer).zero_grad(optimizer)",
+    "class_zeros": "type(optimizer).zero_grad(optimizer, set_to_none=False)",
+    "params": "for p in model.parameters():\n    p.grad = None",
+    "slices": 'for group in optimizer.param_groups:\n    for p in group["params"]:\n        p.grad = None',
+}
+CLIPS = {
+    "zc": "zc.clip_grad_norm_(model, {max_norm})",
+    "stock": "torch.nn.utils.clip_grad_norm_(model.parameters(), {max_norm})",
+    "stock_inf": 'torch.nn.utils.clip_grad_norm_(model.parameters(), {max_norm}, norm_type=float("inf"))',
+}
+SIMPLE = {
+    "step": "optimizer.step()",
+    "grads": "note({k}, zc.full_grad(model))",
+    "norms": "note({k}, [None if p.grad is None else p.grad.norm() for p in model.parameters()])",
+    "weights": "note({k}, dict(model.named_parameters()))",
+    "peek": "param = model.get_parameter({name!r})\n"
+    "note({k}, torch.autograd.grad({of}, param, retain_graph=True, allow_unused=True)[0])",
+    "collective": "total = ({of}).detach().clone()\ndist.all_reduce(total)\nnote({k}, total)",
+    "lr": 'for group in optimizer.param_groups:\n    group["lr"] *= 0.5',
+    "hook": "model.get_parameter({name!r}).register_hook(lambda grad: 0.5 * grad)",
+    "snapshot": "kept = {{name: value.clone() for name, value in model.state_dict().items()}}",
+    "restore": "model.load_state_dict(kept)",
+    "save": 'zc.save(f"{{folder}}/{k}", model, optimizer)\nlatest = f"{{folder}}/{k}"',
+    "load": "zc.load(latest, model, optimizer)",
+    "freeze": "model.b{block}.requires_grad_(False)",
+    "thaw": "model.b{block}.requires_grad_(True)\nzc.recompile(model)",
+}  # fmt: skip
+
+
+def body(program: Program) -> str:
+    """Model, compile and loop. Wants ``rank``, ``zc``, ``note(number, value)``, ``folder`` and torch's usual names."""
+    wide = "float64" if program.dtype == "float64" else "float32"
+    options = ", ".join(f"{key}={_shown(value)}" for key, value in program.options.items())
+    keeps_graphs = any(op.kind == "peek" or op.args.get("retain") for op in program.ops)
+    donates = program.backend != "eager" and keeps_graphs  # torch.compile refuses retain_graph=True on such a graph
+    lines = [
+        f"torch._functorch.config.donated_buffer = {not donates}" if donates else "",
+        f"DTYPE, WIDE = torch.{program.dtype}, torch.{wide}",
+        "",
+        "",
+        fuzz_models.text(program.model),
+        "",
+        "torch.manual_seed(0)",
+        f"model = Net().to(WIDE)  # {sum(1 for _ in fuzz_models.trainable(program.model))} trainable parameters",
+        f"optimizer = {program.optimizer.replace('params', 'model.parameters()')}",
+        f"net, optimizer = zc.compile(model, optimizer, {options})",
+    ]
+    for k, op in enumerate(program.ops):
+        lines.append(_statement(k, op))
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: Any) -> str:
+    return f"torch.{value}" if value in ("bfloat16", "float32", "float64") else repr(value)
+
+
+def _statement(k: int, op: Op) -> str:
+    kind, args = op
+    of = " + ".join(f"loss{j}" for j in args.get("of", ()))
+    if kind == "forward":
+        text = f"loss{k} = {_loss(args)}"
+        text += " + 0.01 * sum(p.square().sum() for p in model.parameters())" if args["penalty"] else ""
+        return _quietly(f"{text}\nnote({k}, loss{k})", args)
+    if kind == "backward":
+        return _quietly(f"({of}).backward({'retain_graph=True' if args['retain'] else ''})", args)
+    if kind == "raise":
+        caught = f"try:\n    ({of}).backward()\nexcept FloatingPointError:\n    pass"
+        return f"Fault.armed = True\n{caught}\nFault.armed = False"
+    if kind == "micro":
+        return _quietly(f"for m in range({tuple(args['reps'])}[rank]):\n    {_loss(args, ' + m')}.backward()", args)
+    if kind == "zero":
+        if args["how"] == "one":
+            return f"model.get_parameter({args['name']!r}).grad = None"
+        return f"model.b{args['block']}.zero_grad()" if args["how"] == "part" else CLEARS[args["how"]]
+    if kind == "clip":
+        return f"note({k}, {CLIPS[args['how']].format(**args)})"
+    if kind == "evaluate":
+        mode = "torch.inference_mode()" if args["inference"] else "torch.no_grad()"
+        return f"model.eval()\nwith {mode}:\n    note({k}, {_loss(args)})\nmodel.train()"
+    if kind == "write":
+        return _write(args)
+    return SIMPLE[kind].format(**{**args, "k": k, "of": of})
+
+
+def _loss(args: dict[str, Any], more: str = "") -> str:
+    use = tuple(tuple(heads) for heads in args["use"])
+    scale = f"{args['scale']} * " if args.get("scale", 1.0) != 1.0 else ""
+    return f"{scale}loss(net, rank, seed={args['seed']}{more}, rows={tuple(args['rows'])}, use={use})"
+
+
+def _quietly(text: str, args: dict[str, Any]) -> str:
+    if not args["quiet"]:
+        return text
+    return "with zc.no_sync(model):\n" + "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _write(args: dict[str, Any]) -> str:
+    data = ".data" if args["data"] else ""
+    if args["what"] == "fill":
+        text = f"model.get_parameter({args['name']!r}){data}.fill_(0.125)"
+    else:
+        call = {"clamp": "clamp_(-0.25, 0.25)", "halve": "mul_(0.5)"}[args["what"]]
+        text = f"for p in model.parameters():\n    p{data}.{call}"
+    return text if data else "with torch.no_grad():\n" + "\n".join(f"    {line}" for line in text.splitlines())
+
+
+HEAD = '''"""{title}
+
+torchrun --nproc_per_node {world_size} THIS         with zc: prints what each rank notes, and its weights
+torchrun --nproc_per_node {world_size} THIS ddp     with DistributedDataParallel(find_unused_parameters=True)
+"""
+
+import os
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+{standin}
+
+if "ddp" in sys.argv:
+    zc = WithDdp()
+else:
+    import zc
+
+dist.init_process_group("gloo")
+rank, folder = dist.get_rank(), [tempfile.mkdtemp()]
+dist.broadcast_object_list(folder)
+folder = folder[0]
+torch.set_printoptions(precision=7)
+
+
+def note(k, value):
+    """What the two sides must agree on."""
+    print(f"[rank {{rank}}] operation {{k}}: {{value}}", flush=True)
+
+
+'''
+TAIL = """
+zc.synchronize(model)
+for name, param in model.named_parameters():
+    print(f"[rank {rank}] {name}: {param.detach().flatten().tolist()}", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def script(program: Program, title: str) -> str:
+    """The program by itself: needs torch and zc, or torch alone for DDP."""
+    uses = {"{title}": title, "{world_size}": str(program.world_size), "{standin}": STANDIN.strip()}
+    head = HEAD.replace("{{", "{").replace("}}", "}")
+    for key, value in uses.items():
+        head = head.replace(key, value)
+    return head + body(program) + TAIL

@@ -1,0 +1,84 @@
+"""The fuzzer on a fixed sample, its reference against DDP, and faults that it must find. `make fuzz` runs 2,000."""
+
+from __future__ import annotations
+
+import ast
+import json
+
+import fuzz_draw
+import fuzz_script
+import fuzz_shrink
+import pytest
+from fuzz_program import Op, Program, check, is_legal
+from fuzz_ranks import verdicts
+
+# What DDP can't run: these programs are right by zc's documentation alone.
+NOT_DDP = frozenset(
+    ("pile", "retain", "uneven", "quiet to the end", "penalty", "reentrant", "raise", "inductor", "aot_eager",
+     "eval_buffers")
+)  # fmt: skip
+
+
+def test_programs_come_from_their_seed_alone_and_are_legal() -> None:
+    kinds = set()
+    for seed in range(300):
+        program = fuzz_draw.draw(seed)
+        check(program)
+        assert program == fuzz_draw.draw(seed) == Program.from_json(program.to_json())
+        ast.parse(fuzz_script.script(program, "test"))
+        kinds |= {op.kind for op in program.ops} | program.clears
+    assert kinds >= {"raise", "thaw", "load", "collective", "micro", "class", "slices", "one", *fuzz_script.SIMPLE}
+
+
+def test_the_reference_gives_what_ddp_gives() -> None:
+    programs = [fuzz_draw.draw(seed, NOT_DDP) for seed in range(40)]
+    programs = [program for program in programs if program.dtype != "bfloat16"]  # param_dtype is zc's
+    for k, verdict in verdicts(programs, "ddp"):
+        assert verdict.kind == "right", (programs[k].seed, verdict.text, fuzz_script.body(programs[k]))
+
+
+def test_a_fixed_sample_of_programs_is_right() -> None:
+    without = frozenset((*fuzz_draw.OPEN, "inductor"))
+    programs = [fuzz_draw.draw(seed, without) for seed in range(36)]
+    found = dict(verdicts(programs))
+    assert len(found) == len(programs)
+    for k, verdict in found.items():
+        assert verdict.is_fine, (programs[k].seed, verdict.text, fuzz_script.body(programs[k]))
+    assert sum(verdict.kind == "right" for verdict in found.values()) > 30  # refusals prove little
+
+
+@pytest.mark.parametrize(
+    ("fault", "kinds", "option"),
+    [("loses_microbatches", {"forward", "backward", "micro"}, "quiet"), ("clips_too_little", {"clip"}, "how")],
+)
+def test_a_planted_fault_is_found_and_made_small(fault: str, kinds: set[str], option: str) -> None:
+    without = frozenset((*fuzz_draw.OPEN, "aot_eager", "inductor", "offload", "overlap_gather"))
+    programs = [fuzz_draw.draw(seed, without) for seed in range(12)]
+    prepare = f"fuzz_faults.{fault}"
+    wrong = [(programs[k], v) for k, v in sorted(verdicts(programs, prepare=prepare)) if not v.is_fine]
+    assert wrong, "no program shows the fault"
+    program, verdict = min(wrong, key=lambda pair: len(pair[0].ops))
+    assert verdict.kind == "wrong", verdict
+    small, shown = fuzz_shrink.shrink(program, verdict, prepare=prepare)
+    assert shown.kind == "wrong"
+    assert len(small.ops) <= 5, fuzz_script.body(small)
+    assert any(op.kind in kinds and op.args.get(option) for op in small.ops), fuzz_script.body(small)
+    assert next(iter(verdicts([small])))[1].kind == "right", "without the fault it must be right"
+
+
+def test_illegal_programs_are_told_apart() -> None:
+    """What a shrinking program must not become."""
+    program = fuzz_draw.draw(0)
+    forward = next(op for op in program.ops if op.kind == "forward")
+    backward = Op("backward", {"of": [0], "quiet": False, "retain": False})
+    made = json.loads(program.to_json())
+    for ops, legal in [
+        ([forward, backward], True),
+        ([forward, backward, backward], False),
+        ([backward], False),
+        ([forward, Op("step", {}), backward], False),
+        ([forward, backward, Op("save", {})], False),
+        ([Op("load", {})], False),
+        ([Op("restore", {})], False),
+    ]:
+        assert is_legal(Program.from_json(json.dumps({**made, "ops": ops}))) == legal, ops
