@@ -50,6 +50,7 @@ class Simulation:
     num_results: dict[str, int]
     buffers: dict[str, Tensor] = field(default_factory=dict)
     kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    touched: dict[tuple[int, int], int] = field(default_factory=dict)  # bucket, slot -> gradients that came
     num_done: int = 0
     published: list[Tensor] = field(default_factory=list)
     opened: dict[str, Tensor] = field(default_factory=dict)  # accumulator -> what wgrad_into adds to
@@ -79,6 +80,8 @@ class Simulation:
     ) -> None:
         """Into each span the gradients that begin there, and zeros; ``spans`` None: the whole bucket."""
         layout = self.plan.buckets[bucket]
+        for slot, grad in zip(slots, grads, strict=True):
+            self.touched[bucket, slot] = self.touched.get((bucket, slot), 0) + (grad is not None)
         for start, stop in spans if spans is not None else ((0, layout.numel),):
             new = torch.zeros(stop - start, dtype=out.dtype)
             for slot, grad in zip(slots, grads, strict=True):
@@ -113,6 +116,7 @@ class Simulation:
         self, bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Tensor, how: str | None = None
     ) -> None:
         self.num_done += 1
+        self.touched[bucket, slot] = self.touched.get((bucket, slot), 0) + 1
         numel = self.plan.buckets[bucket].slots[slot].numel
         if how is None:
             grad = _flat(torch.stack([a.sum() for a in inputs]).sum() + bucket + slot, numel)
@@ -147,9 +151,15 @@ class Simulation:
     def wait_reduce(self, bucket: int, work: Transfer, dst: str, src: str) -> None:
         if isinstance(work, Transfer):  # else: a completion that ran before its launch
             work.finish()
+        self._spend(src)
+
+    def _spend(self, src: str) -> None:
+        if src.startswith("flat_grad["):  # what the ring held is no zero for the next bucket's padding
+            self.buffer(src).fill_(NAN)
 
     def accumulate(self, bucket: int, acc: str, src: str) -> None:
-        out, rows = self.buffer(acc), self.buffer(src)
+        out, rows = self.buffer(acc), self.buffer(src).clone()
+        self._spend(src)
         if self.plan.placement.gradient_in_ring:
             out.copy_(self.keep * out + rows)
         else:
@@ -254,6 +264,7 @@ def run(
     found.update({k: v for k, v in sim.buffers.items() if k.startswith(LASTING)})
     found.update({f"published {k}": v for k, v in enumerate(sim.published)})
     found.update({f"kept {k}": v for k, v in sim.kept.items()})
+    found.update({f"touched {k}": torch.tensor(v) for k, v in sim.touched.items()})
     return found
 
 
@@ -323,8 +334,8 @@ def _leave(
 
     def task() -> None:
         for node in returned:
-            returned = torch.as_tensor(values.pop(node.name))
-            found[f"schedule {number} {node.name}"] = returned.clone()  # the caller's, to free as well
+            value = torch.as_tensor(values.pop(node.name))
+            found[f"schedule {number} {node.name}"] = value.clone()  # the caller's, to free as well
         late = torch.tensor(NAN if sim.num_done < expected else 0.0)
         found[f"schedule {number} joined"] = late
 
