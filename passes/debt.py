@@ -1,4 +1,4 @@
-"""What a schedule owes: the gradients that left the graph before any pass had seen it. `verify` proves that they arrive.
+"""What a schedule owes: the gradients that leave the graph before a pass has seen it. `verify` proves that they arrive.
 
 A backward graph, with ``w`` and ``b`` in slots 0 and 1 of bucket 2::
 

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives
 from simulation import Case
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -33,6 +34,8 @@ from zc.plan import ParamSpec, Plan, make_plan
 from zc.runtime import Runtime
 
 WIDTH = 8
+_funcol = torch.distributed._functional_collectives
+_all_gather = getattr(_funcol, "all_gather_single_autograd", None) or _funcol.all_gather_tensor_autograd  # 2.11, 2.12
 
 
 class Views(nn.Module):
@@ -50,18 +53,31 @@ class Views(nn.Module):
 
 
 class Chain(nn.Module):
-    """tanh saves its result, which its backward may overwrite; ``between`` stands behind each layer."""
+    """tanh saves its result, which its backward may overwrite."""
 
-    def __init__(self, num_layers: int = 4, between: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, num_layers: int = 4) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
-        self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-            self.between()
         return x
+
+
+class Broken(nn.Module):
+    """Three graphs; the first bucket's gradients come out of two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Chain(2), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        x = torch.relu(self.second(x))
+        torch._dynamo.graph_break()
+        return self.third(x)
 
 
 class Checkpointed(nn.Module):
@@ -101,16 +117,14 @@ class Untied(nn.Module):
 
 
 class Gathers(nn.Module):
-    """A collective of the model's own in its forward, and so another in its backward."""
+    """A collective of the model's own in its forward, and so another in its backward. Needs a process group."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        from torch.distributed._functional_collectives import all_gather_tensor_autograd
-
-        return self.second(all_gather_tensor_autograd(torch.tanh(self.first(x)), 0, dist.group.WORLD))
+        return self.second(_all_gather(torch.tanh(self.first(x)), 0, dist.group.WORLD))
 
 
 class Eager(nn.Module):
@@ -135,7 +149,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "donated": Chain,
     "dynamic": Chain,
     "collective": Gathers,
-    "graph break": lambda: Chain(between=torch._dynamo.graph_break),
+    "graph break": Broken,
     "checkpoint": lambda: Checkpointed(use_reentrant=False),
     "checkpoint reentrant": lambda: Checkpointed(use_reentrant=True),
     "tied": Tied,
@@ -160,17 +174,6 @@ def capture(name: str) -> Captured:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = MODELS[name](), torch.randn(6, WIDTH, requires_grad=name == "views")
-    single = name == "collective" and not dist.is_initialized()
-    if single:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        return _captured(model, x, dynamic=name == "dynamic")
-    finally:
-        if single:
-            dist.destroy_process_group()
-
-
-def _captured(model: nn.Module, x: Tensor, *, dynamic: bool) -> Captured:
     plain = copy.deepcopy(model)
     plain(x).square().mean().backward()
     specs = [ParamSpec(n, tuple(p.shape), p.dtype, p.device) for n, p in model.named_parameters()]
@@ -196,7 +199,7 @@ def _captured(model: nn.Module, x: Tensor, *, dynamic: bool) -> Captured:
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zc.compile(model, optimizer, backend="aot_eager", bucket_nbytes=4 * WIDTH * WIDTH)
-    if dynamic:
+    if name == "dynamic":
         torch._dynamo.mark_dynamic(x, 0)
     with (
         mock.patch.object(program, "run_passes", build),
@@ -229,8 +232,9 @@ def case(
         owed = Debt(owed.gradients | debt.gradients, owed.sums | debt.reductions(plan))
         graphs.append(_scheduled(new, plan, passes, f"{name} {number}"))
     graphs += list(_rest(captured, plan, passes, owed))
-    shown = f"s{stage} w{world_size} r{ring} p{producers}{' in place' * in_place}{f' offload {offload}' if offload else ''}"
-    return Case(f"{name} {shown}{'' if overlap else ' no overlap'}", plan, tuple(graphs))
+    more = [f"offload {offload}"] * bool(offload) + ["in place"] * in_place + ["no overlap"] * (not overlap)
+    shown = " ".join([name, f"s{stage} w{world_size} r{ring} p{producers}", *more])
+    return Case(shown, plan, tuple(graphs))
 
 
 def _scheduled(graph: fx.Graph, plan: Plan, passes: tuple[Pass, ...], name: str) -> fx.Graph:
@@ -246,9 +250,7 @@ def _rest(captured: Captured, plan: Plan, passes: tuple[Pass, ...], owed: Debt) 
     ring = plan.placement.gradient_in_ring
     for bucket in plan.buckets:
         hooks = {k: captured.hooks[s.name] for k, s in enumerate(bucket.slots) if s.name in captured.hooks}
-        if bucket.index in owed.sums or not (hooks or ring):
-            pass
-        else:
+        if bucket.index not in owed.sums and (hooks or ring):
             graph = flushes._GRAPHS["flush"](plan, bucket.index)
             for k, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
                 node.meta.update(kept=(bucket.index, k), given=hooks.get(k))

@@ -115,9 +115,9 @@ def added_twice(graph: fx.Graph) -> Iterator[Mutant]:
     """What adds, once more: the same write of a ring buffer again would change nothing."""
     for node in _of(graph, accumulate_cast, accumulate, deposit, wgrad_into):
         spans_only = node.target is accumulate_cast and not node.args[2]
-        if node.target is not wgrad_into or not str(node.args[1]).startswith("flat_grad["):
-            if not spans_only:
-                yield _doubled(node)
+        in_ring = node.target is wgrad_into and str(node.args[1]).startswith("flat_grad[")
+        if not spans_only and not in_ring:
+            yield _doubled(node)
 
 
 def elements_missed(graph: fx.Graph) -> Iterator[Mutant]:

@@ -56,14 +56,21 @@ class Simulation:
     opened: dict[str, Tensor] = field(default_factory=dict)  # accumulator -> what wgrad_into adds to
     aside: dict[int, Tensor] = field(default_factory=dict)  # bucket -> its reduced sum from before, taken once
 
-    start, keep, gain, shift = 1.0, 0.5, 1.25, 1.0
+    start, keep, keep_host, gain, shift = 1.0, 0.5, 0.5, 1.25, 1.0
 
     def buffer(self, name: str) -> Tensor:
         if name not in self.buffers:
             first = self.start if name.startswith(LASTING) else NAN
-            size = max(b.numel for b in self.plan.buckets)
+            kind, index = name[:-1].split("[")
+            num = len(self.plan.buckets)
+            sizes = [b.numel for b in self.plan.buckets]
+            size = sizes[int(index)] if kind in LASTING and int(index) < num else max(sizes)
             self.buffers[name] = torch.full((size,), first, dtype=torch.float64)
         return self.buffers[name]
+
+    def part(self, name: str, bucket: int) -> Tensor:
+        """What one bucket has of a buffer: a ring is as long as the largest."""
+        return self.buffer(name)[: self.plan.buckets[bucket].numel]
 
     def bound(self, graph: fx.Graph) -> Bound:
         return Bound(self, {str(n.args[0]): n.meta.get("segment") for n in steps(graph) if n.target is segment})
@@ -94,15 +101,15 @@ class Simulation:
     def flatten_cast(
         self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor], spans: Spans = None
     ) -> None:
-        out = self.buffer(buffer)
-        for start, stop in spans if spans is not None else ((0, self.plan.buckets[bucket].numel),):
+        out = self.part(buffer, bucket)
+        for start, stop in spans if spans is not None else ((0, len(out)),):
             out[start:stop] = 0.0
         self._put(out, bucket, slots, grads, spans)
 
     def accumulate_cast(
         self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor], spans: Spans = None
     ) -> None:
-        out = self.buffer(buffer)
+        out = self.part(buffer, bucket)
         self.aside[bucket] = out.clone()
         self.opened[buffer] = self.keep * out
         kept = self.opened[buffer].clone()
@@ -128,7 +135,7 @@ class Simulation:
             grad = rows.index_put((index.clamp(0, len(rows) - 1),), values.where(mask, 0.0), accumulate=True)
             grad = grad.reshape(-1)
         assert len(grad) == stop - start, "its shape is not that of its elements"
-        out, opened = self.buffer(buffer), self.opened.get(buffer)
+        out, opened = self.part(buffer, bucket), self.opened.get(buffer)
         if buffer.startswith("flat_grad["):
             out[start:stop] = grad
         elif opened is not None:
@@ -140,7 +147,7 @@ class Simulation:
         self.kept[bucket, slot] = grad.clone() if before is None else self.keep * before + grad
 
     def launch_reduce(self, bucket: int, dst: str, src: str) -> Transfer:
-        out, sent = self.buffer(dst), self.buffer(src)
+        out, sent = self.part(dst, bucket), self.part(src, bucket)
         out.fill_(NAN)  # nobody may look at it now
 
         def exchange() -> None:
@@ -158,7 +165,7 @@ class Simulation:
             self.buffer(src).fill_(NAN)
 
     def accumulate(self, bucket: int, acc: str, src: str) -> None:
-        out, rows = self.buffer(acc), self.buffer(src).clone()
+        out, rows = self.part(acc, bucket), self.part(src, bucket).clone()
         self._spend(src)
         if self.plan.placement.gradient_in_ring:
             out.copy_(self.keep * out + rows)
@@ -167,19 +174,21 @@ class Simulation:
             out.copy_(rows + (1.0 - self.keep) * 0.5 * before)
 
     def _copy(self, bucket: int, dst: str, src: str) -> None:
-        self.buffer(dst).copy_(self.buffer(src))
+        self.part(dst, bucket).copy_(self.part(src, bucket))
 
     stage_shard = copy_to_device = _copy
 
     def copy_to_host(self, bucket: int, dst: str, src: str) -> None:
         # keeps a part: a wrong value that the next copy would hide stays to be seen
-        self.buffer(dst).copy_(0.5 * self.buffer(dst) + self.buffer(src))
+        out = self.part(dst, bucket)
+        out.copy_(self.keep_host * out + self.part(src, bucket))
 
     def cast_param(self, bucket: int, dst: str, src: str) -> None:
-        self.buffer(dst).copy_(1.5 * self.buffer(src))
+        self.part(dst, bucket).copy_(1.5 * self.part(src, bucket))
 
     def update(self, bucket: int, master: str, grad: str) -> None:
-        self.buffer(master).copy_(0.5 * self.buffer(master) + self.buffer(grad))
+        out = self.part(master, bucket)
+        out.copy_(0.5 * out + self.part(grad, bucket))
 
     def gather(self, bucket: int, buffer: str) -> None:
         self.buffer(buffer).copy_(1.25 * self.buffer(buffer) + bucket)
@@ -194,7 +203,7 @@ Spans = Sequence[tuple[int, int]] | None
 class Plain(Simulation):
     """Sums as they are, from zero."""
 
-    start, keep, gain, shift = 0.0, 1.0, 1.0, 0.0
+    start, keep, keep_host, gain, shift = 0.0, 1.0, 0.0, 1.0, 0.0
 
 
 class Bound:
