@@ -33,6 +33,7 @@ from zc.passes.base import Pass
 from zc.plan import Plan
 from zc.schedule import is_getitem, is_schedule_node, segment
 
+_OUTER_META = ("val", "storage", "gradient_of")  # of a segment's results
 _KEPT_META = ("val", "tensor_meta")  # the rest (stack traces, names) differs between layers that are otherwise the same
 
 
@@ -143,7 +144,7 @@ def _outline(
     made: dict[fx.Node, fx.Node] = {}
     for k, node in enumerate(outputs):
         made[node] = outer.call_function(operator.getitem, (call, k))
-        made[node].meta = {k: node.meta.get(k) for k in ("val", "storage")}
+        made[node].meta = {k: node.meta[k] for k in _OUTER_META if k in node.meta}
     return made
 
 

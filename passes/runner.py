@@ -14,6 +14,7 @@ from torch import fx
 
 from zc.errors import PassError, ZcError
 from zc.passes.base import Pass
+from zc.passes.debt import debt_of
 from zc.plan import Plan
 
 
@@ -30,11 +31,13 @@ class PassRecord:
 def run_passes(
     graph: fx.Graph, plan: Plan, passes: Sequence[Pass], *, dump_dir: str | Path | None = None, name: str = "graph"
 ) -> tuple[fx.Graph, tuple[PassRecord, ...]]:
-    """The graph after all ``passes``; the given one is not changed.
+    """The graph after all ``passes``; the given one is not changed. What it owes goes with it, as ``meta["debt"]`` of
+    the output.
 
     With ``dump_dir``: ``<name>/00_input.txt``, then per pass the graph after it, a unified diff, and a count of its
     ops. Raises PassError where a pass lacks what it requires or leaves an ill-formed graph.
     """
+    debt = debt_of(graph, plan)
     provided: set[str] = set()
     records: list[PassRecord] = []
     folder = Path(dump_dir) / name if dump_dir is not None else None
@@ -51,6 +54,7 @@ def run_passes(
         try:
             new = step.run(graph, plan)
             new.lint()
+            new.output_node().meta["debt"] = debt  # whatever a pass has done with it
         except ZcError:
             raise
         except Exception as error:

@@ -3,16 +3,21 @@
 The backend has written the names into the output node: ``output.meta["grad_of"][i]`` is the fully qualified name of the
 parameter whose gradient output i is, or None. Before and after, ``w`` in slot 0 of bucket 2::
 
-    %mm : bf16[64, 32] = aten.mm(...)              %mm : bf16[64, 32] = aten.mm(...)
+    %mm : bf16[64, 32] = aten.mm(...)              %mm : bf16[64, 32] = aten.mm(...)  gradient_of=((2, 0),)
     %relu : bf16[8, 64] = aten.relu(...)           deposit(2, 0, %mm)
     output (%mm, %relu)  grad_of=("w", None)       %relu : bf16[8, 64] = aten.relu(...)
                                                    output (None, %relu)
+
+``meta["gradient_of"]`` stays with the value through all passes (one value may be the gradient of several parameters):
+verify compares it with the slot in which the value ends.
 
 An output that is no parameter's gradient (here ``%relu``) is left alone, as is a gradient output that AOTAutograd has
 already made None. With None autograd's AccumulateGrad keeps nothing, so ``param.grad`` holds no full gradient.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import fx
 
@@ -27,11 +32,17 @@ def slot_of(plan: Plan) -> dict[str, tuple[int, int]]:
     return {slot.name: (bucket.index, k) for bucket in plan.buckets for k, slot in enumerate(bucket.slots)}
 
 
+def returned_by(graph: fx.Graph) -> list[Any]:
+    """What the graph returns, one a descriptor."""
+    returned: Any = graph.output_node().args[0]
+    return list(returned) if isinstance(returned, (list, tuple)) else [returned]
+
+
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new, _ = copy_graph(graph)
     output = new.output_node()
     where = slot_of(plan)
-    returned = list(output.args[0]) if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
+    returned = returned_by(new)
     names = output.meta.get("grad_of", ())
     for i, name in enumerate(names):
         grad = returned[i]
@@ -43,6 +54,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
             raise PassError(f"gradient of {name}: the plan has shape {expected}, the graph {got}")
         with new.inserting_after(_last_placeholder(new) if grad.op == "placeholder" else grad):
             new.call_function(deposit, (bucket, slot, grad))
+        grad.meta["gradient_of"] = (*grad.meta.get("gradient_of", ()), (bucket, slot))
         returned[i] = None
     output.args = (tuple(returned),)
     output.meta = {key: item for key, item in output.meta.items() if key != "grad_of"}

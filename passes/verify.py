@@ -5,7 +5,8 @@ elements conflict if one of them writes; happens-before is program order on a st
 
     (a) sufficient    two conflicting touches are ordered, those of earlier schedules and of the caller included
     (b) necessary     without any one wait, some conflict would not be
-    (c) exactly once  a gradient is written once, before its bucket's one reduction, which enters the accumulator once
+    (c) exactly once  a gradient that the graph owes is written once and in full, before its bucket's one reduction,
+                      which enters the accumulator once; or it is deposited, for the flush that owes it then
     (d) completion    each launch has one, and nothing touches its buffers in between
     (e) release       a value that crosses streams is given back once, on its own stream, after all its uses
 
@@ -80,7 +81,9 @@ def verify(graph: fx.Graph, plan: Plan | None = None) -> Verdict:
     needs, or the gradient that does not arrive once.
 
     With ``plan``, the buffers that other schedules under it share are known, and slots are checked against its layouts;
-    without, only what this schedule itself shows.
+    without, only what this schedule itself shows. What the graph owes stands on its output, ``meta["debt"]``, in all
+    that zc has made. Of a schedule by hand that lacks it, (c) says that nothing arrives twice or in parts, and nothing
+    of what is missing altogether.
     """
     found = examine(graph, plan)
     if found:
@@ -90,9 +93,9 @@ def verify(graph: fx.Graph, plan: Plan | None = None) -> Verdict:
 
 def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
     """Everything that `verify` would refuse, without raising."""
-    nodes = list(steps(graph))
+    nodes, output = list(steps(graph)), graph.output_node()
     shared = shared_buffers(graph, plan)
-    order = Order([*nodes, graph.output_node()], shared)
+    order = Order([*nodes, output], shared)
     races = [
         _race(order, need, node)
         for k, node in enumerate(order.nodes)
@@ -101,7 +104,7 @@ def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
     ]
     faults = [f"{stream_of(n)} waits for {n.args[0]}, which no node before records" for n in order.unrecorded]
     races += _carried(order)
-    faults += exactly_once.check(nodes, plan) + _released(order) + _misplaced(nodes)
+    faults += exactly_once.check(nodes, plan, output.meta.get("debt")) + _released(order) + _misplaced(nodes)
     redundant: list[str] = []
     if not races:
         waits = [(k, n) for k, n in enumerate(order.nodes) if n.target is wait_event]

@@ -76,6 +76,7 @@ def _split(graph: fx.Graph, plan: Plan, write: fx.Node) -> None:
         with graph.inserting_after(last):
             args = (bucket.index, buffer, slot, at.offset, at.stop, *maker.inputs)
             last = graph.call_function(wgrad_into, args, {"how": maker.how})
+        last.meta["gradient_of"] = maker.chain[0].meta.get("gradient_of", ())
     kept = [(s, g) for s, g in zip(slots, grads, strict=True) if s not in makers]
     spans = _rest(bucket, sorted(makers))
     write.args = (bucket.index, buffer, tuple(s for s, _ in kept), [g for _, g in kept])

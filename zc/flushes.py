@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from zc.ops import GradientOps
 from zc.passes import offload_gradients, reduce_buckets
 from zc.passes.base import Pass
+from zc.passes.debt import Debt
 from zc.plan import Plan
 from zc.program import Program, build
-from zc.schedule import deposit
 
 
 class Flushes:
@@ -36,7 +37,7 @@ class Flushes:
         if key not in self._programs:
             plan = plan if is_final else plan.microbatch()
             graph = _GRAPHS[kind](plan, index)
-            passes = [p for p in self._passes if p.name not in ("tag_gradients", "outline_segments")]
+            passes = [p for p in self._passes if p.name != "outline_segments"]
             if kind != "flush":
                 passes = [p for p in passes if p.name not in ("bucket_gradients", "reduce_buckets")]
             relaxed = [p._replace(requires=frozenset()) for p in passes]
@@ -44,13 +45,14 @@ class Flushes:
         return self._programs[key]
 
 
-def _deposits(plan: Plan, index: int) -> fx.Graph:
-    """All gradients of one bucket as inputs: the schedule of the eager path, taken through the same passes."""
-    graph = fx.Graph()
-    grads = [graph.placeholder(f"grad_{k}") for k in range(len(plan.buckets[index].slots))]
-    for k, grad in enumerate(grads):
-        graph.call_function(deposit, (index, k, grad))
-    graph.output(())
+def _gradients(plan: Plan, index: int) -> fx.Graph:
+    """All gradients of one bucket, as they came in: a backward graph that computes nothing, taken through the same
+    passes."""
+    graph, bucket = fx.Graph(), plan.buckets[index]
+    grads = [graph.placeholder(f"grad_{k}") for k in range(len(bucket.slots))]
+    for grad, slot in zip(grads, bucket.slots, strict=True):
+        grad.meta["val"] = torch.empty(slot.shape, dtype=bucket.param_dtype, device="meta")
+    graph.output(tuple(grads)).meta["grad_of"] = tuple(slot.name for slot in bucket.slots)
     return graph
 
 
@@ -58,6 +60,7 @@ def _reduction_only(plan: Plan, index: int) -> fx.Graph:
     """The reduction of what is already in acc_flat."""
     graph = fx.Graph()
     last = graph.output(())
+    last.meta["debt"] = Debt(sums=frozenset({index}))
     reduce_buckets.insert_reduction(graph, plan, last.prev, index, index % plan.num_buffers)
     return graph
 
@@ -66,8 +69,9 @@ def _landing_only(plan: Plan, index: int) -> fx.Graph:
     """The way to host memory of what is reduced already."""
     graph = fx.Graph()
     last = graph.output(())
+    last.meta["debt"] = Debt(totals=frozenset({index}))
     offload_gradients.insert_landing(graph, plan, last.prev, index, index)
     return graph
 
 
-_GRAPHS = {"flush": _deposits, "reduce": _reduction_only, "land": _landing_only}
+_GRAPHS = {"flush": _gradients, "reduce": _reduction_only, "land": _landing_only}

@@ -149,7 +149,7 @@ def test_adding_before_the_accumulator_is_opened_is_a_fault() -> None:
     graph, plan, made = parts()
     opening = next(n for n in graph.nodes if n.target is accumulate_cast)
     made[-1].append(opening)
-    assert "before accumulate_cast has emptied or kept it" in faults(graph, plan)
+    assert "acc[0] holds the sum of bucket 0; wgrad_into needs its gradient there" in faults(graph, plan)
 
 
 def test_a_part_that_comes_after_the_reduction_is_a_fault() -> None:
@@ -157,7 +157,7 @@ def test_a_part_that_comes_after_the_reduction_is_a_fault() -> None:
     graph, plan, made = parts()
     launch = next(n for n in graph.nodes if n.target is launch_reduce)
     launch.append(made[-1])
-    assert "writes a gradient of bucket 0 after" in faults(graph, plan)
+    assert "acc[0] holds the sent sum of bucket 0; wgrad_into_1 needs its gradient there" in faults(graph, plan)
 
 
 # --- the numbers ---

@@ -15,7 +15,7 @@ Edit = Callable[[fx.Graph, dict[fx.Node, fx.Node]], None]  # of a copy, given wh
 Mutant = tuple[str, Edit]
 
 
-def _edited(graph: fx.Graph, edit: Edit) -> fx.Graph:
+def edited(graph: fx.Graph, edit: Edit) -> fx.Graph:
     new, where = copy_graph(graph)
     edit(new, where)
     new.lint()
@@ -82,7 +82,7 @@ def of(graph: fx.Graph, every: int = 1) -> Iterator[tuple[str, str, fx.Graph]]:
     """(kind, what was done, the broken schedule); one of ``every`` so many, the others are not even made."""
     edits = ((kind, name, edit) for kind, make in KINDS.items() for name, edit in make(graph))
     for kind, name, edit in itertools.islice(edits, 0, None, every):
-        yield kind, name, _edited(graph, edit)
+        yield kind, name, edited(graph, edit)
 
 
 def wait_twice(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
@@ -94,4 +94,4 @@ def wait_twice(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
                 with g.inserting_after(where[n]):
                     g.call_function(wait_event, n.args).meta["stream"] = stream_of(n)
 
-            yield "wait doubled", node.name, _edited(graph, edit)
+            yield "wait doubled", node.name, edited(graph, edit)

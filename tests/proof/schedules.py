@@ -15,11 +15,13 @@ from torch import fx
 from zc.gathering import gather_graph, publish_graph
 from zc.offload import step_graph
 from zc.passes import cut_forward, insert_events, offload_gradients, place_on_streams, reduce_buckets
+from zc.passes.debt import Debt
 from zc.placement import OFFLOADS, PLACEMENTS
 from zc.plan import ParamSpec, Plan, make_plan
 from zc.schedule import accumulate_cast, deposit, flatten_cast, segment, wgrad_into
 
 Shape = Callable[["Builder"], Sequence[fx.Node]]
+NOTHING_OWED = Debt()
 
 
 def make(
@@ -44,6 +46,7 @@ class Builder:
         self.graph = fx.Graph()
         self._segments = itertools.count()
         self._written = itertools.count()
+        self._owed: set[tuple[int, int]] = set()
 
     def placeholder(self, name: str) -> fx.Node:
         return self.graph.placeholder(name)
@@ -55,27 +58,42 @@ class Builder:
 
     def bucket(self, index: int, grads: Sequence[fx.Node]) -> None:
         """All gradients of one bucket, and its reduction where the plan says so."""
-        placement = self.plan.placement
         ring = next(self._written) % self.plan.num_buffers
-        slots = tuple(range(len(grads)))
-        if not placement.gradient_in_ring:
-            last = self.graph.call_function(accumulate_cast, (index, f"acc[{index}]", slots, list(grads)))
-        elif self.in_place:
-            for k, grad in enumerate(grads):
-                last = self.graph.call_function(wgrad_into, (index, f"flat_grad[{ring}]", k, 2 * k, 2 * k + 2, grad))
+        kind, buffer = accumulate_cast, f"acc[{index}]"
+        if self.plan.placement.gradient_in_ring:
+            kind, buffer = flatten_cast, f"flat_grad[{ring}]"
+        for slot, grad in enumerate(grads):
+            self._owe(index, slot, grad)
+        if self.in_place:
+            last = self._in_place(kind, index, buffer, grads)
         else:
-            last = self.graph.call_function(flatten_cast, (index, f"flat_grad[{ring}]", slots, list(grads)))
+            last = self.graph.call_function(kind, (index, buffer, tuple(range(len(grads))), list(grads)))
         if self.plan.reduces:
             reduce_buckets.insert_reduction(self.graph, self.plan, last, index, ring)
 
+    def _in_place(self, kind: Callable[..., object], index: int, buffer: str, grads: Sequence[fx.Node]) -> fx.Node:
+        """Zeros in the padding, and every gradient made in its slot."""
+        bucket = self.plan.buckets[index]
+        stops = [*(slot.offset for slot in bucket.slots[1:]), bucket.numel]
+        spans = tuple((slot.stop, stop) for slot, stop in zip(bucket.slots, stops, strict=True) if slot.stop < stop)
+        self.graph.call_function(kind, (index, buffer, (), []), {"spans": spans})
+        for k, (slot, grad) in enumerate(zip(bucket.slots, grads, strict=True)):
+            last = self.graph.call_function(wgrad_into, (index, buffer, k, slot.offset, slot.stop, grad))
+            last.meta["gradient_of"] = ((index, k),)
+        return last
+
     def deposit(self, index: int, slot: int, grad: fx.Node) -> None:
+        self._owe(index, slot, grad)
         self.graph.call_function(deposit, (index, slot, grad))
+
+    def _owe(self, index: int, slot: int, grad: fx.Node) -> None:
+        self._owed.add((index, slot))
+        grad.meta["gradient_of"] = (*grad.meta.get("gradient_of", ()), (index, slot))
 
     def finish(self, returned: Sequence[fx.Node | None]) -> fx.Graph:
         self.graph.output(tuple(returned))
         with_copies = offload_gradients.run(self.graph, self.plan)
-        placed = place_on_streams.spread_producers(self.producers).run(with_copies, self.plan)
-        return insert_events.run(placed, self.plan)
+        return placed(self.plan, with_copies, Debt(frozenset(self._owed)), self.producers)
 
 
 def mlp(b: Builder, buckets: Sequence[int] | None = None) -> list[fx.Node]:
@@ -165,15 +183,17 @@ def forward(plan: Plan, layers_a_bucket: int = 1) -> fx.Graph:
     return placed(plan, cut_forward.run(b.graph, plan))
 
 
-def placed(plan: Plan, graph: fx.Graph) -> fx.Graph:
-    return insert_events.run(place_on_streams.PASS.run(graph, plan), plan)
+def placed(plan: Plan, graph: fx.Graph, debt: Debt = NOTHING_OWED, producers: int = 1) -> fx.Graph:
+    """With its streams and events; what it owes, and under which plan, goes with it."""
+    new = insert_events.run(place_on_streams.spread_producers(producers).run(graph, plan), plan)
+    new.output_node().meta.update(debt=debt, plan=plan)
+    return new
 
 
 def step_of(plan: Plan, buckets: Sequence[int] | None = None, *, with_update: bool = True) -> fx.Graph:
     """The optimizer's step in host memory."""
     chosen = tuple(range(len(plan.buckets)) if buckets is None else buckets)
-    placed = place_on_streams.run(step_graph(plan, chosen, with_update=with_update), plan)
-    return insert_events.run(placed, plan)
+    return placed(plan, step_graph(plan, chosen, with_update=with_update))
 
 
 def offloaded() -> Iterator[Case]:
@@ -212,10 +232,10 @@ def cases() -> Iterator[Case]:
             plan = make(num_buckets, stage=stage, ring=ring)
             graph = schedule(shape, plan, producers)
             yield Case(f"{shape} b{num_buckets} r{ring} p{producers} s{stage}", plan, (graph, graph))
-    for num_buckets, ring, producers in ((1, 1, 3), (3, 2, 2), (4, 2, 4), (6, 3, 3)):
-        plan = make(num_buckets, slots=3, ring=ring)
+    for num_buckets, ring, producers, stage in ((1, 1, 3, 2), (3, 2, 2, 2), (4, 2, 4, 2), (6, 3, 3, 2), (3, 1, 3, 1)):
+        plan = make(num_buckets, slots=3, ring=ring, stage=stage)
         graph = schedule("heads", plan, producers, in_place=True)
-        yield Case(f"in place b{num_buckets} r{ring} p{producers}", plan, (graph, graph))
+        yield Case(f"in place b{num_buckets} r{ring} p{producers} s{stage}", plan, (graph, graph))
     for producers in (1, 3):
         plan = make(6, ring=2)
         graphs = (part_of(plan, (0, 1), (2,), producers), part_of(plan, (3, 4, 5), (), producers))

@@ -1,13 +1,18 @@
 """Two ranks in one: the operations of a schedule on tensors of a few elements, made so that order shows.
 
 Both ranks have the same data, so what the peer would send is this rank's own other half. Every read-modify-write keeps
-only a part of what it finds (0.5 x + y), so that two writes in the wrong order never give the right sum.
+only a part of what it finds (0.5 x + y), so that two writes in the wrong order never give the right sum. `Plain` keeps
+all of it: what it leaves in the accumulators can be compared with autograd's gradients.
+
+Segments by hand make numbers up; those of a compiled model (tests/proof/compiled.py) are run, on the tensors of a real
+backward, and what they were given to overwrite is NaN afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,14 +50,30 @@ class Simulation:
     num_results: dict[str, int]
     buffers: dict[str, Tensor] = field(default_factory=dict)
     kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    touched: dict[tuple[int, int], int] = field(default_factory=dict)  # bucket, slot -> gradients that came
     num_done: int = 0
     published: list[Tensor] = field(default_factory=list)
+    opened: dict[str, Tensor] = field(default_factory=dict)  # accumulator -> what wgrad_into adds to
+    aside: dict[int, Tensor] = field(default_factory=dict)  # bucket -> its reduced sum from before, taken once
+
+    start, keep, keep_host, gain, shift = 1.0, 0.5, 0.5, 1.25, 1.0
 
     def buffer(self, name: str) -> Tensor:
         if name not in self.buffers:
-            size = max(2 * len(b.slots) for b in self.plan.buckets)
-            self.buffers[name] = torch.full((size,), 1.0 if name.startswith(LASTING) else NAN, dtype=torch.float64)
+            first = self.start if name.startswith(LASTING) else NAN
+            kind, index = name[:-1].split("[")
+            num = len(self.plan.buckets)
+            sizes = [b.numel for b in self.plan.buckets]
+            size = sizes[int(index)] if kind in LASTING and int(index) < num else max(sizes)
+            self.buffers[name] = torch.full((size,), first, dtype=torch.float64)
         return self.buffers[name]
+
+    def part(self, name: str, bucket: int) -> Tensor:
+        """What one bucket has of a buffer: a ring is as long as the largest."""
+        return self.buffer(name)[: self.plan.buckets[bucket].numel]
+
+    def bound(self, graph: fx.Graph) -> Bound:
+        return Bound(self, {str(n.args[0]): n.meta.get("segment") for n in steps(graph) if n.target is segment})
 
     def segment(self, key: str, args: list[Any]) -> list[Tensor]:
         total = torch.stack([a.sum() for a in args]).sum() if args else torch.zeros((), dtype=torch.float64)
@@ -61,63 +82,156 @@ class Simulation:
         salt = sum(map(ord, key)) % 17 + 1
         return [torch.sin(total + salt + k) for k in range(self.num_results[key])]
 
-    def _put(self, out: Tensor, slots: Sequence[int], grads: Sequence[Tensor | None], keep: float) -> None:
-        new = torch.zeros_like(out)
+    def _put(
+        self, out: Tensor, bucket: int, slots: Sequence[int], grads: Sequence[Tensor | None], spans: Spans
+    ) -> None:
+        """Into each span the gradients that begin there, and zeros; ``spans`` None: the whole bucket."""
+        layout = self.plan.buckets[bucket]
         for slot, grad in zip(slots, grads, strict=True):
-            if grad is not None:
-                new[2 * slot : 2 * slot + 2] = grad
-        out.copy_(new if keep == 0 else keep * out + new)
+            self.touched[bucket, slot] = self.touched.get((bucket, slot), 0) + (grad is not None)
+        for start, stop in spans if spans is not None else ((0, layout.numel),):
+            new = torch.zeros(stop - start, dtype=out.dtype)
+            for slot, grad in zip(slots, grads, strict=True):
+                at = layout.slots[slot].offset - start
+                if grad is not None and 0 <= at < stop - start:
+                    flat = _flat(grad, layout.slots[slot].numel)
+                    new[at : at + len(flat)] = flat  # raises where it does not end there
+            out[start:stop] += new
 
-    def flatten_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
-        self._put(self.buffer(buffer), slots, grads, 0.0)
+    def flatten_cast(
+        self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor], spans: Spans = None
+    ) -> None:
+        out = self.part(buffer, bucket)
+        for start, stop in spans if spans is not None else ((0, len(out)),):
+            out[start:stop] = 0.0
+        self._put(out, bucket, slots, grads, spans)
 
-    def accumulate_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
-        self._put(self.buffer(buffer), slots, grads, 0.5)
+    def accumulate_cast(
+        self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor], spans: Spans = None
+    ) -> None:
+        out = self.part(buffer, bucket)
+        self.aside[bucket] = out.clone()
+        self.opened[buffer] = self.keep * out
+        kept = self.opened[buffer].clone()
+        if spans is not None:  # the other slots are wgrad_into's to fill
+            out.fill_(NAN)
+        for start, stop in spans if spans is not None else ((0, len(out)),):
+            out[start:stop] = kept[start:stop]
+        self._put(out, bucket, slots, grads, spans)
 
-    def wgrad_into(self, bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Tensor) -> None:
+    def wgrad_into(
+        self, bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Tensor, how: str | None = None
+    ) -> None:
         self.num_done += 1
-        self.buffer(buffer)[start:stop] = torch.stack([a.sum() for a in inputs]).sum() + bucket + slot
+        self.touched[bucket, slot] = self.touched.get((bucket, slot), 0) + 1
+        numel = self.plan.buckets[bucket].slots[slot].numel
+        if how is None:
+            grad = _flat(torch.stack([a.sum() for a in inputs]).sum() + bucket + slot, numel)
+        elif how == "mm":
+            grad = torch.matmul(*inputs).reshape(-1)
+        else:
+            index, mask, values = inputs
+            rows = torch.zeros(numel // values.shape[-1], values.shape[-1], dtype=values.dtype)
+            grad = rows.index_put((index.clamp(0, len(rows) - 1),), values.where(mask, 0.0), accumulate=True)
+            grad = grad.reshape(-1)
+        assert len(grad) == stop - start, "its shape is not that of its elements"
+        out, opened = self.part(buffer, bucket), self.opened.get(buffer)
+        if buffer.startswith("flat_grad["):
+            out[start:stop] = grad
+        elif opened is not None:
+            out[start:stop] = opened[start:stop] + grad
+            opened[start:stop] = out[start:stop]  # a second one adds to it
 
     def deposit(self, bucket: int, slot: int, grad: Tensor) -> None:
-        self.kept[bucket, slot] = grad.clone()
+        before = self.kept.get((bucket, slot))
+        self.kept[bucket, slot] = grad.clone() if before is None else self.keep * before + grad
 
     def launch_reduce(self, bucket: int, dst: str, src: str) -> Transfer:
-        out, sent = self.buffer(dst), self.buffer(src)
+        out, sent = self.part(dst, bucket), self.part(src, bucket)
         out.fill_(NAN)  # nobody may look at it now
 
         def exchange() -> None:
-            out.copy_(1.25 * sent + bucket)
+            out.copy_(self.gain * sent + self.shift * bucket)
 
         return self.streams.transfer(exchange)
 
     def wait_reduce(self, bucket: int, work: Transfer, dst: str, src: str) -> None:
         if isinstance(work, Transfer):  # else: a completion that ran before its launch
             work.finish()
+        self._spend(src)
+
+    def _spend(self, src: str) -> None:
+        if src.startswith("flat_grad["):  # what the ring held is no zero for the next bucket's padding
+            self.buffer(src).fill_(NAN)
 
     def accumulate(self, bucket: int, acc: str, src: str) -> None:
-        out, rows = self.buffer(acc), self.buffer(src)
-        out.copy_(rows if src == acc or not self.plan.placement.gradient_in_ring else 0.5 * out + rows)
+        out, rows = self.part(acc, bucket), self.part(src, bucket).clone()
+        self._spend(src)
+        if self.plan.placement.gradient_in_ring:
+            out.copy_(self.keep * out + rows)
+        else:
+            before = self.aside.pop(bucket, torch.zeros_like(out))  # what was reduced already is added after
+            out.copy_(rows + (1.0 - self.keep) * 0.5 * before)
 
     def _copy(self, bucket: int, dst: str, src: str) -> None:
-        self.buffer(dst).copy_(self.buffer(src))
+        self.part(dst, bucket).copy_(self.part(src, bucket))
 
     stage_shard = copy_to_device = _copy
 
     def copy_to_host(self, bucket: int, dst: str, src: str) -> None:
         # keeps a part: a wrong value that the next copy would hide stays to be seen
-        self.buffer(dst).copy_(0.5 * self.buffer(dst) + self.buffer(src))
+        out = self.part(dst, bucket)
+        out.copy_(self.keep_host * out + self.part(src, bucket))
 
     def cast_param(self, bucket: int, dst: str, src: str) -> None:
-        self.buffer(dst).copy_(1.5 * self.buffer(src))
+        self.part(dst, bucket).copy_(1.5 * self.part(src, bucket))
 
     def update(self, bucket: int, master: str, grad: str) -> None:
-        self.buffer(master).copy_(0.5 * self.buffer(master) + self.buffer(grad))
+        out = self.part(master, bucket)
+        out.copy_(0.5 * out + self.part(grad, bucket))
 
     def gather(self, bucket: int, buffer: str) -> None:
         self.buffer(buffer).copy_(1.25 * self.buffer(buffer) + bucket)
 
     def publish(self, bucket: int, buffer: str) -> None:
         self.published.append(self.buffer(buffer).clone())
+
+
+Spans = Sequence[tuple[int, int]] | None
+
+
+class Plain(Simulation):
+    """Sums as they are, from zero."""
+
+    start, keep, keep_host, gain, shift = 0.0, 1.0, 0.0, 1.0, 0.0
+
+
+class Bound:
+    """The operations together with the segments of one schedule, by key: the generated code calls these."""
+
+    def __init__(self, sim: Simulation, bodies: dict[str, fx.GraphModule | None]) -> None:
+        self._sim, self._bodies = sim, bodies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sim, name)
+
+    def segment(self, key: str, args: list[Any]) -> Sequence[Any]:
+        body = self._bodies[key]
+        if body is None:
+            return self._sim.segment(key, args)
+        taken = list(args)
+        args.clear()
+        self._sim.num_done += 1
+        made = [m.clone() if any(m is a for a in taken) else m for m in body(*taken)]
+        for k in body.meta["donated"]:  # Inductor may have written its results there
+            if taken[k].is_floating_point():
+                taken[k].fill_(NAN)
+        return made
+
+
+def _flat(grad: Tensor, numel: int) -> Tensor:
+    """A gradient's elements; a made-up one is a single number."""
+    return grad.reshape(-1) if grad.numel() == numel and grad.dim() else grad.expand(numel)
 
 
 @dataclass(frozen=True)
@@ -129,7 +243,9 @@ class Case:
     graphs: tuple[fx.Graph, ...]
 
 
-def run(case: Case, choose: Chooser, *, contract: bool = True) -> dict[str, Tensor]:
+def run(
+    case: Case, choose: Chooser, *, contract: bool = True, kind: type[Simulation] = Simulation
+) -> dict[str, Tensor]:
     """What is left after all schedules, under one order: every accumulator, everything kept and returned, and how much
     of the compute streams' work was done when the home stream came to its end. With ``contract``, the caller and other
     schedules, earlier and later, do their worst as well."""
@@ -140,7 +256,7 @@ def run(case: Case, choose: Chooser, *, contract: bool = True) -> dict[str, Tens
             if node.target is segment:
                 made = [int(n.args[1]) for n in results(node)]
                 num_results[str(node.args[0])] = 1 + max(made, default=-1)
-    sim = Simulation(case.plan, streams, num_results)
+    sim = kind(case.plan, streams, num_results)
     found: dict[str, Tensor] = {}
     expected = 0
     if contract:
@@ -149,7 +265,7 @@ def run(case: Case, choose: Chooser, *, contract: bool = True) -> dict[str, Tens
         values = Values()
         expected += sum(n.target in (segment, wgrad_into) for n in steps(graph))
         streams.run_on(HOME, _enter(values, graph, number, sim))
-        codegen.load(graph)(values, streams, sim)
+        codegen.load(graph)(values, streams, sim.bound(graph))
         streams.run_on(HOME, _leave(values, graph, number, found, sim, expected))
     if contract:
         _future(sim, case)
@@ -157,6 +273,7 @@ def run(case: Case, choose: Chooser, *, contract: bool = True) -> dict[str, Tens
     found.update({k: v for k, v in sim.buffers.items() if k.startswith(LASTING)})
     found.update({f"published {k}": v for k, v in enumerate(sim.published)})
     found.update({f"kept {k}": v for k, v in sim.kept.items()})
+    found.update({f"touched {k}": torch.tensor(v) for k, v in sim.touched.items()})
     return found
 
 
@@ -206,9 +323,15 @@ def _enter(values: Values, graph: fx.Graph, number: int, sim: Simulation) -> Cal
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
 
     def task() -> None:
-        for k, node in enumerate(placeholders):
-            fresh = torch.full((2,), 0.01 * (k + 1) + 0.1 * number, dtype=torch.float64)
-            values[node.name] = sim.buffer(node.meta["buffer"]) if "buffer" in node.meta else fresh  # a parameter
+        given = copy.deepcopy([n.meta.get("given") for n in placeholders])  # in one: what shares storage still does
+        for k, (node, value) in enumerate(zip(placeholders, given, strict=True)):
+            if "kept" in node.meta:  # a flush takes what was deposited
+                value = sim.kept.get(node.meta["kept"], value)
+            elif "buffer" in node.meta:  # a parameter
+                value = sim.buffer(node.meta["buffer"])
+            elif value is None:
+                value = torch.full((2,), 0.01 * (k + 1) + 0.1 * number, dtype=torch.float64)
+            values[node.name] = value
 
     return task
 
@@ -220,11 +343,34 @@ def _leave(
 
     def task() -> None:
         for node in returned:
-            found[f"schedule {number} {node.name}"] = values.pop(node.name).clone()  # the caller's, to free as well
+            value = torch.as_tensor(values.pop(node.name))
+            found[f"schedule {number} {node.name}"] = value.clone()  # the caller's, to free as well
         late = torch.tensor(NAN if sim.num_done < expected else 0.0)
         found[f"schedule {number} joined"] = late
 
     return task
+
+
+def plan_of(graph: fx.Graph) -> Plan:
+    """The plan that a schedule was made for: that of a microbatch, in some."""
+    found: Plan = graph.output_node().meta["plan"]
+    return found
+
+
+def replaced(case: Case, graph: fx.Graph, by: fx.Graph) -> Case:
+    return replace(case, graphs=tuple(by if g is graph else g for g in case.graphs))
+
+
+def is_wrong(case: Case, reference: dict[str, Tensor], orders: Iterable[Chooser]) -> bool:
+    """Whether some order gives another result, NaN, or no result at all."""
+    for choose in orders:
+        try:
+            found = run(case, choose)
+        except (RuntimeError, AssertionError, ValueError, IndexError, KeyError, TypeError):
+            return True
+        if not same(reference, found):
+            return True
+    return False
 
 
 def lanes(case: Case) -> list[str]:

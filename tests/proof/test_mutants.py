@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import collections
 import os
-from dataclasses import replace
 
 import mutants
 import pytest
 import simulation
 from schedules import cases, make, schedule, surrounded
-from simulation import Case
+from simulation import Case, is_wrong, plan_of, replaced
 
 from zc import adversary
 from zc.passes.verify import examine, verify
@@ -25,14 +24,8 @@ def sample(case: Case, few: int, some: int, many: int) -> int:
     return 1 if FULL else few if num < 8 else some if num < 64 else many
 
 
-def broken(case: Case, graph: object, mutant: object) -> Case:
-    return replace(case, graphs=tuple(mutant if g is graph else g for g in case.graphs))
-
-
-def is_caught(case: Case, reference: dict[str, object], num_seeds: int = 10) -> bool:
-    """Whether some order gives another result, or NaN."""
-    orders = [*adversary.worst(simulation.lanes(case)), *(adversary.seeded(s) for s in range(num_seeds))]
-    return any(not simulation.same(reference, simulation.run(case, choose)) for choose in orders)
+def orders(case: Case, num_seeds: int = 10) -> list[adversary.Chooser]:
+    return [*adversary.worst(simulation.lanes(case)), *(adversary.seeded(s) for s in range(num_seeds))]
 
 
 def test_there_are_enough_schedules() -> None:
@@ -43,7 +36,7 @@ def test_there_are_enough_schedules() -> None:
 @pytest.mark.parametrize("case", ALL, ids=lambda c: c.name)
 def test_intact_schedules_are_proved(case: Case) -> None:
     for graph in case.graphs:
-        verdict = verify(graph, case.plan)
+        verdict = verify(graph, plan_of(graph))
         assert verdict.races == 0 and verdict.redundant == 0 and verdict.waits > 0
 
 
@@ -53,7 +46,7 @@ def test_verify_rejects_every_mutant(capsys: pytest.CaptureFixture[str]) -> None
     for case in ALL:
         for graph in dict.fromkeys(case.graphs):
             for kind, name, mutant in mutants.of(graph, sample(case, 3, 3, 25)):
-                found = examine(mutant, case.plan)
+                found = examine(mutant, plan_of(graph))
                 total[kind] += 1
                 rejected[kind] += bool(found.races or found.faults)
                 assert found.races or found.faults, f"{case.name}: {name} is accepted"
@@ -75,7 +68,7 @@ def test_some_order_shows_what_verify_rejects(capsys: pytest.CaptureFixture[str]
             for _, name, mutant in mutants.of(graph, step):
                 total += 1
                 pairs = zip(around, references, strict=True)
-                if any(is_caught(broken(a, graph, mutant), reference) for a, reference in pairs):
+                if any(is_wrong(replaced(a, graph, mutant), reference, orders(a)) for a, reference in pairs):
                     caught += 1
                 else:
                     missed.append(f"{case.name}: {name}")

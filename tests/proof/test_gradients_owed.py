@@ -1,0 +1,166 @@
+"""Exactly once, from both sides: what a schedule owes arrives, and no edit that loses a gradient is accepted. Schedules
+by hand, and those of real models under several plans."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+from collections.abc import Iterator
+
+import compiled
+import gradient_mutants
+import mutants
+import pytest
+import simulation
+import torch
+import torch.distributed as dist
+from schedules import cases, make, offloaded, schedule
+from simulation import Case, Plain, is_wrong, plan_of, replaced
+
+from zc import adversary, flushes
+from zc.passes.base import copy_graph
+from zc.passes.debt import Debt
+from zc.passes.pipeline import PIPELINE
+from zc.passes.runner import run_passes
+from zc.passes.verify import examine, verify
+from zc.schedule import HOME, accumulate_cast, deposit, flatten_cast, steps
+
+FULL = os.environ.get("ZC_PROOF") == "full"
+NUM_ORDERS = 200 if FULL else 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _alone_in_a_group() -> Iterator[None]:
+    """For the model with a collective of its own, captured and run here."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@functools.cache
+def of_models() -> tuple[Case, ...]:
+    return tuple(compiled.cases())
+
+
+def by_hand() -> list[Case]:
+    every = [*cases(), *offloaded()]
+    return every if FULL else [c for k, c in enumerate(every) if k % 4 == 0 and len(c.plan.buckets) < 64]
+
+
+@pytest.mark.parametrize("name", list(compiled.MODELS))
+def test_models_give_what_their_names_say(name: str) -> None:
+    """What the other tests rely on is there: else they would show less than they say."""
+    found = compiled.capture(name)
+    assert found.num_owed + len(found.hooks) >= len(found.expected) > 0, "each gradient is owed, or came by a hook"
+    assert len(found.graphs) > 1 or name not in ("graph break", "eager part")
+    assert bool(found.hooks) == (name == "eager part")
+    nodes = [n for graph, _ in found.graphs for n in graph.nodes]
+    if name == "dynamic":
+        assert any(isinstance(n.meta.get("val"), torch.SymInt) for n in nodes if n.op == "placeholder")
+    if name == "donated":
+        assert any(n.meta.get("donated") for n in nodes)
+    if name == "collective":
+        assert any("_c10d_functional" in str(n.target) for n in nodes)
+    if name == "views":
+        outputs = [n for graph, _ in found.graphs for n in graph.output_node().all_input_nodes]
+        storages = [n.meta.get("storage") for n in outputs]
+        assert len(set(storages)) < len(storages), "two outputs share their storage"
+
+
+def test_schedules_of_models_leave_autograd_s_gradients() -> None:
+    """Each accumulator holds exactly what a plain copy of the model has in param.grad, padding 0."""
+    for case in of_models():
+        name = next(n for n in sorted(compiled.MODELS, key=len, reverse=True) if case.name.startswith(n))
+        expected = compiled.capture(name).expected
+        found = simulation.run(case, adversary.in_order, contract=False, kind=Plain)
+        for bucket in case.plan.buckets:
+            buffer = "acc" if case.plan.offload is None else "host"
+            flat = found[f"{buffer}[{bucket.index}]"].clone()
+            for slot in bucket.slots:
+                wanted = expected[slot.name].double().reshape(-1)
+                assert torch.allclose(flat[slot.offset : slot.stop], wanted, rtol=1e-4, atol=1e-6), (case.name, slot)
+                flat[slot.offset : slot.stop] = 0
+            assert not flat.any(), (case.name, bucket.index)
+
+
+def test_schedules_of_models_are_proved_and_have_one_result_under_all_orders() -> None:
+    for case in of_models():
+        for graph in case.graphs:
+            assert isinstance(graph.output_node().meta["debt"], Debt)
+            verify(graph, plan_of(graph))
+        reference = simulation.run(case, adversary.in_order)
+        assert simulation.same(reference, reference), f"{case.name}: the program order itself gives NaN"
+        worst = list(adversary.worst(simulation.lanes(case)))[:: 1 if FULL else 4]
+        for choose in (*worst, *(adversary.seeded(seed) for seed in range(NUM_ORDERS))):
+            assert simulation.same(reference, simulation.run(case, choose)), case.name
+
+
+def test_no_schedule_of_a_model_can_lose_a_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    rejected = total = 0
+    for case in of_models():
+        for graph in case.graphs:
+            for _, name, mutant in mutants.of(graph, 1 if FULL else 7):
+                found = examine(mutant, plan_of(graph))
+                total += 1
+                rejected += bool(found.races or found.faults)
+                assert found.races or found.faults, f"{case.name}: {name} is accepted"
+    with capsys.disabled():
+        print(f"\nof models, broken orders rejected by verify: {rejected}/{total}")
+    assert total > 50
+
+
+@pytest.mark.parametrize("source", ["by hand", "of models"])
+def test_no_gradient_can_be_lost(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every edit is rejected by verify, as a fault and not by the luck of a race; and the values show that each of them
+    is wrong, or runs into an error, under some order."""
+    rejected: collections.Counter[str] = collections.Counter()
+    total: collections.Counter[str] = collections.Counter()
+    ran = wrong = 0
+    for number, case in enumerate(by_hand() if source == "by hand" else of_models()):
+        reference = simulation.run(case, adversary.in_order)
+        orders = [*adversary.worst(simulation.lanes(case)), *(adversary.seeded(seed) for seed in range(10))]
+        for graph in dict.fromkeys(case.graphs):
+            assert not examine(graph, plan_of(graph)), case.name
+            every = 1 if FULL and len(case.plan.buckets) < 64 else 5
+            for kind, name, mutant in gradient_mutants.of(graph, every, first=number):
+                total[kind] += 1
+                faults = examine(mutant, plan_of(graph)).faults
+                rejected[kind] += bool(faults)
+                assert faults, f"{case.name}: {kind}: {name} is accepted"
+                if FULL or sum(total.values()) % 5 == 0:
+                    ran += 1
+                    wrong += is_wrong(replaced(case, graph, mutant), reference, orders)
+                    assert wrong == ran, f"{case.name}: {kind}: {name} is right in every order"
+    with capsys.disabled():
+        print(f"\n{source}, rejected:", ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in total))
+        print(f"{source}, wrong in value or under some order: {wrong}/{ran}")
+    assert rejected == total and ran > 20
+    assert set(total) >= gradient_mutants.KINDS.keys() - {"landing changed", "deposit deleted"}
+
+
+def test_without_a_debt_only_what_is_there_is_shown() -> None:
+    """The public call on a schedule by hand: a slot that nobody writes is no fault, one written twice is."""
+    plan = make(2)
+    graph, _ = copy_graph(schedule("mlp", plan))
+    write = next(n for n in steps(graph) if n.target is flatten_cast)
+    write.args = (*write.args[:2], write.args[2][:1], write.args[3][:1])
+    assert "slot 1) is owed, and nobody writes it" in examine(graph, plan).faults[0]
+    del graph.output_node().meta["debt"]
+    assert not examine(graph, plan).faults
+    write.args = (*write.args[:2], (0, 0), write.args[3] * 2)
+    assert any("slot 0 is written by" in fault for fault in examine(graph, plan).faults)
+
+
+def test_a_flush_owes_all_that_was_deposited() -> None:
+    """A deposit's debt is not paid by another deposit."""
+    plan = make(1, stage=1).microbatch()
+    passes = [p._replace(requires=frozenset()) for p in PIPELINE if p.name != "outline_segments"]
+    graph, _ = run_passes(flushes._GRAPHS["flush"](plan, 0), plan, passes)
+    assert graph.output_node().meta["debt"] == Debt(frozenset({(0, 0), (0, 1)}))
+    (write,) = [n for n in steps(graph) if n.target is accumulate_cast]
+    with graph.inserting_before(write):
+        for slot, grad in zip(write.args[2], write.args[3], strict=True):
+            graph.call_function(deposit, (0, slot, grad)).meta["stream"] = HOME
+    graph.erase_node(write)
+    assert any("leaves slot 0 to a flush; all of bucket 0 is owed here" in f for f in examine(graph, plan).faults)
