@@ -176,6 +176,8 @@ class Runtime:
     def end_backward(self, task: int) -> None:
         """Autograd's final callback. What is still deposited is written, with zeros where nothing came."""
         self._open_tasks.pop(task, None)
+        if self._open_tasks:
+            return  # inside another backward (reentrant checkpointing), whose end is yet to come
         # stage 2 must reduce here; stage 1 keeps a partial sum, which waits for the boundary
         self._flush(sorted(self._pending), reduce=self.plan.placement.reduces_every_backward)
         left = self.rounds.left() if self._has_round else []

@@ -16,6 +16,7 @@ from rows_tasks import APART, task_losses
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 DIFFER = {"stage 2": "RankMismatchError: stage 2 reduces in every backward"}
 
@@ -303,4 +304,21 @@ def recompiled_between(s: Script) -> None:
             s.loss(step).backward()
         if step == 2:
             unfreeze(s, s.model[2], lr=3e-3)
+        s.update()
+
+
+class ReentrantHeads(Heads):
+    """Heads on a trunk whose second part runs inside a reentrant checkpoint: a backward inside the backward."""
+
+    def forward(self, x: Tensor, tasks: tuple[int, ...]) -> list[Tensor]:
+        hidden = checkpoint(self.trunk[1:], self.trunk[0](x), use_reentrant=True)
+        return [self.heads[task](hidden) for task in tasks]
+
+
+@row(7, "ranks see different tasks over a reentrant checkpoint", make=ReentrantHeads, options=APART, refused=DIFFER)
+def reentrant_tasks(s: Script) -> None:
+    for step in range(STEPS):
+        losses_of_own_tasks(s, step).backward()
+        losses_of_own_tasks(s, step + 1).backward()
+        clip_stock(s, step)
         s.update()
