@@ -290,7 +290,7 @@ def _adopt_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     if all(node.meta.get("val") is given for node, given in zip(placeholders, example_inputs, strict=True)):
         return
     views = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default)
-    view_to_reshape(gm)
+    view_to_reshape(gm)  # type: ignore[no-untyped-call]
     fake_tensor_prop(gm, example_inputs)
     for node in views:
         if _storage_of(node) == _storage_of(node.args[0]):
@@ -447,8 +447,9 @@ def _mark_storages(graph: fx.Graph, donated: Sequence[int]) -> None:
 
 def _storage_of(node: fx.Node) -> int | None:
     val = node.meta.get("val")
-    is_strided = isinstance(val, torch.Tensor) and val.layout == torch.strided
-    return int(val.untyped_storage()._cdata) if is_strided else None
+    if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
+        return None
+    return int(val.untyped_storage()._cdata)
 
 
 def _donated_inputs() -> list[int]:
