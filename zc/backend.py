@@ -250,7 +250,13 @@ def _inner_compile(
     backward = CompiledBackward(runtime, names, gm, kwargs)
 
     def run(args: list[Any]) -> tuple[Any, ...]:
-        return runtime.run_program(backward.program(), args)
+        try:
+            program = backward.program()
+        except ReferenceError:
+            raise ZcError(
+                "backward() through a model that is gone: keep the model or its optimizer until the last backward"
+            ) from None
+        return runtime.run_program(program, args)
 
     run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
     return run

@@ -67,6 +67,20 @@ def test_many_models_are_all_compiled(apart: bool) -> None:
         assert num_schedules(model) == 1 + apart
 
 
+def test_a_backward_without_its_model_and_optimizer_says_so() -> None:
+    """Either keeps alive what the backward needs."""
+    model = Net()
+    optimizer = trained(model, 3)
+    losses = [model(torch.ones(3, 4)).sum() for _ in range(2)]
+    del model
+    gc.collect()
+    losses[0].backward()
+    del optimizer
+    gc.collect()
+    with pytest.raises(zc.ZcError, match="keep the model or its optimizer until the last backward"):
+        losses[1].backward()
+
+
 @pytest.mark.parametrize("overlap_gather", [False, True])
 @pytest.mark.parametrize("apart", [False, True], ids=["one graph", "a graph break"])
 def test_a_dropped_model_goes_with_its_graphs(apart: bool, overlap_gather: bool) -> None:
