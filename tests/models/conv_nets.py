@@ -104,7 +104,7 @@ BLOCKS: dict[str, Callable[[random.Random], nn.Module]] = {
     "squeeze": lambda rng: Squeeze(),
     "shuffle": lambda rng: Fn(_shuffle),
     "fold": lambda rng: Fn(_fold),
-    "pad": lambda rng: nn.Sequential(nn.ReflectionPad2d(1), _conv(rng)),
+    "pad": lambda rng: nn.Sequential(nn.ReplicationPad2d(1), _conv(rng)),
     "rows": lambda rng: Fn(lambda x: x.transpose(2, 3).contiguous().relu()),
     "cumulate": lambda rng: Fn(lambda x: x + x.flatten(2).cumsum(2).view_as(x) / 16),
 }
