@@ -12,9 +12,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import fx, nn
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from zc.runtime import Runtime
 
 _T = TypeVar("_T", bound=torch.Tensor)
+_NUMBERS = itertools.count()  # of the models compiled in this process: in every order of their lives another one
 
 
 # --- autograd ---
@@ -132,7 +136,13 @@ def default_store() -> Any:
 
 
 def make_backend(runtime: Runtime) -> Callable[..., Any]:
-    """A backend for ``torch.compile`` whose backward graphs reduce gradients as ``runtime``'s plan says."""
+    """A backend for ``torch.compile`` whose backward graphs reduce gradients as ``runtime``'s plan says.
+
+    Lifetime: it and all that it compiles know the runtime weakly, and own no program. Dynamo keeps compiled graphs by
+    code object, in C, where Python's collector does not look: what they own would outlive the model. A parameter that
+    dies takes the graphs guarded by its identity with it.
+    """
+    runtime = weakref.proxy(runtime)
 
     def zc_backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         from torch._functorch import config as functorch_config
@@ -179,11 +189,16 @@ def compile_in_place(model: nn.Module, backend: Callable[..., Any], before: Call
     Not ``model.compile()``: Dynamo skips the forward of torch.nn's own classes (a bare nn.Sequential), and would
     compile nothing without a word. Called from a function of ours it is inlined. Relies on
     ``Module._compiled_call_impl``, which ``Module.__call__`` prefers and pickling leaves out (2.11 to 2.15).
+
+    What Dynamo learns, it keeps by code object (compiled graphs, their limit) and by the file, line and name of one
+    (``pgo.CodeId``: the sizes it has seen, from which it takes the dynamic ones). Both are a model's own here, or the
+    second model's sizes would be dynamic ones of the first.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
+    call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
     compiled = torch.compile(call, backend=backend)
     if before is None:
         model._compiled_call_impl = compiled
@@ -198,11 +213,13 @@ def compile_in_place(model: nn.Module, backend: Callable[..., Any], before: Call
 
 
 def raise_recompile_limit(model: nn.Module) -> None:
-    """Identity guards compile one graph for each module instance: 8, the default, would leave the rest eager."""
-    needed = 8 + 2 * sum(1 for _ in model.modules())
+    """Identity guards compile one graph for each module instance: 8, the default, would leave the rest eager. Models of
+    one class share the code of its methods, which Dynamo compiles apart behind a graph break: each model raises the
+    limits by what it needs."""
+    needed = 2 * sum(1 for _ in model.modules())
     dynamo_config: Any = torch._dynamo.config
-    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, needed)
-    dynamo_config.accumulated_recompile_limit = max(dynamo_config.accumulated_recompile_limit, 8 * needed)
+    dynamo_config.recompile_limit += needed
+    dynamo_config.accumulated_recompile_limit += 8 * needed
 
 
 def _guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
@@ -233,7 +250,13 @@ def _inner_compile(
     backward = CompiledBackward(runtime, names, gm, kwargs)
 
     def run(args: list[Any]) -> tuple[Any, ...]:
-        return runtime.run_program(backward.program(), args)
+        try:
+            program = backward.program()
+        except ReferenceError:
+            raise ZcError(
+                "backward() through a model that is gone: keep the model or its optimizer until the last backward"
+            ) from None
+        return runtime.run_program(program, args)
 
     run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
     return run
@@ -259,16 +282,25 @@ def _adopt_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     AOTAutograd hands them in with ``example_inputs``; the graph's own values learn of them here, before it is cut into
     segments, each of which asserts the strides of its inputs.
 
-    Relies on AOTAutograd restriding the example inputs by what the compiled forward reports, as Inductor's own
-    FakeTensorProp does (2.11 to 2.15).
+    A view was traced for the old strides and may not exist for the new ones: those become copies, as Inductor has it.
+    The others stay views, which share memory (`_mark_storages`, write_in_place).
+
+    Relies on AOTAutograd restriding the example inputs by what the compiled forward reports, and else passing the
+    placeholders' own values; on ``view_to_reshape`` and ``fake_tensor_prop``, by which compile_fx does the same to a
+    whole graph (2.11 to 2.15).
     """
-    from torch._guards import detect_fake_mode
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+    from torch._inductor.compile_fx import fake_tensor_prop
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
 
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    pairs = zip((node.meta.get("val") for node in placeholders), example_inputs, strict=True)
-    if any(_strides_of(traced) != _strides_of(real) for traced, real in pairs):
-        FakeTensorProp(gm, mode=detect_fake_mode(example_inputs)).propagate_dont_convert_inputs(*example_inputs)
+    if all(node.meta.get("val") is given for node, given in zip(placeholders, example_inputs, strict=True)):
+        return
+    views = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default)
+    view_to_reshape(gm)  # type: ignore[no-untyped-call]
+    fake_tensor_prop(gm, example_inputs)
+    for node in views:
+        if _storage_of(node) == _storage_of(node.args[0]):
+            node.target = torch.ops.aten.view.default
 
 
 def _whole(runtime: Runtime, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -349,15 +381,17 @@ class CompiledBackward:
         self.compile_segment = _segment_compiler(runtime, kwargs, is_backward=True)
         self.graph = _annotate(gm, names)
         written = self.graph.output_node().meta["grad_of"]
-        self.params = {name: runtime.params[name] for name in written if name is not None}
-        self._programs: dict[tuple[bool, frozenset[str]], Program] = {}
+        self.written = [name for name in written if name is not None]
+        # owned by runtime.programs
+        self._programs: WeakValueDictionary[tuple[bool, frozenset[str]], Program] = WeakValueDictionary()
         self._build(runtime.current_plan.reduces, frozenset())  # while Dynamo's context is open
 
     def program(self) -> Program:
         """The one for the backward that runs now. A gradient that autograd itself has to see leaves the graph as
         PyTorch has it, and comes back, if at all, through the parameter's own hook."""
-        key = self.runtime.current_plan.reduces, kept_by_autograd(self.params)
-        return self._programs[key] if key in self._programs else self._build(*key)
+        params = {name: self.runtime.params[name] for name in self.written}
+        key = self.runtime.current_plan.reduces, kept_by_autograd(params)
+        return self._programs.get(key) or self._build(*key)
 
     def _build(self, reduces: bool, shown: frozenset[str]) -> Program:
         runtime = self.runtime
@@ -409,12 +443,19 @@ def _mark_storages(graph: fx.Graph, donated: Sequence[int]) -> None:
     numbers: dict[int, int] = {}
     placeholders = 0
     for node in graph.nodes:
-        val = node.meta.get("val")
-        if isinstance(val, torch.Tensor) and val.layout == torch.strided:
-            node.meta["storage"] = numbers.setdefault(val.untyped_storage()._cdata, len(numbers))
+        storage = _storage_of(node)
+        if storage is not None:
+            node.meta["storage"] = numbers.setdefault(storage, len(numbers))
         if node.op == "placeholder":
             node.meta["donated"] = placeholders in donated
             placeholders += 1
+
+
+def _storage_of(node: fx.Node) -> int | None:
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
+        return None
+    return int(val.untyped_storage()._cdata)
 
 
 def _donated_inputs() -> list[int]:

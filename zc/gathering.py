@@ -161,12 +161,13 @@ class WeightGather:
             dump_dir=runtime.config.dump_dir,
         )
         runtime.forwards.append(program)
+        this, known = weakref.proxy(self), weakref.proxy(program)  # Dynamo keeps ``run``: see `zc.backend.make_backend`
 
         def run(args: list[Any]) -> tuple[Any, ...]:
-            runtime = self._found()
-            outputs = program(args, runtime.streams)
+            runtime = this._found()
+            outputs = known(args, runtime.streams)
             # its last nodes publish every bucket of its plan, which zc.recompile may have extended since
-            self._is_open = self._is_open and program.plan is not runtime.plan
+            this._is_open = this._is_open and known.plan is not runtime.plan
             return outputs
 
         return run

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import rows_backward
+import rows_conv
 import rows_left
 import rows_loops
 import rows_optimizers
@@ -35,8 +36,8 @@ from zc.schedule import COMM
 from zc.streams import ThreadStreams
 
 TABLE = (
-    rows_tasks, rows_loops, rows_backward, rows_structure, rows_params, rows_precision, rows_optimizers, rows_state,
-    rows_left, rows_overlap,
+    rows_tasks, rows_loops, rows_backward, rows_structure, rows_conv, rows_params, rows_precision, rows_optimizers,
+    rows_state, rows_left, rows_overlap,
 )  # fmt: skip
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from models import Heads
 from rows import STEPS, Script, row
 from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
 
 ALL = (0, 1, 2)
 ORDERS = [(0, 1, 2), (2, 0), (1,), (1, 2, 0, 1), (0,)]  # a task twice, tasks missing
@@ -168,4 +172,29 @@ def weighted(s: Script) -> None:
     for step in range(STEPS):
         losses = task_losses(s, step, ALL)
         sum(loss * (-w).exp() + w for loss, w in zip(losses, s.model.scales, strict=True)).backward()
+        s.update()
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.used, self.unused = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.trunk(x))
+        return self.used(x), self.unused(x)
+
+
+def momentum(params: Iterable[Any]) -> Optimizer:
+    return SGD(params, lr=0.1, momentum=0.9)
+
+
+@row(
+    1, "an output that the loss leaves out, no weight decay", make=TwoOutputs, optimizer=momentum,
+    note="its parameters get zeros under torch.compile, plain too, where eager has None: weight decay moves them",
+)  # fmt: skip
+def unused_output(s: Script) -> None:
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        F.mse_loss(s.model(x)[0], y).backward()
         s.update()

@@ -6,19 +6,18 @@ Dropout is off: DDP and a compiled run draw other random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import vision
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from vision import BATCH, seeded
 
-VOCAB, SEQ, BATCH = 96, 12, 2
-
-
-def seeded(rank: int, step: int) -> torch.Generator:
-    return torch.Generator().manual_seed(1000 * rank + step)
+VOCAB, SEQ = 96, 12
 
 
 def tokens(rank: int, step: int, length: int = SEQ) -> Tensor:
@@ -42,6 +41,33 @@ class Entry:
     batch: Callable[[int, int], Any] = causal
     loss: Callable[[Callable[..., Any], Any], Tensor] = own_loss
     why_eager: str | None = None  # Dynamo's words, where it compiles none of the model
+    needs: str | None = None  # a package that the tests don't install: without it the model is skipped
+    parts: tuple[str, ...] = ("",)  # modules that are models of their own, each with its optimizer; "": the whole
+
+    def update(self, models: Sequence[Callable[..., Any]], optimizers: Sequence[Optimizer], batch: Any) -> float:
+        """One turn of the loop; the loss."""
+        loss = self.loss(models[0], batch)
+        loss.backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        return loss.item()
+
+
+class Adversaries(Entry):
+    """A GAN's loop: the discriminator learns from real images, then from made ones; then the generator from it."""
+
+    def update(self, models: Sequence[Callable[..., Any]], optimizers: Sequence[Optimizer], batch: Any) -> float:
+        (make, judge), (made_by, judged_by) = models, optimizers
+        judged_by.zero_grad()
+        F.softplus(-judge(batch["pixel_values"])).mean().backward()
+        made = make(batch["noise"])
+        F.softplus(judge(made.detach())).mean().backward()
+        judged_by.step()
+        made_by.zero_grad()
+        loss = F.softplus(-judge(made)).mean()
+        loss.backward()
+        made_by.step()
+        return loss.item()
 
 
 # --- transformers ---
@@ -102,14 +128,6 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(config)
 
 
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=5, **sizes, **none))
-
-
 def whisper() -> nn.Module:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
@@ -122,12 +140,6 @@ def whisper() -> nn.Module:
     return WhisperForConditionalGeneration(config)
 
 
-def images(rank: int, step: int) -> dict[str, Tensor]:
-    generator = seeded(rank, step)
-    pixels = torch.randn(BATCH, 3, 16, 16, generator=generator)
-    return {"pixel_values": pixels, "labels": torch.randint(5, (BATCH,), generator=generator)}
-
-
 def translation(rank: int, step: int) -> dict[str, Tensor]:
     return {"input_ids": tokens(rank, step), "labels": tokens(rank, step + 500, 8)}
 
@@ -138,32 +150,6 @@ def speech(rank: int, step: int) -> dict[str, Tensor]:
 
 
 # --- plain PyTorch ---
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(width // stride, width, 3, stride, 1, bias=False)
-        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
-        self.skip = nn.Conv2d(width // stride, width, 1, stride) if stride > 1 else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(y)) + self.skip(x))
-
-
-class ConvNet(nn.Module):
-    """The shape of a ResNet: a stem, strided residual blocks with batch norm, pooling, a classifier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, 1, 1)
-        self.blocks = nn.Sequential(Residual(8, 1), Residual(16, 2), Residual(32, 2))
-        self.head = nn.Linear(32, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
 class Translator(nn.Module):
@@ -192,10 +178,6 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(self.embed(ids))[0])
 
 
-def classify(model: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch["pixel_values"]), batch["labels"])
-
-
 def translate(model: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
     target = batch["labels"]
     return F.cross_entropy(model(batch["input_ids"], target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
@@ -214,9 +196,19 @@ ZOO: dict[str, Entry] = {
     "Mixtral": Entry(mixtral),
     "BERT": Entry(bert),
     "T5": Entry(t5, translation),
-    "ViT": Entry(vit, images),
+    "ViT": Entry(vision.vit, vision.images),
     "Whisper": Entry(whisper, speech),
-    "ResNet-like": Entry(ConvNet, images, classify),
+    "ResNet": Entry(vision.resnet, vision.images),
+    "RegNet": Entry(vision.regnet, vision.images),
+    "ConvNeXt": Entry(vision.convnext, vision.images),
+    "SegFormer": Entry(vision.segformer, vision.masks),
+    "DETR": Entry(vision.detr, vision.boxes, vision.detect),
+    "ResNet-like": Entry(vision.ConvNet, vision.images, vision.classify),
+    "ResNet-like, pooled": Entry(vision.PooledConvNet, vision.images, vision.classify),
+    "U-Net": Entry(vision.UNet, vision.masks, vision.classify),
+    "diffusion U-Net": Entry(vision.Diffusion, vision.noise, vision.denoise),
+    "diffusers' UNet2DModel": Entry(vision.diffusers_unet, vision.noise, vision.denoise, needs="diffusers"),
+    "DCGAN": Adversaries(vision.Gan, vision.latents, parts=("generator", "discriminator")),
     "nn.Transformer": Entry(Translator, translation, translate),
     "nn.LSTM": Entry(Recurrent, causal, next_token, why_eager="Dynamo does not support RNN, GRU, or LSTM"),
 }
