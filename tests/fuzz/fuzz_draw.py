@@ -139,7 +139,7 @@ class Loop:
             for m in range(count):
                 quiet = declared and (m < count - 1 or self._maybe("quiet to the end", 0.1))
                 self.backward([self.forward(quiet)], quiet)
-                self.between()
+                self.between(quiet)
         elif style < 0.8:  # several forwards, their backwards in another order, or of sums
             quiet = "quiet to the end" not in self.without and self._maybe("no_sync", 0.15)
             waiting = [self.forward(quiet) for _ in range(rng.choice((2, 2, 3)))]
@@ -150,7 +150,7 @@ class Loop:
                 if rng.random() < 0.1:
                     continue  # that loss is never used
                 self.backward(of, quiet)
-                self.between(pending=True)
+                self.between(quiet, pending=True)
         elif style < 0.9 and "retain" not in self.without:
             one = self.forward(False)
             self.backward([one], False, retain=True)
@@ -175,9 +175,9 @@ class Loop:
         self.is_clean = False
         self.is_uneven = self.is_uneven or (not quiet and len(set(reps)) > 1)
 
-    def between(self, pending: bool = False) -> None:
+    def between(self, quiet: bool, pending: bool = False) -> None:
         """Reads and clears that may stand behind any backward; writes only where no forward waits for its backward."""
-        if self._maybe("look", 0.06):
+        if self._maybe("look", 0.06) and not (quiet and "quiet to the end" in self.without):
             self.look()
         if self._maybe("evaluate", 0.05):
             self.evaluate()
