@@ -224,3 +224,11 @@ class ShardedOptimizer:
             with backend.without_torch_function():  # sooner done: parameters may be watched (zc/pending.py)
                 for tensor in (*self.slices.values(), *self.runtime.params.values()):
                     tensor.grad = None
+
+    def let_go(self) -> None:
+        """The optimizer has no parameter, no state and no hook of ours any more."""
+        for handle in self._handles:
+            handle.remove()
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []

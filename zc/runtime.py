@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zc import backend, param_grads
 from zc.agreement import Agreement, describe
@@ -69,6 +70,9 @@ class Runtime:
         self.num_skipped = 0  # steps that a GradScaler left out
         self.frozen: dict[str, nn.Parameter] = {}  # not in the plan; one that asks for a gradient needs zc.recompile
         self.is_boundary = True
+        # buffers: rank 0 sends them before it waits for another rank at a boundary; the others take them behind it
+        self.before_meeting: Callable[[], None] = lambda: None
+        self.after_meeting: Callable[[], None] = lambda: None
         self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
         self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
         self.on_cleared: Callable[[], None] = lambda: None  # the optimizer's: lets go of the slices' gradients
@@ -76,6 +80,7 @@ class Runtime:
         self.state_file: StateFile | None = None  # offload="disk"
         self.host_update = "none yet"  # how they are done, for explain
         self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
+        self.hooks: list[RemovableHandle] = []  # on parameters
         self._pending: dict[int, dict[int, list[Tensor]]] = {}  # bucket -> slot -> gradients of this backward
         self._done: set[int] = set()  # buckets that this backward has reduced
         self._open_tasks: set[int] = set()  # autograd graph tasks whose end will call us
@@ -224,10 +229,12 @@ class Runtime:
         self._notice_cleared()
         if self._final:
             return
+        self.before_meeting()
         self._pending.clear()  # of a backward that raised half-way: its end never came
         self._open_tasks.clear()
         self.streams.join_home()
         self._meet()
+        self.after_meeting()
         self._land()
         self._final = self._is_home = True
         self.on_final()
@@ -333,7 +340,8 @@ class Runtime:
         for bucket in buckets:
             for k, slot in enumerate(bucket.slots):
                 hook = partial(_receive, weakref.ref(self), bucket.index, k)
-                self.params[slot.name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                param = self.params[slot.name]
+                self.hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
 
 def _receive(runtime: weakref.ref[Runtime], bucket: int, slot: int, param: nn.Parameter) -> None:
