@@ -10,6 +10,7 @@ from __future__ import annotations
 from zc.kernels._triton import why_twin
 from zc.kernels.accumulate_cast import accumulate_cast
 from zc.kernels.adamw_step import adamw_step
+from zc.kernels.adopt_writes import adopt_writes
 from zc.kernels.flatten_cast import flatten_cast
 from zc.kernels.reduce_rows import reduce_rows
 from zc.kernels.sums_of_squares import sums_of_squares
@@ -19,6 +20,7 @@ from zc.kernels.wgrad_into import matmul_into, scatter_into
 __all__ = [
     "accumulate_cast",
     "adamw_step",
+    "adopt_writes",
     "flatten_cast",
     "matmul_into",
     "reduce_rows",

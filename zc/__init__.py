@@ -2,6 +2,7 @@
 
 from zc.api import clip_grad_norm_, compile, flush_state, full_grad, no_sync, persistent_nbytes, synchronize  # noqa: A004
 from zc.checkpoint import Saving, latest, load, load_state_dict, save, state_dict
+from zc.closing import close
 from zc.deepspeed import load_universal
 from zc.errors import (
     CheckpointError,
@@ -40,6 +41,7 @@ __all__ = [
     "ZcError",
     "__version__",
     "clip_grad_norm_",
+    "close",
     "compile",
     "explain",
     "export",

@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 
 from zc import backend as compiler
 from zc import state_marks
+from zc.buffer_sync import BufferSync, has_buffers
 from zc.buffers import Buffers
 from zc.checks import check
 from zc.comm import Group, check_initialized
 from zc.config import Config
+from zc.copies import mark
 from zc.errors import PlanError, ZcError
 from zc.optimizer import ShardedOptimizer, choose_layout
 from zc.plan import Plan
@@ -50,6 +52,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     verify: bool = True,
     write_in_place: bool = False,
     delay_weight_grads: bool = False,
+    broadcast_buffers: bool = True,
     dump_dir: str | Path | None = None,
 ) -> tuple[nn.Module, Optimizer]:
     """ZeRO stage 1 or 2 for ``model`` and ``optimizer``: the same two objects come back, and the loop stays as it is.
@@ -82,6 +85,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             Stage 2 has the same bits either way. docs/design.md has what it costs and gains.
         delay_weight_grads: one bucket's weight gradients may be made last, where a cost model says that they cover the
             last reduction (a large embedding's, say). No number changes.
+        broadcast_buffers: buffers are rank 0's before a forward, as under DDP (`zc.buffer_sync`). False: each rank goes
+            on with its own; where buffers never change (masks, frequencies) that is the same, and sends nothing.
         dump_dir: a folder for each graph before and after every pass, and the schedule as Python.
 
     Raises:
@@ -108,6 +113,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             verify=verify,
             write_in_place=write_in_place,
             delay_weight_grads=delay_weight_grads,
+            broadcast_buffers=broadcast_buffers,
             dump_dir=dump_dir,
         )
         checked = _check(model, optimizer, config, ranks.world_size)
@@ -149,6 +155,9 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         compiler.raise_recompile_limit(model)
         before = runtime.weights.let_read if config.overlap_gather else None
         compiler.compile_in_place(model, compiler.make_backend(runtime), before)
+    if broadcast_buffers and has_buffers(model) and ranks.world_size > 1:
+        compiler.call_first(model, BufferSync(model, runtime).before_forward)
+    mark(model)
     return model, optimizer
 
 

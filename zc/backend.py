@@ -132,6 +132,25 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def new_group(ranks: Sequence[int], backend: str, name: str) -> torch.distributed.ProcessGroup:
+    """A process group of ``ranks`` under ``name``; its members call it, nobody else need.
+
+    What torch.distributed.new_group does, which takes no name and, with ``use_local_synchronization``, makes one of
+    the number of groups that there are: after one has been closed it comes again, and the store still has the old
+    addresses under it. (``_new_process_group_helper``, ``_world.pg_group_ranks``: frameworks that add workers to a
+    running program make theirs this way; 2.11 to 2.15.)
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    made: torch.distributed.ProcessGroup
+    rank, chosen = ranks.index(torch.distributed.get_rank()), torch.distributed.Backend(backend)
+    timeout = c10d._get_default_timeout(chosen)
+    make: Any = c10d._new_process_group_helper
+    made, _ = make(len(ranks), rank, list(ranks), chosen, default_store(), name, timeout=timeout)
+    c10d._world.pg_group_ranks[made] = {member: k for k, member in enumerate(ranks)}
+    return made
+
+
 # --- the Dynamo backend ---
 
 
@@ -210,6 +229,24 @@ def compile_in_place(model: nn.Module, backend: Callable[..., Any], before: Call
         return compiled(*args, **kwargs)
 
     model._compiled_call_impl = start
+
+
+def call_first(model: nn.Module, before: Callable[[], None]) -> None:
+    """``before`` runs ahead of each ``model(...)``, compiled or not, and is not compiled itself. Not a hook: copies
+    and pickles of the module don't have it. Relies on what `compile_in_place` does."""
+    call = model._compiled_call_impl or model._call_impl
+    ahead = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        ahead()
+        return call(*args, **kwargs)
+
+    model._compiled_call_impl = start
+
+
+def run_eagerly(model: nn.Module) -> None:
+    """Takes back what `compile_in_place` and `call_first` did."""
+    model._compiled_call_impl = None
 
 
 def raise_recompile_limit(model: nn.Module) -> None:

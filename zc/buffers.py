@@ -87,6 +87,12 @@ class Buffers:
             self.acc = [_room(0, b.acc_dtype, b.device) for b in plan.buckets]
         self._drop_ring()
 
+    def close(self) -> None:
+        """Lets go of everything; the parameters have storage of their own by now."""
+        self.release()
+        for tensors in (self.flat_param, self.master_shard, self.acc, self.host, self._staging, self._param):
+            tensors.clear()
+
     def grow(self, plan: Plan) -> None:
         """Takes in ``plan``, whose first buckets are the present ones, for which nothing moves. Nothing may be using
         the ring. Not with offload."""

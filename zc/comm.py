@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,62 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zc.errors import PlanError, RankMismatchError
+from zc.groups import Groups
 from zc.plan import Plan
 from zc.rank_check import Entry, RankCheck, Work
-
-# lifetime: for ever. gloo's destructor waits for a collective that was started, and a lost rank never ends it.
-_ABANDONED: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []
+from zc.works import Several, Watched
 
 # What is exchanged under a bucket's number. On CPU the position in this list is part of the message's tag.
 EXCHANGES = ("reduce", "gather weights", "gather gradient")
-
-
-class Several:
-    """Sends and receives as one work. Holds them, and with them their buffers, until all are done.
-
-    gloo can neither ask a send or a receive whether it is done nor give up waiting for it, so a wait with a timeout
-    hands the works to a thread, once.
-    """
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._error: RuntimeError | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        if timeout is None:
-            for work in self._works:
-                work.wait()
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait_here, name="zc waits", daemon=True)
-            self._thread.start()
-        if not self._done.wait(timeout.total_seconds()):
-            raise RuntimeError(f"timed out after {timeout}")
-        if self._error is not None:
-            raise self._error
-
-    def _wait_here(self) -> None:
-        try:
-            self.wait()
-        except RuntimeError as error:
-            self._error = error
-        self._done.set()
-
-    def is_completed(self) -> bool:
-        return self._done.is_set()
-
-
-class Watched:
-    """A work whose wait ends with a named error where the ranks are out of step (zc/rank_check.py)."""
-
-    def __init__(self, work: Work, check: RankCheck, entry: Entry | str) -> None:
-        self._work, self._check, self._entry = work, check, entry
-
-    def wait(self) -> None:
-        on_stream = threading.current_thread().name.startswith("zc ")  # the calling thread waits for that one
-        self._check.wait(self._work, self._entry, interruptible=not on_stream)
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
@@ -112,6 +60,7 @@ class Group:
         self.check: RankCheck | None = None
         self._nbytes_sent: Counter[str] = Counter()  # by kind of exchange, by this rank
         self._given = group
+        self._groups: Groups | None = None
         self._by_pairs = False
         self._waits_on_stream = False
         if not dist.is_available() or not dist.is_initialized():
@@ -120,7 +69,10 @@ class Group:
         if self.rank < 0:
             raise PlanError(f"rank {dist.get_rank()} is not a member of the given group of {self.world_size} ranks")
         if self.world_size > 1:
+            ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+            self._groups = Groups(ranks, host_backend(group))
             self.control = self.new_group()
+            self._groups.sweep(self._gather_by_pairs)
 
     def open_data(self, device: torch.device) -> None:
         """Makes the group that carries gradients and weights of ``device``."""
@@ -133,10 +85,18 @@ class Group:
             self._waits_on_stream = device.type != "cpu" and backend_of(given, device.type) != "gloo"
 
     def new_group(self) -> dist.ProcessGroup:
-        ranks = dist.get_process_group_ranks(self._given if self._given is not None else dist.group.WORLD)
-        backend = host_backend(self._given)
-        made: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-        return made
+        """Of the same ranks, for host memory. It goes when this object does, or with `close`."""
+        assert self._groups is not None, "one rank needs no group"
+        return self._groups.new()
+
+    def close(self) -> None:
+        """Closes zc's own groups; every rank calls it, when nothing is under way any more. Where ranks are out of
+        step or gone nobody is waited for, and the groups stay."""
+        if self.control is not None and self._groups is not None and self._groups.is_open:
+            self._groups.sweep(self._gather_by_pairs, own=True)
+        if self.check is not None:
+            self.check.close()
+        self.data = self.control = self.check = None
 
     def agree_on(self, failure: Exception | None) -> None:
         """Raises on every rank where some rank has failed: its own error there, RankMismatchError on the others."""
@@ -156,7 +116,8 @@ class Group:
         if self.control is not None:
             own = dist.PrefixStore(f"zc/{self.control.group_name}", store)  # type: ignore[attr-defined]
             self.check = RankCheck(self.rank, self.world_size, own, plan.describe_exchange)
-            self.check.on_failure = partial(_ABANDONED.append, (self.data, self.control))
+            assert self._groups is not None
+            self.check.on_failure = self._groups.abandon
 
     def take_nbytes_sent(self) -> Counter[str]:
         """Since it was last asked: bytes that this rank has sent, by kind of exchange."""
@@ -239,6 +200,30 @@ class Group:
             # as bytes: gloo knows no bool, and a broadcast does no arithmetic
             dist.broadcast(tensor.view(-1).view(torch.uint8), group_src=0, group=group)
 
+    def _gather_by_pairs(self, row: Tensor) -> Tensor:
+        """[W, n]: every rank's row [n], in host memory. Not a collective: a rank that has left the others in the
+        middle of one does no harm here."""
+        rows = row.repeat(self.world_size, 1)
+        started = []
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                started.append(_started(dist.irecv(rows[peer], group_src=peer, group=self.control, tag=1)))
+                started.append(_started(dist.isend(row, group_dst=peer, group=self.control, tag=1)))
+        self._watched(Several(started), "zc.compile or zc.close").wait()
+        return rows
+
+    def send_to_all(self, tensors: Sequence[Tensor], what: str) -> Work:
+        """From rank 0, in host memory, to all others, who `receive` them in this order; nobody waits. The caller
+        holds the tensors until it has waited for the work."""
+        others = range(1, self.world_size)
+        sent = [_started(dist.isend(t, group_dst=r, group=self.control)) for r in others for t in tensors]
+        return self._watched(Several(sent), what)  # type: ignore[no-any-return]
+
+    def receive(self, tensor: Tensor, what: str) -> None:
+        """What rank 0 sends next. ``what`` says in an error what this rank waited for."""
+        work = _started(dist.irecv(tensor, group_src=0, group=self.control))
+        self._watched(Several([work]), what).wait()
+
     def max_on_host(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over the ranks; host memory only, so that no device is synchronised."""
         if self.world_size == 1:
@@ -257,6 +242,8 @@ class Group:
         """
         # lifetime of the copies: the work holds them
         work = dist.all_to_all_single(out, row.repeat(self.world_size), group=self.control, async_op=True)
+        if self._groups is not None and work is not None:
+            self._groups.started(self.control, work)
         return self._watched(work, what)  # type: ignore[no-any-return]
 
     def same_everywhere(self, what: str, lines: Sequence[str]) -> None:

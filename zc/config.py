@@ -35,6 +35,7 @@ class Config:
     verify: bool = True
     write_in_place: bool = False
     delay_weight_grads: bool = False
+    broadcast_buffers: bool = True
     dump_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -51,7 +52,9 @@ class Config:
                 continue
             if not isinstance(given, int) or isinstance(given, bool) or given < 1:
                 raise PlanError(f"{name} must be a whole number of at least 1, got {given!r}")
-        for name in ("overlap", "overlap_gather", "verify", "write_in_place", "delay_weight_grads"):
+        for name in (
+            "overlap", "overlap_gather", "verify", "write_in_place", "delay_weight_grads", "broadcast_buffers"
+        ):  # fmt: skip
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.delay_weight_grads and not self.write_in_place:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
+from torch.utils.hooks import RemovableHandle
 
 from zc import backend
 from zc.kernels import unflatten_cast
@@ -77,6 +78,7 @@ class WeightGather:
         self._is_open = False  # a gather may be in flight that the home stream has not waited for
         self._pending = Pending(self.synchronize)
         self._num_sharing: list[int] = []  # by bucket, of flat_param's memory: the parameters and zc's own tensors
+        self.hooks: list[RemovableHandle] = []  # on modules
         self._unseen: str | None = None  # why a read after the present update might not be noticed
 
     @property
@@ -188,9 +190,11 @@ class WeightGather:
                 found.synchronize()
 
         for module in model.modules():
-            module.register_forward_pre_hook(wait)
-            module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+            self.hooks += [
+                module.register_forward_pre_hook(wait),
+                module.register_state_dict_pre_hook(wait),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(wait),  # type: ignore[no-untyped-call]
+            ]
 
     def _program(self, buckets: tuple[int, ...] | None) -> Program:
         """Gathers these buckets; None: publishes all."""

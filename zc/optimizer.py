@@ -257,3 +257,11 @@ class ShardedOptimizer:
         """Clears the shards; what ``model.zero_grad`` and ``optimizer.zero_grad`` both do."""
         self.grad_shards.changed()
         self.runtime.clear(set_to_none=set_to_none)
+
+    def let_go(self) -> None:
+        """The optimizer has no parameter, no state and no hook of ours any more."""
+        for handle in self._handles:
+            handle.remove()
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []

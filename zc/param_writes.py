@@ -1,9 +1,10 @@
 """What the caller does to parameters between updates: weights written in place are kept, moved ones refused.
 
 flat_param is the parameters' storage. Where the masters are their own tensors (narrower parameters, offload), the next
-update would overwrite a value that the caller has written into the parameter alone: ``load_state_dict``, a clamp, a
-re-initialised layer. Autograd counts in-place writes, so who has been written is known without reading anything; writes
-through ``.data`` are not counted, by torch either.
+update would overwrite a value that the caller has written into the parameter alone: ``load_state_dict``, a
+re-initialised layer, a clamp or an exchange of weights through ``p.data``. Autograd counts writes, but not those
+through ``.data``; so before an update each rank looks at the elements that it owns. What still is its master,
+rounded, was not written.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
 from zc import backend
 from zc.errors import ZcError
-from zc.layout import Slot
+from zc.kernels import adopt_writes
 from zc.plan import Bucket
 
 if TYPE_CHECKING:
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class ParamWrites:
-    """Compares each parameter with what it was when `remember` was called last."""
+    """Compares the parameters with their places, and with the masters."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._versions: dict[str, int] = {}
         self._places: dict[str, tuple[int, Bucket]] = {}  # address of each parameter that has elements
+        self._versions: dict[str, int] = {}
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """The parameters of these buckets are views of flat_param, which never moves, from now on."""
@@ -56,27 +57,21 @@ class ParamWrites:
                 )
 
     def take_over(self) -> None:
-        """Right before an update: this rank's masters take what was written into parameters since `remember`.
+        """Right before an update: this rank's masters take what was written into parameters since the last one.
 
         Raises ZcError for a parameter that has left its bucket; nothing has changed.
         """
         self.check_places()
-        for bucket in self._runtime.plan.buckets:
-            if not bucket.has_master and self._runtime.plan.offload is None:
+        plan, buffers = self._runtime.plan, self._runtime.buffers
+        for bucket in plan.buckets:
+            if not bucket.has_master and plan.offload is None:
                 continue  # the master is the parameter's own storage
-            for slot in bucket.slots:
-                if backend.version(self._runtime.params[slot.name]) != self._versions[slot.name]:
-                    self._take(bucket, slot)
+            master: Tensor = buffers.master_shard[bucket.index]
+            given = buffers.part(buffers.flat_param[bucket.index], bucket)
+            if given.device == master.device or self._is_counted(bucket):
+                adopt_writes(master, given.to(master.device))
 
-    @torch.no_grad()
-    def _take(self, bucket: Bucket, slot: Slot) -> None:
-        """Elements that still are their master, rounded, keep the master's precision."""
-        rank, buffers = self._runtime.group.rank, self._runtime.buffers
-        start, _ = bucket.layout.shard_range(rank)
-        first, stop = bucket.layout.owned(slot, rank)
-        if first == stop:
-            return
-        self._runtime.wait_for_host_memory()
-        master = buffers.master_shard[bucket.index][first - start : stop - start]
-        given = buffers.flat_param[bucket.index][first:stop].to(master.device)
-        master.copy_(torch.where(master.to(given.dtype) == given, master, given.to(master.dtype)))
+    def _is_counted(self, bucket: Bucket) -> bool:
+        """Whether autograd has seen a write since `remember`."""
+        params = self._runtime.params
+        return any(backend.version(params[slot.name]) != self._versions[slot.name] for slot in bucket.slots)

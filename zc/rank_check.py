@@ -184,6 +184,11 @@ class RankCheck:
                 raise self.error()
         self.exposed_s += time.monotonic() - started
 
+    def fail(self, kind: type[ZcError], text: str) -> ZcError:
+        """This rank has found what all are to hear. Returns it, or what another rank has found before."""
+        self._fail(kind, text)
+        return self.error()
+
     def error(self) -> ZcError:
         assert self._failure is not None
         kind, text = self._failure

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zc import backend, param_grads
 from zc.agreement import Agreement
@@ -71,6 +72,9 @@ class Runtime:
         self.num_skipped = 0  # steps that a GradScaler left out
         self.frozen: dict[str, nn.Parameter] = {}  # not in the plan; one that asks for a gradient needs zc.recompile
         self.is_boundary = True
+        # buffers: rank 0 sends them before it waits for another rank at a boundary; the others take them behind it
+        self.before_meeting: Callable[[], None] = lambda: None
+        self.after_meeting: Callable[[], None] = lambda: None
         self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
         self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
         self.on_cleared: Callable[[], None] = lambda: None  # the optimizer's: no parameter and no slice has a .grad
@@ -79,6 +83,7 @@ class Runtime:
         self.state_file: StateFile | None = None  # offload="disk"
         self.host_update = "none yet"  # how they are done, for explain
         self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
+        self.hooks: list[RemovableHandle] = []  # on parameters
         self._pending: dict[int, dict[int, list[Tensor]]] = {}  # bucket -> slot -> gradients of this backward
         self._done: set[int] = set()  # buckets that this backward has reduced
         # autograd's graph tasks whose end will call us; the engine holds the callback, so one that raised lets go of it
@@ -260,8 +265,10 @@ class Runtime:
         self._notice_cleared()
         if self._final:
             return
+        self.before_meeting()
         self.streams.join_home()
         self._meet(by_grad)
+        self.after_meeting()
         self._land()
         self._final = self._is_home = True
         self.on_final()
@@ -386,7 +393,8 @@ class Runtime:
         for bucket in buckets:
             for k, slot in enumerate(bucket.slots):
                 hook = partial(_receive, weakref.ref(self), bucket.index, k)
-                self.params[slot.name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                param = self.params[slot.name]
+                self.hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
 
 def _receive(runtime: weakref.ref[Runtime], bucket: int, slot: int, param: nn.Parameter) -> None:

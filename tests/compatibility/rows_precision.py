@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from models import GPT, mlp
 from rows import Script, plain, row, sgd
 from rows_params import language, tokens
 from torch import Tensor, nn
+from torch.optim import Optimizer, RMSprop
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -180,6 +182,46 @@ def bf16_load(s: Script) -> None:
         s.update()
         if step == 2:
             s.model.load_state_dict({name: value * 0.5 for name, value in given.items()})
+
+
+def rmsprop(params: Iterable[Any]) -> Optimizer:
+    return RMSprop(params, lr=1e-3)
+
+
+def wgan(s: Script) -> None:
+    """The critic's loop of WGAN (Arjovsky et al., arXiv:1701.07875, algorithm 1)."""
+    for step in range(5):
+        narrow_loss(s, step).backward()
+        s.update()
+        for param in s.model.parameters():
+            param.data.clamp_(-0.1, 0.1)
+
+
+def swapped(s: Script) -> None:
+    """Averaged weights are swapped in to evaluate, and back; the last ones stay in."""
+    average = [torch.zeros_like(param, dtype=s.dtype) for param in s.model.parameters()]
+    for step in range(5):
+        narrow_loss(s, step).backward()
+        s.update()
+        kept = [param.data.clone() for param in s.model.parameters()]
+        for param, mean in zip(s.model.parameters(), average, strict=True):
+            mean.lerp_(param.detach().to(mean.dtype), 0.5)
+            param.data.copy_(mean)
+        s.note(f"evaluated {step}", narrow_loss(s, step, 1))
+        for param, value in zip(s.model.parameters(), kept, strict=True):
+            if step != 3:
+                param.data.copy_(value)
+
+
+WRITTEN: dict[str, dict[str, Any]] = {
+    "": {},
+    ", offload": {"options": {"offload": "cpu"}},
+    ", param_dtype=torch.bfloat16": {"options": {"param_dtype": torch.bfloat16}, "oracle_dtype": torch.float32,
+                                     "tolerance": 2e-2, "note": "against fp32"},
+}  # fmt: skip
+for what, how in WRITTEN.items():
+    row(4, f"param.data.clamp_ behind each step (WGAN){what}", optimizer=rmsprop, **how)(wgan)
+    row(4, f"averaged weights swapped in through param.data{what}", optimizer=sgd, **how)(swapped)
 
 
 @row(5, "param_dtype=torch.bfloat16 for fp32 parameters", options={"param_dtype": torch.bfloat16},

@@ -191,3 +191,32 @@ def test_adamw_step_is_torchs_fused_one_bit_by_bit() -> None:
         optimizer.step()
     c.assert_bits(param, theirs.detach())
     c.assert_bits(exp_avg, optimizer.state[theirs]["exp_avg"])
+
+
+@pytest.mark.parametrize("narrow", ALL, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 63, 1025, _chunks.CHUNK + 7])
+def test_adopt_writes(narrow: torch.dtype, numel: int) -> None:
+    """Element by element: written ones are taken, the others keep the bits that ``narrow`` has dropped; NaN is NaN."""
+    generator = torch.Generator().manual_seed(numel)
+    master = torch.randn(numel + 3, generator=generator)[3:]  # begins in the middle of a word of 8 bytes
+    given = master.to(narrow, copy=True)
+    kernels.adopt_writes(before := master.clone(), given)
+    assert torch.equal(before, master), "nothing was written"
+    is_written = torch.rand(numel, generator=generator) < 0.3
+    given[is_written] = 9.0
+    odd = torch.tensor([float("nan"), float("nan"), 1.0, float("inf"), -0.0])[:numel]
+    wanted = torch.where(is_written, given.float(), master)
+    master[: len(odd)] = torch.tensor([float("nan"), 1.0, float("nan"), float("inf"), 0.0])[:numel]
+    given[: len(odd)], wanted[: len(odd)] = odd.to(narrow), odd
+    kernels.adopt_writes(master, given)
+    torch.testing.assert_close(master, wanted, rtol=0, atol=0, equal_nan=True)
+    if numel > 10 and narrow.itemsize < 4:
+        kept = master[5:][~is_written[5:]]
+        assert not torch.equal(kept, kept.to(narrow).float()), "precision is kept"
+
+
+def test_adopt_writes_refuses() -> None:
+    with pytest.raises(ValueError, match="given"):
+        kernels.adopt_writes(torch.zeros(3), torch.zeros(4))
+    with pytest.raises(ValueError, match="overlap"):
+        kernels.adopt_writes(same := torch.zeros(3), same)

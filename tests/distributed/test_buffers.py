@@ -1,0 +1,172 @@
+"""Buffers are rank 0's where DDP makes them so: weights, buffers and what an evaluation gives are DDP's on every
+rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import run_ranks
+from models import batch_norm, seeded
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import zc
+
+
+class Codebook(nn.Module):
+    """Buffers that a forward reads and updates: an average, a bool and an int64, one that is not saved, one that is
+    replaced by a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("wide", torch.zeros(5, dtype=torch.float64), persistent=False)
+        self.register_buffer("replaced", torch.zeros(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        # nothing behind it that a backward would compute again from the changed buffer, as torch 2.13 does
+        y = self.last(F.gelu(x)) + 0.1 * (self.mean + self.replaced.sum() + self.wide.mean().float())
+        if self.training:
+            given = x.detach()
+            self.mean.mul_(0.5).add_(given.mean(0))
+            self.seen.logical_or_(given.mean() > 0)
+            self.calls.add_(1)
+            self.wide.add_(given.mean())
+            self.replaced = self.replaced + 0.01 * given.mean()
+        return y
+
+
+def _batch(rank: int, step: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    generator = seeded(rank, step, microbatch)
+    return torch.randn(4, 16, generator=generator), torch.randn(4, 16, generator=generator)
+
+
+NoSync = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def _loop(
+    call: Callable[[Tensor], Tensor], model: nn.Module, optimizer: SGD, no_sync: NoSync, rank: int, how: str
+) -> Any:
+    """Three updates, as ``how`` says, and what evaluations between and after them give."""
+    seen: list[Tensor] = []
+    for step in range(3):
+        for m in range(3):
+            x, y = _batch(rank, step, m)
+            with no_sync() if how == "no_sync" and m < 2 else contextlib.nullcontext():
+                loss = F.mse_loss(call(x), y)
+                if how == "looks":  # at itself, in training mode and without gradients
+                    with torch.no_grad():
+                        seen.append(call(x))
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if how == "evaluates":
+            model.eval()
+            with torch.no_grad():
+                seen += [call(torch.ones(2, 16)), call(torch.zeros(2, 16))]
+            model.train()
+    model.eval()
+    with torch.no_grad():
+        seen.append(call(torch.ones(2, 16)))
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    return seen, buffers, {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+MODELS = {"batch_norm": batch_norm, "codebook": Codebook}
+
+
+def _against_ddp(rank: int, world_size: int, backend: str, stage: int, chosen: list[str]) -> None:
+    for name in chosen:
+        for how in ("plain", "no_sync", "looks", "evaluates"):
+            torch.manual_seed(0)
+            plain = MODELS[name]()
+            optimizer = SGD(plain.parameters(), lr=0.1)
+            ddp = DistributedDataParallel(plain)
+            wanted = _loop(ddp, plain, optimizer, ddp.no_sync, rank, how)
+            torch.manual_seed(0)
+            model = MODELS[name]()
+            held = SGD(model.parameters(), lr=0.1)
+            zc.compile(model, held, backend=backend, stage=stage, bucket_nbytes=512)
+            got = _loop(model, model, held, lambda model=model: zc.no_sync(model), rank, how)  # type: ignore[misc]
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}, {how}: {m}")  # noqa: B023
+            zc.close(model)
+
+
+@pytest.mark.parametrize(
+    ("backend", "stage", "chosen"),
+    [("eager", 1, ["batch_norm", "codebook"]), ("eager", 2, ["codebook"]), ("aot_eager", 2, ["codebook"]),
+     ("inductor", 1, ["codebook"])], ids=str,
+)  # fmt: skip
+def test_buffers_and_what_reads_them_are_ddps(backend: str, stage: int, chosen: list[str]) -> None:
+    """Issue 16, point 6: several forwards an update, accumulation under no_sync, a forward without gradients between
+    a forward and its backward, evaluations between updates. They were broadcast once, by zc.compile."""
+    run_ranks(_against_ddp, 2, backend, stage, chosen)
+
+
+@contextlib.contextmanager
+def _compiled(**options: Any) -> Iterator[tuple[nn.Module, SGD]]:
+    torch.manual_seed(0)
+    model = Codebook()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, **{"backend": "eager", "bucket_nbytes": 512, **options})
+    yield model, optimizer
+    zc.close(model)
+
+
+def _differently(rank: int, world_size: int) -> list[Any]:
+    """Job: ranks call the model differently often, one alone evaluates, and the caller has collectives of its own."""
+    found: list[Any] = []
+    for more in range(world_size):  # the one with more forwards between two updates
+        with _compiled(stage=1) as (model, optimizer):
+            for step in range(4):  # behind the last one all have caught up
+                for m in range(3 if rank == more and step < 3 else 1):
+                    x, y = _batch(rank, step, m)
+                    F.mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if rank == more:
+                    model.eval()
+                    with torch.no_grad():
+                        model(torch.ones(2, 16))
+                    model.train()
+                dist.barrier()
+            found.append({name: value.clone() for name, value in model.named_buffers()})
+    with _compiled(stage=2, broadcast_buffers=False) as (model, optimizer):
+        F.mse_loss(model(_batch(rank, 0, 0)[0]), torch.ones(4, 16)).backward()
+        optimizer.step()
+        found.append(model.mean.clone())
+    return found
+
+
+def test_nobody_waits_for_a_forward_that_another_rank_does_not_run() -> None:
+    (first, second, own), (first_1, second_1, own_1) = run_ranks(_differently, 2)
+    torch.testing.assert_close((first_1, second_1), (first, second), rtol=0, atol=0)
+    assert [int(found["calls"]) for found in (first, second)] == [10, 4], "rank 0's own"
+    assert not torch.equal(own, own_1), "broadcast_buffers=False leaves each rank its own"
+
+
+def _other_shapes(rank: int, world_size: int) -> str:
+    """Job: what each rank hears when one has another buffer than rank 0."""
+    with _compiled() as (model, optimizer):
+        F.mse_loss(model(_batch(rank, 0, 0)[0]), torch.ones(4, 16)).backward()
+        if rank == 1:
+            model.replaced = torch.zeros(9)
+        with pytest.raises(zc.RankMismatchError) as found:
+            optimizer.step()
+        return str(found.value)
+
+
+def test_buffers_of_other_shapes_are_named_on_all_ranks() -> None:
+    for text in run_ranks(_other_shapes, 2, timeout=60.0):
+        assert "replaced is (9,)" in text and "broadcast_buffers=False" in text
