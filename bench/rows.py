@@ -25,7 +25,7 @@ NUMBERS = (
 )  # fmt: skip
 # What a time depends on; a change in a table's words does not make a new session.
 MEASURED = (
-    *("zc/*.py", "passes/*.py", "kernels/*.py"),
+    *("zc/**/*.py", "passes/*.py", "kernels/*.py"),
     *(f"bench/{name}.py" for name in ("train", "systems", "peers", "models", "decoder", "data", "measure", "cases")),
     *("bench/network.py", "bench/paced.py", "bench/paced_cuda.py"),
 )

@@ -166,14 +166,16 @@ def test_rows_of_another_shape_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_fingerprint_follows_the_measured_code_alone(tmp_path: Path) -> None:
-    for name in ("zc/a.py", "bench/train.py", "bench/tables.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("zc/a.py", "zc/room/b.py", "bench/train.py", "bench/tables.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")
     before = rows.fingerprint(tmp_path)
     (tmp_path / "bench/tables.py").write_text("x = 2\n")
     assert rows.fingerprint(tmp_path) == before
-    (tmp_path / "zc/a.py").write_text("x = 2\n")
-    assert rows.fingerprint(tmp_path) != before
+    for name in ("zc/a.py", "zc/room/b.py"):
+        (tmp_path / name).write_text("x = 2\n")
+        before, after = rows.fingerprint(tmp_path), before
+        assert before != after
 
 
 def times_of(p50: float) -> dict[str, Any]:
