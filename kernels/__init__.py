@@ -7,15 +7,18 @@ owns, keeps no state, and knows tensors only: no ranks, no plan. Where Triton ke
 
 from __future__ import annotations
 
-from zc.kernels._triton import why_twin
-from zc.kernels.accumulate_cast import accumulate_cast
-from zc.kernels.adamw_step import adamw_step
-from zc.kernels.adopt_writes import adopt_writes
-from zc.kernels.flatten_cast import flatten_cast
-from zc.kernels.reduce_rows import reduce_rows
-from zc.kernels.sums_of_squares import sums_of_squares
-from zc.kernels.unflatten_cast import unflatten_cast
-from zc.kernels.wgrad_into import matmul_into, scatter_into
+# As `kernels`, which is found where a checkout is on sys.path, this is nothing: transformers asks for the version of a
+# package of that name (PyPI has one), and must not get all of zc with the answer.
+if __name__ == "zc.kernels":
+    from zc.kernels._triton import why_twin
+    from zc.kernels.accumulate_cast import accumulate_cast
+    from zc.kernels.adamw_step import adamw_step
+    from zc.kernels.adopt_writes import adopt_writes
+    from zc.kernels.flatten_cast import flatten_cast
+    from zc.kernels.reduce_rows import reduce_rows
+    from zc.kernels.sums_of_squares import sums_of_squares
+    from zc.kernels.unflatten_cast import unflatten_cast
+    from zc.kernels.wgrad_into import matmul_into, scatter_into
 
 __all__ = [
     "accumulate_cast",

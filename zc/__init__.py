@@ -1,5 +1,9 @@
 """zc: ZeRO, compiled. ``model, optimizer = zc.compile(model, optimizer)`` and the loop stays as it is."""
 
+from pkgutil import extend_path
+
+__path__ = extend_path(__path__, __name__)  # Zope's zc.lockfile, zc.buildout and others share the name
+
 from zc.api import clip_grad_norm_, compile, flush_state, full_grad, no_sync, persistent_nbytes, synchronize  # noqa: A004
 from zc.checkpoint import Saving, latest, load, load_state_dict, save, state_dict
 from zc.closing import close

@@ -1,0 +1,131 @@
+"""Each way to install: zc, zc.passes and zc.kernels are there, and beside them Zope's zc.lockfile, of the same name.
+
+pip installs copies of the repository into environments that are made for it, without dependencies: torch and setuptools
+come from the environment of the tests, by a line in a .pth file.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"zc": ROOT / "zc", "zc/passes": ROOT / "passes", "zc/kernels": ROOT / "kernels"}
+KINDS = ("wheel", "sdist", "editable", "checkout")
+IMPORTS = """
+import sys
+try:
+    import kernels
+except ImportError:
+    pass
+assert "zc" not in sys.modules, "transformers looks for a package kernels, and would get zc with it"
+import zc.lockfile, zc.passes.verify, zc.kernels
+assert callable(zc.compile) and callable(zc.kernels.flatten_cast) and callable(zc.lockfile.LockFile)
+print(zc.__file__, zc.passes.__file__, zc.kernels.__file__, zc.lockfile.__file__, sep="\\n")
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PIP_TARGET"))}
+    done = subprocess.run([str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def pip_install(folder: Path, python: Path, *args: str | Path) -> None:
+    quiet = ("--quiet", "--disable-pip-version-check", "--no-input")
+    run(sys.executable, "-m", "pip", "--python", python, *quiet, "install", "--no-deps", *args, cwd=folder)
+
+
+def copy_of_the_repository(to: Path) -> Path:
+    """What git would check out of the packages, links as links."""
+    to.mkdir()
+    for name in ("zc", "passes", "kernels"):
+        shutil.copytree(ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, to / name)
+    return to
+
+
+def sdist_of(source: Path) -> Path:
+    code = "from setuptools.build_meta import build_sdist as build; build('made')"
+    run(sys.executable, "-c", code, cwd=source)
+    (made,) = (source / "made").iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def lockfile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the real zc.lockfile; before 4.0 its .pth file makes the module `zc`, and it stays that."""
+    folder = tmp_path_factory.mktemp("lockfile")
+    try:
+        pip_install(folder, Path(sys.executable), "--target", folder / "site", "zc.lockfile>=4")
+    except AssertionError as error:
+        pytest.skip(f"zc.lockfile can't be had, no package index is reached: {str(error).strip().splitlines()[-1]}")
+    return folder / "site"
+
+
+@pytest.fixture(scope="module")
+def installed(lockfile: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[str]]]:
+    """What each kind of install prints, all four at once."""
+
+    def install(kind: str) -> list[str]:
+        folder = tmp_path_factory.mktemp(kind)
+        source = copy_of_the_repository(folder / "source")
+        venv.create(folder / "env", symlinks=True)
+        python = folder / "env" / "bin" / "python"
+        (site,) = (folder / "env" / "lib").glob("python*/site-packages")
+        (site / "torch_of_the_tests.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+        shutil.copytree(lockfile, site, dirs_exist_ok=True)
+        (folder / "elsewhere").mkdir()
+        if kind == "editable":
+            pip_install(folder, python, "--no-build-isolation", "-e", source)
+        elif kind != "checkout":
+            given = source if kind == "wheel" else sdist_of(source)
+            pip_install(folder, python, "--no-build-isolation", given)
+        return run(python, "-c", IMPORTS, cwd=source if kind == "checkout" else folder / "elsewhere").split()
+
+    with ThreadPoolExecutor(2) as pool:
+        yield dict(zip(KINDS, pool.map(install, KINDS), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zc_and_zc_lockfile_are_both_there(kind: str, installed: dict[str, list[str]]) -> None:
+    ours, theirs = installed[kind][:3], installed[kind][3]
+    where = "site-packages" if kind in ("wheel", "sdist") else "source"
+    assert all(where in Path(file).parts for file in ours), ours
+    assert theirs.endswith("site-packages/zc/lockfile/__init__.py")
+
+
+def test_sdist_and_wheel_hold_each_file_once_and_no_other(tmp_path: Path) -> None:
+    wanted = {
+        f"{package}/{path.relative_to(folder).as_posix()}"
+        for package, folder in PACKAGES.items()
+        for path in folder.rglob("*.py")  # follows no link
+        if not any((folder / part).is_symlink() for part in path.relative_to(folder).parts)
+    } | {"zc/py.typed"}
+    source = copy_of_the_repository(tmp_path / "source")
+    with tarfile.open(sdist_of(source)) as sdist:
+        members = [m for m in sdist.getmembers() if not m.isdir()]
+        assert all(m.isreg() for m in members), "links would be broken, or files twice"
+        names = ["/".join(Path(m.name).parts[1:]) for m in members]
+        assert len(names) == len(set(names)) and {n for n in names if n.endswith(".py")} | {"zc/py.typed"} == wanted
+        sdist.extractall(tmp_path / "unpacked")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    for number, folder in enumerate((source, unpacked)):
+        code = f"from setuptools.build_meta import build_wheel as build; build({str(tmp_path / str(number))!r})"
+        run(sys.executable, "-c", f"import os; os.mkdir({str(tmp_path / str(number))!r}); {code}", cwd=folder)
+        (wheel,) = (tmp_path / str(number)).iterdir()
+        found = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+        assert sorted(found) == sorted(wanted)
