@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zc.kernels._check import FLOATS, check_device, check_disjoint, check_dtype, check_flat, check_numel
 from zc.kernels._chunks import ranges, scratch_like
+from zc.kernels._private import fused_adamw_
 from zc.kernels._triton import cdiv, constexpr, jit, on_device, tl, use_triton
 
 __all__ = ["adamw_step", "adamw_step_triton", "adamw_step_twin"]
@@ -94,7 +95,7 @@ def adamw_step_twin(
             grad_piece = scratch[:length].copy_(grad_piece)
             if grad_scale is not None:
                 grad_piece.div_(grad_scale)
-        torch._fused_adamw_(
+        fused_adamw_(
             [param[here]], [grad_piece], [exp_avg[here]], [exp_avg_sq[here]], [], [step],
             lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=maximize,
         )  # fmt: skip

@@ -15,6 +15,7 @@ from torch import Tensor
 from zc.kernels import _segments
 from zc.kernels._check import FLOATS, check_dtype, check_slots
 from zc.kernels._chunks import CHUNK, compute_dtype, fitting, pieces
+from zc.kernels._private import copy_all_, views_of
 from zc.kernels._triton import use_triton
 
 __all__ = ["flatten_cast", "flatten_cast_triton", "flatten_cast_twin"]
@@ -64,18 +65,11 @@ def flatten_cast_twin(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[in
         return
     slots = views_of(out, sources)
     if scale == 1.0:
-        torch._foreach_copy_(slots, sources)  # on CPU a loop of copy_ in C++: 1 us a tensor less than one in Python
+        copy_all_(slots, sources)
         return
     scratch = torch.empty(CHUNK, dtype=compute_dtype(out.dtype), device=out.device)
     for slot, source in zip(slots, sources, strict=True):
         scratch = scaled_copy(slot, source, scale, scratch)
-
-
-def views_of(flat: Tensor, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """Views of ``flat``, one after another, each of the shape of a tensor (none empty): one call into C++ for all."""
-    # as torch's DDP uses it; torch leaves it untyped
-    views: tuple[Tensor, ...] = torch._utils._unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
-    return views
 
 
 def scaled_copy(dst: Tensor, grad: Tensor, scale: float, scratch: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zc.kernels._check import check_flats
 from zc.kernels._chunks import ranges, runs, scratch_like
+from zc.kernels._private import copy_all_
 from zc.kernels._tables import find_row, to_device
 from zc.kernels._triton import cdiv, constexpr, jit, on_device, tl, use_triton
 
@@ -78,7 +79,7 @@ def _sums_of_run(tensors: Sequence[Tensor], slots: Sequence[int], scratch: Tenso
     wide = [
         view if slot == x.numel() else view[: x.numel()] for view, slot, x in zip(views, slots, tensors, strict=True)
     ]
-    torch._foreach_copy_(wide, list(tensors))
+    copy_all_(wide, tensors)
     return [torch.dot(x, x) for x in wide]
 
 

@@ -1,0 +1,27 @@
+"""What the twins use of torch's private names. Kernels import nothing of zc, so these are not with zc's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def copy_all_(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Each tensor into the one at its place, cast. On CPU a loop of copy_ in C++: 1 us a tensor less than one in
+    Python. (``torch._foreach_copy_``, what torch.optim and FSDP2 copy with, 2.1 to 2.15.)"""
+    torch._foreach_copy_(list(to), list(tensors))
+
+
+def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Views of ``flat``, one after another, each of the shape of a tensor (none empty): one call into C++ for all.
+    (``torch._utils._unflatten_dense_tensors``, as DDP uses it; torch leaves it untyped.)"""
+    views: tuple[Tensor, ...] = torch._utils._unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
+    return views
+
+
+def fused_adamw_(*args: Any, **kwargs: Any) -> None:
+    """(``torch._fused_adamw_``, what ``torch.optim.AdamW(fused=True)`` calls, on CPU since 2.4.)"""
+    torch._fused_adamw_(*args, **kwargs)
