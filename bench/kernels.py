@@ -24,7 +24,7 @@ from zc import kernels
 from zc.kernels import _chunks
 
 Run = Callable[[], object]
-ALIGN = 64  # elements between slot starts, as zc.layout packs them for bf16
+ALIGN = 64  # elements between slot starts, as zc.planning.layout packs them for bf16
 
 
 class Case(NamedTuple):

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bench.models import param_groups
-from zc.plan import default_nbytes
+from zc.planning.plan import default_nbytes
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """``flatten_cast``: the gradients of a bucket into its flat buffer, cast and scaled, in one launch.
 
 Bytes moved: each gradient read once, [P] written once. 128-bit accesses where a gradient starts at 16 bytes and its
-slot at 16 elements (zc.layout packs slots so); elsewhere the same numbers, slower. The kernel is
+slot at 16 elements (zc.planning.layout packs slots so); elsewhere the same numbers, slower. The kernel is
 ``_segments.move_segments``.
 """
 

@@ -3,7 +3,7 @@
 """``reduce_rows``: the W rows that an all-to-all delivered, summed in rank order into this rank's shard.
 
 Bytes moved: every row read once, [S] fp32 written once (read once more with ``add``): S * (W * wire bytes + 4 or 8).
-128-bit accesses where rows, their stride and ``out`` are aligned to 16 elements, as zc.layout makes them.
+128-bit accesses where rows, their stride and ``out`` are aligned to 16 elements, as zc.planning.layout makes them.
 The idea (all-to-all, then a local sum in fp32): DESIGN.md section 6.
 """
 

@@ -3,7 +3,7 @@
 Bytes moved: the inputs once, the slot written once (and read once where it is added to). A gradient of its own would be
 written, read and written again: two bytes more for each of it. No kernel of ours: cuBLAS and the CPU's BLAS write and
 add in place. With ``add`` False and one dtype the result is bitwise that of ``torch.mm(a, b)``. Slots are aligned to
-128 bytes (zc.layout), as BLAS likes its outputs.
+128 bytes (zc.planning.layout), as BLAS likes its outputs.
 """
 
 from __future__ import annotations

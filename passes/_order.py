@@ -1,6 +1,6 @@
 """Happens-before in a finished schedule, and what must be ordered by it. Used by `verify` alone.
 
-Nothing here is shared with insert_events but `zc.schedule.accesses`: what is checked must not check itself.
+Nothing here is shared with insert_events but `zc.schedule.nodes.accesses`: what is checked must not check itself.
 
 A clock is one position a stream, counted from 1 (0: the stream's past at entry, -1: nothing), and a set of carried
 events, as bits, that were waited for before any record of theirs in this schedule. An *obligation* of a node is a point
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from zc.schedule import (
+from zc.schedule.nodes import (
     HOME,
     HOST,
     SYNC_OPS,

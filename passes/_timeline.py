@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zc.schedule import (
+from zc.schedule.nodes import (
     HOME,
     HOST,
     Access,

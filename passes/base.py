@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from zc.plan import Plan
+from zc.planning.plan import Plan
 
 
 class Pass(NamedTuple):

@@ -18,8 +18,8 @@ from __future__ import annotations
 from torch import fx
 
 from zc.passes.base import Pass, copy_graph
-from zc.plan import Plan
-from zc.schedule import accumulate_cast, deposit, flatten_cast
+from zc.planning.plan import Plan
+from zc.schedule.nodes import accumulate_cast, deposit, flatten_cast
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:

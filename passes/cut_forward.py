@@ -19,8 +19,8 @@ from __future__ import annotations
 from torch import fx
 
 from zc.passes.base import Pass, copy_graph
-from zc.plan import Plan
-from zc.schedule import publish
+from zc.planning.plan import Plan
+from zc.schedule.nodes import publish
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:

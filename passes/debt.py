@@ -5,8 +5,9 @@ A backward graph, with ``w`` and ``b`` in slots 0 and 1 of bucket 2::
     output (%mm, %sum, %relu, None)  grad_of=("w", "b", None, "frozen")      gradients {(2, 0), (2, 1)}
 
 An output that is None owes nothing: AOTAutograd had no gradient for it. A schedule that no gradient leaves says itself
-what it was made for, in ``output.meta["debt"]`` (zc/flushes.py), or owes nothing (forwards, gathers, updates). The
-runner works it out before the first pass and puts it on the output of what each pass returns, so that none can lose it.
+what it was made for, in ``output.meta["debt"]`` (zc/engine/flushes.py), or owes nothing (forwards, gathers, updates).
+The runner works it out before the first pass and puts it on the output of what each pass returns, so that none can lose
+it.
 
 What follows from it: a bucket of which all slots are owed is *whole*. It is written here, and reduced here where the
 plan's backward reduces. Of any other bucket the rest comes from elsewhere (other graphs, hooks): its gradients are
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zc.passes.tag_gradients import returned_by, slot_of
-from zc.plan import Plan
+from zc.planning.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ Before and after, buckets 0, 1, 2 of which the last, an embedding, is large and 
     wgrad_into(2, "flat_grad[0]", ...)              wgrad_into(1, "flat_grad[0]", ...)
 
 By default each bucket is completed as early as it can be: its gradients stand right behind their last producer. That
-is best for every bucket but the last. Each other bucket in turn is tried behind it, on the cost model of zc.cost, and
-the best is taken where it ends the backward earlier by GAIN or more. The model sees the plan and the order of the
-writes, and no shape of an activation: ranks with batches of different sizes choose the same (INVARIANTS I7). A bucket
-without a matmul in place is no candidate: nothing of it would cover anything. What the delayed matmuls read lives until
-the end of the backward, when nothing else of the forward does any more: far from where memory peaks.
+is best for every bucket but the last. Each other bucket in turn is tried behind it, on the cost model of
+zc.schedule.cost, and the best is taken where it ends the backward earlier by GAIN or more. The model sees the plan and
+the order of the writes, and no shape of an activation: ranks with batches of different sizes choose the same
+(INVARIANTS I7). A bucket without a matmul in place is no candidate: nothing of it would cover anything. What the
+delayed matmuls read lives until the end of the backward, when nothing else of the forward does any more: far from where
+memory peaks.
 
 Left alone: schedules that send nothing (one rank, microbatches in no_sync), without overlap, with offload.
 
@@ -30,11 +31,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zc import cost
 from zc.passes.base import Pass, copy_graph
 from zc.passes.reduce_buckets import is_complete, writes_of
-from zc.plan import Plan
-from zc.schedule import slots_of, wgrad_into
+from zc.planning.plan import Plan
+from zc.schedule import cost
+from zc.schedule.nodes import slots_of, wgrad_into
 
 GAIN = 0.01  # of the backward's predicted time; less is not worth another order
 

@@ -26,7 +26,6 @@ from typing import Any
 
 from torch import fx
 
-from zc.layout import Slot
 from zc.passes._transitions import (
     GRADIENT,
     NOTHING,
@@ -38,8 +37,9 @@ from zc.passes._transitions import (
     rows_for,
 )
 from zc.passes.debt import Debt
-from zc.plan import Plan
-from zc.schedule import (
+from zc.planning.layout import Slot
+from zc.planning.plan import Plan
+from zc.schedule.nodes import (
     accumulate,
     accumulate_cast,
     copy_to_host,

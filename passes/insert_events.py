@@ -11,10 +11,10 @@ Before and after, buffer ``flat_grad[0]`` written on compute and read on comm::
                                                                  comm | record_event("done/flat_grad[0]")
 
 The wait in front is for an earlier schedule's reduction out of the same ring buffer; the record at the end is for a
-later one's (the carried events of zc.schedule; docs/proof.md has the contract). A value that another stream uses gets
-its ``release`` at the first place on its own stream that is ordered after all uses anyway, else at the end; compute
-streams beside the home stream are joined into it at the end. Where plan.overlap is off and all is on one stream,
-nothing is inserted.
+later one's (the carried events of zc.schedule.nodes; docs/proof.md has the contract). A value that another stream uses
+gets its ``release`` at the first place on its own stream that is ordered after all uses anyway, else at the end;
+compute streams beside the home stream are joined into it at the end. Where plan.overlap is off and all is on one
+stream, nothing is inserted.
 
 Why no wait is too many: when a wait is put in front of a node, one of the node's conflicts is ordered by nothing that
 stands before it, nor by the other waits put there with it; later waits order later nodes only. Vector clocks: Mattern
@@ -31,8 +31,8 @@ from torch import fx
 from zc.errors import PassError
 from zc.passes._timeline import Point, Timeline
 from zc.passes.base import Pass, copy_graph
-from zc.plan import Plan
-from zc.schedule import (
+from zc.planning.plan import Plan
+from zc.schedule.nodes import (
     HOME,
     SYNC_OPS,
     accesses,

@@ -29,8 +29,8 @@ from torch import fx
 
 from zc.passes.base import Pass, copy_graph
 from zc.passes.reduce_buckets import is_complete
-from zc.plan import Plan
-from zc.schedule import (
+from zc.planning.plan import Plan
+from zc.schedule.nodes import (
     accumulate,
     accumulate_cast,
     copy_to_device,

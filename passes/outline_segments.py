@@ -30,8 +30,8 @@ import torch
 from torch import fx
 
 from zc.passes.base import Pass
-from zc.plan import Plan
-from zc.schedule import is_getitem, is_schedule_node, segment
+from zc.planning.plan import Plan
+from zc.schedule.nodes import is_getitem, is_schedule_node, segment
 
 _OUTER_META = ("val", "storage", "gradient_of")  # of a segment's results
 _KEPT_META = ("val", "tensor_meta")  # the rest (stack traces, names) differs between layers that are otherwise the same

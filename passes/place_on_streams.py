@@ -1,6 +1,6 @@
 """Every node gets its stream: compute for segments and writes, comm for reductions, copy for what crosses the bus.
 
-Before and after (the stream in front, as `zc.schedule.text` prints it)::
+Before and after (the stream in front, as `zc.schedule.nodes.text` prints it)::
 
     segment("segment_0", %x)                                  compute | segment("segment_0", %x)
     flatten_cast(0, "flat_grad[0]", (0,), [%g])        ->     compute | flatten_cast(0, "flat_grad[0]", (0,), [%g])
@@ -26,8 +26,8 @@ from itertools import count
 from torch import fx
 
 from zc.passes.base import Pass, copy_graph
-from zc.plan import Plan
-from zc.schedule import (
+from zc.planning.plan import Plan
+from zc.schedule.nodes import (
     COMM,
     COMPUTE,
     COPY,

@@ -19,8 +19,16 @@ from collections.abc import Sequence
 from torch import fx
 
 from zc.passes.base import Pass, copy_graph
-from zc.plan import Plan
-from zc.schedule import accumulate, accumulate_cast, flatten_cast, launch_reduce, slots_of, wait_reduce, wgrad_into
+from zc.planning.plan import Plan
+from zc.schedule.nodes import (
+    accumulate,
+    accumulate_cast,
+    flatten_cast,
+    launch_reduce,
+    slots_of,
+    wait_reduce,
+    wgrad_into,
+)
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:

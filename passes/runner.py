@@ -15,7 +15,7 @@ from torch import fx
 from zc.errors import PassError, ZcError
 from zc.passes.base import Pass
 from zc.passes.debt import debt_of
-from zc.plan import Plan
+from zc.planning.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from torch import fx
 
 from zc.errors import PassError
 from zc.passes.base import Pass, copy_graph
-from zc.plan import Plan
-from zc.schedule import deposit
+from zc.planning.plan import Plan
+from zc.schedule.nodes import deposit
 
 
 def slot_of(plan: Plan) -> dict[str, tuple[int, int]]:

@@ -1,6 +1,6 @@
 """The proof that a schedule is right: every needed wait is there, and no other. It changes nothing.
 
-The model (docs/proof.md): each node touches buffers, as `zc.schedule.accesses` says; two touches of overlapping
+The model (docs/proof.md): each node touches buffers, as `zc.schedule.nodes.accesses` says; two touches of overlapping
 elements conflict if one of them writes; happens-before is program order on a stream, plus record -> wait. Shown:
 
     (a) sufficient    two conflicting touches are ordered, those of earlier schedules and of the caller included
@@ -29,8 +29,8 @@ from zc.errors import RaceError
 from zc.passes import exactly_once
 from zc.passes._order import Obligation, Order
 from zc.passes.base import Pass, copy_graph
-from zc.plan import Plan
-from zc.schedule import (
+from zc.planning.plan import Plan
+from zc.schedule.nodes import (
     COPY,
     HOST,
     SYNC_OPS,

@@ -33,8 +33,8 @@ import torch
 from torch import fx
 
 from zc.passes.base import Pass, copy_graph
-from zc.plan import Bucket, Plan
-from zc.schedule import accumulate_cast, deposit, flatten_cast, slots_of, wgrad_into
+from zc.planning.plan import Bucket, Plan
+from zc.schedule.nodes import accumulate_cast, deposit, flatten_cast, slots_of, wgrad_into
 
 _aten = torch.ops.aten
 _MATMULS = (_aten.mm.default, _aten.bmm.default)

@@ -5,9 +5,10 @@ from pkgutil import extend_path
 __path__ = extend_path(__path__, __name__)  # Zope's zc.lockfile, zc.buildout and others share the name
 
 from zc.api import clip_grad_norm_, compile, flush_state, full_grad, no_sync, persistent_nbytes, synchronize  # noqa: A004
-from zc.checkpoint import Saving, latest, load, load_state_dict, save, state_dict
+from zc.checkpoint.deepspeed import load_universal
+from zc.checkpoint.export import export, full_optimizer_state
+from zc.checkpoint.save_load import Saving, latest, load, load_state_dict, save, state_dict
 from zc.closing import close
-from zc.deepspeed import load_universal
 from zc.errors import (
     CheckpointError,
     PassError,
@@ -18,18 +19,17 @@ from zc.errors import (
     UncoveredGradientError,
     ZcError,
 )
-from zc.estimate import Estimate, plan
-from zc.explain import explain
-from zc.export import export, full_optimizer_state
 from zc.log import configure as _configure_log
 from zc.passes.verify import Verdict, verify
 from zc.recompile import recompile
+from zc.report.estimate import Estimate, plan
+from zc.report.explain import explain
 
 __version__ = "0.1.0"
 _configure_log()
 
 # `zc.plan` and `zc.explain` are these functions. The modules of the same names are loaded by then, so that
-# `from zc.plan import Plan` goes on to work: Python looks a module up in sys.modules, not on the package.
+# `from zc.planning.plan import Plan` goes on to work: Python looks a module up in sys.modules, not on the package.
 
 __all__ = [
     "CheckpointError",

@@ -13,20 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc import backend as compiler
-from zc import state_marks
-from zc.buffer_sync import BufferSync, has_buffers
-from zc.buffers import Buffers
+from zc.checkpoint import state_marks
 from zc.checks import check
-from zc.comm import Group, check_initialized
+from zc.compiler import backend as compiler
 from zc.config import Config
 from zc.copies import mark
+from zc.engine.buffers import Buffers
+from zc.engine.runtime import Runtime
+from zc.engine.streams import Streams, make_streams
 from zc.errors import PlanError, ZcError
-from zc.optimizer import ShardedOptimizer, choose_layout
-from zc.plan import Plan
+from zc.optim.optimizer import ShardedOptimizer, choose_layout
+from zc.planning.plan import Plan
 from zc.prepare import broadcast_rest, check_host, check_wire, fill, fingerprint, open_state_file, plan_of
-from zc.runtime import Runtime
-from zc.streams import Streams, make_streams
+from zc.ranks.buffer_sync import BufferSync, has_buffers
+from zc.ranks.comm import Group, check_initialized
 
 # Not an attribute of the module: a deepcopy of the module must not share its gradients with the original.
 _COMPILED: weakref.WeakKeyDictionary[nn.Module, ShardedOptimizer] = weakref.WeakKeyDictionary()
@@ -71,9 +71,9 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         num_buffers: flat_grad buffers in the ring (stage 2), each as large as the largest bucket.
         overlap: False runs the reductions on the compute stream.
         overlap_gather: step() returns with the all-gathers launched, and the next compiled forward waits for each
-            bucket where it first reads it; whoever reads a parameter before that waits for all (`zc.pending`). While a
-            view, ``p.data`` or array that could be read instead is kept, step() waits as without. Opt-in, since a C++
-            extension that takes tensors past torch's dispatch is not seen: call `synchronize` before such a read.
+            bucket where it first reads it; whoever reads a parameter before that waits for all (`zc.engine.pending`).
+            While a view, ``p.data`` or array that could be read instead is kept, step() waits as without. Opt-in, since
+            a C++ extension that takes tensors past torch's dispatch is not seen: call `synchronize` before such a read.
         group: the ranks that share the model; None: the default group.
         backend: "inductor"; "aot_eager", the same schedule with its segments run op by op; "eager", hooks only.
         offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there;
@@ -85,8 +85,9 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             Stage 2 has the same bits either way. docs/design.md has what it costs and gains.
         delay_weight_grads: one bucket's weight gradients may be made last, where a cost model says that they cover the
             last reduction (a large embedding's, say). No number changes.
-        broadcast_buffers: buffers are rank 0's before a forward, as under DDP (`zc.buffer_sync`). False: each rank goes
-            on with its own; where buffers never change (masks, frequencies) that is the same, and sends nothing.
+        broadcast_buffers: buffers are rank 0's before a forward, as under DDP (`zc.ranks.buffer_sync`). False: each
+            rank goes on with its own; where buffers never change (masks, frequencies) that is the same, and sends
+            nothing.
         dump_dir: a folder for each graph before and after every pass, and the schedule as Python.
 
     Raises:

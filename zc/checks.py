@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zc import backend
+from zc.compiler import backend
 from zc.config import DTYPES
 from zc.errors import PlanError
 

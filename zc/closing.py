@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from zc import backend as compiler
 from zc.api import _COMPILED
+from zc.checkpoint.saving import _CHANNELS
+from zc.compiler import backend as compiler
 from zc.copies import unmark
 from zc.errors import ZcError
-from zc.optimizer import ShardedOptimizer
-from zc.saving import _CHANNELS
+from zc.optim.optimizer import ShardedOptimizer
 
 
 def close(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from zc.errors import PlanError
-from zc.placement import OFFLOADS, PLACEMENTS, Offload, Placement
+from zc.planning.placement import OFFLOADS, PLACEMENTS, Offload, Placement
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 REDUCTIONS = ("exact", "native")

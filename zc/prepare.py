@@ -8,16 +8,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zc.comm import Group
 from zc.config import Config
-from zc.disk import open_file, state_keys
-from zc.disk_file import StateFile
+from zc.engine.host_memory import available_nbytes, check_room, ranks_on_this_host
+from zc.engine.runtime import Runtime
 from zc.errors import PlanError
-from zc.estimate import STATES, held
-from zc.host_memory import available_nbytes, check_room, ranks_on_this_host
-from zc.optimizer import ELEMENTWISE, choose_layout
-from zc.plan import Bucket, Layout, ParamSpec, Plan, make_plan
-from zc.runtime import Runtime
+from zc.offload.disk import open_file, state_keys
+from zc.offload.disk_file import StateFile
+from zc.optim.optimizer import ELEMENTWISE, choose_layout
+from zc.planning.plan import Bucket, Layout, ParamSpec, Plan, make_plan
+from zc.ranks.comm import Group
+from zc.report.estimate import STATES, held
 
 
 def plan_of(params: dict[str, nn.Parameter], config: Config, world_size: int, layout: Layout) -> Plan:

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from zc import backend as compiler
 from zc.api import sharded
 from zc.checks import check_added, trainable
+from zc.compiler import backend as compiler
 from zc.config import Config
 from zc.errors import PlanError
-from zc.plan import Layout, Plan
+from zc.planning.plan import Layout, Plan
 from zc.prepare import check_wire, fill, fingerprint, plan_of
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zc
-from zc import backend
+from zc.compiler import backend
 
 
 class Net(nn.Module):

@@ -175,7 +175,7 @@ def test_compiled_ddp_broadcasts_its_buffers() -> None:
 
 @pytest.mark.usefixtures("paced")
 def test_zc_opens_its_groups_on_the_callers_backend() -> None:
-    from zc.comm import Group
+    from zc.ranks.comm import Group
 
     group = Group(None)
     group.open_data(torch.device("cpu"))
@@ -190,7 +190,7 @@ def test_nobody_waits_with_a_timeout_for_what_a_stream_waits_for(device: str, is
     """NCCL's wait blocks the host where it is given one."""
     from unittest import mock
 
-    from zc.comm import Group, Watched
+    from zc.ranks.comm import Group, Watched
 
     group = Group(None)
     group.open_data(torch.device(device))

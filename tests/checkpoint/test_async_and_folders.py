@@ -19,7 +19,7 @@ from saved import Job, joined, parts
 from test_reshard import assert_same
 
 import zc
-from zc.checkpoint_folders import Unfinished
+from zc.checkpoint.folders import Unfinished
 
 
 def _async(rank: int, world_size: int, path: Path) -> dict[str, Any]:

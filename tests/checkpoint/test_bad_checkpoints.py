@@ -18,7 +18,7 @@ from loops import message_of, sgd
 from saved import Job, parts
 
 import zc
-from zc import checkpoint_folders
+from zc.checkpoint import folders as checkpoint_folders
 
 
 def _made(rank: int, world_size: int, path: Path) -> None:

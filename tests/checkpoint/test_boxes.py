@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zc.shards import ShardOf, boxes
+from zc.checkpoint.shards import ShardOf, boxes
 
 
 def test_the_picture_of_the_docstring() -> None:

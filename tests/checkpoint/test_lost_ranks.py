@@ -14,7 +14,7 @@ from loops import message_of
 from saved import Job
 
 import zc
-from zc.checkpoint_files import Reader, Writer
+from zc.checkpoint.files import Reader, Writer
 
 FULL = pytest.mark.skipif(os.environ.get("ZC_TESTS") != "full", reason="ZC_TESTS=full runs it")
 IN = {"save": (Writer, "write_data"), "asynchronous save": (Writer, "write_data"), "load": (Reader, "read_data")}

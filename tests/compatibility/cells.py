@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 import zc
 import zc.api
-from zc.schedule import COMM
-from zc.streams import ThreadStreams
+from zc.engine.streams import ThreadStreams
+from zc.schedule.nodes import COMM
 
 TABLE = (
     rows_tasks, rows_loops, rows_backward, rows_structure, rows_conv, rows_params, rows_precision, rows_optimizers,

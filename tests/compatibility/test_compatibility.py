@@ -21,7 +21,7 @@ from models import mlp
 from rows import ROWS, Row, adamw
 
 import zc
-from zc import param_grads
+from zc.engine import param_grads
 
 PER_JOB = 24
 COMPILED = 7  # a compiled cell takes four times as long as an eager one

@@ -16,8 +16,8 @@ from oracle import full_gradients, relative, train_ddp, weights, worst
 from torch import Tensor, nn
 
 import zc
-from zc.comm import EXCHANGES
-from zc.ops import GradientOps
+from zc.engine.ops import GradientOps
+from zc.ranks.comm import EXCHANGES
 
 # --- PR#7985's probe ---
 

@@ -15,7 +15,7 @@ from harness import run_ranks
 from loops import Run, adamw, against_ddp, sgd
 from models import NAMES
 
-from zc.comm import Group
+from zc.ranks.comm import Group
 
 TOLERANCE = 2e-5
 # microbatches, and whether they are declared with zc.no_sync

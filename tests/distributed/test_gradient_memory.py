@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import zc
 import zc.api
-import zc.buffers
+import zc.engine.buffers
+from zc.engine.streams import ThreadStreams
 from zc.errors import ZcError
-from zc.schedule import COMM
-from zc.streams import ThreadStreams
+from zc.schedule.nodes import COMM
 
 DIM, BUCKET, TASKS = 32, 5000, 3
 
@@ -30,7 +30,7 @@ def _full_of(value: int) -> Any:
         raw = torch.full((numel * dtype.itemsize,), value, dtype=torch.uint8, device=device)
         return raw.view(dtype)
 
-    return mock.patch.object(zc.buffers, "_room", room)
+    return mock.patch.object(zc.engine.buffers, "_room", room)
 
 
 def _weights(rank: int, value: int, **options: Any) -> list[Tensor]:
@@ -115,7 +115,7 @@ def test_the_models_own_zero_grad_lets_go_before_new_memory_is_taken(stage: int)
         return torch.empty(numel, dtype=dtype, device=device)
 
     model.zero_grad()
-    with mock.patch.object(zc.buffers, "_room", room):
+    with mock.patch.object(zc.engine.buffers, "_room", room):
         model(x).sum().backward()
     assert held
     assert not any(held)

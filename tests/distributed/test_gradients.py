@@ -14,7 +14,7 @@ from oracle import full_gradients, widen, worst
 from torch import Tensor, nn
 
 import zc
-from zc.ops import GradientOps
+from zc.engine.ops import GradientOps
 
 MICROBATCHES = 2
 

@@ -11,7 +11,8 @@ from models import mean_square, mlp, vectors
 from torch import nn
 
 import zc
-from zc import host_memory, prepare
+from zc import prepare
+from zc.engine import host_memory
 from zc.errors import PlanError
 
 

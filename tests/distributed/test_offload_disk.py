@@ -18,10 +18,10 @@ from oracle import weights
 from torch import Tensor, nn
 
 import zc
-from zc import disk_file
-from zc.disk import state_keys
-from zc.disk_file import StateFile, place
 from zc.errors import PlanError
+from zc.offload import disk_file
+from zc.offload.disk import state_keys
+from zc.offload.disk_file import StateFile, place
 
 DIM = 16
 

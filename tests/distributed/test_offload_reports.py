@@ -12,7 +12,7 @@ from models import Heads, seeded
 from torch import nn
 
 import zc
-from zc.ops import GradientOps
+from zc.engine.ops import GradientOps
 
 DIM, TASKS = 16, 3
 

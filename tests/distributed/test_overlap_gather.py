@@ -21,12 +21,12 @@ from torch import nn
 
 import zc
 import zc.api
-from zc.comm import Group
+from zc.engine.overlap_gather import WeightGather
+from zc.engine.pending import Pending, PendingParameter
+from zc.engine.streams import ThreadStreams
 from zc.errors import PlanError
-from zc.gathering import WeightGather
-from zc.pending import Pending, PendingParameter
-from zc.schedule import COMM, HOME
-from zc.streams import ThreadStreams
+from zc.ranks.comm import Group
+from zc.schedule.nodes import COMM, HOME
 
 DIM, DEPTH, BUCKET = 32, 4, 5000  # one bucket a layer
 LATE = 0.012  # seconds
@@ -283,15 +283,15 @@ class Keeper:
 def _aliases(rank: int, world_size: int, is_counted: bool) -> tuple[dict[str, bool], list[bool], str]:
     """By kind: whether what was kept from before an update shows it right after step(), as without overlap_gather; and
     when step() waited."""
-    count, plain, keeper = zc.backend.num_sharing, Keeper(), Keeper()
+    count, plain, keeper = zc.compiler.backend.num_sharing, Keeper(), Keeper()
     options: dict[str, Any] = {"backend": "aot_eager", "num_steps": 2 * len(ALIASES)}
     _train(rank, ThreadStreams, plain, **options)
     if not is_counted:
-        zc.backend.num_sharing = lambda tensor: 0
+        zc.compiler.backend.num_sharing = lambda tensor: 0
     try:
         _, explanation = _train(rank, ThreadStreams, keeper, overlap_gather=True, **options)
     finally:
-        zc.backend.num_sharing = count
+        zc.compiler.backend.num_sharing = count
     same = {kind: torch.equal(*pair) for kind, *pair in zip(ALIASES, plain.seen, keeper.seen, strict=True)}
     return same, keeper.waited, explanation
 

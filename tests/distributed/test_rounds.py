@@ -13,8 +13,8 @@ from models import Broken, mlp
 from torch import nn
 
 import zc
-from zc.agreement import Agreement
-from zc.rank_check import FOLD, Journal
+from zc.ranks.agreement import Agreement
+from zc.ranks.watch import FOLD, Journal
 
 STEPS = 3
 

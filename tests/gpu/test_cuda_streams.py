@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "proof"))
 
 from schedules import SHAPES, make, schedule
 
-from zc import codegen
-from zc.cuda_streams import CudaStreams
-from zc.plan import Plan
-from zc.schedule import COMM, results, segment, steps
-from zc.streams import Task
+from zc.engine.cuda_streams import CudaStreams
+from zc.engine.streams import Task
+from zc.planning.plan import Plan
+from zc.schedule import codegen
+from zc.schedule.nodes import COMM, results, segment, steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: real streams and events")
 

@@ -87,7 +87,7 @@ def spread(grads: Sequence[Tensor], gaps: Sequence[int]) -> tuple[list[int], int
 
 
 def aligned(grads: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Offsets as zc.layout packs them: multiples of 64 elements."""
+    """Offsets as zc.planning.layout packs them: multiples of 64 elements."""
     offsets, stop = [], 0
     for grad in grads:
         offsets.append(stop)
@@ -96,7 +96,7 @@ def aligned(grads: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def layouts(grads: Sequence[Tensor]) -> list[tuple[list[int], int]]:
-    """As zc.layout packs; unaligned with gaps; and one whose last slot ends where the buffer ends."""
+    """As zc.planning.layout packs; unaligned with gaps; and one whose last slot ends where the buffer ends."""
     return [aligned(grads), spread(grads, (3, 0, 17)), spread(grads, (0, 5, 16))]  # the first gap is also the last
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zc.placement import PLACEMENTS
-from zc.plan import ParamSpec, Plan, make_plan
+from zc.planning.placement import PLACEMENTS
+from zc.planning.plan import ParamSpec, Plan, make_plan
 
 
 def plan_for(

@@ -12,14 +12,14 @@ from llama import Llama, tokens
 from torch import fx
 
 import zc
-from zc import cost
 from zc.passes import delay_weight_grads, exactly_once
 from zc.passes.delay_weight_grads import _end, _Group, choose
 from zc.passes.pipeline import PIPELINE
 from zc.passes.runner import run_passes
-from zc.placement import PLACEMENTS
-from zc.plan import ParamSpec, Plan, make_plan
-from zc.schedule import launch_reduce, steps, text, wgrad_into
+from zc.planning.placement import PLACEMENTS
+from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.schedule import cost
+from zc.schedule.nodes import launch_reduce, steps, text, wgrad_into
 
 ROWS, WIDTH = 30_000, 64
 

@@ -16,7 +16,16 @@ from zc.passes import bucket_gradients, outline_segments, reduce_buckets, tag_gr
 from zc.passes.base import Pass, copy_graph
 from zc.passes.pipeline import PIPELINE
 from zc.passes.runner import run_passes
-from zc.schedule import accumulate, accumulate_cast, deposit, flatten_cast, launch_reduce, segment, text, wait_reduce
+from zc.schedule.nodes import (
+    accumulate,
+    accumulate_cast,
+    deposit,
+    flatten_cast,
+    launch_reduce,
+    segment,
+    text,
+    wait_reduce,
+)
 
 
 def kinds(graph: fx.Graph) -> list[str]:
@@ -171,7 +180,7 @@ def test_the_whole_pipeline_gives_one_text_whatever_the_hash_seed() -> None:
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from graphs import chain, plan_for\n"
         "from zc.passes.pipeline import PIPELINE\nfrom zc.passes.runner import run_passes\n"
-        "from zc.schedule import text\n"
+        "from zc.schedule.nodes import text\n"
         "graph, names = chain(9)\nprint(text(run_passes(graph, plan_for(names), PIPELINE)[0]))"
     )
     folder = __file__.rsplit("/", 1)[0]

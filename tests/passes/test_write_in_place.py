@@ -18,7 +18,7 @@ from zc.passes.base import copy_graph
 from zc.passes.pipeline import PIPELINE
 from zc.passes.runner import run_passes
 from zc.passes.write_in_place import nbytes_in_place
-from zc.schedule import accumulate_cast, flatten_cast, launch_reduce, steps, wgrad_into
+from zc.schedule.nodes import accumulate_cast, flatten_cast, launch_reduce, steps, wgrad_into
 
 _aten = torch.ops.aten
 
@@ -304,7 +304,7 @@ def test_slots_that_a_failed_backward_has_opened_hold_zeros() -> None:
         buffers.hold(bucket)
         buffers.acc[bucket.index].fill_(torch.nan)
     loss = model(tokens(0, 0))
-    failing = mock.patch("zc.ops.matmul_into", side_effect=RuntimeError("out of memory"))
+    failing = mock.patch("zc.engine.ops.matmul_into", side_effect=RuntimeError("out of memory"))
     with failing, pytest.raises(RuntimeError, match="out of memory"):
         loss.backward()
     for grad, expected in zip(gradients(), wanted, strict=True):

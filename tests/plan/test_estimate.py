@@ -100,10 +100,10 @@ def test_4096_ranks_on_the_meta_device() -> None:
 
 
 def test_the_module_behind_the_name_is_still_there() -> None:
-    """`zc.plan` is the function, and ``from zc.plan import`` the module, as with `zc.explain`."""
-    from zc.plan import make_plan
+    """`zc.plan` is the function, and ``from zc.planning.plan import`` the module, as with `zc.explain`."""
+    from zc.planning.plan import make_plan
 
-    assert callable(zc.plan) and sys.modules["zc.plan"].make_plan is make_plan
+    assert callable(zc.plan) and sys.modules["zc.planning.plan"].make_plan is make_plan
 
 
 def really(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:

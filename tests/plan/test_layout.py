@@ -1,4 +1,5 @@
-"""zc/layout.py: every element of every parameter has one place and one owner, for any shapes and any number of ranks.
+"""zc/planning/layout.py: every element of every parameter has one place and one owner, for any shapes and any number of
+ranks.
 
 A layout that overlapped, or an element that two ranks own or none, would train wrong numbers without an error, and
 only for some shapes and world sizes: so the properties are tested over drawn ones, and two layouts are written out.
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zc.layout import FlatLayout, Slot, align_up, flat_layout, whole_layout
+from zc.planning.layout import FlatLayout, Slot, align_up, flat_layout, whole_layout
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 LAYOUTS = [flat_layout, whole_layout]

@@ -1,4 +1,5 @@
-"""zc/plan.py: which parameters are reduced together, and in which dtypes; decided by data, the same on every rank."""
+"""zc/planning/plan.py: which parameters are reduced together, and in which dtypes; decided by data, the same on every
+rank."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zc.layout import flat_layout, whole_layout
-from zc.placement import PLACEMENTS, Between
-from zc.plan import ParamSpec, Plan, make_plan
+from zc.planning.layout import flat_layout, whole_layout
+from zc.planning.placement import PLACEMENTS, Between
+from zc.planning.plan import ParamSpec, Plan, make_plan
 
 CPU = torch.device("cpu")
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -171,9 +172,9 @@ def test_a_plan_is_frozen_hashable_and_printable() -> None:
 
 _PRINT_PLAN = """
 import torch
-from zc.layout import flat_layout, whole_layout
-from zc.placement import PLACEMENTS
-from zc.plan import ParamSpec, make_plan
+from zc.planning.layout import flat_layout, whole_layout
+from zc.planning.placement import PLACEMENTS
+from zc.planning.plan import ParamSpec, make_plan
 dtypes = [torch.float32, torch.bfloat16]
 specs = [ParamSpec(f"layer{k}.weight", (k % 5, 7), dtypes[k % 2], torch.device("cpu")) for k in range(40)]
 for layout in (flat_layout, whole_layout):

@@ -23,15 +23,15 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import zc
-from zc import flushes, program
+from zc.engine import flushes, program
+from zc.engine.runtime import Runtime
 from zc.passes.base import Pass, copy_graph
 from zc.passes.debt import Debt, debt_of
 from zc.passes.pipeline import PIPELINE
 from zc.passes.place_on_streams import spread_producers
 from zc.passes.runner import run_passes
-from zc.placement import OFFLOADS, PLACEMENTS
-from zc.plan import ParamSpec, Plan, make_plan
-from zc.runtime import Runtime
+from zc.planning.placement import OFFLOADS, PLACEMENTS
+from zc.planning.plan import ParamSpec, Plan, make_plan
 
 WIDTH = 8
 _funcol = torch.distributed._functional_collectives

@@ -9,7 +9,7 @@ from typing import Any
 from mutants import Mutant, edited
 from torch import fx
 
-from zc.schedule import (
+from zc.schedule.nodes import (
     accumulate,
     accumulate_cast,
     copy_to_host,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from torch import fx
 
 from zc.passes.base import copy_graph
-from zc.schedule import SYNC_OPS, record_event, release, steps, stream_of, wait_event
+from zc.schedule.nodes import SYNC_OPS, record_event, release, steps, stream_of, wait_event
 
 Edit = Callable[[fx.Graph, dict[fx.Node, fx.Node]], None]  # of a copy, given where each node went
 Mutant = tuple[str, Edit]

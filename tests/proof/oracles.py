@@ -18,8 +18,8 @@ from unittest import mock
 from torch import fx
 from torch.cuda import _sanitizer
 
-from zc.plan import Plan
-from zc.schedule import (
+from zc.planning.plan import Plan
+from zc.schedule.nodes import (
     HOME,
     HOST,
     SYNC_OPS,

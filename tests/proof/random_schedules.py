@@ -10,8 +10,8 @@ from torch import fx
 
 from zc.errors import PassError
 from zc.passes import insert_events
-from zc.plan import Plan
-from zc.schedule import (
+from zc.planning.plan import Plan
+from zc.schedule.nodes import (
     COMM,
     COPY,
     HOME,

@@ -12,13 +12,13 @@ import torch
 from simulation import Case
 from torch import fx
 
-from zc.gathering import gather_graph, publish_graph
-from zc.offload import step_graph
+from zc.engine.overlap_gather import gather_graph, publish_graph
+from zc.offload.host_step import step_graph
 from zc.passes import cut_forward, insert_events, offload_gradients, place_on_streams, reduce_buckets
 from zc.passes.debt import Debt
-from zc.placement import OFFLOADS, PLACEMENTS
-from zc.plan import ParamSpec, Plan, make_plan
-from zc.schedule import accumulate_cast, deposit, flatten_cast, segment, wgrad_into
+from zc.planning.placement import OFFLOADS, PLACEMENTS
+from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.schedule.nodes import accumulate_cast, deposit, flatten_cast, segment, wgrad_into
 
 Shape = Callable[["Builder"], Sequence[fx.Node]]
 NOTHING_OWED = Debt()

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from adversary import AdversarialStreams, Chooser, Transfer, Values
 from torch import Tensor, fx
 
-from zc import codegen
-from zc.adversary import AdversarialStreams, Chooser, Transfer, Values
-from zc.plan import Plan
-from zc.schedule import (
+from zc.planning.plan import Plan
+from zc.schedule import codegen
+from zc.schedule.nodes import (
     HOME,
     HOST,
     accesses,

@@ -9,8 +9,8 @@ import pytest
 from schedules import make, schedule
 from test_reports import reverse_wait
 
-from zc.draw import draw, simulate
-from zc.schedule import flatten_cast, launch_reduce, segment, steps
+from zc.report.timeline import draw, simulate
+from zc.schedule.nodes import flatten_cast, launch_reduce, segment, steps
 
 
 def fixed(graph: object, exchange: float) -> dict[str, float]:

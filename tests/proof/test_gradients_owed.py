@@ -8,6 +8,7 @@ import functools
 import os
 from collections.abc import Iterator
 
+import adversary
 import compiled
 import gradient_mutants
 import mutants
@@ -18,13 +19,13 @@ import torch.distributed as dist
 from schedules import cases, make, offloaded, schedule
 from simulation import Case, Plain, is_wrong, plan_of, replaced
 
-from zc import adversary, flushes
+from zc.engine import flushes
 from zc.passes.base import copy_graph
 from zc.passes.debt import Debt
 from zc.passes.pipeline import PIPELINE
 from zc.passes.runner import run_passes
 from zc.passes.verify import examine, verify
-from zc.schedule import HOME, accumulate_cast, deposit, flatten_cast, steps
+from zc.schedule.nodes import HOME, accumulate_cast, deposit, flatten_cast, steps
 
 FULL = os.environ.get("ZC_PROOF") == "full"
 NUM_ORDERS = 200 if FULL else 3

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 
+import adversary
 import pytest
 import simulation
 from schedules import cases, make, schedule
 from simulation import Case
-
-from zc import adversary
 
 FULL = os.environ.get("ZC_PROOF") == "full"
 

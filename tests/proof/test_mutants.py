@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import os
 
+import adversary
 import mutants
 import pytest
 import simulation
 from schedules import cases, make, schedule, surrounded
 from simulation import Case, is_wrong, plan_of, replaced
 
-from zc import adversary
 from zc.passes.verify import examine, verify
 
 ALL = list(cases())

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
+import adversary
 import mutants
 import pytest
 import simulation
@@ -16,11 +17,10 @@ from schedules import make, offloaded, schedule, step_of, surrounded
 from simulation import Case, is_wrong, plan_of, replaced
 from torch import fx
 
-from zc import adversary
 from zc.errors import RaceError
 from zc.passes.base import copy_graph
 from zc.passes.verify import examine, verify
-from zc.schedule import (
+from zc.schedule.nodes import (
     COPY,
     HOME,
     HOST,

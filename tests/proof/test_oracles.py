@@ -16,8 +16,8 @@ from torch import fx
 from zc.passes import insert_events
 from zc.passes.base import copy_graph
 from zc.passes.verify import examine
-from zc.plan import Plan
-from zc.schedule import SYNC_OPS, record_event, steps, text, wait_event
+from zc.planning.plan import Plan
+from zc.schedule.nodes import SYNC_OPS, record_event, steps, text, wait_event
 
 FULL = os.environ.get("ZC_PROOF") == "full"
 relaxed = settings(

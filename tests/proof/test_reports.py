@@ -6,18 +6,18 @@ import re
 import time
 from dataclasses import replace
 
+import adversary
 import pytest
 import simulation
 from schedules import Builder, make, schedule
 from simulation import Case
 from torch import fx
 
-from zc import adversary
 from zc.errors import RaceError
 from zc.passes.base import copy_graph
 from zc.passes.verify import examine, verify
-from zc.plan import Plan
-from zc.schedule import (
+from zc.planning.plan import Plan
+from zc.schedule.nodes import (
     COMM,
     HOME,
     flatten_cast,

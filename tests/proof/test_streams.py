@@ -8,16 +8,17 @@ import sys
 import threading
 import time
 
+import adversary
 import pytest
 import torch
+from adversary import Transfer, Values
 from schedules import SHAPES, make, schedule
 from simulation import Simulation, same
 from torch import Tensor
 
-from zc import adversary, codegen
-from zc.adversary import Transfer, Values
-from zc.schedule import results, segment, steps
-from zc.streams import ThreadStreams
+from zc.engine.streams import ThreadStreams
+from zc.schedule import codegen
+from zc.schedule.nodes import results, segment, steps
 
 
 class _AtOnce:
@@ -140,7 +141,7 @@ def test_adversary_and_threads_agree_in_program_order() -> None:
 
 _LATE = """
 import atexit, sys, torch
-from zc import streams
+from zc.engine import streams
 if "unhooked" in sys.argv:
     atexit.unregister(streams._end_lanes)
 made = streams.ThreadStreams()

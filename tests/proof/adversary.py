@@ -1,0 +1,249 @@
+"""Streams that do the worst that the events allow: the same schedule, on CPU, in any legal order.
+
+``run_on``, ``record`` and ``wait`` only collect; ``synchronize`` then runs what was collected, one task at a time, and
+at each step asks a *chooser* which stream goes on. Whatever order comes out, some device could have had it. The idea is
+that of systematic concurrency testing (VeriSoft, POPL 1997; PCT, ASPLOS 2010), here with the worst orders by hand:
+each stream in turn delayed to the last legal moment, and run at the first.
+
+What a launch sends travels by itself: `AdversarialStreams.transfer` makes a stream of its own for it, which the
+completion cuts short. Storage that is released or not yet written is NaN (`Values`, and buffers filled with NaN), so
+that a task which runs too early or too late can't be right by luck.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from zc.engine.streams import Task
+from zc.schedule.nodes import HOME
+
+T = TypeVar("T")
+TRANSFER = "transfer."  # each launch's own stream: transfer.0, transfer.1, ...
+
+
+class Ready(NamedTuple):
+    """A stream that can go on, and when its next task was issued."""
+
+    stream: str
+    issued: int
+
+
+Chooser = Callable[[Sequence[Ready]], int]
+
+
+class _Fence:
+    """An event's record: ``reached`` once its stream has got there."""
+
+    def __init__(self) -> None:
+        self.reached = False
+
+
+class Transfer:
+    """What is in flight between a launch and its completion."""
+
+    def __init__(self, task: Task) -> None:
+        self._task: Task | None = task
+
+    def __call__(self) -> None:
+        """The exchange itself."""
+        task, self._task = self._task, None
+        assert task is not None
+        task()
+
+    def finish(self) -> None:
+        """What the completion does: the exchange now, if it did not happen before."""
+        if not self.is_done:
+            self()
+
+    @property
+    def is_done(self) -> bool:
+        return self._task is None
+
+
+class Values(dict[str, Any]):
+    """A schedule's values by name. What is not there, not yet or no more, is NaN."""
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        return torch.tensor(float("nan"))
+
+    def pop(self, name: str, *default: Any) -> Any:
+        return super().pop(name, torch.tensor(float("nan")))
+
+
+class AdversarialStreams:
+    """One run of collected schedules. Several may be collected one after the other; make a new one for each order."""
+
+    def __init__(self, choose: Chooser) -> None:
+        self._choose = choose
+        self._lanes: dict[str, list[tuple[int, Task | _Fence]]] = {HOME: []}
+        self._at: dict[str, int] = {}
+        self._events: dict[str, _Fence] = {}
+        self._issued = 0
+        self.trace: list[str] = []  # streams, in the order in which their tasks ran
+
+    # --- the protocol ---
+
+    def run_on(self, stream: str, task: Task) -> None:
+        self._put(stream, task)
+
+    def record(self, event: str, stream: str) -> None:
+        fence = _Fence()
+        self._events[event] = fence
+
+        def reach() -> None:
+            fence.reached = True
+
+        self._put(stream, _Silent(reach))
+
+    def wait(self, event: str, stream: str) -> None:
+        if event in self._events:
+            self._put(stream, self._events[event])
+
+    def join_home(self) -> None:
+        for name in sorted(self._lanes):
+            if name != HOME:
+                self.record(f"join/{name}", name)
+                self.wait(f"join/{name}", HOME)
+
+    def synchronize(self) -> None:
+        """Runs all that was collected."""
+        while ready := self._ready():
+            stream = ready[self._choose(ready)].stream
+            _, task = self._lanes[stream][self._at[stream]]
+            self._at[stream] += 1
+            self.trace.append(stream)
+            assert callable(task)
+            task()
+        stuck = [s for s, tasks in self._lanes.items() if self._at.get(s, 0) < len(tasks)]
+        assert not stuck, f"streams {stuck} wait for events that nobody reaches"
+
+    def transfer(self, task: Task) -> Transfer:
+        """Called by a launch while it runs: ``task`` may run at any later time, at the latest in ``finish``."""
+        made = Transfer(task)
+        self._put(f"{TRANSFER}{self._issued}", made)
+        return made
+
+    # --- inside ---
+
+    def _put(self, stream: str, item: Task | _Fence) -> None:
+        self._lanes.setdefault(stream, []).append((self._issued, item))
+        self._issued += 1
+
+    def _ready(self) -> list[Ready]:
+        """Streams whose next item is a task, after all records and open waits that cost nothing have been passed."""
+        moved = True
+        while moved:
+            moved = False
+            for stream, tasks in self._lanes.items():
+                at = self._at.setdefault(stream, 0)
+                while at < len(tasks):
+                    item = tasks[at][1]
+                    if isinstance(item, _Silent):
+                        item()
+                        moved = True
+                    elif not (isinstance(item, _Fence) and item.reached):
+                        break
+                    at += 1
+                self._at[stream] = at
+        for stream in [s for s, tasks in self._lanes.items() if tasks and _is_over(tasks[-1][1])]:
+            del self._lanes[stream]
+        found = []
+        for stream, tasks in self._lanes.items():
+            at = self._at[stream]
+            if at < len(tasks) and not isinstance(tasks[at][1], _Fence):
+                found.append(Ready(stream, tasks[at][0]))
+        return sorted(found)
+
+
+def _is_over(item: Task | _Fence) -> bool:
+    return isinstance(item, Transfer) and item.is_done
+
+
+class _Silent:
+    """A record: no task that a chooser could delay, since whoever waits for it can be delayed itself."""
+
+    def __init__(self, reach: Callable[[], None]) -> None:
+        self._reach = reach
+
+    def __call__(self) -> None:
+        self._reach()
+
+
+# --- orders ---
+
+
+def in_order(ready: Sequence[Ready]) -> int:
+    """The order in which the program issued: what a device with one stream does."""
+    return min(range(len(ready)), key=lambda k: ready[k].issued)
+
+
+def seeded(seed: int) -> Chooser:
+    """Any legal order, by chance."""
+    rng = random.Random(seed)
+    return lambda ready: rng.randrange(len(ready))
+
+
+def first(*streams: str) -> Chooser:
+    """These streams go on whenever they can, the rest in program order."""
+    return lambda ready: min(range(len(ready)), key=lambda k: (not _is_one(ready[k].stream, streams), ready[k].issued))
+
+
+def last(*streams: str) -> Chooser:
+    """These streams go on only where nothing else can."""
+    return lambda ready: min(range(len(ready)), key=lambda k: (_is_one(ready[k].stream, streams), ready[k].issued))
+
+
+def _is_one(stream: str, names: Sequence[str]) -> bool:
+    """A name that ends in a dot stands for all streams that begin with it."""
+    return any(stream == name or (name.endswith(".") and stream.startswith(name)) for name in names)
+
+
+def worst(streams: Sequence[str]) -> Iterator[Chooser]:
+    """Each stream, the transfers among them, delayed to the last legal moment and run at the first; and each pair of
+    one that is early and one that is late."""
+    names = (*streams, TRANSFER)
+    yield in_order
+    for name in names:
+        yield first(name)
+        yield last(name)
+    for early in names:
+        for late in names:
+            if early != late:
+                yield _first_and_last(early, late)
+
+
+def _first_and_last(early: str, late: str) -> Chooser:
+    def choose(ready: Sequence[Ready]) -> int:
+        def rank(k: int) -> tuple[bool, bool, int]:
+            return _is_one(ready[k].stream, (late,)), not _is_one(ready[k].stream, (early,)), ready[k].issued
+
+        return min(range(len(ready)), key=rank)
+
+    return choose
+
+
+def every_order(run: Callable[[Chooser], T]) -> Iterator[T]:
+    """``run`` under every legal order, one after the other; for schedules of up to some 12 operations."""
+    path: list[list[int]] = []  # at each step: what was chosen, of how many
+    while True:
+        step = 0
+
+        def choose(ready: Sequence[Ready]) -> int:
+            nonlocal step
+            if step == len(path):
+                path.append([0, len(ready)])
+            assert path[step][1] == len(ready), "a run must depend on nothing but its order"
+            step += 1
+            return path[step - 1][0]
+
+        yield run(choose)
+        del path[step:]
+        while path and path[-1][0] == path[-1][1] - 1:
+            path.pop()
+        if not path:
+            return
+        path[-1][0] += 1

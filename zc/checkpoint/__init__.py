@@ -1,0 +1,1 @@
+"""A wing: saves, loads and exports."""

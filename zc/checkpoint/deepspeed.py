@@ -1,0 +1,68 @@
+"""From DeepSpeed ZeRO-1/2 checkpoints, through what DeepSpeed itself writes for others.
+
+- Weights alone: ``zero_to_fp32.py`` gives a plain state dict, which `zc.load_state_dict` takes.
+- Weights and Adam moments: ``ds_to_universal.py`` gives a folder ``zero/<parameter>/`` with ``fp32.pt``,
+  ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``, which `load_universal` takes (arXiv:2406.18820).
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zc.checkpoint.save_load import load_state_dict, settled
+from zc.checkpoint.state import groups_of, others, owned
+from zc.errors import CheckpointError
+
+
+def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Weights and optimizer states of a DeepSpeed universal checkpoint, for a compiled model, in any plan.
+
+    ``path`` holds the folder ``zero``. Frozen parameters and buffers are not in it and stay as they are, as do the
+    optimizer's options. A folder that has ``fp32.pt`` alone starts the optimizer afresh. Every rank reads all of it.
+
+    Raises:
+        CheckpointError: a parameter is missing, extra or of another size, or a file can't be read without running code
+            from it; nothing is changed.
+    """
+    held, folder = settled(model, optimizer), Path(path) / "zero"
+    if not folder.is_dir():
+        raise CheckpointError(f"{path} is no universal checkpoint: it has no folder zero")
+    mine = owned(held)
+    found = {file.parent.relative_to(folder).as_posix() for file in folder.rglob("fp32.pt")}
+    missing, extra = sorted(set(mine) - found), sorted(found - set(mine) - set(model.state_dict()))
+    if missing or extra:
+        raise CheckpointError(f"{path} is of another model: missing {missing[:5]}, extra {extra[:5]}")
+    weights: dict[str, Any] = dict(others(model, held))
+    states: dict[str, dict[str, Any]] = {}
+    for name, own in mine.items():
+        for file in sorted((folder / name).glob("*.pt")):
+            value = _read(file)
+            if file.stem == "step":
+                states.setdefault(name, {})["step"] = torch.tensor(float(value))
+                continue
+            if not isinstance(value, Tensor) or value.numel() != own.slot.numel:
+                shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise CheckpointError(f"{file} holds {shown}, the parameter's shape is {own.slot.shape}")
+            value = value.reshape(own.slot.shape)
+            if file.stem == "fp32":
+                weights[name] = value
+            else:
+                states.setdefault(name, {})[file.stem] = value
+    state: dict[str, Any] = {"model": weights}
+    if states:
+        state["optimizer"] = {"state": states, "param_groups": groups_of(held)}
+    load_state_dict(model, optimizer, state)
+
+
+def _read(file: Path) -> Any:
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointError(f"{file} can't be read without running code from it, or is damaged: {error}") from error
+    return found["param"] if isinstance(found, dict) and "param" in found else found

@@ -1,0 +1,178 @@
+"""Ways out of a checkpoint, for programs without zc: safetensors, and a plain optimizer state.
+
+zc.export("out/model", "out/checkpoints/step_1000", dtype=torch.bfloat16)       # or a compiled model
+torch.optim.AdamW(model.parameters()).load_state_dict(zc.full_optimizer_state(model, optimizer))
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.optim import Optimizer
+
+from zc.checkpoint.files import Reader
+from zc.checkpoint.save_load import settled
+from zc.checkpoint.saving import cause_of, channel_of
+from zc.checkpoint.shards import ShardOf
+from zc.checkpoint.state import groups_of, owned, state_of
+from zc.durable import write_synced
+from zc.errors import CheckpointError
+from zc.optim.optimizer import ShardedOptimizer
+
+__all__ = ["export", "full_optimizer_state"]
+
+SHARD_NBYTES = 5 * 10**9  # the Hub's usual file size
+
+
+def export(
+    path: str | Path,
+    checkpoint: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_nbytes: int = SHARD_NBYTES,
+) -> list[Path]:
+    """Writes a checkpoint's weights as safetensors, with the module's own names, as the Hugging Face Hub has them.
+
+    One process, no model and no process group; at most one file's tensors are in memory at a time. A tied weight stands
+    under its first name (transformers ties it again); what is no tensor (a module's extra state) has no place there.
+
+    Args:
+        path: a folder, made where it is missing: ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and
+            ``model.safetensors.index.json``. Files of these names must not exist.
+        checkpoint: a folder that `save` has written.
+        dtype: of floating-point tensors; None: as they are, fp32 masters.
+        shard_nbytes: the largest file, unless one tensor is larger.
+
+    Returns:
+        The files with tensors.
+    """
+    from safetensors.torch import save_file
+
+    reader, folder = Reader(Path(checkpoint)), Path(path)
+    metadata = reader.read_metadata()
+    found = {
+        key: entry
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    if not found:
+        raise CheckpointError(f"{checkpoint} has no weights: no key begins with model.")
+    files = list(_files({key: _nbytes(entry, dtype) for key, entry in found.items()}, shard_nbytes))
+    names = ["model.safetensors"]
+    if len(files) > 1:
+        names = [f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" for k in range(len(files))]
+    index = folder / "model.safetensors.index.json"
+    for target in (*(folder / name for name in names), index):
+        if target.exists():
+            raise CheckpointError(f"{target} exists already: nothing is overwritten")
+    folder.mkdir(parents=True, exist_ok=True)
+    where: dict[str, str] = {}
+    for name, keys in zip(names, files, strict=True):
+        items: dict[str, Any] = {key: torch.empty(found[key].size, dtype=found[key].properties.dtype) for key in keys}
+        try:
+            dcp_load(items, storage_reader=Reader(Path(checkpoint)), no_dist=True)
+        except (Exception, CheckpointException) as error:
+            raise cause_of(f"exporting {checkpoint}", error) from error
+        tensors = {key.removeprefix("model."): _cast(items[key], dtype) for key in keys}
+        partial = folder / f".{name}.partial"
+        save_file(tensors, str(partial), metadata={"format": "pt"})
+        os.rename(partial, folder / name)
+        where.update(dict.fromkeys(tensors, name))
+    if len(files) > 1:
+        total = sum(_nbytes(entry, dtype) for entry in found.values())
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        write_synced(index, json.dumps(content, indent=2).encode())
+    return [folder / name for name in names]
+
+
+def _files(sizes: dict[str, int], largest: int) -> Iterator[list[str]]:
+    keys: list[str] = []
+    filled = 0
+    for key, nbytes in sizes.items():
+        if keys and filled + nbytes > largest:
+            yield keys
+            keys, filled = [], 0
+        keys.append(key)
+        filled += nbytes
+    yield keys
+
+
+def _nbytes(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> int:
+    own = entry.properties.dtype
+    return int(entry.size.numel()) * (dtype if dtype is not None and own.is_floating_point else own).itemsize
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
+    """The ``state_dict()`` that the caller's optimizer would have without zc: on rank 0, in host memory; else None.
+
+    ``type(optimizer)(model.parameters(), ...).load_state_dict(...)`` takes it, with the parameters in the order that
+    the optimizer was given. Every rank calls it; rank 0 needs room for all of it, one tensor at a time travels.
+    """
+    held = settled(model, optimizer)
+    channel = channel_of(held)
+    state: dict[str, dict[str, Any]] = state_of(model, held)["optimizer"]["state"]
+    numbers, groups = _numbered(held)
+    found = channel.call("gathering the whole optimizer state", partial(_gathered, held, state))
+    if held.runtime.group.rank != 0:
+        return None
+    return {"state": {numbers[name]: values for name, values in found.items()}, "param_groups": groups}
+
+
+def _gathered(held: ShardedOptimizer, state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By name, on rank 0. Waits for the other ranks."""
+    group, rank = held.runtime.group, held.runtime.group.rank
+    whole: dict[str, dict[str, Any]] = {}
+    for name, own in owned(held).items():
+        mine = state.get(name, {})
+        shapes = {key: isinstance(value, ShardOf) for key, value in mine.items()}
+        everyone: list[Any] = [(own.start, own.numel, shapes)]
+        if group.world_size > 1:
+            everyone = everyone * group.world_size
+            dist.all_gather_object(everyone, (own.start, own.numel, shapes), group=group.control)
+        keys: dict[str, bool] = next((keys for _, numel, keys in everyone if numel and keys), {})
+        for key, is_sharded in keys.items():
+            value = mine.get(key)
+            local = value.local.detach().cpu() if isinstance(value, ShardOf) else value
+            parts: list[Any] | None = [local] if group.world_size == 1 else None
+            if group.world_size > 1:
+                parts = [None] * group.world_size if rank == 0 else None
+                dist.gather_object(local, parts, group_dst=0, group=group.control)
+            if parts is None:
+                continue
+            have = [(start, part) for (start, numel, _), part in zip(everyone, parts, strict=True) if numel]
+            if is_sharded:
+                joined = torch.cat([part for _, part in sorted(have, key=lambda item: item[0])])
+                found: Any = joined.view(own.slot.shape)
+            else:
+                found = have[0][1]
+            whole.setdefault(name, {})[key] = found
+    return whole
+
+
+def _numbered(held: ShardedOptimizer) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """A plain optimizer's numbers, counted through its groups."""
+    numbers: dict[str, int] = {}
+    groups: list[dict[str, Any]] = []
+    count = 0
+    for group, members in zip(groups_of(held), held.members, strict=True):
+        for k, member in enumerate(members):
+            if isinstance(member, str):
+                numbers[member] = count + k
+        groups.append({**group, "params": list(range(count, count + len(members)))})
+        count += len(members)
+    return numbers, groups

@@ -1,0 +1,241 @@
+"""DCP's files, with checksums beside them; no code of a stranger's is run.
+
+The format is DCP's own (`torch.distributed.checkpoint.FileSystemWriter`). Beside each file, ``.metadata`` too, lies
+``<file>.crc32.json``, which other readers of DCP ignore: the checksum of each chunk in it. Neither the file system nor
+``torch.load`` notices a flipped bit.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pickle
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from zc.checkpoint.folders import INFO
+from zc.durable import write_synced
+from zc.errors import CheckpointError
+
+METADATA, SUMS = ".metadata", ".crc32.json"
+
+
+class Writer(FileSystemWriter):
+    """DCP's writer, and a checksum for each chunk. Files are synced before `write_data` is done."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, sync_files=True, overwrite=False)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written: Future[list[WriteResult]] = super().write_data(plan, planner)
+        files: dict[str, list[tuple[int, int]]] = {}
+        for result in written.wait():
+            info = result.storage_data
+            files.setdefault(info.relative_path, []).append((info.offset, info.length))
+        for name, items in files.items():
+            self._write_sums(name, items)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self._write_sums(METADATA, [(0, (Path(self.path) / METADATA).stat().st_size)])
+
+    def _write_sums(self, name: str, items: Sequence[tuple[int, int]]) -> None:
+        with open(Path(self.path) / name, "rb") as file:
+            sums = [[offset, length, _crc32(file, offset, length)] for offset, length in items]
+        write_synced(Path(self.path) / f"{name}{SUMS}", json.dumps(sums).encode())
+
+
+def _crc32(file: io.BufferedReader, offset: int, length: int) -> int:
+    file.seek(offset)
+    value, buffer = 0, memoryview(bytearray(min(length, 2**20) or 1))
+    while length:
+        count = file.readinto(buffer[: min(length, len(buffer))])
+        if not count:
+            raise CheckpointError(f"{file.name} ends {length} bytes early")
+        value = zlib.crc32(buffer[:count], value)
+        length -= count
+    return value
+
+
+class Reader(FileSystemReader):
+    """DCP's reader that runs no code from the folder, checks each chunk's checksum, and reads each chunk once."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / METADATA
+        try:
+            raw = path.read_bytes()
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.path} is no checkpoint: it has no .metadata file") from None
+        if self._has_sums(METADATA):
+            self._compare(METADATA, 0, raw, METADATA, self._checksums(METADATA))
+        try:
+            found: Metadata = _MetadataUnpickler(io.BytesIO(raw)).load()
+            _check(found)
+        except Exception as error:  # a pickle that was cut or overwritten raises anything, MemoryError too
+            raise CheckpointError(
+                f"{path} is damaged or not DCP's metadata: {type(error).__name__}: {error}"
+            ) from error
+        return found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_chunk: dict[Any, list[ReadItem]] = {}
+        for item in plan.items:
+            by_chunk.setdefault(item.storage_index, []).append(item)
+        order = sorted(by_chunk, key=lambda index: _place(self.storage_data[index]))
+        sums: dict[str, dict[tuple[int, int], int]] = {}
+        for number, index in enumerate(order):
+            info = self.storage_data[index]
+            if info.transform_descriptors:
+                raise CheckpointError(
+                    f"{self.path}: {index.fqn} was written with the extension {info.transform_descriptors}"
+                )
+            name = info.relative_path
+            following = [self.storage_data[later] for later in order[number + 1 : number + 2]]
+            raw = self._read(name, info.offset, info.length, index.fqn, following)
+            if self._has_sums(name):
+                if name not in sums:
+                    sums[name] = self._checksums(name)
+                self._compare(name, info.offset, raw, index.fqn, sums[name])
+            self._deliver(by_chunk[index], planner, raw)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _deliver(self, items: Sequence[ReadItem], planner: LoadPlanner, raw: bytes) -> None:
+        tensor: torch.Tensor | None = None
+        for item in items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(raw))
+                continue
+            if tensor is None:
+                tensor = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+            parts = zip(item.storage_offsets, item.lengths, strict=True)
+            part = tensor[tuple(slice(offset, offset + length) for offset, length in parts)]
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+
+    def _read(self, name: str, offset: int, length: int, fqn: str, following: Sequence[Any]) -> bytes:
+        path = self._inside(name)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                for info in following:  # the disk works on the next chunk while this one is checked and copied
+                    if info.relative_path == name and hasattr(os, "posix_fadvise"):
+                        os.posix_fadvise(file.fileno(), info.offset, info.length, os.POSIX_FADV_WILLNEED)
+                nbytes = os.fstat(file.fileno()).st_size
+                file.seek(offset)
+                raw = file.read(length) if offset + length <= nbytes else None
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing: {fqn} is in it") from None
+        if raw is None or len(raw) != length:
+            raise CheckpointError(
+                f"{path} is truncated: {fqn} is bytes {offset} to {offset + length}, the file has {nbytes}"
+            )
+        return raw
+
+    def _inside(self, name: str) -> Path:
+        if Path(name).name != name:
+            raise CheckpointError(f"{self.path}: the metadata names the file {name}, outside of the folder")
+        return Path(self.path) / name
+
+    def _has_sums(self, name: str) -> bool:
+        """Whether a checksum of this file was written: it lies there, or zc wrote the folder. (``.metadata`` has none
+        in zc's first checkpoints, and none is written by another program.)"""
+        folder = Path(self.path)
+        if (folder / f"{name}{SUMS}").exists():
+            return True
+        return name != METADATA and ((folder / INFO).exists() or any(folder.glob(f"*{SUMS}")))
+
+    def _checksums(self, name: str) -> dict[tuple[int, int], int]:
+        path = self._inside(name + SUMS)
+        try:
+            return {(offset, length): crc for offset, length, crc in json.loads(path.read_text())}
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{path} is missing or damaged: {error}") from error
+
+    def _compare(self, name: str, offset: int, raw: bytes, what: str, sums: dict[tuple[int, int], int]) -> None:
+        found, saved = zlib.crc32(raw), sums.get((offset, len(raw)))
+        if found != saved:
+            was = "it was written in other parts" if saved is None else f"it was {saved}"
+            raise CheckpointError(
+                f"{self.path}/{name} is corrupted: the checksum of {what} (bytes {offset} to {offset + len(raw)}) is "
+                f"{found}, {was}"
+            )
+
+
+def _place(info: Any) -> tuple[str, int]:
+    return info.relative_path, info.offset
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    *(
+        (_METADATA, name)
+        for name in (
+            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath")),
+    *(("pathlib._local", name) for name in ("Path", "PosixPath", "PurePosixPath")),  # Python 3.13
+}  # fmt: skip
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """DCP keeps its metadata as a pickle, which may call anything. These are the classes that it needs, no other."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
+            return getattr(torch, name)
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which DCP's metadata does not need")
+        return super().find_class(module, name)
+
+
+def _check(found: object) -> None:
+    """Raises where what was unpickled is no metadata that agrees with itself: DCP and zc rely on all of this."""
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise TypeError(f"it holds a {type(found).__name__}")
+    wanted: list[tuple[str, torch.Size | None]] = []
+    for key, entry in found.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            wanted.append((key, None))
+            continue
+        if not isinstance(entry, TensorStorageMetadata) or not isinstance(entry.properties.dtype, torch.dtype):
+            raise TypeError(f"{key} is a {type(entry).__name__}")
+        for chunk in entry.chunks:
+            parts = zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+            if any(offset < 0 or size < 0 or offset + size > whole for offset, size, whole in parts):
+                raise ValueError(f"{key} of shape {tuple(entry.size)} has a part at {chunk.offsets} of {chunk.sizes}")
+            wanted.append((key, chunk.offsets))
+        if sum(math.prod(chunk.sizes) for chunk in entry.chunks) < math.prod(entry.size):
+            raise ValueError(f"{key}: its parts are not all of its shape {tuple(entry.size)}")
+    for key, offsets in wanted:
+        info = found.storage_data[MetadataIndex(key, offsets)]
+        if not isinstance(info.relative_path, str) or info.offset < 0 or info.length < 0:
+            raise ValueError(f"{key} is at {info}")
+    if found.planner_data and not found.planner_data.keys() >= found.state_dict_metadata.keys():
+        raise ValueError("keys have no paths")

@@ -1,0 +1,118 @@
+"""Plain state dicts: whole tensors by name, or by number as an unsharded program's optimizer saves them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from zc.checkpoint.shards import ShardOf
+from zc.checkpoint.state import Owned, Target, check_groups, check_names, flat_items, groups_of, others, owned
+from zc.errors import CheckpointError
+from zc.optim.optimizer import ShardedOptimizer
+from zc.planning.layout import flat_layout
+
+PART_KEY = "zc"  # in an optimizer's state_dict: it is one rank's part (zc/checkpoint/state_marks.py)
+WAYS = (
+    "save what zc.full_optimizer_state(model, optimizer) gives on rank 0, which optimizer.load_state_dict and "
+    "zc.load_state_dict take on every rank, or use zc.save and zc.load"
+)
+PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, of torch.compile
+
+
+def from_plain(model: nn.Module, held: ShardedOptimizer, state: Mapping[str, Any]) -> Target:
+    """A target from what `zc.state_dict` gave or from whole tensors. No collective; the live state is only read."""
+    if not isinstance(state, Mapping) or "model" not in state:
+        raise TypeError(
+            'a state has the key "model", and "optimizer" where it has one: {"model": ..., "optimizer": ...}'
+        )
+    target, mine, rest, where = Target("the given state"), owned(held), others(model, held), "the given state"
+    weights = {_bare(name): value for name, value in state["model"].items()}
+    check_names(model, held, set(weights), where)
+    for name in (*mine, *rest):
+        value = weights[name]
+        shape = mine[name].slot.shape if name in mine else getattr(rest[name], "shape", None)
+        if shape is not None and tuple(getattr(value, "shape", ())) != tuple(shape):
+            raise CheckpointError(f"{where}: {name} has shape {tuple(value.shape)}, the model's is {tuple(shape)}")
+        target.add(("model", name), _part(mine.get(name), value))
+    optimizer = state.get("optimizer")
+    target.has_optimizer = optimizer is not None
+    if optimizer is not None:
+        if PART_KEY in optimizer:
+            shown = shown_mark(optimizer[PART_KEY])
+            raise CheckpointError(f"{where}: its optimizer state is {shown}, and a whole one is wanted: {WAYS}")
+        states, groups = optimizer_part(held, optimizer, where)
+        for path, value in flat_items({"state": states, "param_groups": groups}, ("optimizer",)).items():
+            target.add(path, value)
+    check_groups(held, target)
+    return target
+
+
+def optimizer_part(
+    held: ShardedOptimizer, state: Mapping[str, Any], where: str
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """This rank's part of a whole optimizer state, by parameter name, and the groups with names for members. Raises
+    CheckpointError where it is of other parameters."""
+    groups = _named_groups(held, state["param_groups"], where)
+    numbered = {k: name for group in groups for k, name in zip(group.pop("numbers"), group["params"], strict=True)}
+    mine, cuts = owned(held), held.layout is flat_layout and held.runtime.group.world_size > 1
+    states: dict[str, dict[str, Any]] = {}
+    for key, values in state["state"].items():
+        name = numbered.get(key, _bare(key) if isinstance(key, str) else key)
+        if name not in mine:
+            raise CheckpointError(f"{where} has optimizer state for {name}, which is not a trainable parameter here")
+        own = mine[name]
+        for option, value in values.items():
+            whole = isinstance(value, Tensor) and tuple(value.shape) == own.slot.shape
+            if isinstance(value, Tensor) and not whole and value.numel() != 1 and cuts:
+                raise CheckpointError(
+                    f"{where}: optimizer state {option} of {name} has shape {tuple(value.shape)}, the parameter "
+                    f"{own.slot.shape}"
+                )
+            if own.slice is not None:
+                states.setdefault(name, {})[option] = _part(own if whole else None, value)
+    return states, groups
+
+
+def _part(own: Owned | None, value: Any) -> Any:
+    """This rank's part, copied: the given tensor stays the caller's."""
+    if isinstance(value, ShardOf):
+        return ShardOf(tuple(value.shape), value.local.detach().clone(), value.start)
+    if own is not None and own.slot.numel:
+        return own.part(own.part_of(value.detach()).clone())
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def shown_mark(mark: Any) -> str:
+    if not isinstance(mark, Mapping):
+        return f"marked as {mark!r}, which this zc does not know"
+    return f"rank {mark.get('rank')}'s part of {mark.get('world_size')} (what optimizer.state_dict() gave there)"
+
+
+def _named_groups(held: ShardedOptimizer, groups: Any, where: str) -> list[dict[str, Any]]:
+    """Groups with names for members. A plain optimizer counts its parameters through all groups; the order is that in
+    which this optimizer was given them."""
+    ours = groups_of(held)
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in ours]:
+        raise CheckpointError(
+            f"{where} has parameter groups of {[len(g['params']) for g in groups]} members, the optimizer was given "
+            f"{[len(g['params']) for g in ours]}"
+        )
+    named = []
+    for their, our in zip(groups, ours, strict=True):
+        members = [
+            _bare(m) if isinstance(m, str) else name for m, name in zip(their["params"], our["params"], strict=True)
+        ]
+        named.append({**their, "params": members, "numbers": list(their["params"])})
+    return named
+
+
+def _bare(name: str) -> str:
+    changed = True
+    while changed:
+        changed = False
+        for prefix in PREFIXES:
+            if name.startswith(prefix):
+                name, changed = name[len(prefix) :], True
+    return name

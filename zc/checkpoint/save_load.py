@@ -1,0 +1,228 @@
+"""Checkpoints through torch.distributed.checkpoint: named, resharded, crash-safe (docs/checkpoints.md).
+
+What is saved, by DCP's keys, those of ``torch.distributed.checkpoint.state_dict``: DDP and FSDP2 programs read it::
+
+    model.<name>                       fp32 master in the parameter's shape; frozen parameters and buffers as they are
+    optimizer.state.<name>.<key>       each optimizer state, in the parameter's shape; scalars as they are
+    optimizer.param_groups             options, and the names of the group's parameters
+    extra.rank_<r>                     ``torch.save`` of what rank r gave as ``extra``, as bytes
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.optim import Optimizer
+
+import zc
+from zc.api import sharded
+from zc.checkpoint.files import Reader, Writer
+from zc.checkpoint.folders import Unfinished, latest, partial_of
+from zc.checkpoint.plain_state import from_plain
+from zc.checkpoint.saving import Saving, cause_of, channel_of
+from zc.checkpoint.shards import ShardOf
+from zc.checkpoint.state import Target, check_groups, commit, flat_items, make_target, state_of
+from zc.errors import CheckpointError, PlanError, ZcError
+from zc.optim.optimizer import ShardedOptimizer
+
+__all__ = ["Saving", "latest", "load", "load_state_dict", "save", "state_dict"]
+
+
+def state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """What to save, as DCP takes it: ``{"model": {name: ...}, "optimizer": {"state": ..., "param_groups": ...}}``.
+
+    A trainable parameter and its optimizer states are this rank's part of a tensor of the parameter's own shape
+    (`ShardOf`, views of the shards, no copy): ``dcp.save`` writes them and ``dcp.load`` fills them in place; call
+    `load_state_dict` after the latter. A tied weight stands under its first name.
+    """
+    return state_of(model, settled(model, optimizer))
+
+
+def load_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Takes over a state: one from `state_dict`, filled by ``dcp.load``, or plain whole tensors.
+
+    Plain is ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`` of an unsharded program, or DDP's;
+    "optimizer" may be left out, and then the optimizer starts afresh. A prefix ``module.`` or ``_orig_mod.`` is
+    dropped. Every rank gives the same. Call it between updates: gradients are dropped. Raises CheckpointError naming
+    what is missing, extra or has another shape, before anything is changed.
+    """
+    held = settled(model, optimizer)
+    channel = channel_of(held)
+    target: Target | None = None
+    failure: Exception | None = None
+    try:
+        target = from_plain(model, held, state)
+    except (CheckpointError, TypeError, ValueError, KeyError) as error:
+        failure = error
+    channel.agree("loading a state", failure)
+    assert target is not None
+    commit(model, held, target)
+
+
+def save(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    asynchronous: bool = False,
+    keep: int | None = None,
+) -> Saving:
+    """Writes a checkpoint into the new folder ``path``, which all ranks share. Every rank calls it, between updates.
+
+    The folder gets its name when everything in it is complete and synced to the disk: a killed save leaves nothing that
+    `latest` sees, and earlier checkpoints as they were.
+
+    Args:
+        extra: what else goes along (scheduler, GradScaler, random states, data position), of types that
+            ``torch.load(weights_only=True)`` reads. Each rank's own is kept.
+        asynchronous: returns as soon as this rank's part is copied to host memory (one copy of masters and optimizer
+            state); the next save, or ``wait()`` on the result, waits for the writing. Call ``wait()`` before the
+            process group is destroyed.
+        keep: removes all but the newest ``keep`` checkpoints beside ``path`` afterwards, and unfinished ones of jobs
+            that have ended.
+
+    Raises:
+        CheckpointError, on every rank: ``path`` exists (another job may have been first), the disk has no room,
+        something can't be written, or (from ``wait``, or the next save) an asynchronous save has failed.
+        RankLostError: a rank is gone, or stands still.
+    """
+    path = Path(path).absolute()
+    held = settled(model, optimizer)
+    channel = channel_of(held)
+    channel.finish_pending()
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep must be a whole number of at least 1, or None, got {keep!r}")
+    rank = channel.group.rank
+    tree: dict[str, Any] = {}
+    folder: Unfinished | None = None
+    failure: Exception | None = None
+    try:
+        tree = state_of(model, held)
+        tree["extra"] = {f"rank_{rank}": _encoded(extra)}
+        if asynchronous:
+            tree = _copied(tree)
+        if rank == 0:
+            folder = Unfinished(path, channel.job, _nbytes(tree))
+    except (OSError, ZcError, TypeError, ValueError) as error:
+        failure = error
+    try:
+        channel.agree(f"saving {path}", failure)
+    except BaseException:
+        if folder is not None:
+            folder.close()
+        raise
+    info = {"zc": zc.__version__, "torch": torch.__version__, "world_size": channel.group.world_size}
+    writer = Writer(partial_of(path, channel.job))
+
+    def write(saving: Saving) -> None:
+        try:
+            dcp_save(tree, storage_writer=writer, planner=DefaultSavePlanner(), **channel.options)
+            if folder is not None and not saving.is_given_up:
+                folder.make_visible(info, keep)
+        finally:
+            if folder is not None:
+                folder.close()
+
+    saving = Saving(path, channel, write)
+    if not asynchronous:
+        saving.wait()
+    return saving
+
+
+def load(path: str | Path, model: nn.Module, optimizer: Optimizer) -> Any:
+    """Loads a checkpoint that any number of ranks has written, into any plan. Every rank calls it, between updates.
+
+    Everything is read and checked before anything is changed, so it needs room for one more copy of this rank's part.
+    Also reads DCP checkpoints of DDP and FSDP2 programs with the same keys, without checksums then. Gradients are
+    dropped.
+
+    Returns:
+        What ``save`` was given as ``extra``: this rank's own where the checkpoint has as many ranks, else rank 0's.
+
+    Raises:
+        CheckpointError, on every rank: no checkpoint, damaged, or of another model: names the file or the parameters.
+        The state is as before.
+    """
+    path = Path(path).absolute()
+    held = settled(model, optimizer)
+    channel = channel_of(held)
+    channel.finish_pending()
+    target: Target | None = None
+    failure: Exception | None = None
+    what, reader = f"loading {path}", Reader(path)
+    try:
+        target = make_target(model, held, reader.read_metadata(), str(path))
+    except Exception as error:  # noqa: BLE001  (a damaged checkpoint raises anything)
+        failure = cause_of(what, error)
+    channel.agree(what, failure)
+    assert target is not None
+    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    read = channel.start(partial(dcp_load, target.items, storage_reader=reader, planner=planner, **channel.options))
+    channel.wait(read, what)
+    extra: Any = None
+    try:
+        read.result()
+        check_groups(held, target)
+        extra = target.extra()
+    except BaseException as error:  # noqa: BLE001  (DCP's is no Exception, and pickle raises anything)
+        failure = cause_of(what, error)
+    channel.agree(what, failure)
+    commit(model, held, target)
+    return extra
+
+
+class _Planner(DefaultLoadPlanner):
+    """DCP's planner, which unpickles nothing but plain values."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        self.original_state_dict[read_item.dest_index.fqn] = self.state_dict[read_item.dest_index.fqn]
+
+
+def settled(model: nn.Module, optimizer: Optimizer) -> ShardedOptimizer:
+    """What zc keeps for the two, with nothing under way that reads or writes masters or states."""
+    held = sharded(model)
+    if held.optimizer is not optimizer:
+        raise PlanError(f"this {type(optimizer).__name__} is not the one that {type(model).__name__} was compiled with")
+    runtime = held.runtime
+    runtime.weights.synchronize()  # overlap_gather: step() may have left gathers behind that read the masters
+    runtime.streams.synchronize()  # masters and states are read, and written, by the host, in whatever thread
+    return held
+
+
+def _encoded(extra: Mapping[str, Any] | None) -> Tensor:
+    """``torch.save`` as uint8; refuses what could not be loaded again without running a stranger's code."""
+    buffer = io.BytesIO()
+    torch.save(dict(extra or {}), buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"extra holds what torch.load(weights_only=True) refuses: {error}") from error
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    if isinstance(value, ShardOf):
+        return value.copied()
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _nbytes(tree: dict[str, Any]) -> int:
+    """Of the whole checkpoint, before the files' own overhead."""
+    tensors = [item for item in flat_items(tree).values() if isinstance(item, Tensor)]
+    return sum(t.numel() * t.dtype.itemsize for t in tensors)

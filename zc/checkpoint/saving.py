@@ -1,0 +1,191 @@
+"""Exchanges of checkpoints: on a process group of their own, in threads that can be left behind; and a save under way.
+
+DCP, and torch.distributed where it sends objects, block inside until every rank has answered. So they run in a thread,
+and the calling one waits for it under the ranks' watch (zc/ranks/watch.py): where a rank is gone or stands still it
+raises RankLostError, and the thread, a daemon, is left where it is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import secrets
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zc.errors import CheckpointError, PlanError, ZcError
+from zc.optim.optimizer import ShardedOptimizer
+
+
+class Call:
+    """``run()`` in a thread of its own: a work that can be waited for with a timeout, as zc/ranks/watch.py does."""
+
+    def __init__(self, run: Callable[[], Any], device: torch.device) -> None:
+        self._done = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._work, args=(run, device), name="zc checkpoint", daemon=True).start()
+
+    def _work(self, run: Callable[[], Any], device: torch.device) -> None:
+        try:
+            if device.type != "cpu":
+                torch.accelerator.set_device_index(device)  # a thread begins on device 0
+            self._result = run()
+        except BaseException as error:  # noqa: BLE001  (DCP's is none of Exception; whoever waits raises it)
+            self._error = error
+        self._done.set()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Raises an error of the network. Whatever else went wrong `result` raises: it concerns this rank alone."""
+        if not self._done.wait(timeout.total_seconds() if timeout is not None else None):
+            raise RuntimeError("timed out")
+        if isinstance(self._error, RuntimeError) and not isinstance(self._error, ZcError):
+            raise self._error
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class Channel:
+    """A process group for checkpoints alone, since a save may run beside the training; and the save under way."""
+
+    def __init__(self, held: ShardedOptimizer) -> None:
+        self.group, self._device = held.runtime.group, held.runtime.plan.buckets[0].device
+        self.pending: Saving | None = None  # of which not every rank knows the outcome yet
+        what = "opening the process group for checkpoints"
+        self.data = self.call(what, self.group.new_group) if self.group.world_size > 1 else None
+        self.job: str = self.share(what, secrets.token_hex(8))[0]  # whose unfinished folders are this model's
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"process_group": self.data, "no_dist": self.data is None}
+
+    def finish_pending(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+
+    def start(self, run: Callable[[], Any]) -> Call:
+        return Call(run, self._device)
+
+    def wait(self, call: Call, what: str) -> None:
+        """Raises RankLostError where a rank that ``call`` waits for is gone; ``what`` says what this rank did."""
+        check = self.group.check
+        if check is None:
+            call.wait()
+            return
+        exposed_s = check.exposed_s
+        try:
+            check.wait(call, what, interruptible=True)
+        finally:
+            check.exposed_s = exposed_s  # no part of a training step
+
+    def call(self, what: str, run: Callable[[], Any]) -> Any:
+        """``run()``, which waits for other ranks."""
+        call = self.start(run)
+        self.wait(call, what)
+        return call.result()
+
+    def share(self, what: str, value: Any) -> list[Any]:
+        """Every rank's value."""
+        if self.group.world_size == 1:
+            return [value]
+        found: list[Any] = [None] * self.group.world_size
+        self.call(what, partial(dist.all_gather_object, found, value, group=self.group.control))
+        return found
+
+    def agree(self, what: str, failure: BaseException | None) -> None:
+        """Raises on every rank where some rank has failed."""
+        found = self.share(what, failure and f"{type(failure).__name__}: {failure}")
+        bad = [rank for rank, text in enumerate(found) if text is not None]
+        if not bad:
+            return
+        if isinstance(failure, ZcError | PlanError | TypeError):
+            raise failure
+        raise CheckpointError(f"{what} failed on rank {bad[0]}: {found[bad[0]]}") from failure
+
+
+_CHANNELS: weakref.WeakKeyDictionary[ShardedOptimizer, Channel] = weakref.WeakKeyDictionary()
+_UNDER_WAY: set[Saving] = set()  # lifetime: until somebody has waited, also where the model is gone before
+
+
+def channel_of(held: ShardedOptimizer) -> Channel:
+    if held not in _CHANNELS:
+        _CHANNELS[held] = Channel(held)
+        atexit.unregister(_finish)  # the last to be registered is called first: before the ranks' watch ends
+        atexit.register(_finish)
+    return _CHANNELS[held]
+
+
+def _finish() -> None:
+    """A process that ends does not cut off a save that nobody has waited for. Asks no rank for its outcome: the others
+    may be elsewhere."""
+    for saving in list(_UNDER_WAY):
+        saving.finish()
+
+
+class Saving:
+    """A save that may still be under way. The checkpoint is in its folder when `wait` has returned."""
+
+    def __init__(self, path: Path, channel: Channel, run: Callable[[Saving], None]) -> None:
+        self.path, self.is_given_up = path, False
+        self._failure: BaseException | None = None
+        self._channel: Channel | None = channel  # None: every rank knows the outcome
+        channel.pending = self
+        _UNDER_WAY.add(self)
+        self._call = channel.start(partial(run, self))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has nothing more to do for it."""
+        return self._call.is_completed()
+
+    def finish(self) -> None:
+        """This rank's part."""
+        if self._channel is not None:
+            self._channel.wait(self._call, f"saving {self.path}")
+            self._call.result()
+
+    def wait(self) -> Path:
+        """Waits for all ranks; every rank calls it. Raises CheckpointError on every rank where one has failed,
+        RankLostError where one is gone or stands still."""
+        if self._channel is not None:
+            channel, self._channel, channel.pending = self._channel, None, None
+            _UNDER_WAY.discard(self)
+            what = f"saving {self.path}"
+            try:
+                channel.wait(self._call, what)
+                try:
+                    self._call.result()
+                except BaseException as error:  # noqa: BLE001  (of this rank's part: agreed on)
+                    self._failure = cause_of(what, error)
+                channel.agree(what, self._failure)
+            except (ZcError, RuntimeError) as error:
+                self.is_given_up = not self._call.is_completed()
+                self._failure = error  # whoever asks again hears the same, on every rank
+        if self._failure is not None:
+            raise self._failure
+        return self.path
+
+
+def cause_of(what: str, error: BaseException) -> Exception:
+    """DCP wraps what went wrong on each rank, in no Exception; the first of them says it."""
+    failures = getattr(error, "failures", None)
+    rank, first = None, error
+    if failures:
+        rank, (first, _) = next(iter(sorted(failures.items())))
+    if isinstance(first, ZcError) or (rank is None and isinstance(first, OSError)):
+        return first  # `Channel.agree` says of an OSError on which rank
+    where = f"failed on rank {rank}" if rank is not None else "failed"
+    return CheckpointError(f"{what} {where}: {type(first).__name__}: {first}")

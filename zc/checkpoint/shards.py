@@ -1,0 +1,142 @@
+"""A flat shard as part of a tensor with a shape: what torch.distributed.checkpoint needs to write and read it.
+
+A shard's edge may cut a parameter in the middle of a row, and DCP knows only boxes. Any range of elements, in row-major
+order, is a few boxes: the aligned middle, and at each end what is left of a row, of a plane, ... (2 n - 1 at most for n
+dimensions). Each box is contiguous in the shard, so nothing is copied or gathered to cut it out::
+
+    shape (4, 5), elements [3, 17)      . . . a a        a: (0, 3) of size (1, 2)
+                                        b b b b b        b: (1, 0) of size (2, 5)
+                                        b b b b b
+                                        c c . . .        c: (3, 0) of size (1, 2)
+
+Saved so, a tensor has its own name and shape for any reader of DCP, and any number of ranks reads what any other has
+written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from zc.compiler import backend
+
+
+@dataclass(frozen=True)
+class Box:
+    """``sizes`` elements from ``offsets`` on, in each dimension; elements [start, start + numel) in row-major order."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements [start, stop) of a row-major tensor as disjoint boxes, in order."""
+    assert 0 <= start <= stop <= math.prod(shape), (shape, start, stop)
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    found: list[Box] = []
+    at = start
+    while at < stop:
+        offsets = tuple(at // stride % size for stride, size in zip(strides, shape, strict=True))
+        # the outermost dimension of which a whole index fits, from here on
+        for dim, stride in enumerate(strides):
+            if at % stride == 0 and at + stride <= stop:
+                count = min((stop - at) // stride, shape[dim] - offsets[dim])
+                sizes = (*([1] * dim), count, *shape[dim + 1 :])
+                break
+        else:
+            sizes = ()  # a tensor without dimensions
+        found.append(Box(offsets, sizes, at))
+        at += found[-1].numel
+    return found
+
+
+class ShardOf(Tensor):
+    """This rank's elements [start, start + local.numel()) of a tensor of ``shape``: what DCP's planners take for a
+    sharded tensor (the methods with two underscores are its protocol). No arithmetic: it is a name for ``local``, 1-D.
+    """
+
+    local: Tensor
+    start: int
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], local: Tensor, start: int) -> ShardOf:
+        made = backend.make_wrapper(cls, local.new_empty(()).expand(tuple(shape)))
+        assert local.dim() == 1 and start + local.numel() <= math.prod(shape), (shape, local.shape, start)
+        made.local, made.start = local, start
+        return made
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        stop = self.start + self.local.numel()
+        return f"ShardOf(shape={tuple(self.shape)}, elements=[{self.start}, {stop}), dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates the disabled default, a plain function
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise TypeError(f"{func} on {args[0]!r}: it only names a rank's part for a checkpoint; use .local")
+
+    @property
+    def boxes(self) -> list[Box]:
+        return boxes(tuple(self.shape), self.start, self.start + self.local.numel())
+
+    def view_of(self, box: Box) -> Tensor:
+        first = box.start - self.start
+        return self.local[first : first + box.numel].view(box.sizes)
+
+    def copied(self) -> ShardOf:
+        """The same part, of a copy in host memory."""
+        return ShardOf(tuple(self.shape), self.local.detach().to("cpu", copy=True), self.start)
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(box),
+                    properties=TensorProperties.create_from_tensor(self.local),
+                    size=self.size(),
+                ),
+            )
+            for box in self.boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(box) for box in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for box in self.boxes:
+            if index.offset is not None and tuple(index.offset) == box.offsets:
+                return _alone(self.view_of(box).detach())
+        raise ValueError(f"{index} is not in {self!r}")
+
+
+def _alone(part: Tensor) -> Tensor:
+    """The same memory under a storage of its own. DCP's writer clones a tensor that is part of a larger storage, and
+    keeps all clones until its file is written: a second copy of the masters."""
+    if part.device.type != "cpu" or part.numel() == 0:
+        return part
+    raw = torch.from_numpy(part.contiguous().view(-1).view(torch.uint8).numpy())
+    return raw.view(part.dtype).view(part.shape)
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))

@@ -1,0 +1,301 @@
+"""From a compiled model to named tensors and back: compared by name and shape before anything is changed."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from zc.checkpoint.shards import ShardOf
+from zc.errors import CheckpointError
+from zc.optim.optimizer import ShardedOptimizer
+from zc.planning.layout import Slot
+
+Path = tuple[Any, ...]  # of a value in the nested state: keys and, in lists, numbers
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Elements [start, start + numel) of parameter ``slot`` are this rank's; ``slice`` holds them, if there are any."""
+
+    slot: Slot
+    start: int
+    numel: int
+    slice: nn.Parameter | None
+    dtype: torch.dtype
+
+    def part(self, local: Tensor) -> ShardOf:
+        return ShardOf(self.slot.shape, local.reshape(-1), self.start)
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        return whole.reshape(-1)[self.start : self.start + self.numel]
+
+
+def owned(held: ShardedOptimizer) -> dict[str, Owned]:
+    """By name, for every trainable parameter, in order of registration."""
+    found: dict[str, Owned] = {}
+    runtime = held.runtime
+    for bucket in runtime.plan.buckets:
+        for slot in bucket.slots:
+            first, stop = bucket.layout.owned(slot, runtime.group.rank)
+            start = first - slot.offset if stop > first else 0
+            found[slot.name] = Owned(slot, start, stop - first, held.slices.get(slot.name), bucket.acc_dtype)
+    return {name: found[name] for name in runtime.params}
+
+
+def others(model: nn.Module, held: ShardedOptimizer) -> dict[str, Any]:
+    """What of ``model.state_dict()`` is not trained: frozen parameters, buffers, extra states; each tensor once."""
+    seen = {id(param) for param in held.runtime.params.values()}
+    found: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            value = value.detach()
+        found[name] = value
+    return found
+
+
+def state_of(model: nn.Module, held: ShardedOptimizer) -> dict[str, Any]:
+    """See `zc.state_dict`."""
+    held.take_over_writes()
+    weights: dict[str, Any] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for name, mine in owned(held).items():
+        if mine.slot.numel == 0:
+            weights[name] = held.runtime.params[name].detach()
+            continue
+        if mine.slice is None:
+            weights[name] = mine.part(torch.empty(0, dtype=mine.dtype))
+            continue
+        weights[name] = mine.part(mine.slice.detach())
+        state = held.optimizer.state.get(mine.slice, {})
+        if state:
+            states[name] = {
+                key: mine.part(value) if isinstance(value, Tensor) and value.shape == mine.slice.shape else value
+                for key, value in state.items()
+            }
+    weights.update(others(model, held))
+    return {"model": weights, "optimizer": {"state": states, "param_groups": groups_of(held)}}
+
+
+def groups_of(held: ShardedOptimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups with the names of all their parameters, frozen ones included, the same on every rank."""
+    if len(held.optimizer.param_groups) != len(held.members):
+        raise CheckpointError(
+            f"the optimizer has {len(held.optimizer.param_groups)} parameter groups and zc knows {len(held.members)}: "
+            "call zc.recompile(model) after add_param_group"
+        )
+    names = {id(param): name for name, param in held.runtime.frozen.items()}
+    groups: list[dict[str, Any]] = []
+    for group, members in zip(held.optimizer.param_groups, held.members, strict=True):
+        known = [m if isinstance(m, str) else names.get(id(m), "") for m in members]
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": known})
+    return groups
+
+
+def flat_items(tree: Any, path: Path = ()) -> dict[Path, Any]:
+    """The leaves of nested dicts, and of lists of dicts."""
+    if isinstance(tree, Mapping):
+        return {p: v for key, item in tree.items() for p, v in flat_items(item, (*path, str(key))).items()}
+    if isinstance(tree, list) and any(isinstance(item, Mapping) for item in tree):
+        return {p: v for k, item in enumerate(tree) for p, v in flat_items(item, (*path, k)).items()}
+    return {path: tree}
+
+
+@dataclass
+class Target:
+    """Where a checkpoint is read to, beside the live state. ``items`` by DCP's key, ``paths`` says what each is."""
+
+    where: str
+    items: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    has_optimizer: bool = True
+
+    def add(self, path: Path, value: Any) -> None:
+        key = ".".join(map(str, path))
+        self.items[key], self.paths[key] = value, path
+
+    def under(self, *prefix: Any) -> Iterator[tuple[Path, Any]]:
+        """Paths below ``prefix`` and their values."""
+        for key, path in self.paths.items():
+            if path[: len(prefix)] == prefix:
+                yield path[len(prefix) :], self.items[key]
+
+    def groups(self) -> list[dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        for (number, option, *deeper), value in self.under("optimizer", "param_groups"):
+            if deeper:  # a list of tensors
+                found.setdefault(number, {}).setdefault(option, []).append(value)
+            else:
+                found.setdefault(number, {})[option] = value
+        return [found[number] for number in sorted(found)]
+
+    def extra(self) -> Any:
+        for _, value in self.under("extra"):
+            return torch.load(io.BytesIO(value.numpy().tobytes()), weights_only=True)
+        return {}
+
+
+def make_target(model: nn.Module, held: ShardedOptimizer, metadata: Metadata, where: str) -> Target:
+    """Room for this rank's part of the checkpoint. Raises CheckpointError where names or shapes are not the model's."""
+    if not metadata.planner_data:
+        raise CheckpointError(f"{where} was not written by DCP's default planner: its keys have no paths")
+    entries: dict[Path, Any] = {tuple(metadata.planner_data[k]): md for k, md in metadata.state_dict_metadata.items()}
+    target = Target(where)
+    mine = owned(held)
+    rest = others(model, held)
+    check_names(model, held, {path[1] for path in entries if path[0] == "model"}, where)
+
+    for path, entry in entries.items():
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        if path[0] == "model" and path[1] in mine:
+            own = mine[path[1]]
+            _check_tensor(path, entry, own.slot.shape, torch.float32, where)
+            if own.slot.numel:
+                target.add(path, own.part(torch.empty(own.numel, dtype=own.dtype)))
+        elif path[0] == "model" and path[1] in rest:
+            current = rest[path[1]]
+            if isinstance(current, Tensor):
+                _check_tensor(path, entry, tuple(current.shape), current.dtype, where)
+                target.add(path, torch.empty(current.shape, dtype=current.dtype))
+            else:
+                target.add(path, _room(entry) if is_tensor else None)
+        elif path[:2] == ("optimizer", "state"):
+            if path[2] not in mine:
+                raise CheckpointError(
+                    f"{where} has optimizer state for {path[2]}, which is not a trainable parameter here"
+                )
+            own = mine[path[2]]
+            if own.slice is None:
+                continue
+            if is_tensor and tuple(entry.size) == own.slot.shape:
+                target.add(path, own.part(torch.empty(own.numel, dtype=entry.properties.dtype)))
+            elif is_tensor and entry.size.numel() != 1 and own.numel != own.slot.numel:
+                raise CheckpointError(
+                    f"{where}: optimizer state {path[3]} of {path[2]} has shape {tuple(entry.size)}, the parameter "
+                    f"{own.slot.shape}: it can't be cut like the parameter"
+                )
+            else:
+                target.add(path, _room(entry) if is_tensor else None)
+        elif path[:2] == ("optimizer", "param_groups"):
+            target.add(path, _room(entry) if is_tensor else None)
+    target.has_optimizer = any(path[0] == "optimizer" for path in entries)
+    ranks = [path for path in entries if path[0] == "extra"]
+    rank = held.runtime.group.rank if len(ranks) == held.runtime.group.world_size else 0
+    if ("extra", f"rank_{rank}") in entries:
+        target.add(("extra", f"rank_{rank}"), _room(entries["extra", f"rank_{rank}"]))
+    return target
+
+
+def _room(entry: TensorStorageMetadata) -> Tensor:
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+
+def check_names(model: nn.Module, held: ShardedOptimizer, found: set[str], where: str) -> None:
+    wanted = set(owned(held)) | set(others(model, held))
+    missing = sorted(wanted - found)
+    extra = sorted(found - wanted - set(model.state_dict()))  # a tied weight's second name may be there
+    if missing or extra:
+        parts = [
+            f"{len(names)} {kind} ({_some(names)})" for kind, names in (("missing", missing), ("extra", extra)) if names
+        ]
+        raise CheckpointError(f"{where} is of another model than this {type(model).__name__}: {' and '.join(parts)}")
+
+
+def _check_tensor(path: Path, entry: Any, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> None:
+    found = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else type(entry).__name__
+    if found != shape:
+        raise CheckpointError(f"{where}: {'.'.join(map(str, path[1:]))} has shape {found}, the model's is {shape}")
+    if entry.properties.dtype.is_floating_point != dtype.is_floating_point:
+        raise CheckpointError(f"{where}: {path[1]} is {entry.properties.dtype}, the model's is {dtype}")
+
+
+def check_groups(held: ShardedOptimizer, target: Target) -> None:
+    """The checkpoint's parameter groups must be this optimizer's: same members, and every option that it has."""
+    if not target.has_optimizer:
+        return
+    theirs, ours, where = target.groups(), groups_of(held), target.where
+    if len(theirs) != len(ours):
+        raise CheckpointError(f"{where} has {len(theirs)} parameter groups, the optimizer {len(ours)}")
+    for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
+        if their.get("params") != our["params"]:
+            differing = sorted(set(their.get("params") or ()) ^ set(our["params"])) or ["the order"]
+            raise CheckpointError(f"{where}: parameter group {number} has other members: {_some(differing)}")
+        lacking = sorted(set(our) - set(their) - {"initial_lr"})
+        if lacking:
+            name = type(held.optimizer).__name__
+            raise CheckpointError(
+                f"{where}: parameter group {number} lacks {_some(lacking)}: another optimizer than {name}?"
+            )
+
+
+@torch.no_grad()
+def commit(model: nn.Module, held: ShardedOptimizer, target: Target) -> None:
+    """Takes over what `target` holds, which was checked, and gathers the weights. Collective."""
+    held.zero_grad()
+    mine, rest = owned(held), others(model, held)
+    plain: dict[str, Any] = {}
+    for (name, *deeper), value in target.under("model"):
+        if name in mine:
+            own = mine[name]
+            if own.slice is not None:
+                local = value.local if isinstance(value, ShardOf) else value.reshape(-1)
+                own.slice.view(-1).copy_(local)
+        elif isinstance(rest.get(name), Tensor):
+            rest[name].copy_(value)
+        else:
+            _set(plain, (name, *deeper), value)
+    if plain:
+        model.load_state_dict(plain, strict=False)  # extra states of modules
+    held.publish_all()
+
+    optimizer = held.optimizer
+    states: dict[str, dict[str, Any]] = {}
+    for path, value in target.under("optimizer", "state"):
+        _set(states, path, value)
+    for name, own in mine.items():
+        if own.slice is None:
+            continue
+        optimizer.state.pop(own.slice, None)
+        if name in states:
+            group = next(g for g in optimizer.param_groups if any(p is own.slice for p in g["params"]))
+            optimizer.state[own.slice] = {k: _placed(k, v, own.slice, group) for k, v in states[name].items()}
+    for group, loaded in zip(optimizer.param_groups, target.groups(), strict=False):
+        for key, value in loaded.items():
+            if key != "params":
+                current = group.get(key)
+                if isinstance(current, Tensor):
+                    current.copy_(value if isinstance(value, Tensor) else torch.as_tensor(value))
+                else:
+                    group[key] = value
+    if held.disk is not None:
+        held.disk.file.begin_update()  # what it holds of an earlier run no longer belongs to these masters
+        for bucket in held.runtime.plan.buckets:
+            held.disk.settle(bucket.index)
+
+
+def _placed(key: str, value: Any, slice_: nn.Parameter, group: Mapping[str, Any]) -> Any:
+    """A state where the optimizer expects it: beside its slice. A step count stays on the host, unless the update runs
+    as one kernel and reads it there (as in ``torch.optim.Optimizer.load_state_dict``)."""
+    if isinstance(value, ShardOf):
+        return value.local.view(slice_.shape).to(slice_.device)
+    if isinstance(value, Tensor) and (key != "step" or group.get("fused") or group.get("capturable")):
+        return value.to(slice_.device)
+    return value
+
+
+def _set(tree: dict[Any, Any], path: Path, value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def _some(names: list[str], at_most: int = 5) -> str:
+    return ", ".join(names[:at_most]) + (f" and {len(names) - at_most} more" if len(names) > at_most else "")

@@ -1,0 +1,107 @@
+"""What `optimizer.state_dict()` says of itself, and what `optimizer.load_state_dict` takes (INVARIANTS I18).
+
+With several ranks the caller's optimizer holds this rank's slices, so its state_dict is a part, and another rank's part
+may have the same shapes. It carries a mark, of plain values that ``torch.load(weights_only=True)`` reads::
+
+    state["zc"] = {"rank": 1, "world_size": 2, "plan": "5f0c..."}       no mark on one rank: that state is whole
+
+| given to load_state_dict | |
+|---|---|
+| this rank's own part, of this plan | taken, as in PyTorch |
+| no mark: a whole state, of DDP, of one process, of `zc.full_optimizer_state` | this rank's part of it is taken |
+| another rank's part, or one of another plan | CheckpointError; nothing is changed |
+
+The ranks of a script may load one after the other, with barriers between, or only some of them. So nobody waits for the
+others here: the outcome enters the rank's journal (zc/ranks/watch.py), which is compared before the next update. Where
+one rank took what another refused, or never loaded, that is a RankMismatchError on every rank, and no update is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch.optim import Optimizer
+
+from zc.checkpoint.plain_state import PART_KEY, WAYS, optimizer_part, shown_mark
+from zc.checkpoint.shards import ShardOf
+from zc.errors import CheckpointError
+from zc.optim.optimizer import ShardedOptimizer
+from zc.planning.plan import LOADED, Plan
+
+
+def install(held: ShardedOptimizer) -> None:
+    """The hooks of the caller's optimizer. They go with it."""
+
+    def mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        runtime = held.runtime
+        runtime.wait_for_host_memory()  # offload: an update may be on its way, and this is saved next
+        if runtime.group.world_size > 1:
+            state[PART_KEY] = _mark(held)
+            runtime.say_once(
+                f"optimizer.state_dict() is this rank's part of {runtime.group.world_size}, and only this rank can "
+                f"load it again. For a whole one, {WAYS}"
+            )
+
+    def take(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        check = held.runtime.group.check
+        held.runtime.streams.synchronize()  # what it launched stands before this in every rank's journal
+        taken = False
+        try:
+            found = _fitting(held, state)
+            taken = True
+        finally:
+            if check is not None:
+                check.enter(LOADED, int(taken))
+        return found
+
+    held.optimizer.register_state_dict_post_hook(mark)
+    held.optimizer.register_load_state_dict_pre_hook(take)
+
+
+def _fitting(held: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+    """What torch is to load in the place of ``state``; None: ``state`` itself."""
+    mark, own = state.get(PART_KEY), _mark(held)
+    if mark == own:
+        return None
+    if mark is None:
+        both = (state["param_groups"], held.optimizer.param_groups)
+        sizes, ours = ([len(group["params"]) for group in groups] for groups in both)
+        return None if own["world_size"] == 1 and sizes == ours else _cut(held, state)
+    if isinstance(mark, dict) and {**mark, "rank": own["rank"]} == own:
+        why = f"and this is rank {own['rank']}"
+    else:
+        why = f"made under another plan: this is rank {own['rank']} of {own['world_size']}"
+    raise CheckpointError(f"the given optimizer state is {shown_mark(mark)}, {why}. Nothing is changed: {WAYS}")
+
+
+def _cut(held: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A whole state as this rank's optimizer would have saved it."""
+    states, _ = optimizer_part(held, state, "the given optimizer state")
+    numbers: dict[int, int] = {}
+    groups: list[dict[str, Any]] = []
+    for given, group in zip(state["param_groups"], held.optimizer.param_groups, strict=True):
+        first = len(numbers)
+        numbers.update({id(param): first + k for k, param in enumerate(group["params"])})
+        groups.append({**given, "params": list(range(first, len(numbers)))})
+    local: dict[int, dict[str, Any]] = {}
+    for name, values in states.items():
+        mine = held.slices[name]
+        local[numbers[id(mine)]] = {
+            key: value.local.view(mine.shape) if isinstance(value, ShardOf) else value for key, value in values.items()
+        }
+    return {**state, "state": local, "param_groups": groups}
+
+
+def _mark(held: ShardedOptimizer) -> dict[str, Any]:
+    group = held.runtime.group
+    return {"rank": group.rank, "world_size": group.world_size, "plan": _digest(held.runtime.plan)}
+
+
+def _digest(plan: Plan) -> str:
+    """Of what decides which elements a rank owns."""
+    found = hashlib.sha256(str(plan.world_size).encode())
+    for bucket in plan.buckets:
+        for slot in bucket.slots:
+            found.update(f"{slot.name} {slot.shape} {slot.offset} {bucket.layout.numel_shard}\n".encode())
+    return found.hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Dynamo's backend, and Inductor on the segments of its graphs."""

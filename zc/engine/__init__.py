@@ -1,0 +1,1 @@
+"""Runs schedules over memory and streams: the path of a gradient."""

@@ -1,0 +1,216 @@
+"""The tensors behind a plan, all made here, once.
+
+Bytes that a rank holds, by element of P (docs/design.md has the table by stage); ``acc`` and ``ring`` from a backward
+to the ``zero_grad`` that sets gradients to None, the others always::
+
+    flat_param    P * param_dtype    the parameters' own storage, whole on every rank
+    master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype
+    acc           S (stage 2) or P (stage 1) * acc_dtype
+    ring          num_buffers flat_grad and one recv, in reduce_dtype, sized for the largest bucket
+
+With offload, host memory holds (pinned where the device is a GPU)::
+
+    master_shard  S * acc_dtype      always: flat_param is on the device
+    host          S (stage 1 that accumulates there: P) * acc_dtype: the gradient that the update reads
+    param         num_buffers * S * param_dtype of the largest bucket that has a cast
+
+and the device ``staging``: num_buffers times the largest ``host``. Where gradients accumulate in ``host`` there is no
+acc.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from zc.engine.host_memory import HostMemory
+from zc.planning.plan import Bucket, Plan
+
+
+def fp32_shard(plan: Plan, bucket: Bucket) -> int:
+    """Elements of the accumulator of one bucket: P where gradients stay partial, S where they are sharded."""
+    return bucket.layout.numel_shard if plan.placement.gradient_in_ring else bucket.numel
+
+
+class Buffers:
+    """flat_param, master_shard, accumulators and ring of one rank.
+
+    Lifetimes: accumulators and ring are there from a bucket's first write (`hold`) until gradients are set to None
+    (`release`), as plain PyTorch's gradients are; both on the home stream, the latter when all others have been joined,
+    so a caching allocator need not be told of other streams. Everything else lives as long as the plan. A ring buffer
+    holds one bucket's gradient from its flatten_cast until its accumulate; the schedule's events keep the next user
+    away until then. ``flat_param[b]`` never moves: every parameter is a view of it.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.flat_param: list[Tensor] = []
+        self.master_shard: list[Tensor] = []
+        self.acc: list[Tensor] = []
+        self.host: list[Tensor] = []
+        # views of a bucket's gradient that others have cut; they go with the memory that they would keep
+        self.cuts: dict[int, dict[str, list[Tensor]]] = {}
+        memory = HostMemory(plan.buckets[0].device) if plan.offload is not None and plan.buckets else None
+        for bucket in plan.buckets:
+            start, stop = bucket.layout.shard_range(rank)
+            self.flat_param.append(torch.zeros(bucket.numel, dtype=bucket.param_dtype, device=bucket.device))
+            if memory is not None:
+                self.master_shard.append(memory.zeros(stop - start, bucket.acc_dtype))
+                self.host.append(memory.zeros(plan.numel_on_host(bucket), bucket.acc_dtype))
+            else:
+                self.master_shard.append(
+                    torch.zeros(stop - start, dtype=bucket.acc_dtype, device=bucket.device)
+                    if bucket.has_master
+                    else self.flat_param[-1][start:stop]
+                )
+        self.release()
+        self._staging, self._param = self._make_staging(memory)
+
+    def hold(self, bucket: Bucket) -> None:
+        """Makes the accumulator of ``bucket`` and the ring, where they are not there; what is in them is not defined.
+        Called where the home stream begins to write a gradient, before other streams take it from there."""
+        if not self._has_ring:
+            self._make_ring()
+        if self.acc and not self.acc[bucket.index].numel():
+            numel = fp32_shard(self.plan, bucket)
+            self.acc[bucket.index] = _room(numel, bucket.acc_dtype, bucket.device)
+            self.cuts.pop(bucket.index, None)
+
+    def release(self) -> None:
+        """Lets go of accumulators and ring. No gradient is in them, and no stream is using them; who still holds a view
+        of one keeps its memory. `acc` keeps empty tensors of their dtype and device."""
+        plan = self.plan
+        self.cuts.clear()
+        if plan.offload is None or not plan.offload.accumulates_on_host:
+            self.acc = [_room(0, b.acc_dtype, b.device) for b in plan.buckets]
+        self._drop_ring()
+
+    def close(self) -> None:
+        """Lets go of everything; the parameters have storage of their own by now."""
+        self.release()
+        for tensors in (self.flat_param, self.master_shard, self.acc, self.host, self._staging, self._param):
+            tensors.clear()
+
+    def grow(self, plan: Plan) -> None:
+        """Takes in ``plan``, whose first buckets are the present ones, for which nothing moves. Nothing may be using
+        the ring. Not with offload."""
+        added = Buffers(replace(plan, buckets=plan.buckets[len(self.plan.buckets) :]), self.rank)
+        self.flat_param += added.flat_param
+        self.master_shard += added.master_shard
+        self.acc += added.acc
+        self.plan = plan
+        self._drop_ring()  # the next one has room for the largest bucket of all
+
+    def _ring_nbytes(self) -> tuple[int, int]:
+        """Of one flat_grad, and of recv; 0 where there is none."""
+        plan = self.plan
+        if not plan.buckets:
+            return 0, 0
+        whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
+        shard = max(b.layout.numel_shard * b.reduce_dtype.itemsize for b in plan.buckets)
+        recv = 0 if plan.world_size == 1 else whole if plan.reduce == "exact" else shard
+        return whole if plan.placement.gradient_in_ring else 0, recv
+
+    @property
+    def _num_flat_grads(self) -> int:
+        return min(self.plan.num_buffers, len(self.plan.buckets))
+
+    def _drop_ring(self) -> None:
+        self._flat_grad: list[Tensor] = []
+        self._recv: list[Tensor] = []
+        self._has_ring = False
+
+    def _make_ring(self) -> None:
+        flat_grad, recv = self._ring_nbytes()
+        device = self.plan.buckets[0].device
+        self._flat_grad, self._recv = (
+            [_room(nbytes, torch.uint8, device) for _ in range(count)] if nbytes else []
+            for nbytes, count in ((flat_grad, self._num_flat_grads), (recv, 1))
+        )
+        self._has_ring = True
+
+    def _make_staging(self, memory: HostMemory | None) -> tuple[list[Tensor], list[Tensor]]:
+        plan = self.plan
+        if memory is None:
+            return [], []
+        largest = max(plan.numel_on_host(b) * b.acc_dtype.itemsize for b in plan.buckets)
+        cast = max((b.layout.numel_shard * b.param_dtype.itemsize for b in plan.buckets if b.has_master), default=0)
+        device = plan.buckets[0].device
+        staging = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(plan.num_staging)]
+        return staging, [memory.zeros(cast, torch.uint8) for _ in range(plan.num_staging if cast else 0)]
+
+    def part(self, tensor: Tensor, bucket: Bucket) -> Tensor:
+        """[S]: this rank's part of an accumulator, whether that is [P] or [S] already."""
+        if tensor.numel() == bucket.layout.numel_shard:
+            return tensor
+        start, stop = bucket.layout.shard_range(self.rank)
+        return tensor[start:stop]
+
+    def acc_shard(self, bucket: Bucket) -> Tensor:
+        """[S]: the reduced gradient that the update reads, once the bucket is reduced (and has landed in host
+        memory)."""
+        return self.part((self.host or self.acc)[bucket.index], bucket)
+
+    def acc_copies(self, bucket: Bucket) -> list[Tensor]:
+        """[S] each: all that holds the reduced gradient. Who changes it in place changes every one."""
+        return [self.part(tensors[bucket.index], bucket) for tensors in (self.host, self.acc) if tensors]
+
+    def named(self, name: str, bucket: Bucket) -> Tensor:
+        """The tensor behind a buffer of the schedule: ``flat_grad[i]`` [P], ``recv[i]`` [P] or [S], ``acc[b]``.
+
+        With offload ``staging[i]`` and ``host[b]`` [S] or [P], ``master[b]`` [S], ``param[i]`` [S], and of
+        ``flat_param[b]`` this rank's part [S].
+        """
+        kind, index = name[:-1].split("[")
+        if kind == "acc":
+            return self.acc[int(index)]
+        if kind == "host":
+            return self.host[int(index)]
+        if kind == "master":
+            return self.master_shard[int(index)]
+        if kind == "flat_param":
+            return self.part(self.flat_param[int(index)], bucket)
+        if kind == "staging":
+            numel, dtype = self.plan.numel_on_host(bucket), bucket.acc_dtype
+            return self._staging[int(index)][: numel * dtype.itemsize].view(dtype)
+        if kind == "param":
+            numel, dtype = bucket.layout.numel_shard, bucket.param_dtype
+            return self._param[int(index)][: numel * dtype.itemsize].view(dtype)
+        if kind == "flat_grad":
+            return self._view(self._flat_grad[int(index)], bucket, bucket.numel)
+        if kind == "recv":
+            numel = bucket.numel if self.plan.reduce == "exact" else bucket.layout.numel_shard
+            return self._view(self._recv[int(index)], bucket, numel)
+        raise AssertionError(f"no buffer is named {name}")
+
+    @staticmethod
+    def _view(raw: Tensor, bucket: Bucket, numel: int) -> Tensor:
+        return raw[: numel * bucket.reduce_dtype.itemsize].view(bucket.reduce_dtype)
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes on this rank while it has gradients, each storage once; those that come and go by their sizes, the
+        others counted from the tensors."""
+        own = [b.has_master or self.plan.offload is not None for b in self.plan.buckets]
+        masters = [m for m, is_own in zip(self.master_shard, own, strict=True) if is_own]
+        acc = sum(fp32_shard(self.plan, b) * b.acc_dtype.itemsize for b in self.plan.buckets) if self.acc else 0
+        flat_grad, recv = self._ring_nbytes()
+        found = {
+            "flat_param": _nbytes(self.flat_param),
+            "master_shard": _nbytes(masters),
+            "acc": acc,
+            "flat_grad": flat_grad * self._num_flat_grads,
+            "recv": recv,
+        }
+        if self.plan.offload is not None:
+            found.update(staging=_nbytes(self._staging), host=_nbytes(self.host), param=_nbytes(self._param))
+        return found
+
+
+def _room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _nbytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

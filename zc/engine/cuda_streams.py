@@ -1,0 +1,79 @@
+"""Streams on CUDA: torch.cuda streams and events, and no host synchronisation in forward or backward.
+
+Not run here yet: no GPU was at hand when it was written (tests/gpu stands ready).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zc.schedule.nodes import COMM, HOME, HOST
+
+
+class CudaStreams:
+    """The home stream is whatever stream is current where the schedule runs, in autograd's device thread for instance;
+    the others are made when first used. Only comm has high priority, so that a reduction's kernels are not queued
+    behind compute.
+
+    The caching allocator is told nothing: what crosses streams lives as long as the plan, or is made by the home stream
+    before others see it and dropped after it has joined them (`zc.engine.buffers`), or has a ``release`` in the
+    schedule. An event object is made once a name: a wait captures the record before it, so recording it again later is
+    safe.
+
+    The host stream is the calling thread: its tasks run at once, a wait on it blocks until the event has happened, and
+    what it records has happened already. Kernels that were issued before go on meanwhile.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sides: dict[str, torch.cuda.Stream] = {}
+        self._events: dict[str, torch.cuda.Event] = {}
+        self._last_home: torch.cuda.Stream | None = None
+
+    def run_on(self, stream: str, task: Callable[[], object]) -> None:
+        if stream == HOST:
+            with torch.no_grad():
+                task()
+        elif stream == HOME:
+            self._stream(HOME)
+            task()
+        else:
+            with torch.cuda.stream(self._stream(stream)), torch.no_grad():
+                task()
+
+    def record(self, event: str, stream: str) -> None:
+        if stream == HOST:
+            self._events.pop(event, None)  # it has happened: whoever waits for it has nothing to wait for
+            return
+        if event not in self._events:
+            self._events[event] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._events[event].record(self._stream(stream))
+
+    def wait(self, event: str, stream: str) -> None:
+        if event in self._events and stream == HOST:
+            self._events[event].synchronize()
+        elif event in self._events:
+            self._stream(stream).wait_event(self._events[event])
+
+    def join_home(self) -> None:
+        for name in list(self._sides):
+            self.record(f"join/{name}", name)
+            self.wait(f"join/{name}", HOME)
+
+    def synchronize(self) -> None:
+        self.join_home()
+        self._stream(HOME).synchronize()
+
+    def _stream(self, name: str) -> torch.cuda.Stream:
+        if name == HOME:
+            home = torch.cuda.current_stream(self._device)
+            if self._last_home is not None and self._last_home != home:
+                # a program may run its steps on other streams: program order goes on over the change
+                home.wait_stream(self._last_home)
+            self._last_home = home
+            return home
+        if name not in self._sides:
+            self._sides[name] = torch.cuda.Stream(self._device, priority=-1 if name == COMM else 0)  # type: ignore[no-untyped-call]
+        return self._sides[name]

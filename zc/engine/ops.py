@@ -1,0 +1,304 @@
+"""What the gradient operations of a schedule do: plain functions on the plan's buffers. No schedule, no hooks here.
+
+Accumulators know whether they are empty: the first write after zero_grad overwrites, it does not add, so that nothing
+has to be zeroed. In stage 1 an accumulator goes EMPTY -> PARTIAL (this rank's own sum) -> REDUCED (this rank's slice
+holds the mean over ranks; the rest is spent). A further backward before zero_grad, which nobody has declared with
+`zc.no_sync`, moves the reduced slice aside first, and the next reduction adds it: reduction is linear (INVARIANTS I5).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zc.engine.buffers import Buffers
+from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, scatter_into
+from zc.log import log
+from zc.planning.plan import Plan
+from zc.ranks.comm import Group
+from zc.ranks.watch import Work
+
+
+class Acc(enum.Enum):
+    """What an accumulator holds."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    REDUCED = "reduced"
+
+
+Segment = Callable[[list[Any]], Sequence[Any]]
+Spans = Sequence[tuple[int, int]]  # elements [start, stop)
+
+
+def _overwrite(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], spans: Spans | None) -> None:
+    """`flatten_cast` of ``out`` [P], or of its ``spans`` alone: nothing else of it is touched."""
+    if spans is None:
+        flatten_cast(out, grads, offsets)
+        return
+    for start, stop in spans:
+        inside = [(g, at - start) for g, at in zip(grads, offsets, strict=True) if start <= at < stop]
+        flatten_cast(out[start:stop], [g for g, _ in inside], [at for _, at in inside])
+
+
+class GradientOps:
+    """The operations, over one rank's buffers and group."""
+
+    def __init__(self, plan: Plan, buffers: Buffers, group: Group) -> None:
+        self.plan, self.buffers, self.group = plan, buffers, group
+        self.state = [Acc.EMPTY] * len(plan.buckets)
+        self._spill: dict[int, Tensor] = {}  # bucket -> [S], allocated when microbatches were not declared (stage 1)
+        self._spilled: set[int] = set()  # buckets whose reduced gradient was moved aside
+        # slots of a partial sum that hold nothing yet: the schedule that emptied it fills them in place (stage 1)
+        self._fresh: list[set[int]] = [set() for _ in plan.buckets]
+        self.touched = [[False] * len(b.slots) for b in plan.buckets]  # since zero_grad, on this rank
+        self.num_reductions = [0] * len(plan.buckets)  # since the last update, for explain
+        self.reductions_of_last_step = self.num_reductions
+        self.landed = [False] * len(plan.buckets)  # whether host memory has the reduced gradient (offload)
+        self.nbytes_moved = {"to_host": 0, "to_device": 0}  # over the bus, by this rank, since the last update
+        self.nbytes_of_last_step = self.nbytes_moved
+        self.on_deposit: Callable[[int, int, Tensor], None] = lambda bucket, slot, grad: None
+
+    def grow(self, plan: Plan) -> None:
+        """Takes in ``plan``, whose first buckets are the present ones."""
+        added = plan.buckets[len(self.plan.buckets) :]
+        self.plan = plan
+        self.state += [Acc.EMPTY] * len(added)
+        self.touched += [[False] * len(b.slots) for b in added]
+        self.num_reductions = [*self.num_reductions, *(0 for _ in added)]
+        self.reductions_of_last_step = [*self.reductions_of_last_step, *(0 for _ in added)]
+        self.landed += [False] * len(added)
+        self._fresh += [set() for _ in added]
+
+    def bind(self, segments: dict[str, Segment]) -> BoundOps:
+        return BoundOps(self, segments)
+
+    def flatten_cast(
+        self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None], spans: Spans | None = None
+    ) -> None:
+        log.debug("bucket %d: slots %s are written into %s", bucket, slots, buffer)
+        self.buffers.hold(self.plan.buckets[bucket])
+        out = self.buffers.named(buffer, self.plan.buckets[bucket])
+        _overwrite(out, *self._present(bucket, slots, grads), spans)
+
+    def accumulate_cast(
+        self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None], spans: Spans | None = None
+    ) -> None:
+        log.debug("bucket %d: slots %s are added to %s (%s)", bucket, slots, buffer, self.state[bucket].value)
+        self.buffers.hold(self.plan.buckets[bucket])
+        acc = self.buffers.named(buffer, self.plan.buckets[bucket])
+        present, offsets = self._present(bucket, slots, grads)
+        self.landed[bucket] = False
+        self.fill_fresh(bucket, acc)
+        if self.state[bucket] is Acc.PARTIAL:
+            accumulate_cast(acc, present, offsets)
+            return
+        if self.state[bucket] is Acc.REDUCED and self.buffers.acc:
+            self._move_aside(bucket, self.buffers.part(acc, self.plan.buckets[bucket]))
+        _overwrite(acc, present, offsets, spans)
+        if spans is not None:
+            at = enumerate(self.plan.buckets[bucket].slots)
+            self._fresh[bucket] = {k for k, s in at if not any(a <= s.offset and s.stop <= b for a, b in spans)}
+        self.state[bucket] = Acc.PARTIAL
+
+    def wgrad_into(
+        self, bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Tensor, how: str = "mm"
+    ) -> None:
+        self.buffers.hold(self.plan.buckets[bucket])
+        out = self.buffers.named(buffer, self.plan.buckets[bucket])[start:stop]
+        add = not buffer.startswith("flat_grad[") and slot not in self._fresh[bucket]
+        log.debug("bucket %d: slot %d is made in %s (%s)", bucket, slot, buffer, "added" if add else "written")
+        (matmul_into if how == "mm" else scatter_into)(out, *inputs, add=add)
+        self._fresh[bucket].discard(slot)
+        self.touched[bucket][slot] = True
+
+    def fill_fresh(self, bucket: int, acc: Tensor) -> None:
+        """Zeros where a backward that raised has opened slots of a partial sum and not come to fill them."""
+        for slot in self._fresh[bucket]:
+            acc[self.plan.buckets[bucket].slots[slot].offset : self.plan.buckets[bucket].slots[slot].stop] = 0
+        self._fresh[bucket].clear()
+
+    def _move_aside(self, bucket: int, reduced: Tensor) -> None:
+        # kept for the plan's life: the comm stream still reads it when the next backward has begun
+        if bucket not in self._spill:
+            self._spill[bucket] = torch.empty_like(reduced, device=self.plan.buckets[bucket].device)
+        self._spill[bucket].copy_(reduced, non_blocking=True)
+        self._spilled.add(bucket)
+
+    def _present(
+        self, bucket: int, slots: Sequence[int], grads: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[int]]:
+        layout = self.plan.buckets[bucket].slots
+        pairs = [(g, layout[k].offset) for k, g in zip(slots, grads, strict=True) if g is not None]
+        for k, grad in zip(slots, grads, strict=True):
+            if grad is not None:
+                self.touched[bucket][k] = True
+        return [g for g, _ in pairs], [offset for _, offset in pairs]
+
+    def deposit(self, bucket: int, slot: int, grad: Tensor) -> None:
+        log.debug("bucket %d: the gradient of slot %d is kept until the bucket is reduced", bucket, slot)
+        self.on_deposit(bucket, slot, grad)
+
+    def launch_reduce(self, bucket: int, dst: str, src: str) -> Work | None:
+        record = self.plan.buckets[bucket]
+        received, sent = self.buffers.named(dst, record), self.buffers.named(src, record)
+        log.debug("bucket %d: its reduction %d since the last step starts", bucket, self.num_reductions[bucket] + 1)
+        self.num_reductions[bucket] += 1
+        self.fill_fresh(bucket, sent)
+        exchange = self.group.all_to_all if self.plan.reduce == "exact" else self.group.reduce_scatter
+        return exchange(received, sent, bucket)
+
+    def wait_reduce(self, bucket: int, work: Work | None, dst: str, src: str) -> None:
+        if work is not None:
+            work.wait()
+            log.debug("bucket %d: its reduction has arrived in %s", bucket, dst)
+
+    def accumulate(self, bucket: int, acc: str, src: str) -> None:
+        record, world_size = self.plan.buckets[bucket], self.plan.world_size
+        log.debug("bucket %d: the mean over ranks goes from %s into %s", bucket, src, acc)
+        rows = self.buffers.named(src, record).view(-1, record.layout.numel_shard)
+        out = self.buffers.part(self.buffers.named(acc, record), record)
+        self.landed[bucket] = False
+        if self.plan.placement.gradient_in_ring:
+            reduce_rows(rows, out, scale=1.0 / world_size, add=self.state[bucket] is not Acc.EMPTY)
+        else:
+            reduce_rows(rows, out, scale=1.0 / world_size, add=False)
+            if bucket in self._spilled:
+                self._spilled.discard(bucket)
+                out.add_(self._spill[bucket])
+        self.state[bucket] = Acc.REDUCED
+
+    # --- host memory ---
+
+    def stage_shard(self, bucket: int, dst: str, src: str) -> None:
+        record = self.plan.buckets[bucket]
+        self.buffers.named(dst, record).copy_(self.buffers.part(self.buffers.named(src, record), record))
+
+    def copy_to_host(self, bucket: int, dst: str, src: str) -> None:
+        record = self.plan.buckets[bucket]
+        out, given = self.buffers.named(dst, record), self.buffers.named(src, record)
+        if self.state[bucket] is Acc.REDUCED:  # the rest of a partial sum is spent
+            out, given = self.buffers.part(out, record), self.buffers.part(given, record)
+        self.move(out, given, "to_host")
+        self.landed[bucket] = True
+
+    def copy_to_device(self, bucket: int, dst: str, src: str) -> None:
+        """An accumulator visits the device, unless it is empty: the first write of an update overwrites."""
+        record = self.plan.buckets[bucket]
+        out, given = self.buffers.named(dst, record), self.buffers.named(src, record)
+        if self.plan.placement.gradient_in_ring or self.state[bucket] is Acc.PARTIAL:
+            if self.state[bucket] is not Acc.EMPTY:
+                self.move(out, given, "to_device")
+        elif self.state[bucket] is Acc.REDUCED:
+            self._move_aside(bucket, self.buffers.part(given, record))
+            self.nbytes_moved["to_device"] += self._spill[bucket].nbytes
+
+    def move(self, out: Tensor, given: Tensor, way: str) -> None:
+        """Over the bus, on the current stream; the host does not wait, both ends are there for the plan's life."""
+        out.copy_(given, non_blocking=True)
+        self.nbytes_moved[way] += out.nbytes
+
+    # --- parameters ---
+
+    def gather(self, bucket: int, buffer: str) -> None:
+        log.debug("bucket %d: its weights are gathered", bucket)
+        flat, record = self.buffers.flat_param[bucket], self.plan.buckets[bucket]
+        work = self.group.all_gather(flat, self.buffers.part(flat, record), "gather weights", bucket)
+        if work is not None:
+            work.wait()
+
+    def publish(self, bucket: int, buffer: str) -> None:
+        """Nothing to do: the node stands for the home stream's right to read, and its waits give it that."""
+        log.debug("bucket %d: its new weights may be read", bucket)
+
+    def add_nothing(self, bucket: int) -> None:
+        """The accumulator becomes a partial sum, of nothing: only other ranks have something to reduce."""
+        self.buffers.hold(self.plan.buckets[bucket])
+        if self.state[bucket] is Acc.REDUCED:
+            kept = self.buffers.acc or self.buffers.host
+            self._move_aside(bucket, self.buffers.part(kept[bucket], self.plan.buckets[bucket]))
+        for tensors in (self.buffers.host, self.buffers.acc):
+            if tensors:
+                tensors[bucket].zero_()
+        self.state[bucket] = Acc.PARTIAL
+
+    def clear(self, *, set_to_none: bool) -> None:
+        """zero_grad. With ``set_to_none`` False the gradients become zeros, which still count as gradients."""
+        for bucket in self.plan.buckets:
+            if set_to_none:
+                self.state[bucket.index] = Acc.EMPTY
+                self.touched[bucket.index] = [False] * len(bucket.slots)
+            elif self.state[bucket.index] is not Acc.EMPTY:
+                for tensors in (self.buffers.host, self.buffers.acc):
+                    if tensors:
+                        tensors[bucket.index].zero_()
+        self._spilled.clear()
+        if set_to_none:
+            self.buffers.release()
+
+    def forget(self, bucket: int, slot: int) -> None:
+        """One parameter's gradient becomes none: zeros in the accumulators, and in what was moved aside."""
+        record, rank = self.plan.buckets[bucket], self.group.rank
+        self.touched[bucket][slot] = False
+        start, _ = record.layout.shard_range(rank)
+        first, stop = record.layout.owned(record.slots[slot], rank)
+        kept = [tensors[bucket] for tensors in (self.buffers.host, self.buffers.acc) if tensors]
+        for tensor in (*kept, *([self._spill[bucket]] if bucket in self._spilled else ())):
+            if tensor.numel() == record.numel:
+                tensor[record.slots[slot].offset : record.slots[slot].stop] = 0
+            else:
+                tensor[first - start : stop - start] = 0
+
+    def close_step(self) -> None:
+        """After an update: what explain tells of it is put aside, and counting begins anew."""
+        self.reductions_of_last_step = self.num_reductions
+        self.num_reductions = [0] * len(self.plan.buckets)
+        self.nbytes_of_last_step = self.nbytes_moved
+        self.nbytes_moved = dict.fromkeys(self.nbytes_moved, 0)
+
+    def touched_flags(self) -> list[int]:
+        return [int(flag) for flags in self.touched for flag in flags]
+
+    def set_touched(self, flags: Sequence[int]) -> None:
+        items = iter(flags)
+        self.touched = [[bool(next(items)) for _ in bucket.slots] for bucket in self.plan.buckets]
+
+
+class BoundOps:
+    """The operations together with the segments of one schedule: what the generated code calls."""
+
+    def __init__(self, ops: GradientOps, segments: dict[str, Segment]) -> None:
+        self._ops, self._segments = ops, segments
+        self.flatten_cast, self.accumulate_cast, self.deposit = ops.flatten_cast, ops.accumulate_cast, ops.deposit
+        self.launch_reduce, self.wait_reduce, self.accumulate = ops.launch_reduce, ops.wait_reduce, ops.accumulate
+        self.wgrad_into, self.stage_shard = ops.wgrad_into, ops.stage_shard
+        self.copy_to_host, self.copy_to_device = ops.copy_to_host, ops.copy_to_device
+        self.gather, self.publish = ops.gather, ops.publish
+
+    def segment(self, key: str, args: list[Any]) -> Sequence[Any]:
+        return self._segments[key](args)
+
+    def reducing_if(self, is_agreed: Callable[[], bool]) -> BoundOps:
+        """The same, for one run whose reductions stay away where ranks don't agree on them."""
+        return AgreedOps(self._ops, self._segments, is_agreed)
+
+
+class AgreedOps(BoundOps):
+    """Without agreement what a run has written stays a partial sum (stage 1), and the boundary reduces it."""
+
+    def __init__(self, ops: GradientOps, segments: dict[str, Segment], is_agreed: Callable[[], bool]) -> None:
+        super().__init__(ops, segments)
+        self.launch_reduce, self.wait_reduce, self.accumulate = (
+            _if(is_agreed, op) for op in (ops.launch_reduce, ops.wait_reduce, ops.accumulate)
+        )
+        if ops.buffers.acc:  # host memory takes reduced gradients only; where it has the accumulators it takes all
+            self.stage_shard = _if(is_agreed, ops.stage_shard)
+            self.copy_to_host = _if(is_agreed, ops.copy_to_host)
+
+
+def _if(is_agreed: Callable[[], bool], operation: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: operation(*args) if is_agreed() else None

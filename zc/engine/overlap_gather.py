@@ -1,0 +1,217 @@
+"""The parameters after an update: every rank's shards into flat_param, as a proved schedule of its own.
+
+As a rule ``optimizer.step()`` ends with all of it done::
+
+       comm | gather(1, "flat_param[1]")
+       comm | gather(0, "flat_param[0]")
+    compute | publish(1, "flat_param[1]")
+    compute | publish(0, "flat_param[0]")
+
+With ``overlap_gather`` it ends with the gathers launched, in the order in which modules were registered, and the next
+forward, a schedule as well, waits for each bucket where it first reads it (PyTorch FSDP's and Megatron's
+overlap_param_gather have the idea; MLM#950 is what a forgotten wait does)::
+
+       comm | gather(1, "gathered[1]")                  compute | wait_event("done/gathered[1]")
+       comm | record_event("done/gathered[1]")    ...   compute | segment("segment_0", %primals_1, %primals_9)
+       comm | gather(0, "gathered[0]")                  compute | wait_event("done/gathered[0]")
+       comm | record_event("done/gathered[0]")          compute | segment("segment_1", %getitem_2, %primals_2)
+
+``gathered[b]`` is flat_param[b] under the name that carries an event from schedule to schedule. The end of a compiled
+forward graph publishes every bucket, so that backward, loss and whatever the caller does next may read them all; and so
+does `WeightGather.synchronize`, which hooks call before anything of the module's own that is not compiled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch.utils.hooks import RemovableHandle
+
+from zc.compiler import backend
+from zc.engine.ops import Segment
+from zc.engine.pending import Pending, can_be_watched
+from zc.engine.program import Program, build
+from zc.kernels import unflatten_cast
+from zc.passes import cut_forward, insert_events, outline_segments, place_on_streams, verify
+from zc.passes.base import Pass
+from zc.planning.plan import Plan
+from zc.schedule.nodes import gather, publish
+
+if TYPE_CHECKING:
+    from zc.engine.runtime import Runtime
+
+_GATHER = (place_on_streams.PASS, insert_events.PASS, verify.PASS)
+_FORWARD = (cut_forward.PASS, outline_segments.PASS, *_GATHER)
+
+
+def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
+    """Gathers these buckets, the last of the plan (the first that a forward reads) first."""
+    graph = fx.Graph()
+    order = sorted(buckets, reverse=True)
+    for bucket in order if plan.world_size > 1 else ():
+        graph.call_function(gather, (bucket, plan.weights_buffer(bucket)))
+    for bucket in () if plan.overlap_gather else order:
+        graph.call_function(publish, (bucket, plan.weights_buffer(bucket)))
+    graph.output(())
+    return graph
+
+
+def publish_graph(plan: Plan) -> fx.Graph:
+    """The home stream may read all parameters."""
+    graph = fx.Graph()
+    for bucket in plan.buckets:
+        graph.call_function(publish, (bucket.index, plan.weights_buffer(bucket.index)))
+    graph.output(())
+    return graph
+
+
+class WeightGather:
+    """The gathers of one model on one rank, and the compiled forward graphs that wait for them."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
+        self._programs: dict[tuple[int, ...], Program] = {}
+        self._is_open = False  # a gather may be in flight that the home stream has not waited for
+        self._pending = Pending(self.synchronize)
+        self._num_sharing: list[int] = []  # by bucket, of flat_param's memory: the parameters and zc's own tensors
+        self.hooks: list[RemovableHandle] = []  # on modules
+        self._unseen: str | None = None  # why a read after the present update might not be noticed
+
+    @property
+    def programs(self) -> list[Program]:
+        """The schedules that have run so far, for explain."""
+        return list(self._programs.values())
+
+    def publish(self, buckets: Sequence[int]) -> None:
+        """flat_param <- all ranks' masters of ``buckets``, cast to param_dtype; afterwards the home stream may read
+        them, or, with overlap_gather, what has waited for them may."""
+        runtime = self._found()
+        if runtime.plan.overlap_gather:  # now, since a gather that is on its way holds views of its own
+            self._unseen = self._why_unseen(runtime)
+        for index in buckets:
+            bucket = runtime.plan.buckets[index]
+            if bucket.has_master:
+                shard = runtime.buffers.part(runtime.buffers.flat_param[index], bucket)
+                unflatten_cast(shard, runtime.buffers.master_shard[index])
+        self._program(tuple(buckets))([], runtime.streams)
+        self._is_open = runtime.plan.overlap_gather
+        # the parameters changed behind autograd's back (their storage is flat_param): a backward through a forward from
+        # before this step must fail as it does in PyTorch
+        for index in buckets:
+            for slot in runtime.plan.buckets[index].slots:
+                torch.autograd.graph.increment_version(runtime.params[slot.name])
+
+    def count_sharing(self) -> None:
+        """New buckets are ready: flat_param is new memory, which nobody but the parameters and zc can hold yet."""
+        added = self._found().buffers.flat_param[len(self._num_sharing) :]
+        self._num_sharing += [backend.num_sharing(flat) for flat in added]
+
+    def watch(self) -> None:
+        """The step is over: who reads a parameter before the next forward waits for all gathers. Where a read could not
+        be seen, the step itself waits, and says so."""
+        if not self._is_open:
+            return
+        runtime = self._found()
+        if self._unseen is None:
+            self._pending.leave(runtime.params.values())
+        else:
+            runtime.say_once(f"overlap_gather: {self._unseen}: step() waits for the weights wherever that is so")
+            self.synchronize()
+
+    def _why_unseen(self, runtime: Runtime) -> str | None:
+        """Through what new weights might be read unseen, and which; None: nothing."""
+        others = sorted({type(p).__name__ for p in runtime.params.values() if not can_be_watched(p)})
+        if others:
+            return f"parameters of class {', '.join(others)} can't be watched"
+        flat_param = runtime.buffers.flat_param
+        for bucket, flat, known in zip(runtime.plan.buckets, flat_param, self._num_sharing, strict=True):
+            if backend.num_sharing(flat) > known:
+                first, last = bucket.slots[0].name, bucket.slots[-1].name
+                return (
+                    f"something other than the parameters holds the memory of {first} to {last} (a view, p.data, "
+                    "p.detach() or an array kept from before the step), and may be read unseen"
+                )
+        return None
+
+    def let_read(self) -> None:
+        """A compiled forward begins: its schedule waits for what it reads."""
+        self._pending.release()
+
+    def synchronize(self) -> None:
+        """Whoever comes next on the home stream may read every parameter. No host synchronisation on CUDA."""
+        self._pending.release()
+        if self._is_open:
+            self._program(None)([], self._found().streams)
+            self._is_open = False
+
+    def compile_forward(
+        self, graph: fx.Graph, compile_segment: Callable[[fx.GraphModule], Segment]
+    ) -> Callable[[list[Any]], tuple[Any, ...]]:
+        """A forward graph as a schedule. Its parameters' placeholders name their buffer in ``meta["buffer"]``."""
+        runtime = self._found()
+        program = build(
+            graph,
+            runtime.plan,
+            self._proved(_FORWARD),
+            runtime.ops,
+            compile_segment,
+            name=f"forward_{len(runtime.forwards)}",
+            dump_dir=runtime.config.dump_dir,
+        )
+        runtime.forwards.append(program)
+        # weak: Dynamo keeps ``run``, see `zc.compiler.backend.make_backend`
+        this, known = weakref.proxy(self), weakref.proxy(program)
+
+        def run(args: list[Any]) -> tuple[Any, ...]:
+            runtime = this._found()
+            outputs = known(args, runtime.streams)
+            # its last nodes publish every bucket of its plan, which zc.recompile may have extended since
+            this._is_open = this._is_open and known.plan is not runtime.plan
+            return outputs
+
+        return run
+
+    def grow(self) -> None:
+        """The plan is about to get more buckets: what publishes all has to be built anew."""
+        self.synchronize()
+        self._programs.clear()
+
+    def install_hooks(self, model: nn.Module) -> None:
+        """What reads parameters outside of a compiled forward waits first: a module that runs eagerly, state_dict and
+        load_state_dict of the model or of a part."""
+        known = weakref.ref(self)
+
+        def wait(*_: Any) -> None:
+            found = known()
+            if found is not None and not torch.compiler.is_compiling():
+                found.synchronize()
+
+        for module in model.modules():
+            self.hooks += [
+                module.register_forward_pre_hook(wait),
+                module.register_state_dict_pre_hook(wait),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(wait),  # type: ignore[no-untyped-call]
+            ]
+
+    def _program(self, buckets: tuple[int, ...] | None) -> Program:
+        """Gathers these buckets; None: publishes all."""
+        key = (-1,) if buckets is None else buckets
+        if key not in self._programs:
+            runtime = self._found()
+            graph = publish_graph(runtime.plan) if buckets is None else gather_graph(runtime.plan, buckets)
+            name = "publish" if buckets is None else f"gather_{len(self._programs)}"
+            self._programs[key] = build(graph, runtime.plan, self._proved(_GATHER), runtime.ops, name=name)
+        return self._programs[key]
+
+    def _proved(self, passes: Sequence[Pass]) -> list[Pass]:
+        chosen = [p for p in passes if self._found().config.verify or p.name != "verify"]
+        return [p._replace(requires=frozenset()) for p in chosen]
+
+    def _found(self) -> Runtime:
+        runtime = self._runtime()
+        assert runtime is not None, "the model of these parameters is gone"
+        return runtime

@@ -1,0 +1,67 @@
+"""What the caller did with ``param.grad`` and with hooks on parameters: noticed where it can be, refused where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from zc.compiler import backend
+from zc.errors import UncoveredGradientError, ZcError
+from zc.planning.plan import Plan
+
+
+def refuse_accumulate_hooks(params: Mapping[str, nn.Parameter]) -> None:
+    """Raises ZcError for a post-accumulate-grad hook that is not ours."""
+    for name, param in params.items():
+        if backend.num_accumulate_hooks(param) > 1:  # one is ours
+            raise ZcError(
+                f"{name} has a post-accumulate-grad hook: it would find no gradient, which has left for its bucket "
+                "by then. Use register_hook for this rank's gradient, or read param.grad after the backward"
+            )
+
+
+def check(
+    params: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter], is_shown: Callable[[str, Tensor], bool]
+) -> None:
+    """Raises UncoveredGradientError for a gradient that is not one of our ShardedGrads (``is_shown``), ZcError for a
+    parameter of ``frozen`` that asks for one."""
+    for name, param in params.items():
+        if param.grad is not None and not is_shown(name, param.grad):
+            raise UncoveredGradientError(
+                f"{name}.grad holds a full gradient that did not come through a backward of this model; zc trains "
+                "from its own shards: don't assign param.grad by hand"
+            )
+    for name, param in frozen.items():
+        if param.requires_grad:
+            raise ZcError(
+                f"parameter {name} asks for a gradient, and had none to get when the model was compiled: no bucket "
+                "has a place for it. Call zc.recompile(model) after requires_grad_; the state of all others is kept"
+            )
+
+
+def cleared(plan: Plan, known: Sequence[Sequence[bool]], params: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
+    """(bucket, slot) of the ``known`` gradients that the caller has dropped: ``param.grad = None`` by hand, or the
+    stock model.zero_grad()."""
+    return [
+        (bucket.index, k)
+        for bucket, flags in zip(plan.buckets, known, strict=True)
+        for k, slot in enumerate(bucket.slots)
+        if flags[k] and params[slot.name].grad is None
+    ]
+
+
+def shown_apart(plan: Plan, shown: Sequence[Sequence[bool]], known: Sequence[Sequence[bool]]) -> str:
+    """Why a loop over ``param.grad`` would take other gradients on each rank; ``shown`` here, ``known`` to be on some
+    rank."""
+    lacking = [
+        slot.name
+        for bucket, here, there in zip(plan.buckets, shown, known, strict=True)
+        for slot, is_shown, is_known in zip(bucket.slots, here, there, strict=True)
+        if is_known and not is_shown
+    ]
+    where = f"here {', '.join(lacking[:5])} has none" if lacking else "here all have one, on another rank some lack it"
+    return (
+        "ranks have a param.grad on different parameters, so clipping or a norm over them would differ from rank to "
+        f"rank: {where}. The last backward before it must not be inside zc.no_sync; or call zc.clip_grad_norm_"
+    )

@@ -1,0 +1,102 @@
+"""A program: one proved schedule with its compiled segments, ready to be called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import fx
+
+from zc.engine.ops import Segment
+from zc.engine.streams import Streams
+from zc.passes.base import Pass
+from zc.passes.runner import PassRecord, run_passes
+from zc.planning.plan import Plan
+from zc.schedule import codegen
+from zc.schedule.nodes import (
+    accumulate,
+    accumulate_cast,
+    deposit,
+    flatten_cast,
+    launch_reduce,
+    segment,
+    slots_of,
+    steps,
+    wgrad_into,
+)
+
+
+class Ops(Protocol):
+    """The operations that a schedule names, as methods of what ``bind`` returns."""
+
+    def bind(self, segments: dict[str, Segment]) -> Any: ...
+
+
+CompileSegment = Callable[[fx.GraphModule], Segment]
+IsAgreed = Callable[[], bool]
+
+
+@dataclass
+class Program:
+    """``__call__`` runs the schedule once; ``num_runs`` counts that, for explain."""
+
+    name: str
+    graph: fx.Graph
+    plan: Plan
+    run: Callable[[dict[str, Any], Streams, Any], None]
+    ops: Any
+    records: tuple[PassRecord, ...]
+    num_runs: int = 0
+    placeholders: tuple[str, ...] = field(init=False)
+    outputs: Any = field(init=False)
+    inline_buckets: frozenset[int] = field(init=False)
+    launched: tuple[int, ...] = field(init=False)  # buckets that it reduces, in order
+    brings: frozenset[tuple[int, int]] = field(init=False)  # (bucket, slot) of the gradients that it writes or deposits
+
+    def __post_init__(self) -> None:
+        self.placeholders = tuple(n.name for n in self.graph.nodes if n.op == "placeholder")
+        self.outputs = self.graph.output_node().args[0]
+        self.inline_buckets = frozenset(int(n.args[0]) for n in steps(self.graph) if n.target in _WRITES)  # type: ignore[arg-type]
+        self.launched = tuple(int(n.args[0]) for n in steps(self.graph) if n.target is launch_reduce)  # type: ignore[arg-type]
+        self.brings = frozenset(
+            (int(n.args[0]), k)  # type: ignore[arg-type]
+            for n in steps(self.graph)
+            if n.target in _BRING
+            for k in slots_of(n)
+        )
+
+    def __call__(self, args: list[Any], streams: Streams, is_agreed: IsAgreed | None = None) -> tuple[Any, ...]:
+        """``is_agreed``: asked on the comm stream before each reduction, which False leaves out."""
+        values: dict[str, Any] = dict(zip(self.placeholders, args, strict=True))
+        args.clear()  # the schedule frees each value at its last use; the caller's list must not keep it alive
+        self.num_runs += 1
+        self.run(values, streams, self.ops if is_agreed is None else self.ops.reducing_if(is_agreed))
+        return tuple(values[item.name] if isinstance(item, fx.Node) else item for item in self.outputs)
+
+
+_BRING = (flatten_cast, accumulate_cast, wgrad_into, deposit)
+_WRITES = (flatten_cast, accumulate_cast, launch_reduce, accumulate)
+
+
+def build(
+    graph: fx.Graph,
+    plan: Plan,
+    passes: Sequence[Pass],
+    ops: Ops,
+    compile_segment: CompileSegment | None = None,
+    *,
+    name: str,
+    dump_dir: str | Path | None = None,
+) -> Program:
+    """Takes ``graph`` through ``passes``, compiles its segments, and generates the Python that runs it."""
+    scheduled, records = run_passes(graph, plan, passes, dump_dir=dump_dir, name=name)
+    segments: dict[str, Segment] = {}
+    for node in steps(scheduled):
+        if node.target is segment:
+            assert compile_segment is not None
+            segments[str(node.args[0])] = compile_segment(node.meta["segment"])
+    if dump_dir is not None:
+        (Path(dump_dir) / name / "schedule.py").write_text(codegen.generate(scheduled))
+    return Program(name, scheduled, plan, codegen.load(scheduled), ops.bind(segments), records)

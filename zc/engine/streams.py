@@ -1,0 +1,188 @@
+"""Streams: one protocol, and the threads that stand for streams on a CPU.
+
+A stream runs what it is given in order; an event, recorded on one stream and waited for on another, is the only order
+between two. `zc.engine.cuda_streams` has the same over torch.cuda.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from zc.schedule.nodes import HOME
+
+Task = Callable[[], object]
+
+
+class Streams(Protocol):
+    """What a schedule runs on. Waiting for an event that was never recorded is no wait (as in CUDA)."""
+
+    def run_on(self, stream: str, task: Task) -> None:
+        """Issues ``task`` on ``stream``."""
+
+    def record(self, event: str, stream: str) -> None:
+        """``event`` now stands for all that was issued on ``stream`` so far."""
+
+    def wait(self, event: str, stream: str) -> None:
+        """What is issued on ``stream`` from now on starts after ``event``'s latest record."""
+
+    def join_home(self) -> None:
+        """The home stream waits for all that was issued on the others."""
+
+    def synchronize(self) -> None:
+        """The host waits for everything, and raises the first error of any stream."""
+
+
+class Lane:
+    """One worker thread: a stream on a CPU. After an error it runs nothing more until the error was raised."""
+
+    def __init__(self, name: str) -> None:
+        self.error: BaseException | None = None
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_work, args=(weakref.ref(self), self._tasks), name=f"zc {name}", daemon=True
+        )
+        self._thread.start()
+        self.close = weakref.finalize(self, self._tasks.put, None)
+        _LANES.add(self)
+
+    def put(self, task: Task) -> None:
+        self._tasks.put(task)
+
+    def end(self, timeout: float) -> None:
+        """Closes the lane, and waits for its thread."""
+        self.close()
+        self._thread.join(timeout)
+
+
+_LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_lanes(timeout: float = 10.0) -> None:
+    """A thread that comes back from C++ (a collective, a kernel) while the interpreter is being torn down is unwound
+    there, and std::terminate ends the process: a run that had done all its work would fail. So its last tasks, gathers
+    that no forward waits for, are done first. A lane that hangs in a collective does not hold up the exit for ever."""
+    for lane in list(_LANES):
+        lane.end(timeout)
+
+
+def _work(lane: weakref.ref[Lane], tasks: queue.SimpleQueue[Task | None]) -> None:
+    with torch.no_grad():
+        while (task := tasks.get()) is not None:
+            owner = lane()
+            if owner is None:
+                return
+            try:
+                if owner.error is None or isinstance(task, _Fence):
+                    task()
+            except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
+                owner.error = error
+            del owner, task  # between tasks the lane may be collected, and with it what the task holds
+
+
+class _Fence:
+    """An event's record: set when the lane reaches it, also after an error, so that nobody waits for ever."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+
+
+class ThreadStreams:
+    """CPU streams: the home stream is the calling thread, every other one a worker thread, made when first used.
+
+    ``delays``: seconds that a stream sleeps before each of its tasks; for tests, which so take each stream in turn to
+    its last moment.
+    """
+
+    def __init__(self, delays: Mapping[str, float] | None = None) -> None:
+        self._delays = dict(delays or {})
+        self._lanes: dict[str, Lane] = {}
+        self._fences: dict[str, tuple[str, _Fence]] = {}  # event -> stream and latest record
+        self.wait_for: Callable[[threading.Event], object] = threading.Event.wait  # how the home stream waits
+
+    def run_on(self, stream: str, task: Task) -> None:
+        if stream in self._delays:
+            task = _delayed(task, self._delays[stream])
+        if stream == HOME:
+            task()
+        else:
+            self._lane(stream).put(task)
+
+    def record(self, event: str, stream: str) -> None:
+        fence = _Fence()
+        if stream == HOME:
+            fence()  # the calling thread has done all that it issued
+        else:
+            self._lane(stream).put(fence)
+        self._fences[event] = (stream, fence)
+
+    def wait(self, event: str, stream: str) -> None:
+        recorded_on, fence = self._fences.get(event, (stream, None))
+        if fence is None or recorded_on == stream or fence.reached.is_set():
+            return
+        if stream == HOME:
+            self.wait_for(fence.reached)
+            self._raise(recorded_on)
+        else:
+            self._lane(stream).put(fence.reached.wait)
+
+    def join_home(self) -> None:
+        fences = {}
+        for name, lane in self._lanes.items():
+            fences[name] = _Fence()
+            lane.put(fences[name])
+        for fence in fences.values():
+            self.wait_for(fence.reached)
+        for name in fences:
+            self._raise(name)
+
+    def synchronize(self) -> None:
+        self.join_home()
+
+    def close(self) -> None:
+        """Ends the threads once they have done what they were given. Without it they end with this object, or, being
+        daemons, with the process."""
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+        self._fences.clear()
+
+    def _lane(self, stream: str) -> Lane:
+        if stream not in self._lanes:
+            self._lanes[stream] = Lane(stream)
+        return self._lanes[stream]
+
+    def _raise(self, stream: str) -> None:
+        lane = self._lanes[stream]
+        error, lane.error = lane.error, None
+        if error is not None:
+            raise error
+
+
+def _delayed(task: Task, seconds: float) -> Task:
+    def late() -> object:
+        time.sleep(seconds)
+        return task()
+
+    return late
+
+
+def make_streams(device: torch.device) -> Streams:
+    """Streams for the device that the parameters are on."""
+    if device.type == "cuda":
+        from zc.engine.cuda_streams import CudaStreams
+
+        made: Streams = CudaStreams(device)
+        return made
+    return ThreadStreams()

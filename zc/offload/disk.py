@@ -1,0 +1,203 @@
+"""offload="disk": the optimizer's state tensors live in a rank's state file, and are written where they lie.
+
+The optimizer makes its state as always, in memory, at a parameter's first update; right behind that update each tensor
+moves to its region of the file, and from then on the update reads and writes mapped pages (ZeRO-Infinity,
+arXiv:2104.07857, keeps state on NVMe with explicit reads and writes; here the system's page cache is the staging
+buffer, and it is told one bucket ahead what will be read). Scalars, such as Adam's ``step``, stay in memory.
+
+`zc.flush_state` makes the folder complete: a later run that starts from the same weights goes on from it.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import secrets
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zc.engine.runtime import Runtime
+from zc.errors import PlanError, ZcError
+from zc.offload.disk_file import Region, StateFile, place
+from zc.planning.plan import Plan
+
+
+def state_keys(optimizer: Optimizer) -> list[str]:
+    """Names of the state tensors that have the parameter's shape, tried on two elements with each group's options."""
+    keys: dict[str, None] = {}
+    for group in optimizer.param_groups:
+        probe = nn.Parameter(torch.zeros(2))
+        probe.grad = torch.zeros(2)
+        tried = copy.copy(optimizer)  # as a pickle would have it: no hooks
+        state: dict[str, Any] = {}
+        for param in group["params"][:1]:  # what __init__ has made (Adagrad)
+            for key, item in optimizer.state.get(param, {}).items():
+                # a count of steps is 0-d, and so may the parameter be
+                is_whole = key != "step" and isinstance(item, Tensor) and item.shape == param.shape
+                state[key] = torch.zeros(2) if is_whole else item
+        tried.state = collections.defaultdict(dict, {probe: state} if state else {})
+        tried.param_groups = [{**group, "params": [probe], "fused": None} if "fused" in group
+                              else {**group, "params": [probe]}]  # fmt: skip
+        tried.step()
+        keys.update({key: None for key, item in tried.state[probe].items() if _is_whole(item, probe)})
+    return list(keys)
+
+
+def _is_whole(item: object, like: Tensor) -> bool:
+    return isinstance(item, Tensor) and item.dim() > 0 and item.shape == like.shape
+
+
+def regions_of(plan: Plan, keys: Sequence[str]) -> tuple[Region, ...]:
+    """Bucket by bucket, in the order of the update: its state tensors [S], and the fp32 master [S] where the weights
+    that a checkpoint holds are narrower."""
+    sizes: dict[str, tuple[int, torch.dtype]] = {}
+    for bucket in plan.buckets:
+        named = [*keys, *(["master_shard"] if bucket.has_master else [])]
+        sizes.update({f"{bucket.index}/{key}": (bucket.layout.numel_shard, bucket.acc_dtype) for key in named})
+    return place(sizes)
+
+
+def open_file(
+    folder: str | Path, rank: int, plan: Plan, optimizer: Optimizer, params: Mapping[str, nn.Parameter]
+) -> StateFile:
+    """The file for this plan. Raises as `StateFile`, and PlanError where what an earlier run left belongs to other
+    weights than rank 0 has (the others get theirs from it)."""
+    keys = state_keys(optimizer)
+    slots = [f"{s.name} {tuple(s.shape)} at {s.offset} of bucket {b.index}" for b in plan.buckets for s in b.slots]
+    lines = [f"optimizer {type(optimizer).__name__} with {', '.join(keys) or 'no state'}", *slots]
+    file = StateFile(Path(folder), rank, plan.world_size, regions_of(plan, keys), lines)
+    if file.found is not None and rank == 0:
+        dtypes = {s.name: b.param_dtype for b in plan.buckets for s in b.slots}
+        for name, wanted in file.found["weights"].items():
+            if checksum(params[name], dtypes[name]) != wanted:
+                path, number = file.path, file.found["num_updates"]
+                file.discard()
+                raise PlanError(
+                    f"{path} holds the state of other weights ({name} differs), those of update "
+                    f"{number:,}: load them before zc.compile, or remove {path.stem}.* from every rank"
+                )
+    return file
+
+
+def checksum(param: Tensor, dtype: torch.dtype) -> int:
+    """CRC-32 of the values, as ``dtype``."""
+    values = param.detach().to(dtype=dtype).contiguous().cpu().view(-1).view(torch.uint8)
+    return zlib.crc32(values.numpy().data) if values.numel() else 0
+
+
+class DiskState:
+    """The optimizer's state of ``slices`` (by name) in ``file``."""
+
+    def __init__(
+        self, runtime: Runtime, file: StateFile, optimizer: Optimizer, slices: Mapping[str, nn.Parameter]
+    ) -> None:
+        self.runtime, self.file, self.optimizer, self.slices = runtime, file, optimizer, slices
+        self.num_updates = 0
+        self._place: dict[tuple[str, str], Tensor] = {}
+        keys = {name.split("/")[1] for name in file.regions} - {"master_shard"}
+        rank = runtime.group.rank
+        for bucket in runtime.plan.buckets:
+            start, _ = bucket.layout.shard_range(rank)
+            for slot in bucket.slots:
+                if slot.name in slices:
+                    first, stop = bucket.layout.owned(slot, rank)
+                    for key in keys:
+                        whole = file.tensor(f"{bucket.index}/{key}")
+                        self._place[slot.name, key] = whole[first - start : stop - start].view(slices[slot.name].shape)
+        self._take_up()
+
+    def _take_up(self) -> None:
+        """What an earlier run has flushed, on all ranks or on none."""
+        found, group = self.file.found, self.runtime.group
+        number = found["flush"] if found is not None else -1
+        low, high = group.max_on_host([-number, number])
+        if found is None or -low != high:
+            self.file.found = None
+            if self.file.was_left or -low != high:
+                why = "on some ranks it is not complete" if -low != high else "it is not complete"
+                self.runtime.say_once(f"offload_dir: {why}, so state of an earlier run in it is not used")
+            self.file.begin_update()
+            return
+        self.num_updates = found["num_updates"]
+        for bucket in self.runtime.plan.buckets:
+            if bucket.has_master:
+                self.runtime.buffers.master_shard[bucket.index].copy_(self.file.tensor(f"{bucket.index}/master_shard"))
+        for name, items in found["state"].items():
+            param = self.slices[name]
+            self.optimizer.state[param] = {key: self._restored(name, key, item) for key, item in items.items()}
+        self.runtime.say_once(f"offload_dir: state after update {self.num_updates:,} taken up")
+
+    def _restored(self, name: str, key: str, item: Any) -> Any:
+        if item == "file":
+            return self._place[name, key]
+        if isinstance(item, dict):
+            return torch.tensor(item["value"], dtype=getattr(torch, item["dtype"]))
+        return item
+
+    def begin_update(self) -> None:
+        self.file.begin_update()
+        self.num_updates += 1
+
+    def prefetch(self, bucket: int) -> None:
+        """What the update of a bucket will read."""
+        for name in self.file.regions:
+            if name.startswith(f"{bucket}/") and not name.endswith("/master_shard"):
+                self.file.prefetch(name)
+
+    def settle(self, bucket: int) -> None:
+        """State tensors that the optimizer has made in memory (a first update, load_state_dict) move to the file."""
+        for slot in self.runtime.plan.buckets[bucket].slots:
+            param = self.slices.get(slot.name)
+            state = self.optimizer.state.get(param) if param is not None else None
+            for key, item in list((state or {}).items()):
+                if not isinstance(item, Tensor) or item.dim() == 0:
+                    continue
+                place = self._place.get((slot.name, key))
+                if place is None or item.dtype != place.dtype or item.shape != place.shape:
+                    self.runtime.say_once(
+                        f"offload='disk': the state {key} was not there when the file was made; it stays in memory"
+                    )
+                elif item.data_ptr() != place.data_ptr() and item.numel():
+                    assert state is not None
+                    place.copy_(item)
+                    state[key] = place
+
+    def flush(self, prepare: Callable[[], None]) -> None:
+        """See `zc.flush_state`. ``prepare`` brings the masters up to what the caller has written into parameters."""
+        runtime, rank = self.runtime, self.runtime.group.rank
+        failure: Exception | None = None
+        (number,) = runtime.group.max_on_host([secrets.randbits(62) if rank == 0 else 0])
+        try:
+            prepare()
+            self.file.begin_update()
+            for bucket in runtime.plan.buckets:
+                self.settle(bucket.index)
+                if bucket.has_master:
+                    self.file.tensor(f"{bucket.index}/master_shard").copy_(runtime.buffers.master_shard[bucket.index])
+            dtypes = {s.name: b.param_dtype for b in runtime.plan.buckets for s in b.slots}
+            weights = {n: checksum(p, dtypes[n]) for n, p in runtime.params.items()} if rank == 0 else {}
+            state = {name: self._saved(name, param) for name, param in self.slices.items()}
+            facts = {"flush": number, "num_updates": self.num_updates, "weights": weights}
+            self.file.flush({**facts, "state": {name: items for name, items in state.items() if items}})
+        except (OSError, PlanError, ZcError) as error:
+            failure = error
+        runtime.group.agree_on(failure)
+
+    def _saved(self, name: str, param: nn.Parameter) -> dict[str, Any]:
+        saved: dict[str, Any] = {}
+        for key, item in self.optimizer.state.get(param, {}).items():
+            if not isinstance(item, Tensor):
+                saved[key] = item
+            elif item.dim() == 0:
+                saved[key] = {"value": item.item(), "dtype": str(item.dtype).removeprefix("torch.")}
+            elif (name, key) in self._place and self._place[name, key].data_ptr() == item.data_ptr():
+                saved[key] = "file"
+            else:
+                raise PlanError(f"the state {key} of {name} is not in the file, so it can't be flushed")
+        return saved

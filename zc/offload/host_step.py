@@ -1,0 +1,217 @@
+"""The update in host memory: a schedule as well, one bucket behind the other, proved like a backward's.
+
+Bucket by bucket the processor updates the masters as soon as the gradient has landed; the new weights go up over the
+bus while the next bucket is updated, and are gathered while the one after goes up::
+
+    host | update(0, "master[0]", "host[0]")
+    host | cast_param(0, "param[0]", "master[0]")             where the parameters are narrower than the masters
+    copy | copy_to_device(0, "flat_param[0]", "param[0]")
+    comm | gather(0, "flat_param[0]")
+    ...
+ compute | publish(0, "flat_param[0]")
+
+On a GPU ``loss.backward()`` returns before the device is done, so the first buckets are updated while the backward goes
+on, unless something asks for all gradients before: clipping, or a loss that is printed. (ZeRO-Offload,
+arXiv:2101.06840, delays the update by a step for that; here the numbers stay those of the script.)
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from zc.compiler import backend
+from zc.engine.host_memory import num_threads
+from zc.engine.ops import Segment
+from zc.engine.program import Program, build
+from zc.engine.runtime import Runtime
+from zc.kernels import unflatten_cast
+from zc.offload.disk import DiskState
+from zc.passes import insert_events, place_on_streams, verify
+from zc.planning.plan import Plan
+from zc.schedule.nodes import cast_param, copy_to_device, gather, publish, update
+
+FUSED = ("Adam", "AdamW", "SGD")  # torch has one pass over a parameter for these on the CPU
+_PASSES = (place_on_streams.PASS, insert_events.PASS, verify.PASS)
+
+
+def step_graph(plan: Plan, buckets: Sequence[int], *, with_update: bool) -> fx.Graph:
+    """Update (or only the way back) of these buckets."""
+    graph = fx.Graph()
+    for k, index in enumerate(buckets):
+        source = f"master[{index}]"
+        if with_update:
+            graph.call_function(update, (index, source, f"host[{index}]"))
+        if plan.buckets[index].has_master:
+            cast = f"param[{k % plan.num_staging}]"
+            graph.call_function(cast_param, (index, cast, source))
+            source = cast
+        graph.call_function(copy_to_device, (index, f"flat_param[{index}]", source))
+        if plan.world_size > 1:
+            graph.call_function(gather, (index, f"flat_param[{index}]"))
+    for index in buckets:
+        graph.call_function(publish, (index, f"flat_param[{index}]"))
+    graph.output(())
+    return graph
+
+
+class HostStep:
+    """The caller's optimizer on masters in host memory. ``by_bucket``: its update of an element reads that element
+    alone, so that buckets may be updated one after the other."""
+
+    def __init__(
+        self, runtime: Runtime, optimizer: Optimizer, slices: Mapping[str, nn.Parameter], *, by_bucket: bool
+    ) -> None:
+        self.runtime, self.optimizer, self._by_bucket = runtime, optimizer, by_bucket
+        plan = runtime.plan
+        self._slices = [[slices[s.name] for s in b.slots if s.name in slices] for b in plan.buckets]
+        self._programs: dict[tuple[tuple[int, ...], bool], Program] = {}
+        self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._is_done = False
+        self._next: dict[int, int] = {}  # bucket -> the one updated behind it
+        self._shadow: Optimizer | None = None
+        file = runtime.state_file
+        self.disk = DiskState(runtime, file, optimizer, slices) if file is not None else None
+        self.num_threads = torch.get_num_threads()
+        if plan.buckets[0].device.type == "cpu":
+            saves = "only the optimizer's state leaves it" if file is not None else "so it saves no memory here"
+            runtime.say_once(f"offload: parameters are in host memory already, {saves}")
+        else:
+            self.num_threads = num_threads(runtime.group.world_size)
+            prefer_fused(optimizer)
+        fused = "fused " if any(group.get("fused") for group in optimizer.param_groups) else ""
+        how = "bucket by bucket as gradients land" if by_bucket else "all at once, after the last gradient has landed"
+        runtime.host_update = f"{fused}{type(optimizer).__name__}, {how}, {self.num_threads} thread(s) a rank"
+        runtime.host_programs = lambda: list(self._programs.values())
+
+    def before(self, changed: tuple[int, ...], own: RemovableHandle) -> None:
+        """The optimizer's step begins. Bucket by bucket where that can't be seen; then nothing is left to the step
+        itself. Else all gradients are waited for."""
+        later = backend.has_later_step_hook(self.optimizer, own)  # it may want to change a gradient
+        self._is_done = self._by_bucket and not later and not self._scaler_on_host()
+        if self.disk is not None:
+            self.disk.begin_update()
+        if not self._is_done:
+            self.runtime.wait_for_host_memory()
+            return
+        self._make_shadow()
+        self._run(changed, with_update=True)
+        self._hidden = [(p, p.grad) for some in self._slices for p in some]
+        for param, _ in self._hidden:
+            param.grad = None
+
+    def _scaler_on_host(self) -> bool:
+        """Takes what a GradScaler has given a fused optimizer, to unscale or to skip the step by itself, to host
+        memory; False where none has. From a GPU the update would copy it without waiting, and read the copy at once."""
+        found = False
+        for key in ("grad_scale", "found_inf"):
+            value = getattr(self.optimizer, key, None)
+            if isinstance(value, Tensor):
+                found = True
+                setattr(self.optimizer, key, value.cpu())
+        return found
+
+    def after(self, changed: tuple[int, ...]) -> None:
+        """The optimizer's step is over: what it has changed goes to the device, if it did not go before."""
+        for param, grad in self._hidden:
+            param.grad = grad
+        self._hidden.clear()
+        if not self._is_done:
+            for bucket in changed if self.disk is not None else ():
+                self.disk.settle(bucket)  # type: ignore[union-attr]
+            self._run(changed, with_update=False)
+
+    def publish_all(self, buckets: tuple[int, ...]) -> None:
+        """The way back alone: masters were loaded."""
+        self._run(buckets, with_update=False)
+
+    def _make_shadow(self) -> None:
+        """The same optimizer without its hooks, as a pickle would have it: state and options are the caller's own."""
+        if self._shadow is None:
+            self._shadow = copy.copy(self.optimizer)
+        self._shadow.state = self.optimizer.state
+
+    def _run(self, buckets: tuple[int, ...], *, with_update: bool) -> None:
+        if not buckets:
+            return
+        key = (buckets, with_update)
+        if key not in self._programs:
+            graph = step_graph(self.runtime.plan, buckets, with_update=with_update)
+            passes = [p for p in _PASSES if self.runtime.config.verify or p.name != "verify"]
+            self._programs[key] = build(graph, self.runtime.plan, passes, self, name=f"update_{len(self._programs)}")
+        self._next = dict(itertools.pairwise(buckets))
+        self._programs[key]([], self.runtime.streams)
+        self.runtime.streams.join_home()
+
+    # --- the operations ---
+
+    def bind(self, segments: dict[str, Segment]) -> HostStep:
+        assert not segments
+        return self
+
+    def update(self, bucket: int, master: str, grad: str) -> None:
+        shadow = self._shadow
+        assert shadow is not None
+        mine = {id(p) for p in self._slices[bucket]}
+        groups: list[dict[str, Any]] = []
+        for group in self.optimizer.param_groups:  # anew each time: schedulers write into them
+            kept = [p for p in group["params"] if id(p) in mine]
+            if kept:
+                groups.append({**group, "params": kept})
+        shadow.param_groups = groups
+        if self.disk is not None and bucket in self._next:
+            self.disk.prefetch(self._next[bucket])
+        with _threads(self.num_threads):
+            shadow.step()
+        if self.disk is not None:
+            self.disk.settle(bucket)
+
+    def cast_param(self, bucket: int, dst: str, src: str) -> None:
+        record = self.runtime.plan.buckets[bucket]
+        unflatten_cast(self.runtime.buffers.named(dst, record), self.runtime.buffers.named(src, record))
+
+    def copy_to_device(self, bucket: int, dst: str, src: str) -> None:
+        record = self.runtime.plan.buckets[bucket]
+        out, given = self.runtime.buffers.named(dst, record), self.runtime.buffers.named(src, record)
+        self.runtime.ops.move(out, given, "to_device")
+
+    def gather(self, bucket: int, buffer: str) -> None:
+        self.runtime.ops.gather(bucket, buffer)
+
+    def publish(self, bucket: int, buffer: str) -> None:
+        # a backward through a forward from before this step must fail as it does in PyTorch
+        for slot in self.runtime.plan.buckets[bucket].slots:
+            torch.autograd.graph.increment_version(self.runtime.params[slot.name])
+
+
+@contextmanager
+def _threads(num: int) -> Iterator[None]:
+    """``num`` threads for what the calling thread does, where it had another number."""
+    before = torch.get_num_threads()
+    if num == before:
+        yield
+        return
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def prefer_fused(optimizer: Optimizer) -> bool:
+    """Takes torch's fused CPU update where the caller has not chosen another: without it torch goes tensor by tensor
+    and operation by operation over host memory. True where some group takes it."""
+    name, taken = type(optimizer).__name__, False
+    for group in optimizer.param_groups:
+        chosen = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
+        if name in FUSED and not chosen:
+            group["fused"] = taken = True
+    return taken

@@ -1,0 +1,1 @@
+"""The caller's optimizers on slices of the masters; `param.grad`."""

@@ -1,0 +1,198 @@
+"""This rank's shards of the gradients, by parameter: what `zc.optim.sharded_grad` asks for, and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zc.engine.runtime import Runtime
+from zc.errors import ZcError
+from zc.kernels import sums_of_squares
+from zc.passes.tag_gradients import slot_of
+from zc.planning.plan import Bucket
+
+
+class GradShards:
+    """The accumulators' parts, one a parameter of which this rank owns elements. Implements `GradOwner`.
+
+    A loop over all parameters, as stock clipping is, asks for each one by itself: what is asked then costs no loop over
+    the others.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._where: dict[str, tuple[int, int]] = {}  # bucket and slot
+        # by bucket and name: elements of S, and the slice's shape
+        self._parts: dict[int, dict[str, tuple[int, int, tuple[int, ...]]]] = {}
+        self._norms: dict[float, Tensor] = {}  # order -> norms [touched parameters], since the gradients last changed
+        self._norm_of: dict[float, dict[str, Tensor]] = {}  # the same by name, 0-d, fp32
+
+    def adopt(self) -> None:
+        """The plan's parameters are those that can be asked for."""
+        self._where = slot_of(self.runtime.plan)
+
+    def add(self, name: str, bucket: Bucket, start: int, stop: int, shape: tuple[int, ...]) -> None:
+        """This rank's part of one gradient: elements [start, stop) of the bucket's shard, as ``shape``."""
+        self._parts.setdefault(bucket.index, {})[name] = start, stop, shape
+
+    def of(self, bucket: Bucket) -> dict[str, list[Tensor]]:
+        """By name, for each parameter of ``bucket`` of which this rank owns elements: every tensor that holds its part
+        of the gradient, which is there. The update reads the first. Views, cut once while the accumulator is there."""
+        cuts = self.runtime.buffers.cuts
+        if bucket.index not in cuts:
+            shards = self.runtime.buffers.acc_copies(bucket)
+            parts = self._parts.get(bucket.index, {})
+            by_shard = [_cut(shard, list(parts.values())) for shard in shards]
+            cuts[bucket.index] = dict(zip(parts, (list(copies) for copies in zip(*by_shard, strict=True)), strict=True))
+        return cuts[bucket.index]
+
+    def copies(self, name: str) -> list[Tensor]:
+        """`of` one parameter; none where this rank owns no element of it."""
+        return self.of(self.runtime.plan.buckets[self._where[name][0]]).get(name, [])
+
+    def _finished(self, name: str) -> None:
+        """The gradient of ``name`` is complete, and there. Raises ZcError where it has been set to None."""
+        runtime = self.runtime
+        grad = runtime.params[name].grad
+        if not runtime.is_final or grad is None or not runtime.is_shown(name, grad):
+            runtime.finish_gradients(by_grad=True)
+        if not self._is_touched(name):
+            raise ZcError(f"the gradient of {name} was set to None (zero_grad) since: take param.grad anew")
+
+    def changed(self) -> None:
+        """The gradients are not what they were: no norm of them holds."""
+        self._norms.clear()
+        self._norm_of.clear()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """See `zc.clip_grad_norm_`."""
+        self.runtime.finish_gradients()
+        norm: Tensor = torch.linalg.vector_norm(self._all_norms(2.0))
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        for bucket in self.runtime.plan.buckets:
+            if any(self.runtime.ops.touched[bucket.index]):
+                for shard in self.runtime.buffers.acc_copies(bucket):
+                    shard.mul_(scale.to(device=shard.device, dtype=shard.dtype))
+        self.changed()
+        return norm.to(torch.float32)
+
+    def _all_norms(self, order: float) -> Tensor:
+        """[touched parameters] fp64: the norms of all gradients, which are finished, with one collective; kept until a
+        gradient changes."""
+        if order not in self._norms:
+            self.runtime.wait_for_host_memory()
+            parts = [self._part(bucket, name) for bucket, name in self._touched()]
+            if not parts:
+                return torch.zeros(0, dtype=torch.float64)
+            joint = _sums(parts, order).to(self.runtime.plan.buckets[0].device)
+            if order == float("inf"):
+                self.runtime.group.max_(joint)
+            else:
+                self.runtime.group.sum_(joint)
+                joint = joint ** (1.0 / order)
+            self._norms[order] = joint
+        return self._norms[order]
+
+    def _touched(self) -> list[tuple[Bucket, str]]:
+        """Every parameter with a gradient on some rank, in the same order on all."""
+        flags = self.runtime.ops.touched
+        pairs = ((b, k, slot) for b in self.runtime.plan.buckets for k, slot in enumerate(b.slots))
+        return [(bucket, slot.name) for bucket, k, slot in pairs if flags[bucket.index][k]]
+
+    def _part(self, bucket: Bucket, name: str) -> Tensor:
+        """[n]: what this rank owns of one gradient, on the device where the update reads it; n may be 0."""
+        copies = self.of(bucket).get(name)
+        return copies[0].view(-1) if copies else self.runtime.buffers.acc_shard(bucket)[:0]
+
+    def _is_touched(self, name: str) -> bool:
+        bucket, k = self._where[name]
+        return self.runtime.ops.touched[bucket][k]
+
+    def grad_norm(self, name: str, order: float) -> Tensor:
+        """0-d, fp32: the norm of one parameter's whole gradient. ``order`` > 0, or inf."""
+        if not order > 0:
+            raise ValueError(f"the norm of a sharded gradient takes an order above 0, got {order}")
+        self._finished(name)
+        if order not in self._norm_of:
+            norms = self._all_norms(order).to(torch.float32).unbind()
+            self._norm_of[order] = {n: norm for (_, n), norm in zip(self._touched(), norms, strict=True)}
+        return self._norm_of[order][name]
+
+    def scale_grad(self, name: str, factor: Tensor | float) -> None:
+        """In place. Scaling every gradient by one factor keeps the cached norms of none."""
+        self._finished(name)
+        self.runtime.wait_for_host_memory()
+        self.changed()
+        for shard in self.copies(name):
+            shard.mul_(factor.to(device=shard.device, dtype=shard.dtype) if isinstance(factor, Tensor) else factor)
+
+    def zero_grad_of(self, name: str) -> None:
+        self._finished(name)
+        self.runtime.wait_for_host_memory()
+        self.changed()
+        for shard in self.copies(name):
+            shard.zero_()
+
+    def zero_slices(self, names: Sequence[str]) -> None:
+        """Zeros this rank's parts: the zero_grad(set_to_none=False) of the optimizer's class."""
+        self.runtime.finish_gradients()
+        self.runtime.wait_for_host_memory()
+        self.changed()
+        for name in names:
+            for copy in self.copies(name) if self._is_touched(name) else ():
+                copy.zero_()
+
+    def full_grad_of(self, name: str) -> Tensor:
+        self._finished(name)
+        grad = self.runtime.full_grad(self._where[name][0]).get(name)
+        assert grad is not None
+        return grad
+
+    def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None:
+        """torch.amp.GradScaler: gradients times ``inverse``; ``found_inf`` becomes 1 where any rank has an infinity or
+        NaN, so that all ranks step or none."""
+        self.runtime.finish_gradients()
+        self.runtime.wait_for_host_memory()
+        self.changed()
+        device = self.runtime.plan.buckets[0].device
+        found = found_inf.to(device, copy=True)  # with offload it is on the CPU, and NCCL takes a device's tensors only
+        copies: dict[torch.device, list[Tensor]] = {}
+        for name in names:
+            for copy in self.copies(name) if self._is_touched(name) else ():
+                copies.setdefault(copy.device, []).append(copy)
+        for where, grads in copies.items():  # host memory and, with offload_accumulate="device", the device
+            own = found_inf.to(where, copy=True)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, own, inverse.to(where))
+            torch.maximum(found, own.to(device), out=found)
+        self.runtime.group.max_(found)
+        found_inf.copy_(found)
+        if found_inf.item():
+            self.runtime.num_skipped += 1
+            self.runtime.say_once(
+                "a GradScaler found inf or NaN in the gradients: no rank takes that step, nothing changes"
+            )
+
+    def add_grad(self, name: str, grad: Tensor) -> None:
+        self.runtime.receive(*self._where[name], grad)
+
+
+def _cut(shard: Tensor, parts: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[Tensor]:
+    """Views [start, stop) of ``shard`` [S], of the shapes given; parts ascend and are disjoint. One call into C++ cuts
+    all, in place of two a part: a model has hundreds."""
+    sizes, at = [], 0
+    for start, stop, _ in parts:
+        sizes += [start - at, stop - start]
+        at = stop
+    cut = shard.split_with_sizes([*sizes, shard.numel() - at])[1::2]
+    return [piece if len(shape) == 1 else piece.view(shape) for piece, (_, _, shape) in zip(cut, parts, strict=True)]
+
+
+def _sums(parts: list[Tensor], order: float) -> Tensor:
+    """[len(parts)] fp64: of each the sum of magnitudes to the power ``order``; the largest magnitude for inf."""
+    if order == 2.0:
+        return sums_of_squares(parts)
+    zero = torch.zeros((), dtype=torch.float64, device=parts[0].device)  # of a part without elements
+    joint = torch.stack([torch.linalg.vector_norm(p, order, dtype=zero.dtype) if p.numel() else zero for p in parts])
+    return joint if order == float("inf") else joint.pow(order)

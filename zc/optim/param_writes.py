@@ -1,0 +1,77 @@
+"""What the caller does to parameters between updates: weights written in place are kept, moved ones refused.
+
+flat_param is the parameters' storage. Where the masters are their own tensors (narrower parameters, offload), the next
+update would overwrite a value that the caller has written into the parameter alone: ``load_state_dict``, a
+re-initialised layer, a clamp or an exchange of weights through ``p.data``. Autograd counts writes, but not those
+through ``.data``; so before an update each rank looks at the elements that it owns. What still is its master,
+rounded, was not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from zc.compiler import backend
+from zc.errors import ZcError
+from zc.kernels import adopt_writes
+from zc.planning.plan import Bucket
+
+if TYPE_CHECKING:
+    from zc.engine.runtime import Runtime
+
+
+class ParamWrites:
+    """Compares the parameters with their places, and with the masters."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._places: dict[str, tuple[int, Bucket]] = {}  # address of each parameter that has elements
+        self._versions: dict[str, int] = {}
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """The parameters of these buckets are views of flat_param, which never moves, from now on."""
+        for bucket in buckets:
+            flat = self._runtime.buffers.flat_param[bucket.index]
+            for slot in bucket.slots:
+                if slot.numel > 0:
+                    self._places[slot.name] = flat.data_ptr() + slot.offset * flat.element_size(), bucket
+        self.remember()
+
+    def remember(self) -> None:
+        """Parameters and masters agree now."""
+        self._versions = {name: backend.version(param) for name, param in self._runtime.params.items()}
+
+    def check_places(self) -> None:
+        """Raises ZcError for a parameter that has left its bucket."""
+        for name, (address, bucket) in self._places.items():
+            param = self._runtime.params[name]
+            if param.data_ptr() != address:
+                raise ZcError(
+                    f"parameter {name} has left its bucket, so no update would reach it: it is {param.dtype} on "
+                    f"{param.device}, the bucket {bucket.param_dtype} on {bucket.device}. Was the model moved, cast or "
+                    "given other tensors (model.to, .half, param.data = ...) after zc.compile? Do that before, and "
+                    "write values in place (param.copy_, load_state_dict)"
+                )
+
+    def take_over(self) -> None:
+        """Right before an update: this rank's masters take what was written into parameters since the last one.
+
+        Raises ZcError for a parameter that has left its bucket; nothing has changed.
+        """
+        self.check_places()
+        plan, buffers = self._runtime.plan, self._runtime.buffers
+        for bucket in plan.buckets:
+            if not bucket.has_master and plan.offload is None:
+                continue  # the master is the parameter's own storage
+            master: Tensor = buffers.master_shard[bucket.index]
+            given = buffers.part(buffers.flat_param[bucket.index], bucket)
+            if given.device == master.device or self._is_counted(bucket):
+                adopt_writes(master, given.to(master.device))
+
+    def _is_counted(self, bucket: Bucket) -> bool:
+        """Whether autograd has seen a write since `remember`."""
+        params = self._runtime.params
+        return any(backend.version(params[slot.name]) != self._versions[slot.name] for slot in bucket.slots)

@@ -1,0 +1,178 @@
+"""``param.grad`` of a compiled model: a gradient that no rank holds whole.
+
+After a backward every parameter that got a gradient has a ShardedGrad. It knows its norm and can be scaled, so that
+stock ``torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`` works, with one collective for all parameters
+together; it can be gathered with ``full_tensor()``; anything else raises and says what to call. A quiet stand-in
+(zeros, or None) would let clipping and logging go wrong in silence.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zc.compiler import backend
+from zc.errors import ZcError
+
+aten = torch.ops.aten
+
+
+class GradOwner(Protocol):
+    """What a ShardedGrad asks of the one who holds the shards."""
+
+    def grad_norm(self, name: str, order: float) -> Tensor: ...
+    def scale_grad(self, name: str, factor: Tensor | float) -> None: ...
+    def zero_grad_of(self, name: str) -> None: ...
+    def full_grad_of(self, name: str) -> Tensor: ...
+    def zero_slices(self, names: Sequence[str]) -> None: ...
+    def add_grad(self, name: str, grad: Tensor) -> None: ...
+    def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None: ...
+
+
+class ShardedGrad(Tensor):
+    """The gradient of one parameter, sharded over ranks: the parameter's shape, dtype and device, and no storage."""
+
+    param_name: str
+    _owner: weakref.ref[GradOwner]  # weak: a parameter holds its .grad where Python's collector does not look
+
+    @staticmethod
+    def __new__(cls, owner: GradOwner, name: str, param: nn.Parameter) -> ShardedGrad:
+        made = backend.make_wrapper(cls, param)
+        made.param_name, made._owner = name, weakref.ref(owner)
+        return made
+
+    @property
+    def owner(self) -> GradOwner:
+        """Who holds the shards. Raises ZcError when the compiled model is gone."""
+        found = self._owner()
+        if found is None:
+            raise ZcError(f"the gradient of {self.param_name} is gone with its compiled model")
+        return found
+
+    def full_tensor(self) -> Tensor:
+        """The whole gradient on every rank (a collective: call it on all of them), in the accumulator's dtype."""
+        return self.owner.full_grad_of(self.param_name)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise ZcError(_refusal("Tensor.numpy", self.param_name))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as torch.Tensor has it
+        return f"ShardedGrad({self.param_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        raise ZcError(f"the gradient of {self.param_name} is sharded over ranks: save full_tensor() instead")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates the disabled default, a plain function
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None or not isinstance(args[0], ShardedGrad):
+            grad = next((a for a in args if isinstance(a, ShardedGrad)), None)
+            name = grad.param_name if grad is not None else "a parameter"
+            raise ZcError(_refusal(func, name))
+        return handler(args[0], *args[1:], **(kwargs or {}))
+
+
+class SliceGrad(Tensor):
+    """What the optimizer's own slice of a parameter has as ``.grad`` outside of an update: torch's GradScaler can
+    unscale it, and then all ranks agree on what it found; the zero_grad of the optimizer's class can clear it; the
+    update itself gets the plain gradient.
+
+    Anything else raises: a loop over the optimizer's parameters sees one rank's slices, and its norm would differ from
+    rank to rank. (DTensor gives GradScaler its one answer in the same place.)
+    """
+
+    param_name: str
+    _owner: weakref.ref[GradOwner]
+
+    @staticmethod
+    def __new__(cls, owner: GradOwner, name: str, param: nn.Parameter) -> SliceGrad:
+        made = backend.make_wrapper(cls, param)
+        made.param_name, made._owner = name, weakref.ref(owner)
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as torch.Tensor has it
+        return f"SliceGrad({self.param_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates the disabled default, a plain function
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            grads, found_inf, inverse = args
+            owner = grads[0]._owner()
+            if owner is None:
+                raise ZcError(f"the gradient of {grads[0].param_name} is gone with its compiled model")
+            return owner.unscale([grad.param_name for grad in grads], found_inf, inverse)
+        if func in (aten.zero_.default, aten._foreach_zero_.default):
+            grads = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            owner = grads[0]._owner()
+            if owner is not None:
+                owner.zero_slices([grad.param_name for grad in grads])
+            return args[0]
+        if func in (aten.detach.default, aten.alias.default):
+            return args[0]
+        flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        name = next((item.param_name for item in flat if isinstance(item, SliceGrad)), "a parameter")
+        raise ZcError(
+            f"{func} on the optimizer's gradient of {name}: the optimizer holds this rank's slices only, and their "
+            "gradients are finished when step() starts. Clip, scale and look at model.parameters() instead"
+        )
+
+
+def _refusal(what: Any, name: str) -> str:
+    return (
+        f"{what} does not work on the gradient of {name}, which is sharded over ranks: use zc.clip_grad_norm_ or "
+        "torch.nn.utils.clip_grad_norm_ to clip, .norm() for its norm, .mul_() to scale it, .full_tensor() to gather it"
+    )
+
+
+def _norm(grad: ShardedGrad, order: float = 2, *_: Any, **__: Any) -> Tensor:
+    return grad.owner.grad_norm(grad.param_name, float(order))
+
+
+def _mul(grad: ShardedGrad, factor: Tensor | float) -> ShardedGrad:
+    grad.owner.scale_grad(grad.param_name, factor)
+    return grad
+
+
+def _div(grad: ShardedGrad, divisor: Tensor | float) -> ShardedGrad:
+    grad.owner.scale_grad(grad.param_name, 1.0 / divisor)
+    return grad
+
+
+def _zero(grad: ShardedGrad) -> ShardedGrad:
+    grad.owner.zero_grad_of(grad.param_name)
+    return grad
+
+
+def _add(grad: ShardedGrad, other: Tensor, *, alpha: float = 1) -> ShardedGrad:
+    """AccumulateGrad adds an eager gradient to an existing ``.grad`` in place: it goes the way of all others."""
+    if backend.current_graph_task() == -1:
+        raise ZcError(_refusal("add_ outside of a backward", grad.param_name))
+    grad.owner.add_grad(grad.param_name, other if alpha == 1 else other * alpha)
+    return grad
+
+
+def _same(grad: ShardedGrad, *_: Any, **__: Any) -> ShardedGrad:
+    return grad
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten.mul_.Tensor: _mul,
+    aten.mul_.Scalar: _mul,
+    aten.div_.Tensor: _div,
+    aten.div_.Scalar: _div,
+    aten.zero_.default: _zero,
+    aten.add_.Tensor: _add,
+    aten.detach.default: _same,
+    aten.detach_.default: _same,
+    aten.alias.default: _same,
+}

@@ -1,0 +1,180 @@
+"""The plan: buckets and their layouts, the same on every rank, decided before anything runs. No tensors.
+
+Parameters are grouped by (dtype, device), taken in reverse order of registration (the order in which a backward pass
+tends to finish them; PyTorch DDP, arXiv:2006.15704), and packed into buckets of about ``bucket_nbytes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Slot, flat_layout
+from zc.planning.placement import Offload, Placement
+
+Layout = Callable[[Sequence[tuple[str, tuple[int, ...]]], int, int], FlatLayout]
+
+# What a bucket takes by default: PyTorch DDP's 25 MiB, which overlaps well; more where that would make more than some
+# 32 buckets, each of which costs the host a write, a reduction and their events in every backward
+DEFAULT_NBYTES = 25 * 2**20
+ENOUGH_BUCKETS = 32
+
+LOADED = "load_state_dict"  # in a rank's journal: what the optimizer was given, 1: taken, 0: refused
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What the plan needs to know of one trainable parameter: fully qualified name, shape, dtype after
+    ``param_dtype``, device."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are reduced together. A record, no tensors.
+
+    ``param_dtype`` is that of flat_param, ``reduce_dtype`` travels between ranks, ``acc_dtype`` is that of the
+    accumulator and of the master weights: fp32, or the parameters' own where that is wider.
+    """
+
+    index: int
+    layout: FlatLayout
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    acc_dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return self.layout.slots
+
+    @property
+    def numel(self) -> int:
+        """P, padded."""
+        return self.layout.numel_padded
+
+    @property
+    def has_master(self) -> bool:
+        """False where the parameters are as wide as the accumulator: the master is then a slice of flat_param."""
+        return self.param_dtype != self.acc_dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that the passes may know. ``is_boundary`` is False for the schedule of a microbatch inside no_sync."""
+
+    buckets: tuple[Bucket, ...]
+    world_size: int
+    placement: Placement
+    reduce: str  # "exact" | "native"
+    num_buffers: int
+    overlap: bool
+    is_boundary: bool = True
+    offload: Offload | None = None
+    overlap_gather: bool = False
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward under this plan reduces, or only accumulates."""
+        return self.placement.reduces_every_backward or self.is_boundary
+
+    def describe_exchange(self, entry: tuple[str, int]) -> str:
+        """An entry of a rank's journal in words: what is exchanged, and of which parameters."""
+        kind, index = entry
+        if kind == LOADED:
+            return f"optimizer.load_state_dict, {'taken' if index else 'refused'}"
+        if kind in ("sum", "largest"):
+            return f"the {kind} over ranks of {index} values (norms of gradients, or whether any is infinite)"
+        slots = self.buckets[index].slots
+        return f"{kind} of bucket {index} ({slots[0].name} ... {slots[-1].name}, {self.buckets[index].numel} elements)"
+
+    def weights_buffer(self, bucket: int) -> str:
+        """flat_param[bucket] in a schedule: another name where its gather outlives the schedule that launches it."""
+        return f"gathered[{bucket}]" if self.overlap_gather else f"flat_param[{bucket}]"
+
+    def microbatch(self) -> Plan:
+        return replace(self, is_boundary=False)
+
+    @property
+    def num_staging(self) -> int:
+        """Staging buffers on the device (offload)."""
+        return min(self.num_buffers, len(self.buckets)) if self.offload is not None else 0
+
+    def numel_on_host(self, bucket: Bucket) -> int:
+        """Elements of ``host[b]`` and of a staging buffer: P where a partial sum lives in host memory, else S."""
+        partial = not self.placement.gradient_in_ring and self.offload is not None and self.offload.accumulates_on_host
+        return bucket.numel if partial else bucket.layout.numel_shard
+
+    def __str__(self) -> str:
+        rows = [
+            f"bucket {b.index}: {len(b.slots)} parameters, P={b.numel} S={b.layout.numel_shard} "
+            f"padding={b.layout.numel_padding} {b.param_dtype}->{b.reduce_dtype}->{b.acc_dtype} {b.device}"
+            for b in self.buckets
+        ]
+        return "\n".join([f"stage {self.placement.stage}, W={self.world_size}, reduce={self.reduce}", *rows])
+
+
+def make_plan(
+    params: Sequence[ParamSpec],
+    *,
+    world_size: int,
+    placement: Placement,
+    reduce: str,
+    reduce_dtype: torch.dtype | None,
+    bucket_nbytes: int | None,
+    num_buffers: int,
+    overlap: bool,
+    layout: Layout = flat_layout,
+    offload: Offload | None = None,
+    overlap_gather: bool = False,
+) -> Plan:
+    """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes``
+    bytes; None: `default_nbytes` of its dtype and device.
+
+    ``reduce_dtype`` None: the parameters' own dtype where every backward is reduced (a gradient has no more bits than
+    that), the accumulator's where a sum is reduced (PR#7985: rounding the sum would lose what fp32 has kept).
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[ParamSpec]] = {}
+    for spec in reversed(params):
+        groups.setdefault((spec.dtype, spec.device), []).append(spec)
+    buckets: list[Bucket] = []
+    for (dtype, device), specs in groups.items():
+        acc_dtype = torch.promote_types(dtype, torch.float32)
+        wire = reduce_dtype or (dtype if placement.reduces_every_backward else acc_dtype)
+        align = ALIGN_NBYTES // min(dtype.itemsize, wire.itemsize)
+        sizes = [Slot(spec.name, spec.shape, 0).numel * dtype.itemsize for spec in specs]
+        for members in _split(specs, sizes, bucket_nbytes or default_nbytes(sizes)):
+            shapes = [(spec.name, spec.shape) for spec in members]
+            record = Bucket(len(buckets), layout(shapes, world_size, align), dtype, wire, acc_dtype, device)
+            buckets.append(record)
+    packed = tuple(buckets)
+    return Plan(
+        packed, world_size, placement, reduce, num_buffers, overlap, offload=offload, overlap_gather=overlap_gather
+    )
+
+
+def default_nbytes(sizes: Sequence[int]) -> int:
+    """Of a bucket, for parameters of these ``sizes`` in bytes: enough for some 32 buckets, but no more than the largest
+    parameter, which is a bucket whatever the limit and so sizes the ring: fewer buckets cost no memory. At least 25
+    MiB."""
+    return max(DEFAULT_NBYTES, min(max(sizes), sum(sizes) // ENOUGH_BUCKETS))
+
+
+def _split(specs: Sequence[ParamSpec], sizes: Sequence[int], bucket_nbytes: int) -> list[list[ParamSpec]]:
+    """No bucket is larger than ``bucket_nbytes``, unless one parameter is: the ring is as large as the largest
+    bucket."""
+    chunks: list[list[ParamSpec]] = [[]]
+    filled = 0
+    for spec, nbytes in zip(specs, sizes, strict=True):
+        if chunks[-1] and filled + nbytes > bucket_nbytes:
+            chunks.append([])
+            filled = 0
+        chunks[-1].append(spec)
+        filled += nbytes
+    return chunks

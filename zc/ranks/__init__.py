@@ -1,0 +1,1 @@
+"""Process groups, hosts, and ranks that disagree."""

@@ -1,0 +1,129 @@
+"""Buffers are rank 0's on every rank, when and where DDP makes them so (``broadcast_buffers``,
+torch/nn/parallel/distributed.py).
+
+DDP broadcasts all buffers at the start of a forward, if the forward before it was one whose backward reduces: gradients
+enabled, not under no_sync. Here the same is done at the latest at the boundary of an update, where all ranks come
+anyway: values are the same, and a forward between two updates (an evaluation, perhaps on one rank alone) waits for
+nobody.
+
+Rank 0 never waits. It sends a copy, in host memory, to each other rank (a model on a GPU: a broadcast of the group that
+carries its weights). The last one of an update says that it is the last, so ranks that call the model more often than
+rank 0 go on with what they have until the next update, and those that call it less often catch up at the boundary; DDP
+hangs there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from zc.errors import RankMismatchError
+from zc.ranks.watch import Work
+
+if TYPE_CHECKING:
+    from zc.engine.runtime import Runtime
+
+_WHAT = "the buffers of rank 0 (zc.compile(broadcast_buffers=False) leaves each rank its own)"
+
+
+def has_buffers(model: nn.Module) -> bool:
+    return any(buffer.numel() for buffer in model.buffers())
+
+
+class BufferSync:
+    """Of one model on one rank; made once all ranks have the same buffers. The runtime holds it."""
+
+    def __init__(self, model: nn.Module, runtime: Runtime) -> None:
+        self._model, self._runtime = weakref.ref(model), weakref.ref(runtime)
+        runtime.before_meeting, runtime.after_meeting = self.before_meeting, self.after_meeting
+        self._shapes = {name: (tuple(b.shape), b.dtype) for name, b in model.named_buffers()}
+        self._is_due = False  # DDP would broadcast before the next forward
+        self._has_ended = False  # rank 0 is at the boundary of this update
+        # lifetime of what rank 0 sends: until it has arrived. What was sent before a meeting the others take right
+        # behind it, so at the next one nobody has to be waited for.
+        self._sent: list[tuple[Work, list[Tensor]]] = []
+        self._taken: list[tuple[Work, list[Tensor]]] = []
+
+    def before_forward(self) -> None:
+        runtime = self._runtime()
+        if runtime is None:
+            return
+        if self._is_due and not self._has_ended:
+            self._exchange(runtime, is_last=False)
+        self._is_due = torch.is_grad_enabled() and runtime.is_boundary
+
+    def before_meeting(self) -> None:
+        """Rank 0 is at the boundary of an update, and has waited for nobody there."""
+        runtime = self._runtime()
+        assert runtime is not None, "who calls this lives"
+        if runtime.group.rank == 0:
+            while self._taken:
+                self._taken.pop()[0].wait()
+            self._exchange(runtime, is_last=True)
+
+    def after_meeting(self) -> None:
+        """All ranks are there: what rank 0 has sent is taken to its end."""
+        runtime = self._runtime()
+        assert runtime is not None, "who calls this lives"
+        while not self._has_ended:
+            self._exchange(runtime, is_last=True)
+        self._has_ended = self._is_due = False
+        self._taken, self._sent = self._sent, []
+
+    @torch.no_grad()
+    def _exchange(self, runtime: Runtime, *, is_last: bool) -> None:
+        """One message of rank 0: buffers, if DDP would broadcast them, and whether it is the last of this update."""
+        model, group = self._model(), runtime.group
+        # widest first, so that each begins at a multiple of its element
+        found = sorted(model.buffers() if model is not None else (), key=lambda b: -b.element_size())
+        on_host = [b for b in found if b.device.type == "cpu"]
+        packed = _pack(on_host)
+        head = torch.tensor([is_last, self._is_due, packed.numel()])
+        if group.rank == 0:
+            sent = [head, packed] if self._is_due and packed.numel() else [head]
+            self._sent.append((group.send_to_all(sent, "sending its buffers"), sent))
+        else:
+            group.receive(head, _WHAT)
+        self._has_ended, is_sent, numel = bool(head[0]), bool(head[1]), int(head[2])
+        if not is_sent or model is None:
+            return
+        if numel != packed.numel():
+            assert group.check is not None, "there are several ranks"
+            raise group.check.fail(
+                RankMismatchError,
+                f"rank 0's buffers have {numel:,} bytes, those of rank {group.rank} {packed.numel():,}"
+                f"{self._changed(model)}: buffers must have the same shapes on all ranks before a forward, or call "
+                "zc.compile(broadcast_buffers=False)",
+            )
+        if numel and group.rank > 0:
+            group.receive(packed, _WHAT)
+            _unpack(packed, on_host)
+        for device in sorted({b.device for b in found if b.device.type != "cpu"}, key=str):
+            mine = [b for b in found if b.device == device]
+            packed = _pack(mine)
+            group.broadcast_(packed)
+            _unpack(packed, mine)
+
+    def _changed(self, model: nn.Module) -> str:
+        for name, buffer in model.named_buffers():
+            now, first = (tuple(buffer.shape), buffer.dtype), self._shapes.get(name)
+            if first != now:
+                was = "was not there" if first is None else f"was {first[0]} {first[1]}"
+                return f" ({name} is {now[0]} {now[1]}, and {was} when the model was compiled)"
+        return ""
+
+
+def _pack(buffers: list[Tensor]) -> Tensor:
+    """Their bytes, one behind the other: gloo knows no bool, and nothing is computed."""
+    if not buffers:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.cat([b.detach().contiguous().view(-1).view(torch.uint8) for b in buffers])
+
+
+def _unpack(packed: Tensor, buffers: list[Tensor]) -> None:
+    """Into the buffers, unseen by autograd as in DDP: a backward may still need one whose version it knows."""
+    for buffer, part in zip(buffers, torch.split(packed, [b.nbytes for b in buffers]), strict=True):
+        buffer.data.copy_(part.view(buffer.dtype).view(buffer.shape))

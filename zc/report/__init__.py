@@ -1,0 +1,1 @@
+"""A wing: what a person looks at."""

@@ -1,0 +1,231 @@
+"""`zc.plan`: what a rank would hold, send and copy, before any process, GPU or byte of memory is there for it.
+
+The buckets are those that `zc.compile` would make; the bytes are counted from them. The floor of a step's time is the
+largest of its parts, each at full speed and all at once; nothing faster is possible, and nothing is promised to reach
+it. (The ring's wire bytes: Thakur et al., 2005; ZeRO's volumes: arXiv:1910.02054, section 7.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zc.checks import trainable
+from zc.config import Config
+from zc.errors import PlanError
+from zc.planning.layout import flat_layout
+from zc.planning.plan import Bucket, ParamSpec, Plan, make_plan
+
+# fp32 tensors of the parameter's size that torch's optimizers keep; another one is taken as Adam
+STATES = {"Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2,
+          "ASGD": 1, "Rprop": 2, "SGD": 0}  # fmt: skip
+MAX_WORLD_SIZE = 4096
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one rank, by kind, and seconds. ``str()`` of it is a table.
+
+    ``wire`` is what a rank sends in a step and receives as well, ``bus`` what goes each way between device and host.
+    ``floor_seconds`` has a part only where its bandwidth was given; ``step_floor`` is the largest.
+    """
+
+    world_size: int
+    stage: int
+    offload: str | None
+    num_params: int
+    num_buckets: int
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    disk: Mapping[str, int]
+    wire: Mapping[str, int]
+    bus: Mapping[str, int]
+    update_nbytes: int  # of memory that the update reads and writes: 28 an element with Adam
+    floor_seconds: Mapping[str, float]
+
+    @property
+    def device_nbytes(self) -> int:
+        """Persistent bytes on the device; activations come on top."""
+        return sum(self.device.values())
+
+    @property
+    def host_nbytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def step_floor(self) -> float | None:
+        """Seconds that no step can be below; None where nothing was given to compute it from."""
+        return max(self.floor_seconds.values(), default=None)
+
+    def __str__(self) -> str:
+        head = f"stage {self.stage}, {self.world_size} ranks, offload {self.offload}: {self.num_params:,} parameters"
+        lines = [f"{head} in {self.num_buckets} buckets; bytes a rank"]
+        groups = {"device": self.device, "host": self.host, "disk": self.disk,
+                  "wire, a step": self.wire, "bus, a step": self.bus}  # fmt: skip
+        for name, group in groups.items():
+            lines += [f"{name:>14} | {kind:<16} {nbytes:>20,}" for kind, nbytes in group.items() if nbytes]
+            if name in ("device", "host") or (name == "disk" and group):
+                lines.append(f"{name:>14} | {'total':<16} {sum(group.values()):>20,}")
+        for name, seconds in self.floor_seconds.items():
+            lines.append(f"{'floor':>14} | {name:<16} {seconds * 1e3:>17.3f} ms")
+        if self.step_floor is not None:
+            lines.append(f"{'floor':>14} | {'step':<16} {self.step_floor * 1e3:>17.3f} ms")
+        return "\n".join(lines)
+
+
+def plan(
+    model: nn.Module,
+    *,
+    world_size: int,
+    stage: int = 2,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    reduce: str = "exact",
+    bucket_nbytes: int | None = None,
+    num_buffers: int = 2,
+    offload: str | None = None,
+    offload_accumulate: str = "cpu",
+    optimizer: str = "AdamW",
+    microbatches: int = 1,
+    compute_seconds: float | None = None,
+    bus_bandwidth: float | None = None,
+    wire_bandwidth: float | None = None,
+    host_bandwidth: float | None = None,
+    device_bandwidth: float | None = None,
+    disk_bandwidth: float | None = None,
+) -> Estimate:
+    """What `zc.compile` with these options would hold, send and copy on each of ``world_size`` ranks (up to 4,096).
+
+    Needs no process group, GPU or memory: the model may be on the meta device. Nothing is changed.
+
+    Args:
+        optimizer: class name of a torch optimizer, for the size of its state.
+        microbatches: backwards an update, all but the last declared with `zc.no_sync`.
+        compute_seconds: forward and backward of all microbatches, without communication.
+        bus_bandwidth: bytes/s between device and pinned host memory, each way.
+        wire_bandwidth: bytes/s that a rank sends while it receives as much.
+        host_bandwidth: bytes/s of a rank's share of the host's memory, for an update with offload.
+        device_bandwidth: bytes/s of the device's memory, for an update without offload.
+        disk_bandwidth: bytes/s, read and written together, of a rank's share of the disk (offload="disk").
+
+    Raises:
+        PlanError (a ValueError): an option, a bandwidth or the world size is out of range. TypeError: no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    config = Config(
+        stage=stage, param_dtype=param_dtype, reduce_dtype=reduce_dtype, reduce=reduce, bucket_nbytes=bucket_nbytes,
+        num_buffers=num_buffers, offload=offload, offload_accumulate=offload_accumulate,
+        offload_dir="." if offload == "disk" else None,
+    )  # fmt: skip
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise PlanError(f"world_size must be a whole number from 1 to {MAX_WORLD_SIZE}, got {world_size!r}")
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise PlanError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
+    if optimizer not in STATES:
+        raise PlanError(f"optimizer must be one of {', '.join(STATES)}, got {optimizer!r}")
+    rates = {"bus_bandwidth": bus_bandwidth, "wire_bandwidth": wire_bandwidth, "host_bandwidth": host_bandwidth,
+             "device_bandwidth": device_bandwidth, "disk_bandwidth": disk_bandwidth,
+             "compute_seconds": compute_seconds}  # fmt: skip
+    for name, given in rates.items():
+        if given is not None and not given > 0:
+            raise PlanError(f"{name} must be above 0, got {given!r}")
+    params = trainable(model)
+    if not params:
+        raise PlanError(f"{type(model).__name__} has no trainable parameter (requires_grad is False for all)")
+    specs = [ParamSpec(n, tuple(p.shape), param_dtype or p.dtype, p.device) for n, p in params.items()]
+    made = make_plan(
+        specs, world_size=world_size, placement=config.placement, reduce=reduce, reduce_dtype=reduce_dtype,
+        bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True, layout=flat_layout, offload=config.host,
+    )  # fmt: skip
+    return estimate(made, optimizer, microbatches, offload, rates)
+
+
+def estimate(
+    made: Plan, optimizer: str, microbatches: int, offload: str | None, rates: Mapping[str, float | None]
+) -> Estimate:
+    """The same for a plan that exists."""
+    device, host, disk = held(made, STATES[optimizer])
+    wire, bus = sent(made, microbatches), copied(made, microbatches)
+    shards = sum(b.layout.numel_shard * b.acc_dtype.itemsize for b in made.buckets)
+    # gradient, master and each state are read, the last two written: 28 bytes an fp32 element with two states
+    update = shards * (3 + 2 * STATES[optimizer])
+    memory = rates["host_bandwidth"] if made.offload is not None else rates["device_bandwidth"]
+    parts = {
+        "compute": (rates["compute_seconds"], 1.0),
+        "wire": (float(sum(wire.values())), rates["wire_bandwidth"]),
+        "bus to host": (float(bus["to host"]), rates["bus_bandwidth"]),
+        "bus to device": (float(bus["to device"]), rates["bus_bandwidth"]),
+        "update": (float(update), memory),
+    }
+    if disk:  # each state is read and written
+        parts["disk"] = (2.0 * disk["optimizer_state"], rates["disk_bandwidth"])
+    floor = {name: amount / rate for name, (amount, rate) in parts.items() if amount and rate is not None}
+    numel = sum(slot.numel for b in made.buckets for slot in b.slots)
+    return Estimate(
+        made.world_size, made.placement.stage, offload, numel, len(made.buckets), device, host, disk, wire, bus,
+        update, floor,
+    )
+
+
+def held(made: Plan, num_states: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Persistent bytes (on the device, on the host, on a disk) of a rank, by kind: `zc.engine.buffers.Buffers`, without
+    making any. State is counted with the shard's padding, of which it has none."""
+
+    def total(numel_of: str, dtype_of: str, buckets: tuple[Bucket, ...] = made.buckets) -> int:
+        sizes = {"P": [b.numel for b in buckets], "S": [b.layout.numel_shard for b in buckets]}[numel_of]
+        return sum(n * getattr(b, dtype_of).itemsize for n, b in zip(sizes, buckets, strict=True))
+
+    cast = tuple(b for b in made.buckets if b.has_master)
+    whole = max(b.numel * b.reduce_dtype.itemsize for b in made.buckets)
+    shard = max(b.layout.numel_shard * b.reduce_dtype.itemsize for b in made.buckets)
+    in_ring, ring = made.placement.gradient_in_ring, min(made.num_buffers, len(made.buckets))
+    acc, state = total("S" if in_ring else "P", "acc_dtype"), num_states * total("S", "acc_dtype")
+    device = {
+        "flat_param": total("P", "param_dtype"),
+        "master_shard": total("S", "acc_dtype", cast) if made.offload is None else 0,
+        "acc": 0 if made.offload is not None and made.offload.accumulates_on_host else acc,
+        "flat_grad": ring * whole if in_ring else 0,
+        "recv": 0 if made.world_size == 1 else whole if made.reduce == "exact" else shard,
+        "optimizer_state": state if made.offload is None else 0,
+    }
+    if made.offload is None:
+        return device, {}, {}
+    sizes = [made.numel_on_host(b) * b.acc_dtype.itemsize for b in made.buckets]
+    device["staging"] = made.num_staging * max(sizes)
+    casts = max((b.layout.numel_shard * b.param_dtype.itemsize for b in cast), default=0)
+    host = {
+        "master_shard": total("S", "acc_dtype"),
+        "host": sum(sizes),
+        "param": made.num_staging * casts,
+        "optimizer_state": 0 if made.offload.state_on_disk else state,
+    }
+    disk = {"optimizer_state": state, "master_shard": total("S", "acc_dtype", cast)}
+    return device, host, disk if made.offload.state_on_disk else {}
+
+
+def sent(made: Plan, microbatches: int) -> dict[str, int]:
+    """Bytes that a rank sends in a step: W - 1 of W parts of each bucket, for each reduction and for the gather."""
+    num = microbatches if made.placement.reduces_every_backward else 1
+    others, world_size = made.world_size - 1, made.world_size
+    reduced = sum(b.numel // world_size * others * b.reduce_dtype.itemsize for b in made.buckets)
+    return {
+        "gradients": num * reduced,
+        "parameters": sum(b.layout.numel_shard * others * b.param_dtype.itemsize for b in made.buckets),
+    }
+
+
+def copied(made: Plan, microbatches: int) -> dict[str, int]:
+    """Bytes over the bus in a step, by direction."""
+    if made.offload is None:
+        return {"to host": 0, "to device": 0}
+    up = sum(b.layout.numel_shard * b.param_dtype.itemsize for b in made.buckets)
+    shard = sum(b.layout.numel_shard * b.acc_dtype.itemsize for b in made.buckets)
+    if not made.offload.accumulates_on_host:
+        return {"to host": shard, "to device": up}
+    visit = sum(made.numel_on_host(b) * b.acc_dtype.itemsize for b in made.buckets)
+    reduced_alone = 0 if made.placement.gradient_in_ring or made.world_size == 1 else visit - shard
+    return {"to host": microbatches * visit - reduced_alone, "to device": (microbatches - 1) * visit + up}

@@ -1,0 +1,228 @@
+"""`zc.explain`: where each parameter went, how buckets are filled and reduced, what stayed empty and why, what was
+compiled and what was not, each schedule with its proof, and what it costs."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+from torch import nn
+
+from zc.api import persistent_nbytes, sharded
+from zc.compiler import backend
+from zc.engine.ledger import Where
+from zc.engine.ops import Acc
+from zc.engine.program import Program
+from zc.engine.runtime import Runtime
+from zc.errors import PlanError
+from zc.passes.write_in_place import nbytes_in_place
+from zc.planning.plan import Bucket
+from zc.report.html import page
+from zc.schedule.nodes import summary, text
+
+MANY_PAGE_FAULTS = 4096  # a step; each takes 2 to 3 us
+
+
+class Explanation:
+    """What `explain` returns: ``str()`` of it is the report; ``sections`` holds its parts by name, ``path`` is the page
+    that was written."""
+
+    def __init__(self, sections: dict[str, str], path: Path | None = None) -> None:
+        self.sections, self.path = sections, path
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"== {name} ==\n{body}" for name, body in self.sections.items())
+
+    __repr__ = __str__
+
+
+def explain(model: nn.Module, *, format: str = "text", path: str | Path | None = None) -> Explanation:  # noqa: A002
+    """A report on a compiled model; complete once it has run a step.
+
+    Args:
+        format: "text", or "html", which also writes one page that needs nothing beside it, with a picture of each
+            schedule.
+        path: of the page; None: zc-explain-rank<r>.html in the current folder.
+
+    Raises:
+        PlanError: zc does not know the model, or the format.
+    """
+    if format not in ("text", "html"):
+        raise PlanError(f"format must be 'text' or 'html', got {format!r}")
+    runtime = sharded(model).runtime
+    nbytes = persistent_nbytes(model)
+    sections = {
+        "plan": f"stage {runtime.plan.placement.stage}, rank {runtime.group.rank} of {runtime.group.world_size}, "
+        f"backend {runtime.config.backend}, reduce {runtime.plan.reduce}, overlap {runtime.plan.overlap}",
+        "buckets": _buckets(runtime),
+        "last step": _last_step(runtime),
+        "stayed empty in the last step": _empty(runtime),
+        "compilation": _compilation(runtime),
+        "not covered by a schedule": _uncovered(runtime),
+        "persistent bytes": "\n".join(f"{name:>16}: {n:,}" for name, n in nbytes.items())
+        + f"\n{'total':>16}: {sum(nbytes.values()):,}",
+        "notes": "\n".join(runtime.notes) or "none",
+    }
+    if runtime.plan.offload is not None:
+        sections["offload"] = _offload(runtime)
+    single = [p for p in runtime.flushes.programs if p.num_runs]
+    if single:
+        sections["schedules of what came in through hooks, and at the end"] = "\n".join(
+            f"{p.name}: {_verdict(p)}" for p in single
+        )
+    shown = (*runtime.forwards, *runtime.programs, *runtime.weights.programs, *runtime.host_programs())
+    for program in shown:
+        sections[f"schedule {program.name}"] = f"{_verdict(program)}\n{text(program.graph)}"
+    if format == "text":
+        return Explanation(sections)
+    written = Path(path) if path is not None else Path(f"zc-explain-rank{runtime.group.rank}.html")
+    graphs = {f"schedule {p.name}": (p.graph, p.plan) for p in (*shown, *single)}
+    written.write_text(page(f"zc: {type(model).__name__}", sections, graphs))
+    return Explanation(sections, written)
+
+
+def _offload(runtime: Runtime) -> str:
+    plan, moved = runtime.plan, runtime.ops.nbytes_of_last_step
+    assert plan.offload is not None
+    shard, whole = (sum(n) for n in zip(*((b.layout.numel_shard, b.numel) for b in plan.buckets), strict=True))
+    size = plan.buckets[0].acc_dtype.itemsize
+    kept = shard if plan.placement.gradient_in_ring else whole
+    here, there = ("in use", "instead") if plan.offload.accumulates_on_host else ("instead", "in use")
+    file = runtime.state_file
+    return "\n".join(
+        [
+            f"optimizer state: {f'{file.path}, {file.nbytes:,} bytes' if file is not None else 'in memory'}",
+            f"offload_accumulate='cpu' ({here}): {size * kept:,} bytes go to the host a backward, and as many come "
+            "back from the second one of an update on; none stay on the device",
+            f"offload_accumulate='device' ({there}): {size * kept:,} bytes stay on the device, {size * shard:,} go to "
+            "the host an update (a backward, where microbatches are not declared with zc.no_sync)",
+            "over the bus in the last step: " + ", ".join(f"{way} {nbytes:,} bytes" for way, nbytes in moved.items()),
+            f"update: {runtime.host_update}",
+        ]
+    )
+
+
+def _buckets(runtime: Runtime) -> str:
+    inline = {b for program in runtime.programs for b in program.inline_buckets if program.plan.reduces}
+    widths = {"bucket": 6, "params": 6, "elements": 12, "bytes": 12, "padding": 8, "reduced": 8, "times": 5, "holds": 8}
+    rows = [" ".join(f"{name:>{width}}" for name, width in widths.items())]
+    for b in runtime.plan.buckets:
+        how = "inline" if b.index in inline else "at end"
+        state = runtime.ops.state[b.index]
+        holds = state.value if state is not Acc.EMPTY else "nothing"
+        rows.append(
+            f"{b.index:>6} {len(b.slots):>6} {b.numel:>12,} {b.numel * b.param_dtype.itemsize:>12,} "
+            f"{b.layout.numel_padding:>8,} {how:>8} {runtime.ops.reductions_of_last_step[b.index]:>5} {holds:>8}"
+        )
+        rows += [f"{'':>8}{s.name} {tuple(s.shape)} at {s.offset}" for s in b.slots]
+    return "\n".join(rows)
+
+
+def _uncovered(runtime: Runtime) -> str:
+    if runtime.config.backend == "eager":
+        return "all: backend='eager' takes every gradient through hooks"
+    if not runtime.programs:
+        return "no backward has been compiled yet"
+    written = set().union(*(program.brings for program in runtime.programs))
+    missing = [
+        f"{slot.name}: no compiled backward writes its gradient (it would come in through its hook)"
+        for b in runtime.plan.buckets
+        for k, slot in enumerate(b.slots)
+        if (b.index, k) not in written
+    ]
+    return "\n".join(missing) or "nothing"
+
+
+def _last_step(runtime: Runtime) -> str:
+    """Which bucket was filled by what and how many times, what was sent, how long was waited."""
+    if not runtime.ledger.num_steps:
+        return "no step yet"
+    step, plan = runtime.ledger.last, runtime.plan
+    arrived = runtime.ledger.arrived(runtime.programs, step)
+    rows = [f"step {runtime.ledger.num_steps}"]
+    for bucket in plan.buckets:
+        slots = [arrived.get((bucket.index, k), Counter[str]()) for k in range(len(bucket.slots))]
+        rows.append(f"bucket {bucket.index}: {_sources(slots)}; reduced {_reductions(runtime, bucket)} times")
+    sent = ", ".join(f"{kind} {n:,}" for kind, n in sorted(step.nbytes_sent.items())) or "nothing"
+    rows.append(f"bytes sent by this rank: {sent}; in all {sum(step.nbytes_sent.values()):,}")
+    moved = ", ".join(f"{way} {n:,}" for way, n in runtime.ops.nbytes_of_last_step.items() if n)
+    rows += [f"bytes over the bus: {moved}"] if moved else []
+    if step.exposed_s is not None:
+        rows.append(f"exposed wait: the calling thread stood still for exchanges {step.exposed_s * 1e3:.1f} ms")
+    else:
+        rows.append("exposed wait: not measured on the host (one rank, or a device that waits by itself)")
+    if step.num_page_faults is not None and plan.buckets[0].device.type == "cpu":
+        rows.append(f"page faults: {step.num_page_faults:,}{_advice(step.num_page_faults)}")
+    return "\n".join(rows)
+
+
+def _advice(num_page_faults: int) -> str:
+    """docs/benchmarks.md has what they cost on 2 ranks of 30 M parameters: some 2 % of a step."""
+    if num_page_faults < MANY_PAGE_FAULTS or "MALLOC_TRIM_THRESHOLD_" in os.environ:
+        return ""
+    return (
+        "; malloc gives memory back between steps and fetches it again: MALLOC_TRIM_THRESHOLD_=17179869184 and "
+        "MALLOC_MMAP_THRESHOLD_=1073741824 in the environment keep it (glibc), so do jemalloc and tcmalloc"
+    )
+
+
+def _reductions(runtime: Runtime, bucket: Bucket) -> int:
+    return runtime.ops.reductions_of_last_step[bucket.index]
+
+
+def _sources(slots: list[Counter[str]]) -> str:
+    """``backward_0 x 2 (6 parameters), hook x 1 (1 of 7 parameters)``."""
+    found: dict[tuple[str, int], int] = {}
+    for counts in slots:
+        for name, times in counts.items():
+            found[name, times] = found.get((name, times), 0) + 1
+    if not found:
+        return "nothing"
+    return ", ".join(f"{name} x {times} ({n} of {len(slots)} parameters)" for (name, times), n in sorted(found.items()))
+
+
+def _empty(runtime: Runtime) -> str:
+    if not runtime.ledger.num_steps:
+        return "no step yet"
+    arrived = runtime.ledger.arrived(runtime.programs, runtime.ledger.last)
+    rows = []
+    for bucket in runtime.plan.buckets:
+        missing = [(bucket.index, k) for k in range(len(bucket.slots)) if (bucket.index, k) not in arrived]
+        if len(missing) == len(bucket.slots):
+            rows.append(f"bucket {bucket.index}: all of it")
+        rows += [f"{bucket.slots[where[1]].name}: {_why(runtime, where)}" for where in missing]
+    return "\n".join(rows) or "nothing"
+
+
+def _why(runtime: Runtime, where: Where) -> str:
+    writers = [program.name for program in runtime.programs if where in program.brings]
+    if writers:
+        return f"{', '.join(writers)} would write its gradient, and did not run; its hook did not fire either"
+    if runtime.config.backend == "eager":
+        return "its hook did not fire: it took part in no backward on this rank"
+    return "no compiled backward writes it, and its hook did not fire: it took part in no backward on this rank"
+
+
+def _compilation(runtime: Runtime) -> str:
+    if runtime.config.backend == "eager":
+        return "nothing is compiled: backend='eager'"
+    graphs = runtime.ledger.graphs
+    again = [graph for graph in graphs if not graph.endswith("/0")]
+    rows = [f"graphs: {len(graphs)} ({', '.join(graphs) or 'none'}: frame/compilation)"]
+    rows.append(f"recompiles (other shapes, another module of the same class, other guards): {len(again)}")
+    before = runtime.ledger.breaks_before
+    breaks = {reason: n - before.get(reason, 0) for reason, n in backend.graph_breaks().items()}
+    rows.append("graph breaks and skipped frames in this process since zc.compile:")
+    rows += [f"    {n} x {' '.join(reason.split())[:300]}" for reason, n in breaks.items() if n > 0] or ["    none"]
+    return "\n".join(rows)
+
+
+def _verdict(program: Program) -> str:
+    counts = ", ".join(f"{name} {n}" for name, n in summary(program.graph).items())
+    proved = any(r.name == "verify" for r in program.records)
+    verdict = "races 0, redundant 0" if proved else "NOT VERIFIED"
+    seconds = sum(r.seconds for r in program.records)
+    in_place, total = nbytes_in_place(program.graph, program.plan)
+    made = f"gradients made in place: {in_place:,} of {total:,} bytes"
+    return f"run {program.num_runs} times; {counts}; {verdict}; passes took {seconds * 1e3:.1f} ms; {made}"

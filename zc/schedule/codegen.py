@@ -1,0 +1,113 @@
+"""Prints a schedule as the Python that runs it: one statement a node, in program order.
+
+    def schedule(v, streams, ops):
+        on, record, wait = streams.run_on, streams.record, streams.wait
+        on('compute', lambda: put(v, ('getitem',), ops.segment('segment_0', [v.pop('primals_1'), v['tangents_1']])))
+        on('compute', lambda: ops.flatten_cast(0, 'flat_grad[0]', (0,), [v.pop('getitem')]))
+        record('e0', 'compute')
+        wait('e0', 'comm')
+        on('comm', lambda: put(v, ('launch_reduce',), (ops.launch_reduce(0, 'recv[0]', 'flat_grad[0]'),)))
+
+``v`` holds the values by name. A value leaves it at its last use in program order, in the list that the segment gets,
+so that the segment can free it; a value that another stream uses leaves it at its ``release``. What the output returns
+stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from zc.schedule.nodes import is_getitem, record_event, release, results, segment, steps, stream_of, wait_event
+
+Run = Callable[[dict[str, Any], Any, Any], None]
+
+
+def generate(graph: fx.Graph) -> str:
+    """The schedule's source."""
+    lines = ["def schedule(v, streams, ops):", "    on, record, wait = streams.run_on, streams.record, streams.wait"]
+    last = _last_uses(graph)
+    for node in steps(graph):
+        stream = stream_of(node)
+        if node.target is record_event:
+            lines.append(f"    record({node.args[0]!r}, {stream!r})")
+        elif node.target is wait_event:
+            lines.append(f"    wait({node.args[0]!r}, {stream!r})")
+        else:
+            lines.append(f"    on({stream!r}, lambda: {_call(node, last)})")
+    return "\n".join(lines) + "\n"
+
+
+def load(graph: fx.Graph) -> Run:
+    """The schedule as a function of the values by name, the streams, and the operations."""
+    source = generate(graph)
+    namespace: dict[str, Any] = {"put": _put}
+    exec(compile(source, "<zc schedule>", "exec"), namespace)
+    run: Run = namespace["schedule"]
+    return run
+
+
+def _put(values: dict[str, Any], names: Sequence[str | None], made: Sequence[Any]) -> None:
+    for name, item in zip(names, made, strict=True):
+        if name is not None:
+            values[name] = item
+
+
+def _call(node: fx.Node, last: dict[fx.Node, fx.Node | None]) -> str:
+    if node.target is release:
+        return f"({', '.join(f'v.pop({n.name!r})' for n in node.all_input_nodes)},)"
+    taken: set[fx.Node] = set()
+    args = node.args[1:] if node.target is segment else node.args
+    shown = [_show(arg, node, last, taken) for arg in args] + [f"{key}={item!r}" for key, item in node.kwargs.items()]
+    name = getattr(node.target, "__name__", "")
+    made = results(node)
+    if node.target is segment:
+        names: list[str | None] = [None] * (1 + max((int(str(n.args[1])) for n in made), default=-1))
+        for item in made:
+            if item.users:  # nobody would take it out again
+                names[int(str(item.args[1]))] = item.name
+        return f"put(v, {tuple(names)!r}, ops.segment({node.args[0]!r}, [{', '.join(shown)}]))"
+    call = f"ops.{name}({', '.join(shown)})"
+    return f"put(v, ({node.name!r},), ({call},))" if made else call
+
+
+def _show(arg: Any, node: fx.Node, last: dict[fx.Node, fx.Node | None], taken: set[fx.Node]) -> str:
+    if isinstance(arg, fx.Node):
+        once = node.all_input_nodes.count(arg) == 1 and _times(node.args, arg) == 1
+        return f"v.pop({arg.name!r})" if once and last.get(arg) is node else f"v[{arg.name!r}]"
+    if isinstance(arg, (list, tuple)):
+        inner = ", ".join(_show(item, node, last, taken) for item in arg)
+        return f"[{inner}]" if isinstance(arg, list) else f"({inner}{',' if len(arg) == 1 else ''})"
+    return repr(arg)
+
+
+def _times(args: Any, node: fx.Node) -> int:
+    if isinstance(args, (list, tuple)):
+        return sum(_times(item, node) for item in args)
+    return int(args is node)
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
+    """The node at which each value leaves; None for what the output returns or a release gives back."""
+    last: dict[fx.Node, fx.Node | None] = {}
+    kept: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_getitem(node):
+            continue
+        for used in node.all_input_nodes:
+            last[used] = node
+            if node.op == "output" or node.target is release:
+                kept.add(used)
+            elif stream_of(node) != _home_of(used):
+                handed_on = any(u.target is release or u.op == "output" for u in used.users)
+                assert handed_on, f"%{used.name} crosses streams and is neither released nor returned"
+    return {node: None if node in kept else user for node, user in last.items()}
+
+
+def _home_of(node: fx.Node) -> str:
+    """The stream that made a value."""
+    maker = node.args[0] if is_getitem(node) else node
+    assert isinstance(maker, fx.Node)
+    return stream_of(maker)

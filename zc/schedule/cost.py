@@ -1,0 +1,164 @@
+"""What a schedule's nodes take: bytes and FLOPs over ceilings. For pictures, and for `zc.passes.delay_weight_grads`.
+
+    microseconds = launch + max(FLOPs / ceiling, bytes / bandwidth)         (the roofline: Williams et al., CACM 2009)
+
+The ceilings are constants of a device type, never measured at run time, and a decision between schedules may use no
+size that a rank could have for itself: two ranks with batches of different sizes must decide the same (INVARIANTS I7).
+So there are two models here. `estimate` looks at the shapes in a graph, for pictures. `nominal_us` and `exchange_us`
+know the plan alone, and take every backward for one of NOMINAL_TOKENS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from zc.planning.plan import Bucket, Plan
+from zc.schedule.nodes import (
+    SYNC_OPS,
+    accumulate,
+    accumulate_cast,
+    flatten_cast,
+    is_getitem,
+    launch_reduce,
+    segment,
+    slots_of,
+    wait_reduce,
+    wgrad_into,
+)
+
+Cost = Callable[[fx.Node], float]  # microseconds; of a launch: of the exchange itself
+NOMINAL_TOKENS = 4096  # of a rank and microbatch
+
+
+class Ceilings(NamedTuple):
+    """Per microsecond: FLOPs of a matmul by width of its inputs, bytes to and from memory, bytes between ranks."""
+
+    flops_full: float
+    flops_half: float
+    nbytes_memory: float
+    nbytes_link: float
+    us_launch: float
+
+
+CEILINGS = {
+    # one thread of an AMD EPYC with AVX512-BF16 (bench/kernels.py, matmuls of 512 to 2048), two ranks over gloo
+    "cpu": Ceilings(80e3, 200e3, 8e3, 3.5e3, 10.0),
+    # round numbers between those of the present data-centre GPUs and their links; not measured
+    "cuda": Ceilings(60e6, 400e6, 2e6, 2e5, 5.0),
+}
+
+
+def ceilings_of(plan: Plan | None) -> Ceilings:
+    """Of the plan's device; a GPU's without a plan."""
+    return CEILINGS.get(plan.buckets[0].device.type if plan is not None and plan.buckets else "cuda", CEILINGS["cuda"])
+
+
+# --- from the plan alone: the same on every rank ---
+
+
+def exchange_us(bucket: Bucket, plan: Plan) -> float:
+    """One reduction: each rank sends and receives all but its own part of the bucket."""
+    c = ceilings_of(plan)
+    nbytes = bucket.numel * bucket.reduce_dtype.itemsize
+    return c.us_launch + nbytes * (plan.world_size - 1) / plan.world_size / c.nbytes_link
+
+
+def nominal_us(numel: int, bucket: Bucket, plan: Plan) -> float:
+    """A weight gradient of ``numel`` elements by a matmul over NOMINAL_TOKENS tokens."""
+    c = ceilings_of(plan)
+    peak = c.flops_full if bucket.param_dtype.itemsize >= 4 else c.flops_half
+    return c.us_launch + 2.0 * numel * NOMINAL_TOKENS / peak
+
+
+# --- from shapes: for pictures ---
+
+_MATMULS = ("mm", "bmm", "addmm", "baddbmm")
+
+
+def flops(node: fx.Node) -> float:
+    """Of one ATen node: matmuls, convolutions and attention; 0 for the rest, which memory bounds."""
+    name = str(getattr(node.target, "_opname", getattr(node.target, "__name__", "")))
+    shapes = [n.meta["val"].shape for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    val = node.meta.get("val")
+    first = val[0] if isinstance(val, (tuple, list)) and val else val
+    if name in _MATMULS and isinstance(first, torch.Tensor) and len(shapes) > 1:
+        return 2.0 * _numel(first.shape) * _int(shapes[-2][-1])
+    if "convolution" in name and len(shapes) > 1:
+        times, out = (2.0, shapes[0]) if "backward" in name else (1.0, getattr(first, "shape", ()))
+        weight = shapes[2] if "backward" in name and len(shapes) > 2 else shapes[1]
+        return times * 2.0 * _numel(out) * _numel(weight[1:])
+    if "scaled_dot_product" in name and len(shapes) > 1:
+        q = shapes[1] if "backward" in name else shapes[0]
+        return (10.0 if "backward" in name else 4.0) * _numel(q) * _int(q[-2])
+    return 0.0
+
+
+def segment_us(node: fx.Node, ceilings: Ceilings) -> float:
+    """A segment: its matmuls one by one, and the rest as one fused pass over its inputs and outputs."""
+    gm = node.meta.get("segment")
+    values = [n.meta.get("val") for n in (*node.all_input_nodes, *node.users)]
+    total = ceilings.us_launch + sum(_nbytes(v) for v in values) / ceilings.nbytes_memory
+    for inner in gm.graph.nodes if isinstance(gm, fx.GraphModule) else ():
+        work = flops(inner)
+        if work:
+            total += _roofline(
+                work, [*(n.meta.get("val") for n in inner.all_input_nodes), inner.meta.get("val")], ceilings
+            )
+    return total
+
+
+def estimate(plan: Plan | None) -> Cost:
+    """Microseconds of any node of a schedule."""
+    c = ceilings_of(plan)
+
+    def cost(node: fx.Node) -> float:
+        if node.target in (wait_reduce, *SYNC_OPS) or is_getitem(node):
+            return 0.0
+        if node.target is segment:
+            return segment_us(node, c)
+        bucket = plan.buckets[int(str(node.args[0]))] if plan is not None else None
+        if node.target is launch_reduce:
+            return exchange_us(bucket, plan) if bucket is not None and plan is not None else 50.0
+        if bucket is None:
+            return 2 * c.us_launch
+        if node.target is wgrad_into:
+            vals = [n.meta.get("val") for n in node.all_input_nodes]
+            work = 0.0
+            if node.kwargs.get("how", "mm") == "mm" and isinstance(vals[0], torch.Tensor):
+                work = 2.0 * bucket.slots[slots_of(node)[0]].numel * _int(vals[0].shape[-1])
+            return _roofline(work, vals, c) + bucket.slots[slots_of(node)[0]].numel * 4 / c.nbytes_memory
+        numel = bucket.numel
+        if node.target in (flatten_cast, accumulate_cast) and "spans" in node.kwargs:
+            spans: Any = node.kwargs["spans"]
+            numel = sum(stop - start for start, stop in spans)
+        elif node.target is accumulate:
+            numel = bucket.layout.numel_shard * (plan.world_size if plan is not None else 1)
+        return c.us_launch + 2.0 * numel * bucket.reduce_dtype.itemsize / c.nbytes_memory
+
+    return cost
+
+
+def _roofline(work: float, values: list[Any], c: Ceilings) -> float:
+    half = any(isinstance(v, torch.Tensor) and v.is_floating_point() and v.element_size() < 4 for v in values)
+    nbytes = sum(_nbytes(v) for v in values)
+    return c.us_launch + max(work / (c.flops_half if half else c.flops_full), nbytes / c.nbytes_memory)
+
+
+def _nbytes(val: Any) -> float:
+    if isinstance(val, (tuple, list)):
+        return sum(_nbytes(v) for v in val)
+    return _numel(val.shape) * val.element_size() if isinstance(val, torch.Tensor) else 0.0
+
+
+def _numel(shape: Any) -> float:
+    return float(prod(_int(size) for size in shape))
+
+
+def _int(size: Any) -> int:
+    """A symbolic size counts as 1: nothing is guarded on for a picture's sake."""
+    return size if isinstance(size, int) else 1
