@@ -24,8 +24,8 @@ from zc.passes.verify import Verdict, verify
 from zc.recompile import recompile
 from zc.report.estimate import Estimate, plan
 from zc.report.explain import explain
+from zc.version import __version__
 
-__version__ = "0.1.0"
 _configure_log()
 
 # `zc.plan` and `zc.explain` are these functions. The modules of the same names are loaded by then, so that
