@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zc import torch_private
 from zc.checkpoint import state_marks
 from zc.checks import check
 from zc.compiler import backend as compiler
@@ -153,11 +154,11 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         runtime.weights.install_hooks(model)
         runtime.weights.count_sharing()
     if config.backend != "eager":
-        compiler.raise_recompile_limit(model)
+        torch_private.raise_recompile_limit(model)
         before = runtime.weights.let_read if config.overlap_gather else None
-        compiler.compile_in_place(model, compiler.make_backend(runtime), before)
+        torch_private.compile_in_place(model, compiler.make_backend(runtime), before)
     if broadcast_buffers and has_buffers(model) and ranks.world_size > 1:
-        compiler.call_first(model, BufferSync(model, runtime).before_forward)
+        torch_private.call_first(model, BufferSync(model, runtime).before_forward)
     mark(model)
     return model, optimizer
 

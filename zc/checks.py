@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zc.compiler import backend
+from zc import torch_private
 from zc.config import DTYPES
 from zc.errors import PlanError
 
@@ -66,7 +66,7 @@ def _check_tensors(params: dict[str, nn.Parameter]) -> None:
             raise PlanError(f"parameter {name} has dtype {param.dtype}, zc takes {valid}")
         if type(param.data) is not torch.Tensor:
             raise PlanError(f"parameter {name} is a {type(param.data).__name__}, zc takes plain tensors")
-        if backend.num_accumulate_hooks(param):
+        if torch_private.num_accumulate_hooks(param):
             raise PlanError(
                 f"parameter {name} has a post-accumulate-grad hook, which would find no gradient: zc takes it to its "
                 "bucket. Use register_hook for this rank's gradient, or read param.grad after the backward"

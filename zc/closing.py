@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from zc import torch_private
 from zc.api import _COMPILED
 from zc.checkpoint.saving import _CHANNELS
-from zc.compiler import backend as compiler
 from zc.copies import unmark
 from zc.errors import ZcError
 from zc.optim.optimizer import ShardedOptimizer
@@ -52,7 +52,7 @@ def _hand_back(model: nn.Module, held: ShardedOptimizer) -> None:
     runtime, optimizer = held.runtime, held.optimizer
     del _COMPILED[model]
     unmark(model)
-    compiler.run_eagerly(model)
+    torch_private.run_eagerly(model)
     for handle in (*runtime.hooks, *runtime.weights.hooks):
         handle.remove()
     for param in runtime.params.values():

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from torch import nn
 
+from zc import torch_private
 from zc.api import sharded
 from zc.checks import check_added, trainable
-from zc.compiler import backend as compiler
 from zc.config import Config
 from zc.errors import PlanError
 from zc.planning.plan import Layout, Plan
@@ -53,7 +53,7 @@ def recompile(model: nn.Module) -> None:
     for name in params:
         runtime.frozen.pop(name, None)
     if config.backend != "eager":
-        compiler.raise_recompile_limit(model)
+        torch_private.raise_recompile_limit(model)
 
 
 def _extended(plan: Plan, params: dict[str, nn.Parameter], config: Config, layout: Layout) -> Plan:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zc
-from zc.compiler import backend
+from zc import torch_private
 
 
 class Net(nn.Module):
@@ -71,7 +71,7 @@ def test_negative_control_positions_of_the_whole_backward_would_name_other_input
     """The same check with `_apart_from_the_whole` taken out must fail: otherwise it guards nothing."""
     import contextlib
 
-    nothing = mock.patch.object(backend, "_apart_from_the_whole", return_value=contextlib.nullcontext())
+    nothing = mock.patch.object(torch_private, "apart_from_the_whole", return_value=contextlib.nullcontext())
     with nothing, pytest.raises(AssertionError):
         test_a_segment_donates_its_own_inputs_only()
 

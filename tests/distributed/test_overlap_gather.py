@@ -283,15 +283,15 @@ class Keeper:
 def _aliases(rank: int, world_size: int, is_counted: bool) -> tuple[dict[str, bool], list[bool], str]:
     """By kind: whether what was kept from before an update shows it right after step(), as without overlap_gather; and
     when step() waited."""
-    count, plain, keeper = zc.compiler.backend.num_sharing, Keeper(), Keeper()
+    count, plain, keeper = zc.torch_private.num_sharing, Keeper(), Keeper()
     options: dict[str, Any] = {"backend": "aot_eager", "num_steps": 2 * len(ALIASES)}
     _train(rank, ThreadStreams, plain, **options)
     if not is_counted:
-        zc.compiler.backend.num_sharing = lambda tensor: 0
+        zc.torch_private.num_sharing = lambda tensor: 0
     try:
         _, explanation = _train(rank, ThreadStreams, keeper, overlap_gather=True, **options)
     finally:
-        zc.compiler.backend.num_sharing = count
+        zc.torch_private.num_sharing = count
     same = {kind: torch.equal(*pair) for kind, *pair in zip(ALIASES, plain.seen, keeper.seen, strict=True)}
     return same, keeper.waited, explanation
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from zc.compiler import backend
+from zc import torch_private
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class ShardOf(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], local: Tensor, start: int) -> ShardOf:
-        made = backend.make_wrapper(cls, local.new_empty(()).expand(tuple(shape)))
+        made = torch_private.make_wrapper(cls, local.new_empty(()).expand(tuple(shape)))
         assert local.dim() == 1 and start + local.numel() <= math.prod(shape), (shape, local.shape, start)
         made.local, made.start = local, start
         return made

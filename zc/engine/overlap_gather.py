@@ -31,7 +31,7 @@ import torch
 from torch import fx, nn
 from torch.utils.hooks import RemovableHandle
 
-from zc.compiler import backend
+from zc import torch_private
 from zc.engine.ops import Segment
 from zc.engine.pending import Pending, can_be_watched
 from zc.engine.program import Program, build
@@ -108,7 +108,7 @@ class WeightGather:
     def count_sharing(self) -> None:
         """New buckets are ready: flat_param is new memory, which nobody but the parameters and zc can hold yet."""
         added = self._found().buffers.flat_param[len(self._num_sharing) :]
-        self._num_sharing += [backend.num_sharing(flat) for flat in added]
+        self._num_sharing += [torch_private.num_sharing(flat) for flat in added]
 
     def watch(self) -> None:
         """The step is over: who reads a parameter before the next forward waits for all gathers. Where a read could not
@@ -129,7 +129,7 @@ class WeightGather:
             return f"parameters of class {', '.join(others)} can't be watched"
         flat_param = runtime.buffers.flat_param
         for bucket, flat, known in zip(runtime.plan.buckets, flat_param, self._num_sharing, strict=True):
-            if backend.num_sharing(flat) > known:
+            if torch_private.num_sharing(flat) > known:
                 first, last = bucket.slots[0].name, bucket.slots[-1].name
                 return (
                     f"something other than the parameters holds the memory of {first} to {last} (a view, p.data, "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from zc.compiler import backend
+from zc import torch_private
 from zc.errors import UncoveredGradientError, ZcError
 from zc.planning.plan import Plan
 
@@ -14,7 +14,7 @@ from zc.planning.plan import Plan
 def refuse_accumulate_hooks(params: Mapping[str, nn.Parameter]) -> None:
     """Raises ZcError for a post-accumulate-grad hook that is not ours."""
     for name, param in params.items():
-        if backend.num_accumulate_hooks(param) > 1:  # one is ours
+        if torch_private.num_accumulate_hooks(param) > 1:  # one is ours
             raise ZcError(
                 f"{name} has a post-accumulate-grad hook: it would find no gradient, which has left for its bucket "
                 "by then. Use register_hook for this rank's gradient, or read param.grad after the backward"

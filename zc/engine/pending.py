@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zc.compiler import backend
+from zc import torch_private
 
 _WAITING: weakref.WeakSet[Pending] = weakref.WeakSet()
 
@@ -53,7 +53,7 @@ class PendingParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in _NO_VALUE:
-            with backend.without_torch_function():
+            with torch_private.without_torch_function():
                 return func(*args, **(kwargs or {}))
         _arrive()
         return func(*args, **(kwargs or {}))  # of plain parameters by now

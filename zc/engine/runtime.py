@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zc import torch_private
 from zc.compiler import backend
 from zc.config import Config
 from zc.engine import param_grads
@@ -56,7 +57,7 @@ class Runtime:
         self.ops = GradientOps(plan, buffers, group)
         self.ops.on_deposit = self._keep
         if group.world_size > 1:
-            group.watch(plan, backend.default_store())
+            group.watch(plan, torch_private.default_store())
         if group.check is not None and isinstance(streams, ThreadStreams):
             streams.wait_for = group.check.wait_event  # a stream's thread may wait for a rank that never comes
         self.agreement = Agreement(group, num_flags(plan), defers=not plan.placement.reduces_every_backward)
@@ -69,7 +70,7 @@ class Runtime:
         self.compiled_segments: dict[str, Segment] = {}  # by canonical text
         self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
         self.ledger = Ledger()
-        self.ledger.breaks_before = backend.graph_breaks()
+        self.ledger.breaks_before = torch_private.graph_breaks()
         self.num_skipped = 0  # steps that a GradScaler left out
         self.frozen: dict[str, nn.Parameter] = {}  # not in the plan; one that asks for a gradient needs zc.recompile
         self.is_boundary = True
@@ -116,7 +117,7 @@ class Runtime:
         this backward is ours."""
         backend.refuse_compiled_autograd()
         self._final = self._is_home = False
-        task = backend.current_graph_task()
+        task = torch_private.current_graph_task()
         if task in self._open_tasks and self._open_tasks[task]() is not None:
             return
         param_grads.refuse_accumulate_hooks(self.params)
@@ -125,7 +126,7 @@ class Runtime:
             self._notice_cleared()
         callback = partial(self.end_backward, task)
         self._open_tasks[task] = weakref.ref(callback)
-        backend.queue_callback(callback)
+        torch_private.queue_callback(callback)
         if self.current_plan.reduces and not self._has_round:
             self._has_round = True
             if program is None:

@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zc.compiler import backend
+from zc import torch_private
 from zc.engine.host_memory import num_threads
 from zc.engine.ops import Segment
 from zc.engine.program import Program, build
@@ -95,7 +95,7 @@ class HostStep:
     def before(self, changed: tuple[int, ...], own: RemovableHandle) -> None:
         """The optimizer's step begins. Bucket by bucket where that can't be seen; then nothing is left to the step
         itself. Else all gradients are waited for."""
-        later = backend.has_later_step_hook(self.optimizer, own)  # it may want to change a gradient
+        later = torch_private.has_later_step_hook(self.optimizer, own)  # it may want to change a gradient
         self._is_done = self._by_bucket and not later and not self._scaler_on_host()
         if self.disk is not None:
             self.disk.begin_update()

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc.compiler import backend
+from zc import torch_private
 from zc.engine.runtime import Runtime
 from zc.errors import PlanError, ZcError
 from zc.offload.disk import DiskState
@@ -193,8 +193,8 @@ class ShardedOptimizer:
         moment: inside a backward those go at its end."""
         self.grad_shards.changed()
         self._given.clear()
-        params = self.runtime.params.values() if backend.current_graph_task() == -1 else ()
-        with backend.without_torch_function():  # sooner done: parameters may be watched (zc/engine/pending.py)
+        params = self.runtime.params.values() if torch_private.current_graph_task() == -1 else ()
+        with torch_private.without_torch_function():  # sooner done: parameters may be watched (zc/engine/pending.py)
             for tensor in (*self.slices.values(), *params):
                 tensor.grad = None
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from zc.compiler import backend
+from zc import torch_private
 from zc.errors import ZcError
 from zc.kernels import adopt_writes
 from zc.planning.plan import Bucket
@@ -42,7 +42,7 @@ class ParamWrites:
 
     def remember(self) -> None:
         """Parameters and masters agree now."""
-        self._versions = {name: backend.version(param) for name, param in self._runtime.params.items()}
+        self._versions = {name: torch_private.version(param) for name, param in self._runtime.params.items()}
 
     def check_places(self) -> None:
         """Raises ZcError for a parameter that has left its bucket."""
@@ -74,4 +74,4 @@ class ParamWrites:
     def _is_counted(self, bucket: Bucket) -> bool:
         """Whether autograd has seen a write since `remember`."""
         params = self._runtime.params
-        return any(backend.version(params[slot.name]) != self._versions[slot.name] for slot in bucket.slots)
+        return any(torch_private.version(params[slot.name]) != self._versions[slot.name] for slot in bucket.slots)

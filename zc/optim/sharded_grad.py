@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zc.compiler import backend
+from zc import torch_private
 from zc.errors import ZcError
 
 aten = torch.ops.aten
@@ -41,7 +41,7 @@ class ShardedGrad(Tensor):
 
     @staticmethod
     def __new__(cls, owner: GradOwner, name: str, param: nn.Parameter) -> ShardedGrad:
-        made = backend.make_wrapper(cls, param)
+        made = torch_private.make_wrapper(cls, param)
         made.param_name, made._owner = name, weakref.ref(owner)
         return made
 
@@ -92,7 +92,7 @@ class SliceGrad(Tensor):
 
     @staticmethod
     def __new__(cls, owner: GradOwner, name: str, param: nn.Parameter) -> SliceGrad:
-        made = backend.make_wrapper(cls, param)
+        made = torch_private.make_wrapper(cls, param)
         made.param_name, made._owner = name, weakref.ref(owner)
         return made
 
@@ -153,7 +153,7 @@ def _zero(grad: ShardedGrad) -> ShardedGrad:
 
 def _add(grad: ShardedGrad, other: Tensor, *, alpha: float = 1) -> ShardedGrad:
     """AccumulateGrad adds an eager gradient to an existing ``.grad`` in place: it goes the way of all others."""
-    if backend.current_graph_task() == -1:
+    if torch_private.current_graph_task() == -1:
         raise ZcError(_refusal("add_ outside of a backward", grad.param_name))
     grad.owner.add_grad(grad.param_name, other if alpha == 1 else other * alpha)
     return grad

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import nn
 
+from zc import torch_private
 from zc.api import persistent_nbytes, sharded
-from zc.compiler import backend
 from zc.engine.ledger import Where
 from zc.engine.ops import Acc
 from zc.engine.program import Program
@@ -212,7 +212,7 @@ def _compilation(runtime: Runtime) -> str:
     rows = [f"graphs: {len(graphs)} ({', '.join(graphs) or 'none'}: frame/compilation)"]
     rows.append(f"recompiles (other shapes, another module of the same class, other guards): {len(again)}")
     before = runtime.ledger.breaks_before
-    breaks = {reason: n - before.get(reason, 0) for reason, n in backend.graph_breaks().items()}
+    breaks = {reason: n - before.get(reason, 0) for reason, n in torch_private.graph_breaks().items()}
     rows.append("graph breaks and skipped frames in this process since zc.compile:")
     rows += [f"    {n} x {' '.join(reason.split())[:300]}" for reason, n in breaks.items() if n > 0] or ["    none"]
     return "\n".join(rows)

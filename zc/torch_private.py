@@ -1,0 +1,285 @@
+"""Every private torch API that zc uses, one function each, with what it relies on; imports nothing of zc.
+
+Looked up in the sources of torch 2.11, 2.13 and 2.15. tests/torch_private has a contract test for each: where a new
+torch breaks one, that test says which, in under a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+from torch.utils.hooks import RemovableHandle
+
+_T = TypeVar("_T", bound=torch.Tensor)
+
+
+_NUMBERS = itertools.count()  # of the models compiled in this process: in every order of their lives another one
+
+
+def current_graph_task() -> int:
+    """Id of the backward that runs in this thread, -1 outside of one. (torch._C: used by torch's own hooks since
+    2.0.)"""
+    return int(torch._C._current_graph_task_id())
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Calls ``callback`` when the running backward ends without an error. (DDP and FSDP rely on the same call.)"""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def version(param: torch.nn.Parameter) -> int:
+    """How often autograd has seen ``param`` written in place. (``Tensor._version``, since torch 0.4.)"""
+    return int(param._version)
+
+
+def num_accumulate_hooks(param: torch.nn.Parameter) -> int:
+    """Post-accumulate-grad hooks on a parameter. (``Tensor._post_accumulate_grad_hooks``, since 2.1.)"""
+    return len(getattr(param, "_post_accumulate_grad_hooks", None) or ())
+
+
+class _Edges(torch.autograd.Function):
+    """Its node in the graph knows the nodes of all its inputs: one call for all, where
+    torch.autograd.graph.get_gradient_edge makes a view for each."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+
+def kept_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
+    """Those whose gradient the backward that runs must bring as PyTorch has it: a hook waits for it, or it is not added
+    to ``param.grad``, under torch.autograd.grad and where ``backward(inputs=...)`` leaves it out.
+
+    (``torch._C._will_engine_execute_node``, since 2.1; ``Tensor._backward_hooks``, a dict or None, since 0.4; the node
+    of ``Function.apply`` lists its inputs' nodes in order.)
+    """
+    open_ones = {name: p for name, p in params.items() if p.requires_grad}  # not frozen since the forward
+    with torch.enable_grad():
+        edges: Any = _Edges.apply(*open_ones.values()) if open_ones else None  # type: ignore[no-untyped-call]
+    nodes = [node for node, _ in edges.grad_fn.next_functions] if open_ones else []
+    free = {n for (n, p), node in zip(open_ones.items(), nodes, strict=True) if not p._backward_hooks and _runs(node)}
+    return frozenset(params.keys() - free)
+
+
+def _runs(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined, unused-ignore]
+    except RuntimeError:  # torch.autograd.grad has asked for this very gradient
+        return False
+
+
+def make_wrapper(cls: type[_T], like: torch.Tensor) -> _T:
+    """A tensor subclass's instance with the sizes, dtype and device of ``like`` and no storage. (DTensor is made this
+    way.)"""
+    made: _T = torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+    )
+    return made
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Inside, a subclass's ``__torch_function__`` is not asked (torch's notes on extending it name this class; 2.11 to
+    2.15)."""
+    found: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return found
+
+
+def num_sharing(tensor: torch.Tensor) -> int:
+    """How many tensors, arrays and the like hold the memory of ``tensor``, itself and one more counted. (torch._C:
+    what torch's CUDA-graph trees ask before they reuse memory; 2.11 to 2.15.)"""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def default_store() -> Any:
+    """The store of the default process group: torchrun's agent holds it, so it outlives a rank. (FSDP's and
+    torch.distributed.checkpoint's own tests and elastic code take it the same way; 2.11 to 2.15.)"""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def new_group(ranks: Sequence[int], backend: str, name: str) -> torch.distributed.ProcessGroup:
+    """A process group of ``ranks`` under ``name``; its members call it, nobody else need.
+
+    What torch.distributed.new_group does, which takes no name and, with ``use_local_synchronization``, makes one of
+    the number of groups that there are: after one has been closed it comes again, and the store still has the old
+    addresses under it. (``_new_process_group_helper``, ``_world.pg_group_ranks``: frameworks that add workers to a
+    running program make theirs this way; 2.11 to 2.15.)
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    made: torch.distributed.ProcessGroup
+    rank, chosen = ranks.index(torch.distributed.get_rank()), torch.distributed.Backend(backend)
+    timeout = c10d._get_default_timeout(chosen)
+    make: Any = c10d._new_process_group_helper
+    made, _ = make(len(ranks), rank, list(ranks), chosen, default_store(), name, timeout=timeout)
+    c10d._world.pg_group_ranks[made] = {member: k for k, member in enumerate(ranks)}
+    return made
+
+
+def compile_id() -> str:
+    """Dynamo's id of the graph that is being compiled, frame / how often that frame was compiled before."""
+    from torch._guards import CompileContext
+
+    found = CompileContext.current_compile_id()
+    return f"{found.frame_id}/{found.frame_compile_id}" if found is not None else "?"
+
+
+def graph_breaks() -> dict[str, int]:
+    """Why Dynamo broke graphs in this process, and how often; under "skipped frames" those that it left uncompiled.
+
+    Relies on ``torch._dynamo.utils.counters``, which TORCH_LOGS and Dynamo's own tests read (2.11 to 2.15).
+    """
+    from torch._dynamo.utils import counters
+
+    found = {str(reason): int(times) for reason, times in counters["graph_break"].items()}
+    frames = counters["frames"]
+    if frames["total"] > frames["ok"]:
+        found["skipped frames"] = int(frames["total"] - frames["ok"])
+    return found
+
+
+def compile_in_place(model: nn.Module, backend: Callable[..., Any], before: Callable[[], None] | None = None) -> None:
+    """``model(...)`` runs compiled from now on, ``before`` first; class, state_dict keys and ``model.forward`` stay.
+
+    Not ``model.compile()``: Dynamo skips the forward of torch.nn's own classes (a bare nn.Sequential), and would
+    compile nothing without a word. Called from a function of ours it is inlined. Relies on
+    ``Module._compiled_call_impl``, which ``Module.__call__`` prefers and pickling leaves out (2.11 to 2.15).
+
+    What Dynamo learns, it keeps by code object (compiled graphs, their limit) and by the file, line and name of one
+    (``pgo.CodeId``: the sizes it has seen, from which it takes the dynamic ones). Both are a model's own here, or the
+    second model's sizes would be dynamic ones of the first.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
+    compiled = torch.compile(call, backend=backend)
+    if before is None:
+        model._compiled_call_impl = compiled
+        return
+    ahead = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        ahead()
+        return compiled(*args, **kwargs)
+
+    model._compiled_call_impl = start
+
+
+def call_first(model: nn.Module, before: Callable[[], None]) -> None:
+    """``before`` runs ahead of each ``model(...)``, compiled or not, and is not compiled itself. Not a hook: copies
+    and pickles of the module don't have it. Relies on what `compile_in_place` does."""
+    call = model._compiled_call_impl or model._call_impl
+    ahead = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        ahead()
+        return call(*args, **kwargs)
+
+    model._compiled_call_impl = start
+
+
+def run_eagerly(model: nn.Module) -> None:
+    """Takes back what `compile_in_place` and `call_first` did."""
+    model._compiled_call_impl = None
+
+
+def raise_recompile_limit(model: nn.Module) -> None:
+    """Identity guards compile one graph for each module instance: 8, the default, would leave the rest eager. Models of
+    one class share the code of its methods, which Dynamo compiles apart behind a graph break: each model raises the
+    limits by what it needs."""
+    needed = 2 * sum(1 for _ in model.modules())
+    dynamo_config: Any = torch._dynamo.config
+    dynamo_config.recompile_limit += needed
+    dynamo_config.accumulated_recompile_limit += 8 * needed
+
+
+def guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
+    """One compiled graph may serve several module instances; ours belongs to these very parameters.
+
+    Relies on ``meta["grapharg"].source`` of Dynamo's placeholders and on the guards still being open while the backend
+    runs (TracingContext.guards_context): both as in 2.11 to 2.15.
+    """
+    from torch._dynamo.guards import GuardBuilder
+    from torch._guards import TracingContext
+
+    guards = TracingContext.get().guards_context.dynamo_guards
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node, name in zip(placeholders, names, strict=True):
+        if name is not None:
+            guards.add(node.meta["grapharg"].source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def adopt_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Inductor may give a saved activation other strides than it was traced with (channels last around convolutions).
+    AOTAutograd hands them in with ``example_inputs``; the graph's own values learn of them here, before it is cut into
+    segments, each of which asserts the strides of its inputs.
+
+    A view was traced for the old strides and may not exist for the new ones: those become copies, as Inductor has it.
+    The others stay views, which share memory (`_mark_storages`, write_in_place).
+
+    Relies on AOTAutograd restriding the example inputs by what the compiled forward reports, and else passing the
+    placeholders' own values; on ``view_to_reshape`` and ``fake_tensor_prop``, by which compile_fx does the same to a
+    whole graph (2.11 to 2.15).
+    """
+    from torch._inductor.compile_fx import fake_tensor_prop
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    if all(node.meta.get("val") is given for node, given in zip(placeholders, example_inputs, strict=True)):
+        return
+    views = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default)
+    view_to_reshape(gm)  # type: ignore[no-untyped-call]
+    fake_tensor_prop(gm, example_inputs)
+    for node in views:
+        if storage_of(node) == storage_of(node.args[0]):
+            node.target = torch.ops.aten.view.default
+
+
+def storage_of(node: fx.Node) -> int | None:
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
+        return None
+    return int(val.untyped_storage()._cdata)
+
+
+def donated_inputs() -> list[int]:
+    """``TracingContext.fw_metadata.bw_donated_idxs``: positions among the backward's inputs."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    return list(context.fw_metadata.bw_donated_idxs or ()) if context is not None and context.fw_metadata else []
+
+
+@contextlib.contextmanager
+def apart_from_the_whole(donated: Sequence[int]) -> Iterator[None]:
+    """Inductor reads from the tracing context which inputs it may overwrite, by position in the *whole* backward. For a
+    segment those positions mean other tensors, a parameter perhaps: they must never be left standing here. And it
+    writes the strides of its outputs there (``output_strides``), which would be taken for the whole graph's; segments
+    keep the strides that were traced."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata: Any = context.fw_metadata if context is not None else None
+    if metadata is None:
+        yield
+        return
+    before, metadata.bw_donated_idxs = metadata.bw_donated_idxs, list(donated)
+    strides, context.output_strides = context.output_strides, None  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        metadata.bw_donated_idxs = before
+        context.output_strides = strides  # type: ignore[union-attr]
+
+
+def has_later_step_hook(optimizer: torch.optim.Optimizer, own: RemovableHandle) -> bool:
+    """Whether a step pre-hook of the optimizer was registered after ``own``, and so sees the gradients after it. The
+    hooks' dict is private (torch 2.11 to 2.15: an OrderedDict by handle id); where it is gone, True."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    return hooks is None or next(reversed(hooks), own.id) != own.id
