@@ -19,6 +19,7 @@ from zc.checks import check
 from zc.compiler import backend as compiler
 from zc.config import Config
 from zc.copies import mark
+from zc.engine import param_grads
 from zc.engine.buffers import Buffers
 from zc.engine.runtime import Runtime
 from zc.engine.streams import Streams, make_streams
@@ -171,7 +172,7 @@ def _check(
         raise PlanError(f"this {type(model).__name__} is compiled already: call zc.compile once, before the loop")
     params = check(model, optimizer)
     layout, note = choose_layout(optimizer)
-    compiler.refuse_compiled_autograd()
+    param_grads.refuse_compiled_autograd()
     plan = plan_of(params, config, world_size, layout)
     check_wire(plan)
     if plan.offload is not None:

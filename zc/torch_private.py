@@ -7,6 +7,7 @@ torch breaks one, that test says which, in under a second.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from torch import fx, nn
 from torch.utils.hooks import RemovableHandle
 
 _T = TypeVar("_T", bound=torch.Tensor)
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 _NUMBERS = itertools.count()  # of the models compiled in this process: in every order of their lives another one
@@ -283,3 +285,79 @@ def has_later_step_hook(optimizer: torch.optim.Optimizer, own: RemovableHandle) 
     hooks' dict is private (torch 2.11 to 2.15: an OrderedDict by handle id); where it is gone, True."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
     return hooks is None or next(reversed(hooks), own.id) != own.id
+
+
+def compiled_autograd_is_on() -> bool:
+    """Whether a backward would be traced by compiled autograd. (Two flags of the module
+    ``torch._dynamo.compiled_autograd``, 2.11 to 2.15.)"""
+    from torch._dynamo import compiled_autograd
+
+    return bool(compiled_autograd.compiled_autograd_enabled or compiled_autograd.in_compiled_autograd_region)
+
+
+def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], inner_compile: Callable[..., Any]) -> Any:
+    """Inductor's backend with ``inner_compile`` in place of the compiler of the forward's and the backward's graph.
+
+    The AOTAutograd cache's key ignores inner_compile: an entry of a plain run would replace our schedule, so that
+    cache is off (functorch config, all of 2.11 to 2.15). The FX graph cache below it stays on.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(gm, list(inputs), inner_compile=inner_compile)
+
+
+def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor on one graph; what this torch's does not know of ``kwargs`` is left out. Returns a boxed callable.
+    (``compile_fx_inner(gm, example_inputs, **kwargs)``, 2.11 to 2.15.)"""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    accepted = inspect.signature(compile_fx_inner).parameters
+    passed = {k: v for k, v in kwargs.items() if k in accepted or "kwargs" in accepted}
+    return compile_fx_inner(gm, example_inputs, **passed)
+
+
+def input_index(desc: Any) -> int | None:
+    """Which input of the backend call an AOTAutograd descriptor (``placeholder.meta["desc"]``) stands for.
+    (``PlainAOTInput(idx)``, torch >= 2.9.)"""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    return int(desc.idx) if isinstance(desc, PlainAOTInput) else None
+
+
+def grad_of_index(desc: Any) -> int | None:
+    """Of which input an output of the backward graph (``output.meta["desc"][i]``) is the gradient.
+    (``GradAOTOutput(grad_of=PlainAOTInput(idx))``, torch >= 2.9.)"""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput
+
+    return input_index(desc.grad_of) if isinstance(desc, GradAOTOutput) else None
+
+
+def boxed(run: _F) -> _F:
+    """Marks a compiled callable: AOTAutograd passes it one list, which it may empty. (``_boxed_call``, 2.0 to 2.15.)"""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def mutates(target: Any) -> bool:
+    """Whether an operator writes into an argument. (``OpOverload._schema.is_mutable``, since 2.0.)"""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def op_name(target: Any) -> str:
+    """Of an operator without its namespace and overload, else of a function. (``OpOverload._opname``, since 1.12.)"""
+    return str(getattr(target, "_opname", getattr(target, "__name__", "")))
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The same for tensors, fake ones too, that share a storage while it lives. (``UntypedStorage._cdata``,
+    since 2.0.)"""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
+    """Gradients times ``inverse``; ``found_inf`` becomes 1 where one is infinite or NaN. (GradScaler's own call, since
+    1.6.)"""
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)

@@ -1,16 +1,13 @@
-"""The one file that touches private torch APIs: the Dynamo backend, its guards, and compiled segments.
+"""The Dynamo backend: a graph of the model in, compiled forward and backward schedules out.
 
 Dynamo calls `make_backend`'s function with a graph; it calls Inductor's ``compile_fx`` with a hook in place of the
 inner compiler. AOTAutograd traces, decomposes and partitions as always; where the hook gets the backward graph, that
 goes through zc's passes, and only the segments between gradient operations go on to Inductor.
-
-Relied on, and looked up in the sources of torch 2.11, 2.13 and 2.15: see the comment at each use.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +18,7 @@ import torch
 from torch import fx
 
 from zc import torch_private
+from zc.engine import param_grads
 from zc.engine.program import Program, build
 from zc.errors import PassError, ZcError
 from zc.passes.base import copy_graph
@@ -29,22 +27,6 @@ from zc.passes.tag_gradients import slot_of
 if TYPE_CHECKING:
     from zc.engine.ops import Segment
     from zc.engine.runtime import Runtime
-
-
-# --- autograd ---
-
-
-def refuse_compiled_autograd() -> None:
-    """Compiled autograd traces through the backward's side effects and would drop them, so it is refused, not
-    ignored."""
-    from torch._dynamo import compiled_autograd
-
-    # a module flag, True while a region of compiled autograd is active
-    if compiled_autograd.compiled_autograd_enabled or compiled_autograd.in_compiled_autograd_region:
-        raise ZcError(
-            "compiled autograd is on: it bypasses the compiled backward's schedule. Turn it off "
-            "(torch._dynamo.config.compiled_autograd = False); zc compiles the backward itself"
-        )
 
 
 # --- the Dynamo backend ---
@@ -60,18 +42,12 @@ def make_backend(runtime: Runtime) -> Callable[..., Any]:
     runtime = weakref.proxy(runtime)
 
     def zc_backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        from torch._functorch import config as functorch_config
-        from torch._inductor.compile_fx import compile_fx
-
-        refuse_compiled_autograd()
+        param_grads.refuse_compiled_autograd()
         runtime.ledger.graphs.append(torch_private.compile_id())
         name_of = {id(param): name for name, param in runtime.params.items()}  # zc.recompile may have added some
         names = [name_of.get(id(value)) for value in inputs]
         torch_private.guard_identity(gm, names)
-        # The AOTAutograd cache's key ignores inner_compile: an entry of a plain run would replace our schedule
-        # (functorch config, all of 2.11 to 2.15). The FX graph cache below it stays on.
-        with functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(gm, list(inputs), inner_compile=partial(_inner_compile, runtime, names))
+        return torch_private.compile_graph(gm, inputs, partial(_inner_compile, runtime, names))
 
     return zc_backend
 
@@ -96,8 +72,7 @@ def _inner_compile(
             ) from None
         return runtime.run_program(program, args)
 
-    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd passes a list that we may empty
-    return run
+    return torch_private.boxed(run)
 
 
 def _without_cuda_graphs(runtime: Runtime, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -119,9 +94,7 @@ def _whole(runtime: Runtime, gm: fx.GraphModule, example_inputs: Sequence[Any], 
     """A forward or inference graph: Inductor's as it is, or op by op."""
     if runtime.config.backend == "aot_eager":
         return _interpret(gm)
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    return compile_fx_inner(gm, example_inputs, **kwargs)
+    return torch_private.compile_inner(gm, example_inputs, **kwargs)
 
 
 def _compile_forward(
@@ -150,8 +123,7 @@ def _compile_forward(
             runtime.weights.synchronize()
             return whole(args)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return torch_private.boxed(run)
 
 
 def _why_whole(gm: fx.GraphModule, kwargs: dict[str, Any]) -> str | None:
@@ -161,22 +133,19 @@ def _why_whole(gm: fx.GraphModule, kwargs: dict[str, Any]) -> str | None:
     for node in gm.graph.nodes:
         if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.SymInt):
             return "its sizes are symbolic"
-        schema = getattr(node.target, "_schema", None)
-        if node.op == "call_function" and schema is not None and schema.is_mutable:
+        if node.op == "call_function" and torch_private.mutates(node.target):
             return f"{node.target} changes an input"
     return None
 
 
 def _name_buffers(runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule) -> fx.Graph:
     """A copy of a forward graph in which the parameters' placeholders say of which buffer they are a view."""
-    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
-
     graph, _ = copy_graph(gm.graph)
     graph.owning_module = gm
     where = slot_of(runtime.plan)
     for node in graph.nodes:
-        desc = node.meta.get("desc")
-        name = names[desc.idx] if node.op == "placeholder" and isinstance(desc, PlainAOTInput) else None
+        index = torch_private.input_index(node.meta.get("desc")) if node.op == "placeholder" else None
+        name = names[index] if index is not None else None
         if name is not None:
             node.meta["buffer"] = runtime.plan.weights_buffer(where[name][0])
     _mark_storages(graph, donated=())
@@ -230,15 +199,13 @@ def _annotate(gm: fx.GraphModule, names: Sequence[str | None]) -> fx.Graph:
     Relies on AOTAutograd's descriptors: ``output.meta["desc"][i]`` is ``GradAOTOutput(grad_of=PlainAOTInput(idx))``
     with idx an index into the inputs of the backend call (torch >= 2.9).
     """
-    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
-
     graph, _ = copy_graph(gm.graph)
     graph.owning_module = gm
     output = graph.output_node()
     grad_of: list[str | None] = []
     for desc in output.meta.get("desc", ()):
-        source = desc.grad_of if isinstance(desc, GradAOTOutput) else None
-        grad_of.append(names[source.idx] if isinstance(source, PlainAOTInput) else None)
+        index = torch_private.grad_of_index(desc)
+        grad_of.append(names[index] if index is not None else None)
     if len(grad_of) != len(output.args[0]):  # type: ignore[arg-type]
         raise PassError(f"the backward graph has {len(output.args[0])} outputs and {len(grad_of)} descriptors")  # type: ignore[arg-type]
     output.meta["grad_of"] = tuple(grad_of)
@@ -272,8 +239,7 @@ def _interpret(gm: fx.GraphModule) -> Segment:
         args.clear()
         return gm.forward(*taken)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return torch_private.boxed(run)
 
 
 def _segment_compiler(
@@ -291,8 +257,6 @@ def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModul
     ``output.meta["user_visible_output_idxs"]`` and ``["original_output_strides"]``, by which Inductor keeps the strides
     that the next segment was traced with (2.11 to 2.15).
     """
-    from torch._inductor.compile_fx import compile_fx_inner
-
     key = _canonical_key(gm)
     if key is not None and key in runtime.compiled_segments:
         return runtime.compiled_segments[key]
@@ -301,12 +265,10 @@ def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModul
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
     output.meta["original_output_strides"] = [_strides_of(n.meta.get("val")) for n in outputs]
     example_inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
-    accepted = inspect.signature(compile_fx_inner).parameters
-    passed = {k: v for k, v in kwargs.items() if k in accepted or "kwargs" in accepted}
-    passed.update(static_input_idxs=())
+    passed = {**kwargs, "static_input_idxs": ()}
     passed.pop("boxed_forward_device_index", None)  # tells a forward about its device; no segment is one
     with torch_private.apart_from_the_whole(gm.meta["donated"]):
-        compiled: Segment = compile_fx_inner(gm, example_inputs, **passed)
+        compiled: Segment = torch_private.compile_inner(gm, example_inputs, **passed)
     if key is not None:
         runtime.compiled_segments[key] = compiled  # pure code, no state: layers of one shape can share it
     return compiled

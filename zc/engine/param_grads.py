@@ -65,3 +65,13 @@ def shown_apart(plan: Plan, shown: Sequence[Sequence[bool]], known: Sequence[Seq
         "ranks have a param.grad on different parameters, so clipping or a norm over them would differ from rank to "
         f"rank: {where}. The last backward before it must not be inside zc.no_sync; or call zc.clip_grad_norm_"
     )
+
+
+def refuse_compiled_autograd() -> None:
+    """Compiled autograd traces through the backward's side effects and would drop them, so it is refused, not
+    ignored."""
+    if torch_private.compiled_autograd_is_on():
+        raise ZcError(
+            "compiled autograd is on: it bypasses the compiled backward's schedule. Turn it off "
+            "(torch._dynamo.config.compiled_autograd = False); zc compiles the backward itself"
+        )

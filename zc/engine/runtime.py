@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
-from zc.compiler import backend
 from zc.config import Config
 from zc.engine import param_grads
 from zc.engine.buffers import Buffers
@@ -115,7 +114,7 @@ class Runtime:
     def begin_backward(self, program: Program | None = None) -> None:
         """Called by whatever brings a gradient, ``program`` or a hook, in autograd's thread: makes sure that the end of
         this backward is ours."""
-        backend.refuse_compiled_autograd()
+        param_grads.refuse_compiled_autograd()
         self._final = self._is_home = False
         task = torch_private.current_graph_task()
         if task in self._open_tasks and self._open_tasks[task]() is not None:

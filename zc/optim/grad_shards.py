@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zc import torch_private
 from zc.engine.runtime import Runtime
 from zc.errors import ZcError
 from zc.kernels import sums_of_squares
@@ -164,7 +165,7 @@ class GradShards:
                 copies.setdefault(copy.device, []).append(copy)
         for where, grads in copies.items():  # host memory and, with offload_accumulate="device", the device
             own = found_inf.to(where, copy=True)
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, own, inverse.to(where))
+            torch_private.unscale_(grads, own, inverse.to(where))
             torch.maximum(found, own.to(device), out=found)
         self.runtime.group.max_(found)
         found_inf.copy_(found)

@@ -194,7 +194,7 @@ class ShardedOptimizer:
         self.grad_shards.changed()
         self._given.clear()
         params = self.runtime.params.values() if torch_private.current_graph_task() == -1 else ()
-        with torch_private.without_torch_function():  # sooner done: parameters may be watched (zc/engine/pending.py)
+        with torch_private.without_torch_function():  # sooner done: parameters may be watched (engine/pending.py)
             for tensor in (*self.slices.values(), *params):
                 tensor.grad = None
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from zc import torch_private
 from zc.planning.plan import Bucket, Plan
 from zc.schedule.nodes import (
     SYNC_OPS,
@@ -82,7 +83,7 @@ _MATMULS = ("mm", "bmm", "addmm", "baddbmm")
 
 def flops(node: fx.Node) -> float:
     """Of one ATen node: matmuls, convolutions and attention; 0 for the rest, which memory bounds."""
-    name = str(getattr(node.target, "_opname", getattr(node.target, "__name__", "")))
+    name = torch_private.op_name(node.target)
     shapes = [n.meta["val"].shape for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     val = node.meta.get("val")
     first = val[0] if isinstance(val, (tuple, list)) and val else val
