@@ -25,7 +25,7 @@ from zc.passes.base import copy_graph
 from zc.passes.tag_gradients import slot_of
 
 if TYPE_CHECKING:
-    from zc.engine.ops import Segment
+    from zc.engine.program import Segment
     from zc.engine.runtime import Runtime
 
 

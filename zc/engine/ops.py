@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zc.engine.buffers import Buffers
+from zc.engine.program import Segment
 from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, scatter_into
 from zc.log import log
 from zc.planning.plan import Plan
@@ -31,7 +32,6 @@ class Acc(enum.Enum):
     REDUCED = "reduced"
 
 
-Segment = Callable[[list[Any]], Sequence[Any]]
 Spans = Sequence[tuple[int, int]]  # elements [start, stop)
 
 

@@ -32,9 +32,8 @@ from torch import fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
-from zc.engine.ops import Segment
 from zc.engine.pending import Pending, can_be_watched
-from zc.engine.program import Program, build
+from zc.engine.program import Program, Segment, build
 from zc.kernels import unflatten_cast
 from zc.passes import cut_forward, insert_events, outline_segments, place_on_streams, verify
 from zc.passes.base import Pass

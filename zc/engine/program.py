@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from zc.engine.ops import Segment
 from zc.engine.streams import Streams
 from zc.passes.base import Pass
 from zc.passes.runner import PassRecord, run_passes
@@ -26,6 +25,8 @@ from zc.schedule.nodes import (
     steps,
     wgrad_into,
 )
+
+Segment = Callable[[list[Any]], Sequence[Any]]
 
 
 class Ops(Protocol):

@@ -23,9 +23,9 @@ from zc.engine import param_grads
 from zc.engine.buffers import Buffers
 from zc.engine.flushes import Flushes
 from zc.engine.ledger import Ledger
-from zc.engine.ops import Acc, GradientOps, Segment
+from zc.engine.ops import Acc, GradientOps
 from zc.engine.overlap_gather import WeightGather
-from zc.engine.program import Program
+from zc.engine.program import Program, Segment
 from zc.engine.rounds import Rounds, num_flags
 from zc.engine.streams import Streams, ThreadStreams
 from zc.errors import UncoveredGradientError, ZcError

@@ -30,8 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
 from zc.engine.host_memory import num_threads
-from zc.engine.ops import Segment
-from zc.engine.program import Program, build
+from zc.engine.program import Program, Segment, build
 from zc.engine.runtime import Runtime
 from zc.kernels import unflatten_cast
 from zc.offload.disk import DiskState
