@@ -7,7 +7,6 @@ goes through zc's passes, and only the segments between gradient operations go o
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ import torch
 from torch import fx
 
 from zc import torch_private
+from zc.compiler.segments import interpret, segment_compiler
 from zc.engine import param_grads
 from zc.engine.program import Program, build
 from zc.errors import PassError, ZcError
@@ -25,11 +25,7 @@ from zc.passes.base import copy_graph
 from zc.passes.tag_gradients import slot_of
 
 if TYPE_CHECKING:
-    from zc.engine.program import Segment
     from zc.engine.runtime import Runtime
-
-
-# --- the Dynamo backend ---
 
 
 def make_backend(runtime: Runtime) -> Callable[..., Any]:
@@ -93,7 +89,7 @@ def _without_cuda_graphs(runtime: Runtime, kwargs: dict[str, Any]) -> dict[str, 
 def _whole(runtime: Runtime, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A forward or inference graph: Inductor's as it is, or op by op."""
     if runtime.config.backend == "aot_eager":
-        return _interpret(gm)
+        return interpret(gm)
     return torch_private.compile_inner(gm, example_inputs, **kwargs)
 
 
@@ -113,7 +109,7 @@ def _compile_forward(
     why = _why_whole(gm, kwargs)
     if why is None:
         graph = _name_buffers(runtime, names, gm)
-        run = runtime.weights.compile_forward(graph, _segment_compiler(runtime, kwargs, is_backward=False))
+        run = runtime.weights.compile_forward(graph, segment_compiler(runtime, kwargs, is_backward=False))
     else:
         if not kwargs.get("is_inference"):
             runtime.say_once(f"a forward graph waits for all gathers before it starts: {why}")
@@ -159,7 +155,7 @@ class CompiledBackward:
         self, runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule, kwargs: dict[str, Any]
     ) -> None:
         self.runtime, self.gm = runtime, gm
-        self.compile_segment = _segment_compiler(runtime, kwargs, is_backward=True)
+        self.compile_segment = segment_compiler(runtime, kwargs, is_backward=True)
         self.graph = _annotate(gm, names)
         written = self.graph.output_node().meta["grad_of"]
         self.written = [name for name in written if name is not None]
@@ -233,66 +229,5 @@ def _mark_storages(graph: fx.Graph, donated: Sequence[int]) -> None:
 # --- segments ---
 
 
-def _interpret(gm: fx.GraphModule) -> Segment:
-    def run(args: list[Any]) -> Any:
-        taken = list(args)
-        args.clear()
-        return gm.forward(*taken)
-
-    return torch_private.boxed(run)
-
-
-def _segment_compiler(
-    runtime: Runtime, kwargs: dict[str, Any], *, is_backward: bool
-) -> Callable[[fx.GraphModule], Segment]:
-    if runtime.config.backend == "aot_eager":
-        return _interpret
-    return partial(_compile_segment, runtime, {**kwargs, "is_backward": is_backward})
-
-
-def _compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModule) -> Segment:
-    """Inductor on one segment. Identical segments (layers of one shape) are compiled once.
-
-    Relies on ``compile_fx_inner(gm, example_inputs, **kwargs)``; on its returning a boxed callable; and on
-    ``output.meta["user_visible_output_idxs"]`` and ``["original_output_strides"]``, by which Inductor keeps the strides
-    that the next segment was traced with (2.11 to 2.15).
-    """
-    key = _canonical_key(gm)
-    if key is not None and key in runtime.compiled_segments:
-        return runtime.compiled_segments[key]
-    output = gm.graph.output_node()
-    outputs: Any = output.args[0]
-    output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
-    output.meta["original_output_strides"] = [_strides_of(n.meta.get("val")) for n in outputs]
-    example_inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
-    passed = {**kwargs, "static_input_idxs": ()}
-    passed.pop("boxed_forward_device_index", None)  # tells a forward about its device; no segment is one
-    with torch_private.apart_from_the_whole(gm.meta["donated"]):
-        compiled: Segment = torch_private.compile_inner(gm, example_inputs, **passed)
-    if key is not None:
-        runtime.compiled_segments[key] = compiled  # pure code, no state: layers of one shape can share it
-    return compiled
-
-
 def _strides_of(val: Any) -> Any:
     return val.stride() if isinstance(val, torch.Tensor) and val.layout == torch.strided else None
-
-
-def _canonical_key(gm: fx.GraphModule) -> str | None:
-    """Hash of a segment's text and of every value's shape, stride, dtype and device; None where sizes are symbolic or
-    constants are attached (the FX graph cache knows how to compare those)."""
-    lines = []
-    for node in gm.graph.nodes:
-        val = node.meta.get("val")
-        if node.op == "get_attr":
-            return None
-        for item in val if isinstance(val, (list, tuple)) else (val,):
-            if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                return None
-            if isinstance(item, torch.Tensor):
-                if any(isinstance(size, torch.SymInt) for size in item.shape):
-                    return None
-                strides = item.stride() if item.layout == torch.strided else ()
-                lines.append(f"{tuple(item.shape)} {strides} {item.dtype} {item.device}")
-        lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

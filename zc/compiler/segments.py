@@ -1,0 +1,78 @@
+"""Inductor on the segments of a graph, each on its own; equal ones once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from zc import torch_private
+
+if TYPE_CHECKING:
+    from zc.engine.program import Segment
+    from zc.engine.runtime import Runtime
+
+
+def interpret(gm: fx.GraphModule) -> Segment:
+    def run(args: list[Any]) -> Any:
+        taken = list(args)
+        args.clear()
+        return gm.forward(*taken)
+
+    return torch_private.boxed(run)
+
+
+def segment_compiler(
+    runtime: Runtime, kwargs: dict[str, Any], *, is_backward: bool
+) -> Callable[[fx.GraphModule], Segment]:
+    if runtime.config.backend == "aot_eager":
+        return interpret
+    return partial(compile_segment, runtime, {**kwargs, "is_backward": is_backward})
+
+
+def compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModule) -> Segment:
+    """Inductor on one segment. Identical segments (layers of one shape) are compiled once.
+
+    Relies on ``compile_fx_inner(gm, example_inputs, **kwargs)``; on its returning a boxed callable; and on
+    ``output.meta["user_visible_output_idxs"]`` and ``["original_output_strides"]``, by which Inductor keeps the strides
+    that the next segment was traced with (2.11 to 2.15).
+    """
+    key = canonical_key(gm)
+    if key is not None and key in runtime.compiled_segments:
+        return runtime.compiled_segments[key]
+    output = gm.graph.output_node()
+    outputs: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
+    output.meta["original_output_strides"] = [_strides_of(n.meta.get("val")) for n in outputs]
+    example_inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    passed = {**kwargs, "static_input_idxs": ()}
+    passed.pop("boxed_forward_device_index", None)  # tells a forward about its device; no segment is one
+    with torch_private.apart_from_the_whole(gm.meta["donated"]):
+        compiled: Segment = torch_private.compile_inner(gm, example_inputs, **passed)
+    if key is not None:
+        runtime.compiled_segments[key] = compiled  # pure code, no state: layers of one shape can share it
+    return compiled
+
+
+def canonical_key(gm: fx.GraphModule) -> str | None:
+    """Hash of a segment's text and of every value's shape, stride, dtype and device; None where sizes are symbolic or
+    constants are attached (the FX graph cache knows how to compare those)."""
+    lines = []
+    for node in gm.graph.nodes:
+        val = node.meta.get("val")
+        if node.op == "get_attr":
+            return None
+        for item in val if isinstance(val, (list, tuple)) else (val,):
+            if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                return None
+            if isinstance(item, torch.Tensor):
+                if any(isinstance(size, torch.SymInt) for size in item.shape):
+                    return None
+                strides = item.stride() if item.layout == torch.strided else ()
+                lines.append(f"{tuple(item.shape)} {strides} {item.dtype} {item.device}")
+        lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
