@@ -64,7 +64,7 @@ def zc(loop: Loop, rank: int) -> Outcome:
 
 def _masters(model: nn.Module, _zc: Any) -> dict[str, Tensor]:
     """The fp32 masters where the parameters are narrower: bf16 would round the update away."""
-    from zc.api import sharded
+    from zc.registry import sharded
 
     runtime = sharded(model).runtime
     found = weights_of(model)

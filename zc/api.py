@@ -29,9 +29,7 @@ from zc.planning.plan import Plan
 from zc.prepare import broadcast_rest, check_host, check_wire, fill, fingerprint, open_state_file, plan_of
 from zc.ranks.buffer_sync import BufferSync, has_buffers
 from zc.ranks.comm import Group, check_initialized
-
-# Not an attribute of the module: a deepcopy of the module must not share its gradients with the original.
-_COMPILED: weakref.WeakKeyDictionary[nn.Module, ShardedOptimizer] = weakref.WeakKeyDictionary()
+from zc.registry import COMPILED, sharded
 
 
 def compile(  # noqa: A001  (the name users know from torch.compile)
@@ -147,7 +145,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     fill(runtime, plan.buckets)
     sharded = ShardedOptimizer(runtime, optimizer, whole=note is not None)
     runtime.install_hooks()
-    _COMPILED[model] = sharded
+    COMPILED[model] = sharded
     _own_methods(model, optimizer, sharded)
     state_marks.install(sharded)
     runtime.frozen = {n: p for n, p in model.named_parameters() if n not in params}
@@ -168,7 +166,7 @@ def _check(
     model: nn.Module, optimizer: Optimizer, config: Config, world_size: int
 ) -> tuple[dict[str, nn.Parameter], Plan, str | None]:
     """Everything that this rank can refuse by itself; changes nothing."""
-    if isinstance(model, nn.Module) and model in _COMPILED:
+    if isinstance(model, nn.Module) and model in COMPILED:
         raise PlanError(f"this {type(model).__name__} is compiled already: call zc.compile once, before the loop")
     params = check(model, optimizer)
     layout, note = choose_layout(optimizer)
@@ -211,14 +209,6 @@ def _own_methods(model: nn.Module, optimizer: Optimizer, sharded: ShardedOptimiz
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
-
-
-def sharded(model: nn.Module) -> ShardedOptimizer:
-    """What zc keeps for a compiled model; raises where ``model`` is none."""
-    found = _COMPILED.get(model)
-    if found is None:
-        raise PlanError(f"this {type(model).__name__} was not compiled: call zc.compile(model, optimizer) first")
-    return found
 
 
 @contextlib.contextmanager
@@ -296,5 +286,4 @@ __all__ = [
     "full_grad",
     "no_sync",
     "persistent_nbytes",
-    "sharded",
 ]

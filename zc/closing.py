@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from zc import torch_private
-from zc.api import _COMPILED
 from zc.checkpoint.saving import _CHANNELS
 from zc.copies import unmark
 from zc.errors import ZcError
 from zc.optim.optimizer import ShardedOptimizer
+from zc.registry import COMPILED
 
 
 def close(model: nn.Module) -> None:
@@ -32,7 +32,7 @@ def close(model: nn.Module) -> None:
         RankMismatchError, RankLostError: not all ranks have called it; everything of this rank's is closed all the
         same, but for the groups. CheckpointError: the save has failed; nothing has changed.
     """
-    held = _COMPILED.get(model)
+    held = COMPILED.get(model)
     if held is None:
         return
     if held in _CHANNELS:
@@ -50,7 +50,7 @@ def close(model: nn.Module) -> None:
 @torch.no_grad()
 def _hand_back(model: nn.Module, held: ShardedOptimizer) -> None:
     runtime, optimizer = held.runtime, held.optimizer
-    del _COMPILED[model]
+    del COMPILED[model]
     unmark(model)
     torch_private.run_eagerly(model)
     for handle in (*runtime.hooks, *runtime.weights.hooks):

@@ -7,12 +7,12 @@ from dataclasses import replace
 from torch import nn
 
 from zc import torch_private
-from zc.api import sharded
 from zc.checks import check_added, trainable
 from zc.config import Config
 from zc.errors import PlanError
 from zc.planning.plan import Layout, Plan
 from zc.prepare import check_wire, fill, fingerprint, plan_of
+from zc.registry import sharded
 
 
 def recompile(model: nn.Module) -> None:

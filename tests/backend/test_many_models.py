@@ -50,7 +50,7 @@ def test_the_second_models_sizes_are_no_dynamic_sizes_of_the_first() -> None:
     models = [Net(4), Net(5)]
     optimizers = [trained(model, num, width) for model, num, width in zip(models, (3, 6), (4, 5), strict=True)]
     for model in models:
-        (program,) = zc.api.sharded(model).runtime.programs
+        (program,) = zc.registry.sharded(model).runtime.programs
         values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
         assert not any(isinstance(value, torch.SymInt) for value in values)
         assert all(isinstance(size, int) for value in values for size in value.shape)
@@ -87,7 +87,7 @@ def test_a_dropped_model_goes_with_its_graphs(apart: bool, overlap_gather: bool)
     """Dynamo keeps graphs by code object, out of the collector's sight: what they owned stayed for good."""
     model = Net(apart=apart)
     optimizer = trained(model, 3, overlap_gather=overlap_gather)
-    runtime = zc.api.sharded(model).runtime
+    runtime = zc.registry.sharded(model).runtime
     left = {
         "model": weakref.ref(model),
         "a parameter": weakref.ref(model.first.weight),

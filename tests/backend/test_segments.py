@@ -190,4 +190,4 @@ def test_more_instances_than_dynamos_default_limit_all_compile() -> None:
     got, wanted = trained(model, x, compiled=True, backend="aot_eager"), trained(plain, x, compiled=False)
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert len(zc.api.sharded(model).runtime.programs) == 12
+    assert len(zc.registry.sharded(model).runtime.programs) == 12

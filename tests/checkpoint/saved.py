@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zc
-from zc.api import sharded
+from zc.registry import sharded
 
 
 def matrices() -> nn.Module:

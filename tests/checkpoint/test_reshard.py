@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zc
-from zc.api import sharded
+from zc.registry import sharded
 
 FULL = os.environ.get("ZC_TESTS") == "full"
 

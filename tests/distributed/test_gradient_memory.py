@@ -102,7 +102,7 @@ def test_a_kept_gradient_keeps_its_values_and_an_old_stand_in_says_that_it_is_ol
 def test_the_models_own_zero_grad_lets_go_before_new_memory_is_taken(stage: int) -> None:
     model = mlp()
     model, optimizer = zc.compile(model, adamw(model), stage=stage, backend="eager")
-    runtime = zc.api.sharded(model).runtime
+    runtime = zc.registry.sharded(model).runtime
     x = torch.randn(4, next(model.parameters()).shape[1])
     model(x).sum().backward()
     optimizer.step()

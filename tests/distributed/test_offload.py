@@ -110,7 +110,7 @@ def bitwise(rank: int, world_size: int, options: list[dict[str, Any]], delays: l
         model: nn.Module = mlp(32, 3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model, optimizer = zc.compile(model, optimizer, backend="aot_eager", bucket_nbytes=5000, **given)
-        sharded = zc.api.sharded(model)
+        sharded = zc.registry.sharded(model)
         sharded.runtime.streams = ThreadStreams(slow)
         for step in range(3):
             for m in range(2):  # not declared
@@ -228,7 +228,7 @@ def accumulators(rank: int, world_size: int) -> list[str]:
     model, optimizer = zc.compile(
         model, adamw(model), stage=1, backend="eager", offload="cpu", offload_accumulate="device"
     )
-    ops = zc.api.sharded(model).runtime.ops
+    ops = zc.registry.sharded(model).runtime.ops
     seen = []
     with zc.no_sync(model):
         mean_square(model, vectors(16)(rank, 0, 0)).backward()

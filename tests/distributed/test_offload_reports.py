@@ -47,7 +47,7 @@ def joint(grads: dict[str, torch.Tensor]) -> float:
 def edited(rank: int, world_size: int, mode: str, fault: str | None) -> tuple[float, float, bool]:
     """Job: the norm, the norm after one gradient was scaled by hand, and whether the update took the scaled one."""
     model, optimizer = build(offload_accumulate=mode)
-    shards = zc.api.sharded(model).grad_shards
+    shards = zc.registry.sharded(model).grad_shards
     if fault == "the norm is kept":  # DS#7302
         shards._norms = type("Stale", (dict,), {"clear": lambda self: None})()
     if fault == "host memory is not told":  # DS#7292: clipped on one copy, updated from the other

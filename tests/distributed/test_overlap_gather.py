@@ -237,7 +237,7 @@ def _asks_for_no_value(rank: int, world_size: int) -> None:
             assert p.device.type == "cpu" and p.stride() and p.is_contiguous() and len(p) and p.element_size() == 4
             assert p.nbytes == 4 * p.numel() and {p: 1}[p] and torch.is_tensor(p) and p.is_floating_point()
             p.grad = None
-        weights = zc.api.sharded(model).runtime.weights
+        weights = zc.registry.sharded(model).runtime.weights
         seen.append(weights._is_open and type(_last(model)) is not nn.Parameter)
         assert _last(model).sum().item() and not weights._is_open
         assert all(type(p) is nn.Parameter for p in model.parameters())
@@ -270,7 +270,7 @@ class Keeper:
         self.waited: list[bool] = []
 
     def __call__(self, model: nn.Module) -> None:
-        self.waited.append(not zc.api.sharded(model).runtime.weights._is_open)
+        self.waited.append(not zc.registry.sharded(model).runtime.weights._is_open)
         if not self.kept:
             self.kept.append(next(self.kinds)(_last(model)))
             return
@@ -326,7 +326,7 @@ def _in_flight(rank: int, world_size: int) -> tuple[list[bool], str]:
         watch(self)
 
     def look(model: nn.Module) -> None:
-        waited.append(not zc.api.sharded(model).runtime.weights._is_open)
+        waited.append(not zc.registry.sharded(model).runtime.weights._is_open)
 
     try:
         Group.all_gather, WeightGather.watch = slow_gather, late_watch  # type: ignore[method-assign]
@@ -353,7 +353,7 @@ def _own_class(rank: int, world_size: int) -> str:
     mean_square(model, vectors(DIM, 8)(rank, 0, 0)).backward()
     optimizer.step()
     assert type(_last(model)) is Named
-    assert not zc.api.sharded(model).runtime.weights._is_open, "step() has waited"
+    assert not zc.registry.sharded(model).runtime.weights._is_open, "step() has waited"
     return str(zc.explain(model))
 
 

@@ -24,7 +24,7 @@ def _said(rank: int, world_size: int, make: Any, stage: int, backend: str) -> li
     torch.manual_seed(0)
     model: nn.Module = make()
     model, optimizer = zc.compile(model, sgd(model), stage=stage, backend=backend, bucket_nbytes=64)
-    runtime = zc.api.sharded(model).runtime
+    runtime = zc.registry.sharded(model).runtime
     said: list[str] = []
     announce = Agreement.announce
 

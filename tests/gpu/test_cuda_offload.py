@@ -75,5 +75,5 @@ def test_the_weights_are_those_without_offload(mode: str) -> None:
 def test_what_is_copied_from_is_page_locked() -> None:
     """Else copies would block the host, and nothing would overlap."""
     model, _, _ = run(steps=1, offload="cpu")
-    buffers = zc.api.sharded(model).runtime.buffers
+    buffers = zc.registry.sharded(model).runtime.buffers
     assert all(t.is_pinned() for t in (*buffers.host, *buffers.master_shard))

@@ -61,7 +61,7 @@ def test_narrow_weights_are_their_masters_rounded(stage: int, dtype: torch.dtype
     model, optimizer = make(stage=stage, param_dtype=dtype)
     losses = [float(step(model, optimizer, batches(1, dtype))) for _ in range(5)]
     assert losses[-1] < losses[0]
-    buffers = zc.api.sharded(model).runtime.buffers
+    buffers = zc.registry.sharded(model).runtime.buffers
     for flat, master in zip(buffers.flat_param, buffers.master_shard, strict=True):
         assert master.dtype == torch.float32
         assert torch.equal(flat, master.to(dtype))

@@ -263,7 +263,7 @@ def test_fp32_output_is_closer_to_float64_than_bf16_gradients() -> None:
 
 def test_nothing_of_what_an_accumulator_held_is_read() -> None:
     """Stage 1 overwrites an empty accumulator: NaN in it, as after a step that was skipped, reaches no weight."""
-    from zc.api import sharded
+    from zc.registry import sharded
 
     found = []
     for poison in (False, True):
@@ -285,7 +285,7 @@ def test_nothing_of_what_an_accumulator_held_is_read() -> None:
 def test_slots_that_a_failed_backward_has_opened_hold_zeros() -> None:
     """The matmul of one slot fails after accumulate_cast has emptied the bucket. The next microbatch adds to nothing,
     not to what the slot held in the step before."""
-    from zc.api import sharded
+    from zc.registry import sharded
 
     torch.manual_seed(0)
     model = Llama(layers=1)

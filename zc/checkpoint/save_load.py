@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
-from zc.api import sharded
 from zc.checkpoint.files import Reader, Writer
 from zc.checkpoint.folders import Unfinished, latest, partial_of
 from zc.checkpoint.plain_state import from_plain
@@ -32,6 +31,7 @@ from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import Target, check_groups, commit, flat_items, make_target, state_of
 from zc.errors import CheckpointError, PlanError, ZcError
 from zc.optim.optimizer import ShardedOptimizer
+from zc.registry import sharded
 from zc.version import __version__
 
 __all__ = ["Saving", "latest", "load", "load_state_dict", "save", "state_dict"]
