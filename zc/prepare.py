@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zc.config import Config
-from zc.engine.host_memory import available_nbytes, check_room, ranks_on_this_host
 from zc.engine.runtime import Runtime
 from zc.errors import PlanError
+from zc.machine import available_nbytes, check_room, ranks_on_this_host
 from zc.offload.disk import open_file, state_keys
 from zc.offload.disk_file import StateFile
 from zc.optim.optimizer import ELEMENTWISE, choose_layout

@@ -11,8 +11,7 @@ from models import mean_square, mlp, vectors
 from torch import nn
 
 import zc
-from zc import prepare
-from zc.engine import host_memory
+from zc import machine, prepare
 from zc.errors import PlanError
 
 
@@ -35,26 +34,26 @@ def test_too_little_host_memory_is_refused_with_both_figures(monkeypatch: pytest
 
 def test_what_is_needed_counts_every_rank_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = {"master_shard": 100, "optimizer_state": 200}
-    host_memory.check_room(needed, 2, 600)
-    host_memory.check_room(needed, 2, None)  # nobody says
+    machine.check_room(needed, 2, 600)
+    machine.check_room(needed, 2, None)  # nobody says
     with pytest.raises(PlanError, match=r"needs 900 bytes of host memory for 3 rank\(s\).* 800 are available"):
-        host_memory.check_room(needed, 3, 800)
+        machine.check_room(needed, 3, 800)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert host_memory.ranks_on_this_host(16) == 4 and host_memory.ranks_on_this_host(2) == 2
+    assert machine.ranks_on_this_host(16) == 4 and machine.ranks_on_this_host(2) == 2
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert host_memory.ranks_on_this_host(16) == 16
+    assert machine.ranks_on_this_host(16) == 16
 
 
 def test_threads_leave_the_other_ranks_their_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory.os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert host_memory.num_threads(64) == 1
+    assert machine.num_threads(64) == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert host_memory.num_threads(64) == 3
+    assert machine.num_threads(64) == 3
 
 
 def test_memory_that_is_available_is_counted() -> None:
-    found = host_memory.available_nbytes()
+    found = machine.available_nbytes()
     assert found is None or 2**20 < found < 2**50
 
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from zc.engine.host_memory import num_page_faults
 from zc.engine.program import Program
+from zc.machine import num_page_faults
 from zc.planning.plan import Plan
 
 Where = tuple[int, int]  # bucket, slot

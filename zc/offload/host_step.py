@@ -29,10 +29,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
-from zc.engine.host_memory import num_threads
 from zc.engine.program import Program, Segment, build
 from zc.engine.runtime import Runtime
 from zc.kernels import unflatten_cast
+from zc.machine import num_threads
 from zc.offload.disk import DiskState
 from zc.passes import insert_events, place_on_streams, verify
 from zc.planning.plan import Plan
