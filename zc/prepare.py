@@ -15,9 +15,9 @@ from zc.machine import available_nbytes, check_room, ranks_on_this_host
 from zc.offload.disk import open_file, state_keys
 from zc.offload.disk_file import StateFile
 from zc.optim.optimizer import ELEMENTWISE, choose_layout
+from zc.planning.nbytes import STATES, held
 from zc.planning.plan import Bucket, Layout, ParamSpec, Plan, make_plan
 from zc.ranks.comm import Group
-from zc.report.estimate import STATES, held
 
 
 def plan_of(params: dict[str, nn.Parameter], config: Config, world_size: int, layout: Layout) -> Plan:
