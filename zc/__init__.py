@@ -4,7 +4,7 @@ from pkgutil import extend_path
 
 __path__ = extend_path(__path__, __name__)  # Zope's zc.lockfile, zc.buildout and others share the name
 
-from zc.api import clip_grad_norm_, compile, flush_state, full_grad, no_sync, persistent_nbytes, synchronize  # noqa: A004
+from zc.api import clip_grad_norm_, compile, flush_state, full_grad, no_sync, synchronize  # noqa: A004
 from zc.checkpoint.deepspeed import load_universal
 from zc.checkpoint.export import export, full_optimizer_state
 from zc.checkpoint.save_load import Saving, latest, load, load_state_dict, save, state_dict
@@ -22,6 +22,7 @@ from zc.errors import (
 from zc.log import configure as _configure_log
 from zc.passes.verify import Verdict, verify
 from zc.recompile import recompile
+from zc.registry import persistent_nbytes
 from zc.report.estimate import Estimate, plan
 from zc.report.explain import explain
 from zc.version import __version__

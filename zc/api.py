@@ -266,18 +266,6 @@ def full_grad(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: gathered[name] for name in runtime.params}
 
 
-def persistent_nbytes(model: nn.Module) -> dict[str, int]:
-    """Bytes that this rank holds for the model, by kind, counted from the tensors themselves.
-
-    Those of gradients (acc, flat_grad, recv) it holds from a backward until they are set to None.
-    """
-    found = sharded(model)
-    nbytes = found.runtime.buffers.nbytes()
-    states = [v for state in found.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    nbytes["optimizer_state"] = sum(v.nbytes for v in states if v.dim() > 0)
-    return nbytes
-
-
 __all__ = [
     "Streams",
     "clip_grad_norm_",
@@ -285,5 +273,4 @@ __all__ = [
     "flush_state",
     "full_grad",
     "no_sync",
-    "persistent_nbytes",
 ]

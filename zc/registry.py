@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-from torch import nn
+from torch import Tensor, nn
 
 from zc.errors import PlanError
 from zc.optim.optimizer import ShardedOptimizer
@@ -19,3 +19,15 @@ def sharded(model: nn.Module) -> ShardedOptimizer:
     if found is None:
         raise PlanError(f"this {type(model).__name__} was not compiled: call zc.compile(model, optimizer) first")
     return found
+
+
+def persistent_nbytes(model: nn.Module) -> dict[str, int]:
+    """Bytes that this rank holds for the model, by kind, counted from the tensors themselves.
+
+    Those of gradients (acc, flat_grad, recv) it holds from a backward until they are set to None.
+    """
+    found = sharded(model)
+    nbytes = found.runtime.buffers.nbytes()
+    states = [v for state in found.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    nbytes["optimizer_state"] = sum(v.nbytes for v in states if v.dim() > 0)
+    return nbytes

@@ -10,7 +10,6 @@ from pathlib import Path
 from torch import nn
 
 from zc import torch_private
-from zc.api import persistent_nbytes
 from zc.engine.ledger import Where
 from zc.engine.ops import Acc
 from zc.engine.program import Program
@@ -18,7 +17,7 @@ from zc.engine.runtime import Runtime
 from zc.errors import PlanError
 from zc.passes.write_in_place import nbytes_in_place
 from zc.planning.plan import Bucket
-from zc.registry import sharded
+from zc.registry import persistent_nbytes, sharded
 from zc.report.html import page
 from zc.schedule.nodes import summary, text
 
