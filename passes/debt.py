@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zc.passes.tag_gradients import returned_by, slot_of
+from zc.passes.tag_gradients import returned_by
 from zc.planning.plan import Plan
 
 
@@ -61,6 +61,6 @@ def debt_of(graph: fx.Graph, plan: Plan) -> Debt:
     if "debt" in meta:
         found: Debt = meta["debt"]
         return found
-    where = slot_of(plan)
+    where = plan.slot_of()
     pairs = zip(returned_by(graph), meta.get("grad_of", ()), strict=False)
     return Debt(frozenset(where[name] for grad, name in pairs if name is not None and isinstance(grad, fx.Node)))

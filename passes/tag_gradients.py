@@ -27,11 +27,6 @@ from zc.planning.plan import Plan
 from zc.schedule.nodes import deposit
 
 
-def slot_of(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Parameter name -> (bucket, index of its slot)."""
-    return {slot.name: (bucket.index, k) for bucket in plan.buckets for k, slot in enumerate(bucket.slots)}
-
-
 def returned_by(graph: fx.Graph) -> list[Any]:
     """What the graph returns, one a descriptor."""
     returned: Any = graph.output_node().args[0]
@@ -41,7 +36,7 @@ def returned_by(graph: fx.Graph) -> list[Any]:
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new, _ = copy_graph(graph)
     output = new.output_node()
-    where = slot_of(plan)
+    where = plan.slot_of()
     returned = returned_by(new)
     names = output.meta.get("grad_of", ())
     for i, name in enumerate(names):

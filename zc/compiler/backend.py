@@ -22,7 +22,6 @@ from zc.engine import param_grads
 from zc.engine.program import Program, build
 from zc.errors import PassError, ZcError
 from zc.passes.base import copy_graph
-from zc.passes.tag_gradients import slot_of
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
@@ -138,7 +137,7 @@ def _name_buffers(runtime: Runtime, names: Sequence[str | None], gm: fx.GraphMod
     """A copy of a forward graph in which the parameters' placeholders say of which buffer they are a view."""
     graph, _ = copy_graph(gm.graph)
     graph.owning_module = gm
-    where = slot_of(runtime.plan)
+    where = runtime.plan.slot_of()
     for node in graph.nodes:
         index = torch_private.input_index(node.meta.get("desc")) if node.op == "placeholder" else None
         name = names[index] if index is not None else None

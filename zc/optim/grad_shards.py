@@ -11,7 +11,6 @@ from zc import torch_private
 from zc.engine.runtime import Runtime
 from zc.errors import ZcError
 from zc.kernels import sums_of_squares
-from zc.passes.tag_gradients import slot_of
 from zc.planning.plan import Bucket
 
 
@@ -32,7 +31,7 @@ class GradShards:
 
     def adopt(self) -> None:
         """The plan's parameters are those that can be asked for."""
-        self._where = slot_of(self.runtime.plan)
+        self._where = self.runtime.plan.slot_of()
 
     def add(self, name: str, bucket: Bucket, start: int, stop: int, shape: tuple[int, ...]) -> None:
         """This rank's part of one gradient: elements [start, stop) of the bucket's shard, as ``shape``."""

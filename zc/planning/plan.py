@@ -79,6 +79,10 @@ class Plan:
     offload: Offload | None = None
     overlap_gather: bool = False
 
+    def slot_of(self) -> dict[str, tuple[int, int]]:
+        """Parameter name -> (bucket, index of its slot)."""
+        return {slot.name: (bucket.index, k) for bucket in self.buckets for k, slot in enumerate(bucket.slots)}
+
     @property
     def reduces(self) -> bool:
         """Whether a backward under this plan reduces, or only accumulates."""
