@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import fx
 
-from zc.planning.plan import Plan
+if TYPE_CHECKING:
+    from zc.planning.plan import Plan
+
+
 
 
 class Pass(NamedTuple):

@@ -17,11 +17,15 @@ deposited, or in stage 1 added to the partial sum, and its reduction is owed by 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import fx
 
 from zc.passes.tag_gradients import returned_by
-from zc.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from zc.planning.plan import Plan
+
 
 
 @dataclass(frozen=True)

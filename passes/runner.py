@@ -9,13 +9,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import fx
 
 from zc.errors import PassError, ZcError
 from zc.passes.base import Pass
 from zc.passes.debt import debt_of
-from zc.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from zc.planning.plan import Plan
+
 
 
 @dataclass(frozen=True)

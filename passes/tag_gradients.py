@@ -17,14 +17,17 @@ already made None. With None autograd's AccumulateGrad keeps nothing, so ``param
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from zc.errors import PassError
 from zc.passes.base import Pass, copy_graph
-from zc.planning.plan import Plan
 from zc.schedule.nodes import deposit
+
+if TYPE_CHECKING:
+    from zc.planning.plan import Plan
+
 
 
 def returned_by(graph: fx.Graph) -> list[Any]:

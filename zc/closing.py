@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -12,8 +12,10 @@ from zc import torch_private
 from zc.checkpoint.saving import _CHANNELS
 from zc.copies import unmark
 from zc.errors import ZcError
-from zc.optim.optimizer import ShardedOptimizer
 from zc.registry import COMPILED
+
+if TYPE_CHECKING:
+    from zc.optim.optimizer import ShardedOptimizer
 
 
 def close(model: nn.Module) -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zc.config import Config
-from zc.engine.runtime import Runtime
 from zc.errors import PlanError
 from zc.machine import available_nbytes, check_room, ranks_on_this_host
 from zc.offload.disk import open_file, state_keys
-from zc.offload.disk_file import StateFile
 from zc.optim.optimizer import ELEMENTWISE, choose_layout
 from zc.planning.nbytes import STATES, held
 from zc.planning.plan import Bucket, Layout, ParamSpec, Plan, make_plan
 from zc.ranks.comm import Group
+
+if TYPE_CHECKING:
+    from zc.config import Config
+    from zc.engine.runtime import Runtime
+    from zc.offload.disk_file import StateFile
 
 
 def plan_of(params: dict[str, nn.Parameter], config: Config, world_size: int, layout: Layout) -> Plan:

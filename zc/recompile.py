@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from zc import torch_private
 from zc.checks import check_added, trainable
-from zc.config import Config
 from zc.errors import PlanError
 from zc.planning.plan import Layout, Plan
 from zc.prepare import check_wire, fill, fingerprint, plan_of
 from zc.registry import sharded
+
+if TYPE_CHECKING:
+    from zc.config import Config
 
 
 def recompile(model: nn.Module) -> None:

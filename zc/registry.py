@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from zc.errors import PlanError
-from zc.optim.optimizer import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from zc.optim.optimizer import ShardedOptimizer
+
 
 # Not an attribute of the module: a deepcopy of the module must not share its gradients with the original.
 COMPILED: weakref.WeakKeyDictionary[nn.Module, ShardedOptimizer] = weakref.WeakKeyDictionary()

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,10 @@ from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import groups_of, owned, state_of
 from zc.durable import write_synced
 from zc.errors import CheckpointError
-from zc.optim.optimizer import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from zc.optim.optimizer import ShardedOptimizer
+
 
 __all__ = ["export", "full_optimizer_state"]
 

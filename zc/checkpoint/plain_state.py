@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import Owned, Target, check_groups, check_names, flat_items, groups_of, others, owned
 from zc.errors import CheckpointError
-from zc.optim.optimizer import ShardedOptimizer
 from zc.planning.layout import flat_layout
+
+if TYPE_CHECKING:
+    from zc.optim.optimizer import ShardedOptimizer
+
 
 PART_KEY = "zc"  # in an optimizer's state_dict: it is one rank's part (zc/checkpoint/state_marks.py)
 WAYS = (

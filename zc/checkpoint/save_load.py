@@ -14,7 +14,7 @@ import io
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,12 @@ from zc.checkpoint.saving import Saving, cause_of, channel_of
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import Target, check_groups, commit, flat_items, make_target, state_of
 from zc.errors import CheckpointError, PlanError, ZcError
-from zc.optim.optimizer import ShardedOptimizer
 from zc.registry import sharded
 from zc.version import __version__
+
+if TYPE_CHECKING:
+    from zc.optim.optimizer import ShardedOptimizer
+
 
 __all__ = ["Saving", "latest", "load", "load_state_dict", "save", "state_dict"]
 

@@ -15,13 +15,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from zc.errors import CheckpointError, PlanError, ZcError
-from zc.optim.optimizer import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from zc.optim.optimizer import ShardedOptimizer
 
 
 class Call:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from zc.checkpoint.shards import ShardOf
 from zc.errors import CheckpointError
-from zc.optim.optimizer import ShardedOptimizer
 from zc.planning.layout import Slot
+
+if TYPE_CHECKING:
+    from zc.optim.optimizer import ShardedOptimizer
+
 
 Path = tuple[Any, ...]  # of a value in the nested state: keys and, in lists, numbers
 

@@ -19,15 +19,17 @@ one rank took what another refused, or never loaded, that is a RankMismatchError
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
 from zc.checkpoint.plain_state import PART_KEY, WAYS, optimizer_part, shown_mark
 from zc.checkpoint.shards import ShardOf
 from zc.errors import CheckpointError
-from zc.optim.optimizer import ShardedOptimizer
 from zc.planning.plan import LOADED, Plan
+
+if TYPE_CHECKING:
+    from zc.optim.optimizer import ShardedOptimizer
 
 
 def install(held: ShardedOptimizer) -> None:

@@ -6,16 +6,19 @@ They are made when first needed, by the passes that make every schedule, and pro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
-from zc.engine.ops import GradientOps
 from zc.engine.program import Program, build
 from zc.passes import offload_gradients, reduce_buckets
 from zc.passes.base import Pass
 from zc.passes.debt import Debt
 from zc.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from zc.engine.ops import GradientOps
 
 
 class Flushes:

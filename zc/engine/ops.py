@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from zc.engine.buffers import Buffers
-from zc.engine.program import Segment
 from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, scatter_into
 from zc.log import log
 from zc.planning.plan import Plan
 from zc.ranks.comm import Group
 from zc.ranks.watch import Work
+
+if TYPE_CHECKING:
+    from zc.engine.program import Segment
 
 
 class Acc(enum.Enum):

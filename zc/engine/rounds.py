@@ -21,10 +21,14 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from zc.engine.ops import GradientOps
 from zc.planning.plan import Plan
 from zc.ranks.agreement import Agreement, Announcement
+
+if TYPE_CHECKING:
+    from zc.engine.ops import GradientOps
+
 
 END = "end a backward"
 Where = tuple[int, int]  # bucket, slot

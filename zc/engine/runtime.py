@@ -12,30 +12,34 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
-from zc.config import Config
 from zc.engine import param_grads
 from zc.engine.buffers import Buffers
 from zc.engine.flushes import Flushes
 from zc.engine.ledger import Ledger
 from zc.engine.ops import Acc, GradientOps
 from zc.engine.overlap_gather import WeightGather
-from zc.engine.program import Program, Segment
+from zc.engine.program import Program
 from zc.engine.rounds import Rounds, num_flags
 from zc.engine.streams import Streams, ThreadStreams
 from zc.errors import UncoveredGradientError, ZcError
 from zc.log import log
-from zc.offload.disk_file import StateFile
 from zc.passes.base import Pass
 from zc.passes.pipeline import PIPELINE
 from zc.planning.plan import Bucket, Plan
 from zc.ranks.agreement import Agreement
 from zc.ranks.comm import Group
+
+if TYPE_CHECKING:
+    from zc.config import Config
+    from zc.engine.program import Segment
+    from zc.offload.disk_file import StateFile
 
 
 class Runtime:

@@ -16,16 +16,18 @@ import secrets
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc.engine.runtime import Runtime
 from zc.errors import PlanError, ZcError
 from zc.offload.disk_file import Region, StateFile, place
 from zc.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from zc.engine.runtime import Runtime
 
 
 def state_keys(optimizer: Optimizer) -> list[str]:

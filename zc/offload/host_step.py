@@ -21,7 +21,7 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,13 +30,16 @@ from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
 from zc.engine.program import Program, Segment, build
-from zc.engine.runtime import Runtime
 from zc.kernels import unflatten_cast
 from zc.machine import num_threads
 from zc.offload.disk import DiskState
 from zc.passes import insert_events, place_on_streams, verify
 from zc.planning.plan import Plan
 from zc.schedule.nodes import cast_param, copy_to_device, gather, publish, update
+
+if TYPE_CHECKING:
+    from zc.engine.runtime import Runtime
+
 
 FUSED = ("Adam", "AdamW", "SGD")  # torch has one pass over a parameter for these on the CPU
 _PASSES = (place_on_streams.PASS, insert_events.PASS, verify.PASS)

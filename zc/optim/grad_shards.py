@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zc import torch_private
-from zc.engine.runtime import Runtime
 from zc.errors import ZcError
 from zc.kernels import sums_of_squares
 from zc.planning.plan import Bucket
+
+if TYPE_CHECKING:
+    from zc.engine.runtime import Runtime
 
 
 class GradShards:

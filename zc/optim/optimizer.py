@@ -9,13 +9,12 @@ the updated masters are cast into flat_param and gathered (ZeRO, arXiv:1910.0205
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.engine.runtime import Runtime
 from zc.errors import PlanError, ZcError
 from zc.offload.disk import DiskState
 from zc.offload.host_step import HostStep
@@ -24,6 +23,10 @@ from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_grad import ShardedGrad, SliceGrad
 from zc.planning.layout import Slot, flat_layout, whole_layout
 from zc.planning.plan import Bucket, Layout
+
+if TYPE_CHECKING:
+    from zc.engine.runtime import Runtime
+
 
 # Elementwise: each element's update reads that element's gradient and state alone, so a shard may cut a parameter
 # anywhere.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -13,13 +14,16 @@ from zc import torch_private
 from zc.engine.ledger import Where
 from zc.engine.ops import Acc
 from zc.engine.program import Program
-from zc.engine.runtime import Runtime
 from zc.errors import PlanError
 from zc.passes.write_in_place import nbytes_in_place
 from zc.planning.plan import Bucket
 from zc.registry import persistent_nbytes, sharded
 from zc.report.html import page
 from zc.schedule.nodes import summary, text
+
+if TYPE_CHECKING:
+    from zc.engine.runtime import Runtime
+
 
 MANY_PAGE_FAULTS = 4096  # a step; each takes 2 to 3 us
 

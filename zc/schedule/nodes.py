@@ -50,11 +50,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
-from zc.planning.plan import Plan
+if TYPE_CHECKING:
+    from zc.planning.plan import Plan
+
 
 COMPUTE, COMM, COPY, HOST = "compute", "comm", "copy", "host"
 HOME = COMPUTE  # the stream on which autograd calls the schedule; its program order goes on across schedules
