@@ -33,6 +33,7 @@ fuzz: $(STAMP)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
+	$(PY) tests/arrows.py
 
 types: $(STAMP)
 	$(PY) -m mypy -p zc

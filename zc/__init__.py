@@ -29,9 +29,6 @@ from zc.version import __version__
 
 _configure_log()
 
-# `zc.plan` and `zc.explain` are these functions. The modules of the same names are loaded by then, so that
-# `from zc.planning.plan import Plan` goes on to work: Python looks a module up in sys.modules, not on the package.
-
 __all__ = [
     "CheckpointError",
     "Estimate",

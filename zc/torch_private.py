@@ -244,6 +244,7 @@ def adopt_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def storage_of(node: fx.Node) -> int | None:
+    """The same for nodes whose values, fake ones too, share a storage. (``UntypedStorage._cdata``, since 2.0.)"""
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
         return None
@@ -349,12 +350,6 @@ def mutates(target: Any) -> bool:
 def op_name(target: Any) -> str:
     """Of an operator without its namespace and overload, else of a function. (``OpOverload._opname``, since 1.12.)"""
     return str(getattr(target, "_opname", getattr(target, "__name__", "")))
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """The same for tensors, fake ones too, that share a storage while it lives. (``UntypedStorage._cdata``,
-    since 2.0.)"""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
@@ -97,13 +96,6 @@ def test_4096_ranks_on_the_meta_device() -> None:
     assert time.process_time() - start < 20
     assert found.num_params == 48 * 8192**2 and found.device["flat_param"] >= 2 * found.num_params
     assert found.host["optimizer_state"] == 2 * found.host["master_shard"] >= 8 * found.num_params // 4096
-
-
-def test_the_module_behind_the_name_is_still_there() -> None:
-    """`zc.plan` is the function, and ``from zc.planning.plan import`` the module, as with `zc.explain`."""
-    from zc.planning.plan import make_plan
-
-    assert callable(zc.plan) and sys.modules["zc.planning.plan"].make_plan is make_plan
 
 
 def really(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:

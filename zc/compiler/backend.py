@@ -223,10 +223,3 @@ def _mark_storages(graph: fx.Graph, donated: Sequence[int]) -> None:
         if node.op == "placeholder":
             node.meta["donated"] = placeholders in donated
             placeholders += 1
-
-
-# --- segments ---
-
-
-def _strides_of(val: Any) -> Any:
-    return val.stride() if isinstance(val, torch.Tensor) and val.layout == torch.strided else None

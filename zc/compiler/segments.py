@@ -76,3 +76,7 @@ def canonical_key(gm: fx.GraphModule) -> str | None:
                 lines.append(f"{tuple(item.shape)} {strides} {item.dtype} {item.device}")
         lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _strides_of(val: Any) -> Any:
+    return val.stride() if isinstance(val, torch.Tensor) and val.layout == torch.strided else None

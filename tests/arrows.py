@@ -1,0 +1,124 @@
+"""Which module may import which, and where torch's private names stand: `python tests/arrows.py`, in `make lint`.
+
+import-linter knows neither folders that are installed inside another, nor the length of a chain, nor private names.
+"""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+LONGEST = 11  # modules in a chain of imports
+PRIVATE = ("zc.torch_private", "zc.kernels._private")  # kernels import nothing of zc: they have a file of their own
+LEAVES = {"errors", "log", "durable", "version", "config", "machine", "torch_private"}  # of the root, for every room
+# room -> what it never imports, or the only things that it does; why. "root": what is in zc/ itself and no leaf
+ARROWS = {
+    "kernels": ("only:", "a kernel knows tensors only, and can be tested and taken on its own"),
+    "planning": ("only: errors", "a plan has no tensor and no rank, so it is the same everywhere"),
+    "schedule": ("only: planning errors torch_private", "what is proved must not depend on what runs it"),
+    "passes": ("torch.distributed engine ranks compiler optim offload checkpoint report root", "all ranks, one graph"),
+    "ranks": ("passes engine compiler optim offload checkpoint report root", "how ranks meet is not what they train"),
+    "engine": ("compiler optim offload checkpoint report root", "a gradient's path runs without wings and compiler"),
+    "compiler": ("optim offload checkpoint report root", "a graph knows no optimizer"),
+    "optim": ("compiler checkpoint report root", "an update compiles, saves and prints nothing"),
+    "offload": ("compiler optim checkpoint report root", "a wing: the optimizer calls it"),
+    "checkpoint": ("compiler report api", "a wing: zc.registry knows what a model was compiled to"),
+    "report": ("compiler api", "a wing: what it shows is there already"),
+}
+
+
+def modules(root: Path) -> dict[str, ast.Module]:
+    """Every module by name. Links are left out: passes and kernels are read where they lie."""
+    found = {}
+    for top, name in (("zc", "zc"), ("passes", "zc.passes"), ("kernels", "zc.kernels")):
+        for path in sorted((root / top).rglob("*.py")):
+            parts = path.relative_to(root / top).with_suffix("").parts
+            if not (root / top / parts[0]).is_symlink():
+                found[".".join((name, *(p for p in parts if p != "__init__")))] = ast.parse(path.read_text())
+    return found
+
+
+def imports(tree: ast.AST, how: str = "load") -> list[tuple[str, int, str]]:
+    """(what, line, how): by loading the module, by a call (in a function), or for type checkers alone."""
+    found = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            found += [(prefix + alias.name, node.lineno, how) for alias in node.names]
+        typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        call = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and how == "load"
+        found += imports(node, "type" if typing else "call" if call else how)
+    return found
+
+
+def private_names(trees: dict[str, ast.Module]) -> list[str]:
+    """Names with one underscore that zc does not define. An operator's may have one: graphs show it (aten._to_copy)."""
+    kinds = (ast.Name, ast.Attribute, ast.Call, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+    nodes = [(name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, kinds)]
+    own = {"_replace", "_fields", "_asdict"} | {n.id for _, n in nodes if isinstance(n, ast.Name)}
+    own |= {n.name for _, n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    own |= {n.attr for _, n in nodes if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") in ("self", "made")}
+    wrong = []
+    for module, node in nodes:
+        said: list[str] = []
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") not in ("sys", "aten", "_aten"):
+            said = [node.attr]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr", "hasattr"):
+            said = [str(getattr(node.args[1], "value", ""))]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            named = [what for what, _, _ in imports(ast.Module([node], [])) if what.startswith("torch.")]
+            said = [part for what in named for part in what.split(".")]
+        if module not in PRIVATE and (bad := [n for n in said if re.match(r"_[A-Za-z]", n) and n not in own]):
+            wrong.append(f"{module}:{node.lineno}: {bad[0]}: private names of torch stand in {PRIVATE[0]} alone")
+    return wrong
+
+
+def chains(graph: dict[str, set[str]]) -> list[str]:
+    """Circles of what modules load, and a chain that is too long."""
+    longest: dict[str, list[str]] = {}
+    wrong: list[str] = []
+
+    def walk(name: str, path: tuple[str, ...]) -> list[str]:
+        if name in path:
+            wrong.append("a circle: " + " -> ".join((*path[path.index(name) :], name)))
+            return []
+        if name not in longest:
+            longest[name] = [name, *max((walk(n, (*path, name)) for n in sorted(graph[name])), key=len, default=[])]
+        return longest[name]
+
+    chain = max((walk(name, ()) for name in graph), key=len)
+    if len(chain) > LONGEST:
+        wrong.append(f"a chain of {len(chain)} modules, at most {LONGEST}: {' -> '.join(chain)}")
+    return wrong
+
+
+def check(trees: dict[str, ast.Module]) -> list[str]:
+    rooms = {name.split(".")[1] for name in trees if name.count(".") > 1}
+    wrong, graph = private_names(trees), {name: set[str]() for name in trees}
+    for name, tree in trees.items():
+        own = name.split(".")[1] if name.count(".") and name.split(".")[1] in rooms else "root"
+        never, why = ARROWS.get(own, ("", ""))
+        for what, line, how in imports(tree):
+            target = what
+            while target and target not in trees:
+                target = target.rpartition(".")[0]
+            first = target.partition(".")[2].partition(".")[0]
+            kinds = {first, first if first in rooms | LEAVES else "root"} if target else set()
+            if what.startswith("torch.distributed"):
+                kinds = {"torch.distributed"}
+            is_bad = kinds & set(never.split())
+            if never.startswith("only:"):
+                is_bad = kinds - {own, *never.split()}
+            if how != "type" and is_bad:
+                wrong.append(f"{name}:{line}: {own} -> {target or what}: {why}")
+            if how == "load" and target and target != name:
+                graph[name].add(target)
+    return wrong + chains(graph)
+
+
+if __name__ == "__main__":
+    found = check(modules(Path(__file__).resolve().parents[1]))
+    print(*found, sep="\n")
+    sys.exit(bool(found))

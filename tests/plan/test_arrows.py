@@ -1,0 +1,65 @@
+"""tests/arrows.py: the repository as it is passes, and each kind of arrow is found where it is planted."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import arrows
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANTED = [  # file, what is written at its end, what is said
+    ("kernels/flatten_cast.py", "from zc.errors import ZcError", "kernels -> zc.errors"),
+    ("kernels/flatten_cast.py", "import torch.distributed as dist", "kernels -> torch.distributed"),
+    ("passes/verify.py", "from torch.distributed import get_rank", "passes -> torch.distributed.get_rank"),
+    ("passes/verify.py", "from zc.ranks.comm import Group", "passes -> zc.ranks.comm"),
+    ("zc/planning/plan.py", "from zc.schedule import nodes", "planning -> zc.schedule.nodes"),
+    ("zc/schedule/nodes.py", "from zc.passes import verify", "schedule -> zc.passes.verify"),
+    ("zc/engine/ops.py", "def late():\n    from zc.compiler import backend", "engine -> zc.compiler.backend"),
+    ("zc/optim/param_writes.py", "import zc.checkpoint.files", "optim -> zc.checkpoint.files"),
+    ("zc/checkpoint/files.py", "from zc.api import compile", "checkpoint -> zc.api"),
+    ("zc/planning/layout.py", "from zc.planning.plan import Plan", "zc.planning.layout -> zc.planning.plan"),
+    ("zc/errors.py", "from torch._dynamo import config", "_dynamo: private names"),
+    ("zc/errors.py", "import torch._inductor.config", "_inductor: private names"),
+    ("zc/errors.py", "print(torch._C)", "_C: private names"),
+    ("zc/errors.py", 'print(getattr(param, "_backward_hooks"))', "_backward_hooks: private names"),
+    ("zc/errors.py", "print(param._backward_hooks)", "_backward_hooks: private names"),
+    ("kernels/flatten_cast.py", "torch._foreach_mul_([], 1)", "_foreach_mul_: private names"),
+]
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    return arrows.modules(ROOT)
+
+
+def with_line(trees: dict[str, ast.Module], file: str, line: str) -> dict[str, ast.Module]:
+    """As if ``line`` stood at the end of ``file``."""
+    name = ".".join(Path(file if file.startswith("zc") else f"zc/{file}").with_suffix("").parts)
+    return {**trees, name: ast.parse(f"{(ROOT / file).read_text() if name in trees else ''}\n{line}\n")}
+
+
+def test_the_repository_has_none(trees: dict[str, ast.Module]) -> None:
+    assert arrows.check(trees) == []
+    assert {"zc", "zc.passes.verify", "zc.kernels.flatten_cast", "zc.engine.ops"} <= trees.keys()
+
+
+@pytest.mark.parametrize(("file", "line", "said"), PLANTED)
+def test_a_planted_arrow_is_found(trees: dict[str, ast.Module], file: str, line: str, said: str) -> None:
+    found = arrows.check(with_line(trees, file, line))
+    assert any(said in text for text in found), found
+
+
+def test_a_type_checker_may_see_what_is_not_loaded(trees: dict[str, ast.Module]) -> None:
+    line = "if TYPE_CHECKING:\n    from zc.optim.optimizer import ShardedOptimizer"
+    assert arrows.check(with_line(trees, "zc/engine/ops.py", line)) == []
+
+
+def test_a_long_chain_is_found(trees: dict[str, ast.Module]) -> None:
+    long, last = trees, "__main__"
+    for number in range(arrows.LONGEST):
+        long = with_line(long, f"zc/chain_{number}.py", f"import zc.{last}")
+        last = f"chain_{number}"
+    (found,) = arrows.check(long)
+    assert "modules, at most 11: zc.chain_10 -> zc.chain_9" in found
