@@ -73,6 +73,8 @@ class Rounds:
             return None
         if not self._agreement.defers:
             return self._announce(buckets, brings).is_same
+        if not self._made:
+            return _never
         self._full += buckets
         end = self._num_taken + len(buckets)
         self._is_astray = self._is_astray or self._proposed[self._num_taken : end] != list(buckets)

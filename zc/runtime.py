@@ -125,7 +125,9 @@ class Runtime:
         callback = partial(self.end_backward, task)
         self._open_tasks[task] = weakref.ref(callback)
         backend.queue_callback(callback)
-        if self.current_plan.reduces and not self._has_round:
+        # inside another backward, of which nothing has come yet, is no round of its own: other ranks may have none
+        is_inner = self.agreement.defers and not self._has_round and backend.is_inside_another_backward()
+        if self.current_plan.reduces and not self._has_round and not is_inner:
             self._has_round = True
             if program is None:
                 self.rounds.begin("hooks", None)

@@ -14,10 +14,19 @@ from torch import Tensor
 # twice is 0.1 and more. Norms are fp32 whatever the parameters are, so clipping brings fp32's rounding into float64.
 TOLERANCES = {"float64": 1e-6, "float32": 2e-4, "bfloat16 on the wire": 0.02, "bfloat16": 0.1}
 
+
+def _all_in_no_sync(program: Program) -> bool:
+    """Some backward was held back, and ranks differ: nothing may have told them before a gradient was read."""
+    return program.ranks_differ and any(op.args.get("quiet") for op in program.ops)
+
+
 # (class, words) of refusals, and when a program may get one
 REFUSALS = (
     ("RankMismatchError", "stage 2 reduces in every backward", lambda p: p.stage == 2 and p.ranks_differ),
-    ("ZcError", "the optimizer holds this rank's slices only", lambda p: "class_zeros" in p.clears),
+    ("PlanError", "summed in float64", lambda p: p.dtype == "float64" and p.options.get("reduce_dtype") is not None),
+    ("ZcError", "ranks have a param.grad on different parameters", _all_in_no_sync),
+    # cleared through the optimizer's own tensors, which no param.grad shows until the next backward, then clipped
+    ("ZcError", "was set to None (zero_grad) since", lambda p: p.clears & {"class", "slices"}),
 )  # fmt: skip
 
 
