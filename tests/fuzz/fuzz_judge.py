@@ -15,6 +15,13 @@ from torch import Tensor
 TOLERANCES = {"float64": 1e-6, "float32": 2e-4, "bfloat16 on the wire": 0.02, "bfloat16": 0.1}
 
 
+def _graphs_may_differ(program: Program) -> bool:
+    """Ranks use other heads; or, compiled, see other sizes: then Dynamo takes another one's numbers for dynamic, here
+    and not there, and may break the graph there."""
+    sizes = any(len(set(op.args.get("rows", [0]))) > 1 for op in program.ops)
+    return program.ranks_differ or (sizes and program.options["backend"] != "eager")
+
+
 def _all_in_no_sync(program: Program) -> bool:
     """Some backward was held back, and ranks differ: nothing may have told them before a gradient was read."""
     return program.ranks_differ and any(op.args.get("quiet") for op in program.ops)
@@ -22,7 +29,7 @@ def _all_in_no_sync(program: Program) -> bool:
 
 # (class, words) of refusals, and when a program may get one
 REFUSALS = (
-    ("RankMismatchError", "stage 2 reduces in every backward", lambda p: p.stage == 2 and p.ranks_differ),
+    ("RankMismatchError", "stage 2 reduces in every backward", lambda p: p.stage == 2 and _graphs_may_differ(p)),
     ("PlanError", "summed in float64", lambda p: p.dtype == "float64" and p.options.get("reduce_dtype") is not None),
     ("ZcError", "ranks have a param.grad on different parameters", _all_in_no_sync),
     # cleared through the optimizer's own tensors, which no param.grad shows until the next backward, then clipped
