@@ -258,8 +258,8 @@ class Runtime:
     def finish_gradients(self, *, by_grad: bool = False) -> None:
         """The boundary: afterwards every rank's shard holds the mean over ranks of the sum over backward calls.
 
-        ``by_grad``: a ``param.grad`` asks, so a loop over all that are there may go on: raises ZcError where ranks had
-        not shown the same ones.
+        ``by_grad``: a ``param.grad`` asks, so a loop over all that are there may go on: raises ZcError, on all ranks,
+        where these had not shown the same ones.
         """
         self.weights.synchronize()
         param_grads.check(self.params, self.frozen, self.is_shown)
@@ -297,8 +297,8 @@ class Runtime:
             return
         partial = [state is Acc.PARTIAL for state in self.ops.state]
         shown = [list(flags) for flags in self.rounds.known]
-        flags, is_one_set = self.rounds.meet([*self.ops.touched_flags(), *map(int, partial)])
-        if by_grad and not is_one_set:
+        *flags, is_asked = self.rounds.meet([*self.ops.touched_flags(), *map(int, partial), int(by_grad)])
+        if is_asked and not self.rounds.showed_one_set:
             raise ZcError(param_grads.shown_apart(self.plan, shown, self.rounds.known))
         self.ops.set_touched(flags[: len(flags) - len(partial)])
         if not self.plan.placement.reduces_every_backward:

@@ -60,6 +60,8 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
     made = Loop(rng, world_size, model, options, without)
     for _ in range(rng.choice((2, 3, 3, 4, 5))):
         made.update()
+    if made.is_uneven:  # a rank with more backwards is answered where the others meet it
+        made.put("step")
     return Program(seed, world_size, dtype, dict(model), rng.choice(OPTIMIZERS), options, tuple(made.ops))
 
 
