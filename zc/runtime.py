@@ -307,8 +307,10 @@ class Runtime:
 
     def _reduce_sums(self, buckets: Sequence[int]) -> None:
         """What the accumulators of these buckets hold (stage 1), on all ranks, whether or not this one has something.
-        All streams are joined."""
-        for index in buckets:
+        All streams are joined; a model that was called twice may have proposed a bucket twice."""
+        for k, index in enumerate(buckets):
+            if index in buckets[:k]:
+                self.streams.join_home()  # what its accumulator holds is known when the one before has ended
             if self.ops.state[index] is not Acc.PARTIAL:
                 self.ops.add_nothing(index)
             self.buffers.hold(self.plan.buckets[index])  # zc.recompile drops the ring
