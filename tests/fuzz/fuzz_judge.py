@@ -22,16 +22,18 @@ def _graphs_may_differ(program: Program) -> bool:
     return program.ranks_differ or (sizes and program.options["backend"] != "eager")
 
 
-def _all_in_no_sync(program: Program) -> bool:
-    """Some backward was held back, and ranks differ: nothing may have told them before a gradient was read."""
-    return program.ranks_differ and any(op.args.get("quiet") for op in program.ops)
+def _nobody_has_told(program: Program) -> bool:
+    """Ranks differ, and some backward was held back, or ran on some ranks alone: nothing may have told them of each
+    other's gradients before one is read. (DDP's would be each rank's own, or it hangs.)"""
+    alone = any(op.args.get("quiet") or len(set(op.args.get("reps", [0]))) > 1 for op in program.ops)
+    return program.ranks_differ and alone
 
 
 # (class, words) of refusals, and when a program may get one
 REFUSALS = (
     ("RankMismatchError", "stage 2 reduces in every backward", lambda p: p.stage == 2 and _graphs_may_differ(p)),
     ("PlanError", "summed in float64", lambda p: p.dtype == "float64" and p.options.get("reduce_dtype") is not None),
-    ("ZcError", "ranks have a param.grad on different parameters", _all_in_no_sync),
+    ("ZcError", "ranks have a param.grad on different parameters", _nobody_has_told),
     # cleared through the optimizer's own tensors, which no param.grad shows until the next backward, then clipped
     ("ZcError", "was set to None (zero_grad) since", lambda p: p.clears & {"class", "slices"}),
 )  # fmt: skip
