@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -32,6 +33,20 @@ def current_graph_task() -> int:
 def queue_callback(callback: Callable[[], None]) -> None:
     """Calls ``callback`` when the running backward ends without an error. (DDP and FSDP rely on the same call.)"""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_inside_another_backward() -> bool:
+    """Whether the backward that runs was called by a backward (reentrant checkpointing).
+
+    Relies on every backward going through ``torch.autograd.graph._engine_run_backward`` (2.11 to 2.15), whose frame is
+    on this thread's stack: once for a thread of the caller's, not at all for one of the engine's own.
+    """
+    depth = 0 if isinstance(threading.current_thread(), threading._DummyThread) else -1
+    frame = inspect.currentframe()
+    while frame is not None:
+        depth += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back
+    return depth > 0
 
 
 def version(param: torch.nn.Parameter) -> int:

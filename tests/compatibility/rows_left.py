@@ -322,3 +322,12 @@ def reentrant_tasks(s: Script) -> None:
         losses_of_own_tasks(s, step + 1).backward()
         clip_stock(s, step)
         s.update()
+
+
+@row(7, "a backward of three forwards, then one of a single forward")
+def fewer_forwards(s: Script) -> None:
+    for step in range(STEPS):
+        losses = [s.loss(step, m) for m in range(1 if step % 2 else 3)]
+        torch.stack(losses).sum().backward()
+        s.loss(step, 3).backward()
+        s.update()

@@ -48,7 +48,7 @@ class Views(nn.Module):
         self.out = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        both = x @ torch.cat([self.query, self.key]).t() + self.bias + self.shift  # two biases, one gradient
+        both = x @ torch.cat([self.query, self.key]).t() + self.bias + 2 * self.shift
         return self.out(both.view(-1, 2, WIDTH).transpose(1, 2).reshape(-1, 2 * WIDTH))
 
 
@@ -253,7 +253,7 @@ def _rest(captured: Captured, plan: Plan, passes: tuple[Pass, ...], owed: Debt) 
         if bucket.index not in owed.sums and (hooks or ring):
             graph = flushes._GRAPHS["flush"](plan, bucket.index)
             for k, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
-                node.meta.update(kept=(bucket.index, k), given=hooks.get(k))
+                node.meta.update(kept=(bucket.index, k), given=hooks.get(k), is_none=not ring and k not in hooks)
             flushed = plan if ring else plan.microbatch()
             yield _scheduled(graph, flushed, no_segments, f"flush {bucket.index}")
         if not ring and plan.world_size > 1 and bucket.index not in owed.sums:

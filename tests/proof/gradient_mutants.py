@@ -1,4 +1,5 @@
-"""Every way to lose, cut, double or misplace a gradient by one edit of a proved schedule."""
+"""Every way to lose, cut, double or misplace a gradient by one edit of a proved schedule. (``meta["is_none"]``: of a
+flush's input for which nothing came in this run, and nothing could be lost.)"""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def _without(items: Any, k: int) -> Any:
 
 def slot_dropped(graph: fx.Graph) -> Iterator[Mutant]:
     for node in _of(graph, *_CASTS):
-        for k in range(len(node.args[2])):
+        for k in (k for k, grad in enumerate(node.args[3]) if not grad.meta.get("is_none")):
             yield _changed(node, a2=_without(node.args[2], k), a3=_without(list(node.args[3]), k))
 
 
@@ -81,7 +82,7 @@ def slots_swapped(graph: fx.Graph) -> Iterator[Mutant]:
     """Two gradients of one bucket take each other's place."""
     for node in _of(graph, *_CASTS):
         for k, (first, second) in enumerate(itertools.pairwise(node.args[3])):
-            if first is not second:
+            if first is not second and not (first.meta.get("is_none") and second.meta.get("is_none")):
                 grads = list(node.args[3])
                 grads[k : k + 2] = second, first
                 yield _changed(node, a3=grads)

@@ -59,6 +59,27 @@ def test_every_function_has_its_contract() -> None:
 # --- autograd ---
 
 
+@contract("is_inside_another_backward", "every backward going through torch.autograd.graph._engine_run_backward")
+def test_a_backward_inside_another_one() -> None:
+    class Reentrant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            seen.append(torch_private.is_inside_another_backward())
+            inner = torch.ones(1, requires_grad=True)
+            inner.register_hook(lambda _: seen.append(torch_private.is_inside_another_backward()))
+            with torch.enable_grad():
+                inner.mul(2).sum().backward()
+            return grad
+
+    seen = [torch_private.is_inside_another_backward()]
+    Reentrant.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    assert seen == [False, False, True]
+
+
 def in_backward(do: Callable[[], Any], *params: nn.Parameter, grad: bool = False) -> Any:
     """What ``do`` returns inside a backward to ``params``, or inside torch.autograd.grad."""
     found: list[Any] = []

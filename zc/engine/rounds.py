@@ -35,8 +35,9 @@ Where = tuple[int, int]  # bucket, slot
 
 
 def num_flags(plan: Plan) -> int:
-    """What ranks tell each other: which parameters have a gradient, which buckets a partial sum."""
-    return len(plan.buckets) + sum(len(bucket.slots) for bucket in plan.buckets)
+    """What ranks tell each other: which parameters have a gradient, which buckets a partial sum, and whether a
+    ``param.grad`` is asked."""
+    return sum(len(bucket.slots) for bucket in plan.buckets) + len(plan.buckets) + 1
 
 
 class Rounds:
@@ -45,6 +46,7 @@ class Rounds:
     def __init__(self, plan: Plan, ops: GradientOps, agreement: Agreement) -> None:
         self.plan, self._ops, self._agreement = plan, ops, agreement
         self.known = [[False] * len(b.slots) for b in plan.buckets]  # parameters that some rank has a gradient of
+        self.showed_one_set = True  # all ranks had a .grad on the same parameters when they met last
         self._habits: dict[str, list[int]] = {}  # what a backward begins with -> the buckets that were full in it
         self._source = ""
         self._full: list[int] = []  # buckets that were full in this backward, in order
@@ -77,6 +79,8 @@ class Rounds:
             return None
         if not self._agreement.defers:
             return self._announce(buckets, brings).is_same
+        if not self._made:
+            return _never
         self._full += buckets
         end = self._num_taken + len(buckets)
         self._is_astray = self._is_astray or self._proposed[self._num_taken : end] != list(buckets)
@@ -112,12 +116,13 @@ class Rounds:
             self.known = [[False] * len(b.slots) for b in self.plan.buckets]
         self._made.clear()
 
-    def meet(self, flags: Sequence[int]) -> tuple[list[int], bool]:
-        """The boundary: the largest of ``flags`` over the ranks, and whether all had shown the same ``.grad``. Raises
-        RankMismatchError where ranks hold sums of other gradients."""
+    def meet(self, flags: Sequence[int]) -> list[int]:
+        """The boundary: the largest of ``flags`` over the ranks. Raises RankMismatchError where ranks hold sums of
+        other gradients."""
         met = self._agreement.meet(flags, zlib.crc32(repr(self.known).encode()))
+        self.showed_one_set = met.shows_one_set()
         self._know(met.flags())
-        return met.flags(), met.shows_one_set()
+        return met.flags()
 
     def _know(self, flags: Sequence[int]) -> None:
         items = iter(flags)
@@ -135,7 +140,7 @@ class Rounds:
             at = list(itertools.accumulate((len(b.slots) for b in self.plan.buckets), initial=0))
             for bucket, slot in brings:
                 flags[at[bucket] + slot] = 1
-        return flags + [0] * len(self.plan.buckets)
+        return flags + [0] * (len(self.plan.buckets) + 1)
 
 
 def _never() -> bool:

@@ -130,7 +130,9 @@ class Runtime:
         callback = partial(self.end_backward, task)
         self._open_tasks[task] = weakref.ref(callback)
         torch_private.queue_callback(callback)
-        if self.current_plan.reduces and not self._has_round:
+        # inside another backward, of which nothing has come yet, is no round of its own: other ranks may have none
+        is_inner = self.agreement.defers and not self._has_round and torch_private.is_inside_another_backward()
+        if self.current_plan.reduces and not self._has_round and not is_inner:
             self._has_round = True
             if program is None:
                 self.rounds.begin("hooks", None)
@@ -261,8 +263,8 @@ class Runtime:
     def finish_gradients(self, *, by_grad: bool = False) -> None:
         """The boundary: afterwards every rank's shard holds the mean over ranks of the sum over backward calls.
 
-        ``by_grad``: a ``param.grad`` asks, so a loop over all that are there may go on: raises ZcError where ranks had
-        not shown the same ones.
+        ``by_grad``: a ``param.grad`` asks, so a loop over all that are there may go on: raises ZcError, on all ranks,
+        where these had not shown the same ones.
         """
         self.weights.synchronize()
         param_grads.check(self.params, self.frozen, self.is_shown)
@@ -300,8 +302,8 @@ class Runtime:
             return
         partial = [state is Acc.PARTIAL for state in self.ops.state]
         shown = [list(flags) for flags in self.rounds.known]
-        flags, is_one_set = self.rounds.meet([*self.ops.touched_flags(), *map(int, partial)])
-        if by_grad and not is_one_set:
+        *flags, is_asked = self.rounds.meet([*self.ops.touched_flags(), *map(int, partial), int(by_grad)])
+        if is_asked and not self.rounds.showed_one_set:
             raise ZcError(param_grads.shown_apart(self.plan, shown, self.rounds.known))
         self.ops.set_touched(flags[: len(flags) - len(partial)])
         if not self.plan.placement.reduces_every_backward:
@@ -310,8 +312,10 @@ class Runtime:
 
     def _reduce_sums(self, buckets: Sequence[int]) -> None:
         """What the accumulators of these buckets hold (stage 1), on all ranks, whether or not this one has something.
-        All streams are joined."""
-        for index in buckets:
+        All streams are joined; a model that was called twice may have proposed a bucket twice."""
+        for k, index in enumerate(buckets):
+            if index in buckets[:k]:
+                self.streams.join_home()  # what its accumulator holds is known when the one before has ended
             if self.ops.state[index] is not Acc.PARTIAL:
                 self.ops.add_nothing(index)
             self.buffers.hold(self.plan.buckets[index])  # zc.recompile drops the ring
