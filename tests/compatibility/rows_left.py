@@ -331,3 +331,13 @@ def fewer_forwards(s: Script) -> None:
         torch.stack(losses).sum().backward()
         s.loss(step, 3).backward()
         s.update()
+
+
+@row(7, "a norm that was read, then the zero_grad of the optimizer's class, then stock clipping",
+     refused={"always": "ZcError: the gradient of"})  # fmt: skip
+def clipped_behind_the_class(s: Script) -> None:
+    s.loss(0).backward()
+    for param in s.model.parameters():
+        param.grad.norm()
+    type(s.optimizer).zero_grad(s.optimizer)
+    clip_stock(s, 0)

@@ -84,6 +84,7 @@ class Runtime:
         self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
         self.on_cleared: Callable[[], None] = lambda: None  # the optimizer's: no parameter and no slice has a .grad
         self.slices_cleared: Callable[[], bool] = lambda: False  # the optimizer's: whether the caller has done so
+        self.may_be_cleared: Callable[[], bool] = lambda: False  # the same by a look at one slice
         self.host_programs: Callable[[], list[Program]] = list  # the optimizer's: updates in host memory, for explain
         self.state_file: StateFile | None = None  # offload="disk"
         self.host_update = "none yet"  # how they are done, for explain

@@ -70,7 +70,7 @@ class ShardedOptimizer:
         runtime.on_final = self._show
         runtime.on_backward = self._after_backward
         runtime.on_cleared = self._let_go
-        runtime.slices_cleared = self._are_cleared
+        runtime.slices_cleared, runtime.may_be_cleared = self._are_cleared, self._is_one_cleared
         runtime.is_shown = lambda name, grad: grad is self.grads[name]
         self._offload = HostStep(runtime, optimizer, self.slices, by_bucket=not whole) if runtime.plan.offload else None
         self._handles = (
@@ -186,6 +186,10 @@ class ShardedOptimizer:
                     "clear all, or param.grad = None and .mul_() on the model's parameters"
                 )
         return False
+
+    def _is_one_cleared(self) -> bool:
+        name = next(iter(self._given), "")
+        return self._given.get(name) is not None and self.slices[name].grad is None
 
     def _after_backward(self) -> None:
         self._stand_in()
