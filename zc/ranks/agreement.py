@@ -159,6 +159,7 @@ class Agreement:
         failed, check = self._failed, self.group.check
         if failed is None or check is None:
             return
+        check.on_failure()  # a later announcement of this rank may have no partner: its group must not be waited for
         told = check.told(f"announced/{failed.number}")
         plans = [what or "do something else, which it has not said" for what in told]
         shown = "; ".join(f"rank {rank} was about to {what}" for rank, what in enumerate(plans))
