@@ -47,7 +47,10 @@ def owned(held: ShardedOptimizer) -> dict[str, Owned]:
         for slot in bucket.slots:
             first, stop = bucket.layout.owned(slot, runtime.group.rank)
             start = first - slot.offset if stop > first else 0
-            found[slot.name] = Owned(slot, start, stop - first, held.slices.get(slot.name), bucket.acc_dtype)
+            # the empty slice of a rank that owns nothing stands in for parts of elementwise state alone
+            has_part = slot.name in held.slices and (stop > first or not slot.numel or not held.keeps_whole)
+            own = held.slices[slot.name] if has_part else None
+            found[slot.name] = Owned(slot, start, stop - first, own, bucket.acc_dtype)
     return {name: found[name] for name in runtime.params}
 
 

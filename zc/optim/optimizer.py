@@ -91,6 +91,11 @@ class ShardedOptimizer:
         self.disk.flush(self._writes.take_over)
 
     @property
+    def keeps_whole(self) -> bool:
+        """Whether the update may read whole parameters, each of which is on one rank then."""
+        return self._whole
+
+    @property
     def layout(self) -> Layout:
         """What `choose_layout` chose."""
         return whole_layout if self._whole else flat_layout
