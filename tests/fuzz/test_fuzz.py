@@ -32,7 +32,7 @@ def test_programs_come_from_their_seed_alone_and_are_legal() -> None:
 
 
 def test_the_reference_gives_what_ddp_gives() -> None:
-    programs = [fuzz_draw.draw(seed, NOT_DDP) for seed in range(40)]
+    programs = [fuzz_draw.draw(seed, NOT_DDP) for seed in range(20)]
     programs = [program for program in programs if program.dtype != "bfloat16"]  # param_dtype is zc's
     for k, verdict in verdicts(programs, "ddp"):
         assert verdict.kind == "right", (programs[k].seed, verdict.text, fuzz_script.body(programs[k]))
@@ -40,12 +40,12 @@ def test_the_reference_gives_what_ddp_gives() -> None:
 
 def test_a_fixed_sample_of_programs_is_right() -> None:
     without = frozenset((*fuzz_draw.OPEN, "inductor"))
-    programs = [fuzz_draw.draw(seed, without) for seed in range(36)]
+    programs = [fuzz_draw.draw(seed, without) for seed in range(16)]
     found = dict(verdicts(programs))
     assert len(found) == len(programs)
     for k, verdict in found.items():
         assert verdict.is_fine, (programs[k].seed, verdict.text, fuzz_script.body(programs[k]))
-    assert sum(verdict.kind == "right" for verdict in found.values()) > 30  # refusals prove little
+    assert sum(verdict.kind == "right" for verdict in found.values()) > 12  # refusals prove little
 
 
 @pytest.mark.parametrize(
