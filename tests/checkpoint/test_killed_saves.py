@@ -25,6 +25,6 @@ def test_the_newest_checkpoint_always_loads(tmp_path: Path) -> None:
 
 
 def test_two_jobs_save_one_name(tmp_path: Path) -> None:
-    """A mixture of both loaded, or a folder without .metadata was offered (issue 16)."""
+    """A mixture of both loaded, or a folder without .metadata was offered."""
     report = main(["jobs", "--runs", str(RUNS), "--quiet", "--out", str(tmp_path / "out")])
     assert report["refused"] == report["names"] == 3 * RUNS

@@ -1,4 +1,4 @@
-"""`optimizer.state_dict()` and `optimizer.load_state_dict`: right, or refused by name (INVARIANTS I18, issue 16)."""
+"""`optimizer.state_dict()` and `optimizer.load_state_dict`: right, or refused by name."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _against_ddp(rank: int, world_size: int, backend: str, stage: int, chosen: l
      ("inductor", 1, ["codebook"])], ids=str,
 )  # fmt: skip
 def test_buffers_and_what_reads_them_are_ddps(backend: str, stage: int, chosen: list[str]) -> None:
-    """Issue 16, point 6: several forwards an update, accumulation under no_sync, a forward without gradients between
+    """Several forwards an update, accumulation under no_sync, a forward without gradients between
     a forward and its backward, evaluations between updates. They were broadcast once, by zc.compile."""
     run_ranks(_against_ddp, 2, backend, stage, chosen)
 

@@ -80,7 +80,7 @@ def _many(rank: int, world_size: int, how: str, num: int) -> tuple[Any, Any, Any
 
 @pytest.mark.parametrize("how", ["close", "drop"])
 def test_models_come_and_go(how: str) -> None:
-    """Issue 16, point 19: each zc.compile left 10 descriptors and 6 threads, and 100 of them reached the limit of
+    """Each zc.compile left 10 descriptors and 6 threads, and 100 of them reached the limit of
     1,024."""
     for before, most, after in run_ranks(_many, 2, how, NUM, timeout=600.0 if NUM > 100 else 120.0):
         assert after == before
@@ -202,7 +202,7 @@ def _saved_whole(rank: int, world_size: int, folder: str, backend: str) -> list[
 
 
 def test_a_model_that_was_saved_whole_says_what_it_is(tmp_path: Path) -> None:
-    """Issue 16, point 9: torch.save(model), torch.load, train: no gradient was reduced, and nothing said so."""
+    """torch.save(model), torch.load, train: no gradient was reduced, and nothing said so."""
     for said in run_ranks(_saved_whole, 2, str(tmp_path), "eager"):
         assert len(said) == 1 and "zc.compile(model, optimizer)" in said[0]
     # where zc is not installed, too

@@ -19,7 +19,7 @@ OPTIMIZERS = (
     "torch.optim.Adadelta(params, lr=0.5, eps=0.1)",
 )
 
-# Features that zc gets wrong today, which `make test` leaves out: each goes with what mends it (issues 16 and 17).
+# Features that zc gets wrong today, which `make test` leaves out: each goes with what mends it.
 OPEN: tuple[str, ...] = ()
 
 

@@ -1,4 +1,4 @@
-"""What `optimizer.state_dict()` says of itself, and what `optimizer.load_state_dict` takes (INVARIANTS I18).
+"""What `optimizer.state_dict()` says of itself, and what `optimizer.load_state_dict` takes.
 
 With several ranks the caller's optimizer holds this rank's slices, so its state_dict is a part, and another rank's part
 may have the same shapes. It carries a mark, of plain values that ``torch.load(weights_only=True)`` reads::
