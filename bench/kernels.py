@@ -1,9 +1,9 @@
-"""CPU twins of zc.kernels against a memcpy that moves the same bytes: medians of interleaved runs, one thread.
+"""CPU references of zc.kernels against a memcpy that moves the same bytes: medians of interleaved runs, one thread.
 
     OMP_NUM_THREADS=1 python -m bench.kernels [--csv FILE] [--sizes 1 4 16 64] [--rounds 21] [--sweep]
 
 Each row is checked against plain torch first: no number without a passing check. ``ratio`` is the memcpy's median time
-over the twin's (1.0: as fast as memory allows a copy to be; higher is better). ``--sweep`` varies the piece size.
+over the reference's (1.0: as fast as memory allows a copy to be; higher is better). ``--sweep`` varies the piece size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -140,20 +140,6 @@ def reduce_case(numel: int, wire: torch.dtype, world_size: int, add: bool) -> Ca
     )
 
 
-def unflatten_case(numel: int, seed: int | None) -> Case:
-    master, out = torch.randn(numel), torch.empty(numel, dtype=torch.bfloat16)
-
-    def run() -> None:
-        kernels.unflatten_cast(out, master, seed=seed)
-
-    def check() -> bool:
-        run()
-        within_ulp = ((out.float() - master).abs() <= master.abs() * 2**-7).all()
-        return bool(within_ulp) if seed is not None else torch.equal(out, master.bfloat16())
-
-    return Case(f"unflatten_cast seed={seed}", master.nbytes + out.nbytes, run, {}, check)
-
-
 def norm_case(numel: int) -> Case:
     x = torch.randn(numel)
 
@@ -179,29 +165,6 @@ def small_norms_case() -> Case:
     return Case("sums_of_squares fp32, 147 small", nbytes, lambda: kernels.sums_of_squares(tensors), rivals, check)
 
 
-def adamw_case(numel: int) -> Case:
-    options: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 1e-2}
-    param, grad, step = torch.randn(numel), torch.randn(numel), torch.zeros(())
-    exp_avg, exp_avg_sq, publish = torch.zeros(numel), torch.zeros(numel), torch.empty(numel, dtype=torch.bfloat16)
-    other = torch.nn.Parameter(param.clone())
-    other.grad, copy = grad.clone(), torch.empty(numel, dtype=torch.bfloat16)
-    optimizer = torch.optim.AdamW([other], fused=True, **options)
-
-    def run() -> None:
-        kernels.adamw_step(param, grad, exp_avg, exp_avg_sq, step, beta1=0.9, beta2=0.999, publish=publish, **options)
-
-    def fused() -> None:
-        optimizer.step()
-        copy.copy_(other.detach())
-
-    def check() -> bool:
-        run()
-        fused()
-        return torch.equal(param, other) and torch.equal(publish, copy)
-
-    return Case("adamw_step publish=bf16", numel * 30, run, {"torch fused + cast": fused}, check)
-
-
 def _short(dtype: torch.dtype) -> str:
     return {torch.float32: "f32", torch.bfloat16: "b16", torch.float16: "f16"}[dtype]
 
@@ -219,12 +182,9 @@ def cases(mebibytes: int) -> Iterator[Case]:
     yield accumulate_case(numel, b16)
     for world_size, wire, add in ((2, f32, False), (2, f32, True), (2, b16, True), (8, f32, True), (8, b16, True)):
         yield reduce_case(numel, wire, world_size, add)
-    yield unflatten_case(numel, None)
-    yield unflatten_case(numel, 7)
     yield norm_case(numel)
     if mebibytes == 1:  # of a size of its own: once
         yield small_norms_case()
-    yield adamw_case(numel)
 
 
 def median_ms(runs: dict[str, Run], num_rounds: int) -> dict[str, float]:

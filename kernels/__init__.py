@@ -1,8 +1,8 @@
-"""Kernels on the way of a gradient: each a torch twin (the CPU path) and a Triton kernel of the same meaning.
+"""Kernels on the way of a gradient: each a torch reference (the CPU path) and a Triton kernel of the same meaning.
 
 Every function checks its arguments first (``ValueError`` that names both values), writes into tensors that the caller
-owns, keeps no state, and knows tensors only: no ranks, no plan. Where Triton kernels can't run, the twins do, and
-``why_twin()`` says why.
+owns, keeps no state, and knows tensors only: no ranks, no plan. Where Triton kernels can't run, the references do, and
+``why_reference()`` says why.
 """
 
 from __future__ import annotations
@@ -10,25 +10,21 @@ from __future__ import annotations
 # As `kernels`, which is found where a checkout is on sys.path, this is nothing: transformers asks for the version of a
 # package of that name (PyPI has one), and must not get all of zc with the answer.
 if __name__ == "zc.kernels":
-    from zc.kernels._triton import why_twin
+    from zc.kernels._triton import why_reference
     from zc.kernels.accumulate_cast import accumulate_cast
-    from zc.kernels.adamw_step import adamw_step
     from zc.kernels.adopt_writes import adopt_writes
     from zc.kernels.flatten_cast import flatten_cast
     from zc.kernels.reduce_rows import reduce_rows
     from zc.kernels.sums_of_squares import sums_of_squares
-    from zc.kernels.unflatten_cast import unflatten_cast
     from zc.kernels.wgrad_into import matmul_into, scatter_into
 
 __all__ = [
     "accumulate_cast",
-    "adamw_step",
     "adopt_writes",
     "flatten_cast",
     "matmul_into",
     "reduce_rows",
     "scatter_into",
     "sums_of_squares",
-    "unflatten_cast",
-    "why_twin",
+    "why_reference",
 ]

@@ -1,4 +1,4 @@
-"""Sizes and pieces of the twins: work cut so that every temporary stays in a core's cache."""
+"""Sizes and pieces of the references: work cut so that every temporary stays in a core's cache."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What the twins use of torch's private names. Kernels import nothing of zc, so these are not with zc's own."""
+"""What the references use of torch's private names. Kernels import nothing of zc, so these are not with zc's own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +19,3 @@ def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     (``torch._utils._unflatten_dense_tensors``, as DDP uses it; torch leaves it untyped.)"""
     views: tuple[Tensor, ...] = torch._utils._unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
     return views
-
-
-def fused_adamw_(*args: Any, **kwargs: Any) -> None:
-    """(``torch._fused_adamw_``, what ``torch.optim.AdamW(fused=True)`` calls, on CPU since 2.4.)"""
-    torch._fused_adamw_(*args, **kwargs)

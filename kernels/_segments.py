@@ -26,7 +26,7 @@ _STRIDED, _UNALIGNED = 4, 8  # added to the dtype's kind
 
 
 def handles(flat: Tensor, grads: Sequence[Tensor]) -> bool:
-    """Whether the kernel takes these dtypes: fp64 (a test's oracle, not a training dtype) goes to the twin."""
+    """Whether the kernel takes these dtypes: fp64 (a test's oracle, not a training dtype) goes to the reference."""
     return flat.dtype in _DTYPE_KINDS and all(grad.dtype in _DTYPE_KINDS for grad in grads)
 
 

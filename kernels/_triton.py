@@ -1,4 +1,4 @@
-"""The one place that imports Triton. Without it every kernel is its torch twin, and ``why_twin`` says why."""
+"""The one place that imports Triton. Without it every kernel is its torch reference, and ``why_reference`` says why."""
 
 from __future__ import annotations
 
@@ -31,13 +31,8 @@ def jit(function: Callable[..., Any]) -> Any:
     return function if triton is None else triton.jit(function)
 
 
-def jit_with(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """``jit`` with options of ``triton.jit``."""
-    return lambda function: function if triton is None else triton.jit(function, **options)
-
-
-def why_twin() -> str | None:
-    """Why the torch twins run even where a kernel exists; None where Triton kernels run (tensors on a GPU)."""
+def why_reference() -> str | None:
+    """Why the torch references run even where a kernel exists; None where Triton kernels run (tensors on a GPU)."""
     if _import_error is not None:
         return f"triton can't be imported: {_import_error}"
     if not torch.cuda.is_available():

@@ -16,7 +16,7 @@ from zc.kernels._check import check_dtype, check_slots
 from zc.kernels._chunks import CHUNK, compute_dtype, fitting, pieces
 from zc.kernels._triton import use_triton
 
-__all__ = ["accumulate_cast", "accumulate_cast_triton", "accumulate_cast_twin"]
+__all__ = ["accumulate_cast", "accumulate_cast_reference", "accumulate_cast_triton"]
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def accumulate_cast(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]
     if use_triton(acc) and _segments.handles(acc, grads):
         accumulate_cast_triton(acc, grads, offsets, scale)
     else:
-        accumulate_cast_twin(acc, grads, offsets, scale)
+        accumulate_cast_reference(acc, grads, offsets, scale)
 
 
 def accumulate_cast_triton(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float) -> None:
@@ -45,7 +45,7 @@ def accumulate_cast_triton(acc: Tensor, grads: Sequence[Tensor], offsets: Sequen
     _segments.launch(acc, grads, offsets, scale, add=True)
 
 
-def accumulate_cast_twin(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float) -> None:
+def accumulate_cast_reference(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float) -> None:
     """The same in torch; another dtype or a scale goes through a scratch that stays in cache."""
     scratch = torch.empty(CHUNK, dtype=acc.dtype, device=acc.device)
     for grad, offset in zip(grads, offsets, strict=True):

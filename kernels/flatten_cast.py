@@ -18,7 +18,7 @@ from zc.kernels._chunks import CHUNK, compute_dtype, fitting, pieces
 from zc.kernels._private import copy_all_, views_of
 from zc.kernels._triton import use_triton
 
-__all__ = ["flatten_cast", "flatten_cast_triton", "flatten_cast_twin"]
+__all__ = ["flatten_cast", "flatten_cast_reference", "flatten_cast_triton"]
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ def flatten_cast(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], *
     if use_triton(out) and _segments.handles(out, grads):
         flatten_cast_triton(out, grads, offsets, scale)
     else:
-        flatten_cast_twin(out, grads, offsets, scale)
+        flatten_cast_reference(out, grads, offsets, scale)
 
 
 def flatten_cast_triton(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float) -> None:
@@ -47,7 +47,7 @@ def flatten_cast_triton(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[
     _segments.launch(out, grads, offsets, scale, add=False)
 
 
-def flatten_cast_twin(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float) -> None:
+def flatten_cast_reference(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float) -> None:
     """The same in torch: one pass over the gradients, and zeros only into the gaps (no memset of the whole)."""
     sources: list[Tensor] = []
     stop = 0

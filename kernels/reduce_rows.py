@@ -16,7 +16,7 @@ from zc.kernels._check import FLOATS, check_device, check_disjoint, check_dtype,
 from zc.kernels._chunks import compute_dtype, ranges, scratch_like
 from zc.kernels._triton import cdiv, constexpr, jit, on_device, tl, use_triton
 
-__all__ = ["reduce_rows", "reduce_rows_triton", "reduce_rows_twin"]
+__all__ = ["reduce_rows", "reduce_rows_reference", "reduce_rows_triton"]
 
 BLOCK = 2048  # 8 elements a thread on NVIDIA (16) and AMD (256 threads of 8): a 128-bit access of bf16 on both
 
@@ -53,10 +53,10 @@ def reduce_rows(rows: Tensor, out: Tensor, *, scale: float, add: bool) -> None:
     if use_triton(rows) and rows.dtype != torch.float64:
         reduce_rows_triton(rows, out, scale, add)
     else:
-        reduce_rows_twin(rows, out, scale, add)
+        reduce_rows_reference(rows, out, scale, add)
 
 
-def reduce_rows_twin(rows: Tensor, out: Tensor, scale: float, add: bool) -> None:
+def reduce_rows_reference(rows: Tensor, out: Tensor, scale: float, add: bool) -> None:
     """The same in torch, piece by piece: each element leaves main memory once, temporaries stay in cache."""
     num_rows = rows.shape[0]
     in_wide = rows.dtype == out.dtype
@@ -79,7 +79,7 @@ def reduce_rows_twin(rows: Tensor, out: Tensor, scale: float, add: bool) -> None
 
 
 def reduce_rows_triton(rows: Tensor, out: Tensor, scale: float, add: bool) -> None:
-    """One launch, one pass. fp64 rows (a test's oracle) go to the twin."""
+    """One launch, one pass. fp64 rows (a test's oracle) go to the reference."""
     if out.numel() == 0:
         return
     num_rows = rows.shape[0]

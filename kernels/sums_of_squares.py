@@ -19,7 +19,7 @@ from zc.kernels._private import copy_all_
 from zc.kernels._tables import find_row, to_device
 from zc.kernels._triton import cdiv, constexpr, jit, on_device, tl, use_triton
 
-__all__ = ["sums_of_squares", "sums_of_squares_triton", "sums_of_squares_twin"]
+__all__ = ["sums_of_squares", "sums_of_squares_reference", "sums_of_squares_triton"]
 
 BLOCK = 2048  # 8 elements a thread on NVIDIA (16) and AMD (256 threads of 8): a 128-bit load of bf16 on both
 PER_PROGRAM = 4 * BLOCK  # 6 M elements still give every processor of a large GPU several programs
@@ -49,10 +49,10 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     check_flats("tensors", tensors)
     if not tensors:
         return torch.empty(0, dtype=torch.float64)
-    return sums_of_squares_triton(tensors) if use_triton(tensors[0]) else sums_of_squares_twin(tensors)
+    return sums_of_squares_triton(tensors) if use_triton(tensors[0]) else sums_of_squares_reference(tensors)
 
 
-def sums_of_squares_twin(tensors: Sequence[Tensor]) -> Tensor:
+def sums_of_squares_reference(tensors: Sequence[Tensor]) -> Tensor:
     """The same in torch: small tensors widened into one piece by one call, large ones piece by piece."""
     slots = [x.numel() + -x.numel() % _ALIGN for x in tensors]
     scratch = scratch_like(tensors[0], torch.float64, sum(slots))

@@ -27,7 +27,7 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
     Args:
         out: [M * N] (or [B * M * N]), contiguous, in the dtype of ``a``; or fp32 for bf16 and fp16, and then no product
             and no sum is rounded to half precision. A GPU's matmul does that itself (``out_dtype``); on a CPU, whose
-            has no such output, the inputs are widened first: the twin, exact, and slower than the half-precision
+            has no such output, the inputs are widened first: the reference, exact, and slower than the half-precision
             matmul.
         a, b: [M, K] and [K, N], or [B, M, K] and [B, K, N], any strides, one dtype, not overlapping ``out``.
         add: whether ``out`` holds something; else what it held, NaN included, is not read.

@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU, against the same references as the twins. Rounding is to nearest even: all bits count.
+"""The Triton kernels on a GPU, against the same oracle as the references. Rounding is to nearest even: all bits count.
 
 Without a GPU every test skips; the kernels' logic is then covered by tests/kernels/interpreted.py, their code by
 tests/kernels/test_compile.py.
@@ -8,30 +8,28 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-import adamw
 import comparisons as c
-from test_twins import ADAMW, accumulate, flatten, reduce, unflatten
+from test_references import accumulate, flatten, reduce
 
 from zc import kernels
 from zc.kernels.sums_of_squares import BLOCK, PARTIALS, PER_PROGRAM
 
 pytestmark = pytest.mark.skipif(
-    kernels.why_twin() is not None, reason=f"the Triton kernels can't run here: {kernels.why_twin()}"
+    kernels.why_reference() is not None, reason=f"the Triton kernels can't run here: {kernels.why_reference()}"
 )
 
 ALL = (c.F32, c.B16, c.F16)
 SIZES = (*c.SIZES, 5_000_000)
 
 
-def test_the_kernels_run_and_not_the_twins() -> None:
-    """A comparison of a twin with itself would pass everywhere."""
+def test_the_kernels_run_and_not_the_references() -> None:
+    """A comparison of a reference with itself would pass everywhere."""
     x = torch.ones(100, device="cuda")
     with mock.patch("zc.kernels._segments.launch") as launch:
         flatten(x, [], [], 1.0)
@@ -46,7 +44,7 @@ def test_flatten_cast(dtype: torch.dtype, scale: float) -> None:
         c.check_flatten(flatten, "cuda", dtype, grads, offsets, numel, scale, c.nearest, shift=shift)
 
 
-def test_flatten_cast_of_fp64_takes_the_twin() -> None:
+def test_flatten_cast_of_fp64_takes_the_reference() -> None:
     grads = c.mixed_grads(c.SIZES, (c.F64, c.F32), "cuda")
     c.check_flatten(flatten, "cuda", c.F32, grads, *c.aligned(grads), 1 / 3, c.nearest)
 
@@ -84,27 +82,6 @@ def test_reduce_rows(world_size: int, wire: torch.dtype, add: bool) -> None:
             c.check_reduce(reduce, "cuda", world_size, numel, wire, scale=scale, add=add, shift=shift)
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize("numel", SIZES)
-def test_unflatten_cast(numel: int, dtype: torch.dtype, shift: int) -> None:
-    c.check_unflatten(unflatten, "cuda", numel, dtype, c.nearest, shift)
-
-
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**40 + 5])
-@pytest.mark.parametrize("numel", [*c.SIZES[:-1], 20_000])
-def test_stochastic_rounding(numel: int, seed: int) -> None:
-    c.check_stochastic(unflatten, "cuda", numel, seed, shift=numel % 2)
-
-
-def test_stochastic_rounding_gives_the_twins_numbers() -> None:
-    master = c.values((3_000_000,), c.F32)
-    ours, twins = torch.empty(3_000_000, dtype=c.B16, device="cuda"), torch.empty(3_000_000, dtype=c.B16)
-    unflatten(ours, master.cuda(), 9)
-    unflatten(twins, master, 9)
-    c.assert_bits(ours, twins)
-
-
 def test_sums_of_squares() -> None:
     around = [n + i for n in (BLOCK, PER_PROGRAM) for i in (-1, 0, 1)]
     more_partials_than_added_at_a_time = PARTIALS * PER_PROGRAM + 1
@@ -125,36 +102,6 @@ def test_sums_of_squares_past_the_range_of_int32() -> None:
         pytest.skip("needs 6 GiB of free GPU memory")
     tensors = [torch.ones(2**31 + 100, dtype=c.B16, device="cuda"), torch.full((1000,), 2.0, device="cuda")]
     assert kernels.sums_of_squares(tensors).tolist() == [2**31 + 100, 4000]
-
-
-@pytest.mark.parametrize("case", ADAMW)
-@pytest.mark.parametrize("numel", c.SIZES)
-def test_adamw_step(numel: int, case: str) -> None:
-    options = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in ADAMW[case].items()}
-    for shift in (0, 1):
-        adamw.check_adamw(kernels.adamw_step, "cuda", numel, options, cast=c.nearest, shift=shift)
-
-
-@pytest.mark.parametrize("dtype", [c.B16, c.F16], ids=str)
-def test_adamw_step_with_low_precision_gradients(dtype: torch.dtype) -> None:
-    adamw.check_adamw(kernels.adamw_step, "cuda", 1025, {}, grad_dtype=dtype, publish_dtype=None, cast=c.nearest)
-
-
-def test_adamw_step_is_within_an_ulp_of_torchs_fused_one() -> None:
-    param = torch.randn(1_000_003, device="cuda")
-    grad, step = torch.randn_like(param), torch.zeros((), device="cuda")
-    exp_avg, exp_avg_sq = torch.zeros_like(param), torch.zeros_like(param)
-    theirs = torch.nn.Parameter(param.clone())
-    theirs.grad = grad.clone()
-    options: dict[str, Any] = {"lr": 3e-4, "eps": 1e-8, "weight_decay": 0.1}
-    torch.optim.AdamW([theirs], betas=(0.9, 0.95), fused=True, **options).step()
-    before = param.clone()
-    kernels.adamw_step(param, grad, exp_avg, exp_avg_sq, step, beta1=0.9, beta2=0.95, **options)
-    # an ulp of the larger of the old and the new weight, and four of the update (lr at most), which near zero is all
-    # that is rounded: torch takes 1 - beta and the corrections from betas in fp32, we from fp64 (fused_adam_utils.cuh)
-    largest = torch.maximum(before.abs(), theirs.detach().abs())
-    one_ulp = torch.nextafter(largest, torch.full_like(largest, torch.inf)) - largest
-    assert bool(((param - theirs.detach()).abs() <= one_ulp + 4 * 2**-23 * options["lr"]).all())
 
 
 def test_kernels_run_on_the_current_stream_without_a_synchronisation() -> None:

@@ -12,21 +12,16 @@ import importlib
 from typing import Any
 from unittest import mock
 
-import adamw
 import comparisons as c
 import numpy as np
 import pytest
 import torch
-from test_twins import ADAMW
-from torch import Tensor
 
 from zc.kernels._triton import tl, triton
 from zc.kernels.accumulate_cast import accumulate_cast_triton
-from zc.kernels.adamw_step import adamw_step_triton
 from zc.kernels.flatten_cast import flatten_cast_triton
 from zc.kernels.reduce_rows import reduce_rows_triton
 from zc.kernels.sums_of_squares import BLOCK, PER_PROGRAM, sums_of_squares_triton
-from zc.kernels.unflatten_cast import unflatten_cast_triton
 
 interpreter = importlib.import_module("triton.runtime.interpreter")
 TRAINING = (c.F32, c.B16, c.F16)
@@ -94,18 +89,6 @@ def test_reduce_rows_of_a_million() -> None:
     c.check_reduce(reduce_rows_triton, "cpu", 2, c.SIZES[-1], c.B16, scale=0.5, add=True)
 
 
-@pytest.mark.parametrize("dtype", TRAINING, ids=str)
-@pytest.mark.parametrize("numel", c.SIZES)
-def test_unflatten_cast(numel: int, dtype: torch.dtype) -> None:
-    c.check_unflatten(unflatten_cast_triton, "cpu", numel, dtype, c.nearest, shift=1)
-
-
-@pytest.mark.parametrize("seed", [0, -1, 2**40 + 5])
-@pytest.mark.parametrize("numel", [*c.SIZES[:-1], 5000])
-def test_stochastic_rounding(numel: int, seed: int) -> None:
-    c.check_stochastic(unflatten_cast_triton, "cpu", numel, seed)
-
-
 SQUARED = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, PER_PROGRAM, 0, PER_PROGRAM + 1, 2 * PER_PROGRAM + BLOCK + 5, 0)
 
 
@@ -122,24 +105,3 @@ def test_sums_of_squares_of_more_partials_than_are_added_at_a_time() -> None:
 
 def test_sums_of_squares_of_nothing() -> None:
     assert sums_of_squares_triton([torch.empty(0)] * 3).tolist() == [0.0] * 3
-
-
-@pytest.mark.parametrize("case", ADAMW)
-def test_adamw_step(case: str) -> None:
-    for numel in c.SIZES[:-1]:
-        adamw.check_adamw(_adamw, "cpu", numel, ADAMW[case], cast=c.nearest, shift=1)
-
-
-@pytest.mark.parametrize("dtype", [c.B16, c.F16], ids=str)
-def test_adamw_step_with_low_precision_gradients(dtype: torch.dtype) -> None:
-    adamw.check_adamw(_adamw, "cpu", 1025, {}, grad_dtype=dtype, publish_dtype=c.F16, cast=c.nearest)
-    adamw.check_adamw(_adamw, "cpu", 1025, {}, grad_dtype=dtype, publish_dtype=None, cast=c.nearest)
-
-
-def test_adamw_step_of_100_000() -> None:
-    adamw.check_adamw(_adamw, "cpu", 100_003, {}, cast=c.nearest)
-
-
-def _adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, **options: object) -> None:
-    names = ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_scale", "found_inf", "publish", "maximize")
-    adamw_step_triton(param, grad, exp_avg, exp_avg_sq, step, *(options[name] for name in names))  # type: ignore[arg-type]

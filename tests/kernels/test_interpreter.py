@@ -12,7 +12,7 @@ import pytest
 
 
 def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="no triton: the twins are all there is")
+    pytest.importorskip("triton", reason="no triton: the references are all there is")
     here = Path(__file__).parent
     path = os.pathsep.join(p for p in (str(here), os.environ.get("PYTHONPATH")) if p)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(here / "interpreted.py")]
@@ -21,5 +21,5 @@ def test_kernels_in_the_interpreter() -> None:
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     passed = re.search(r"(\d+) passed", result.stdout)
     assert passed is not None
-    assert int(passed[1]) > 60, result.stdout[-2000:]
+    assert int(passed[1]) > 50, result.stdout[-2000:]
     assert not re.search(r"\d+ skipped", result.stdout)

@@ -16,13 +16,6 @@ def flat(numel: int = 64, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full((numel,), NAN, dtype=dtype)
 
 
-def adamw(**changed: object) -> None:
-    tensors: dict[str, object] = {name: flat() for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
-    options: dict[str, object] = {"step": torch.zeros(()), "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8,
-                                  "weight_decay": 0.0}  # fmt: skip
-    kernels.adamw_step(**(tensors | options | changed))  # type: ignore[arg-type]
-
-
 OUT, SQUARE = flat(), flat().view(8, 8)
 INT, META = torch.zeros(8, dtype=torch.int32), torch.zeros(8, device="meta")
 SQUARE_OF_OUT, one = OUT.view(8, 8), torch.ones
@@ -49,22 +42,11 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "reduce: device": (lambda: reduce(SQUARE, META), "out is on meta, rows on cpu"),
     "reduce: overlap": (lambda: reduce(SQUARE, SQUARE[3]), r"out overlaps rows: bytes \[0x"),
     "reduce: overlaps one row": (lambda: reduce(SQUARE[:, :6], SQUARE.view(-1)[20:26]), r"out overlaps rows\[2\]"),
-    "unflatten: size": (lambda: kernels.unflatten_cast(flat(8), flat(9)), "out has 8 elements, master 9"),
-    "unflatten: overlap": (lambda: kernels.unflatten_cast(OUT[:8], OUT[4:12]), "out overlaps master"),
-    "unflatten: device": (lambda: kernels.unflatten_cast(META, flat(8)), "out is on meta, master on cpu"),
-    "unflatten: seed": (lambda: kernels.unflatten_cast(flat(8), flat(8), seed=1), "out: dtype is torch.float32.*bfl"),
     "norm: int": (lambda: kernels.sums_of_squares([OUT, INT]), r"tensors\[1\]: dtype is torch.int32"),
     "norm: 2-D": (lambda: kernels.sums_of_squares([OUT, SQUARE]), r"tensors\[1\]: shape is \(8, 8\), expected 1 dim"),
     "norm: 0-D": (lambda: kernels.sums_of_squares([one(())]), r"tensors\[0\]: shape is \(\), expected 1 dim"),
     "norm: strided": (lambda: kernels.sums_of_squares([OUT, OUT[::2]]), r"tensors\[1\]: stride is 2, expected 1"),
     "norm: device": (lambda: kernels.sums_of_squares([OUT, META]), r"tensors\[1\] is on meta, tensors\[0\] on cpu"),
-    "adamw: bf16 param": (lambda: adamw(param=flat(64, torch.bfloat16)), "param: dtype is torch.bfloat16"),
-    "adamw: size": (lambda: adamw(grad=flat(63)), "grad has 63 elements, param 64"),
-    "adamw: overlap": (lambda: adamw(exp_avg=OUT, publish=OUT), "exp_avg overlaps publish"),
-    "adamw: step": (lambda: adamw(step=torch.zeros(2)), "step has 2 elements, a scalar 1"),
-    "adamw: step dtype": (lambda: adamw(step=torch.zeros((), dtype=torch.int64)), "step: dtype is torch.int64"),
-    "adamw: device": (lambda: adamw(found_inf=torch.zeros((), device="meta")), "found_inf is on meta, param on cpu"),
-    "adamw: publish": (lambda: adamw(publish=flat(64, torch.float64)), "publish: dtype is torch.float64"),
 }  # fmt: skip
 
 

@@ -316,18 +316,6 @@ def test_views_one_after_another() -> None:
     assert all(v.untyped_storage().data_ptr() == flat.data_ptr() for v in views)
 
 
-@contract("fused_adamw_", "torch._fused_adamw_")
-def test_fused_adamw() -> None:
-    param, twin = torch.ones(3), nn.Parameter(torch.ones(3))
-    grad, step = torch.tensor([1.0, -2.0, 3.0]), torch.tensor(1.0)
-    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-8}
-    kernels_private.fused_adamw_([param], [grad], [torch.zeros(3)], [torch.zeros(3)], [], [step],
-                                 beta1=0.9, beta2=0.999, amsgrad=False, maximize=False, **options)  # fmt: skip
-    twin.grad = grad.clone()
-    torch.optim.AdamW([twin], fused=False, **options).step()
-    assert torch.allclose(param, twin)
-
-
 # --- Dynamo, AOTAutograd, Inductor ---
 
 

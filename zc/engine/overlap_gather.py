@@ -34,7 +34,6 @@ from torch.utils.hooks import RemovableHandle
 from zc import torch_private
 from zc.engine.pending import Pending, can_be_watched
 from zc.engine.program import Program, Segment, build
-from zc.kernels import unflatten_cast
 from zc.passes import cut_forward, insert_events, outline_segments, place_on_streams, verify
 from zc.passes.base import Pass
 from zc.planning.plan import Plan
@@ -95,7 +94,7 @@ class WeightGather:
             bucket = runtime.plan.buckets[index]
             if bucket.has_master:
                 shard = runtime.buffers.part(runtime.buffers.flat_param[index], bucket)
-                unflatten_cast(shard, runtime.buffers.master_shard[index])
+                shard.copy_(runtime.buffers.master_shard[index].detach())
         self._program(tuple(buckets))([], runtime.streams)
         self._is_open = runtime.plan.overlap_gather
         # the parameters changed behind autograd's back (their storage is flat_param): a backward through a forward from

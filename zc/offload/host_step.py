@@ -30,7 +30,6 @@ from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
 from zc.engine.program import Program, Segment, build
-from zc.kernels import unflatten_cast
 from zc.machine import num_threads
 from zc.offload.disk import DiskState
 from zc.passes import insert_events, place_on_streams, verify
@@ -178,7 +177,7 @@ class HostStep:
 
     def cast_param(self, bucket: int, dst: str, src: str) -> None:
         record = self.runtime.plan.buckets[bucket]
-        unflatten_cast(self.runtime.buffers.named(dst, record), self.runtime.buffers.named(src, record))
+        self.runtime.buffers.named(dst, record).copy_(self.runtime.buffers.named(src, record).detach())
 
     def copy_to_device(self, bucket: int, dst: str, src: str) -> None:
         record = self.runtime.plan.buckets[bucket]
