@@ -2,16 +2,14 @@
 
 `simulate` gives every node a start and a stop by the rules of streams: a node starts when its stream is free and what
 it waits for is done; an exchange runs beside its stream from launch to completion. Times are estimates in microseconds
-(`zc.schedule.cost`), or the caller's own measurements (``costs``). The same timeline goes to a PNG or to a Chrome trace
-(chrome://tracing, ui.perfetto.dev), and `exposed` says how much of the communication no compute covers.
+(`zc.schedule.cost`), or the caller's own measurements (``costs``). `zc.report.html` draws it, and `exposed` says how
+much of the communication no compute covers.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -125,101 +123,12 @@ def color(node: fx.Node) -> str:
     return _COLORS.get(node.target, "#d9d9d9")
 
 
-def draw(
-    graph: fx.Graph, path: str | Path, plan: Plan | None = None, costs: Mapping[str, float] | None = None
-) -> Timeline:
-    """Writes the picture: a PNG, or a Chrome trace where ``path`` ends in .json. Returns what is drawn."""
-    timeline = simulate(graph, plan, costs)
-    if str(path).endswith(".json"):
-        Path(path).write_text(json.dumps(chrome_trace(timeline)))
-    else:
-        _png(timeline, plan, Path(path))
-    return timeline
-
-
 def lanes(timeline: Timeline) -> list[str]:
     used = {box.lane for box in timeline.boxes} | {lane for a in timeline.arrows for lane in (a[0], a[2])}
     return sorted(used, key=lambda lane: (lane != HOME, not lane.startswith(COMPUTE), lane))
-
-
-def _png(timeline: Timeline, plan: Plan | None, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = {lane: -k for k, lane in enumerate(lanes(timeline))}
-    figure = Figure(figsize=(14, 2.0 + 0.7 * len(rows)))
-    FigureCanvasAgg(figure)
-    axes: Any
-    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=[max(2, len(rows)), 1])
-    for box in timeline.boxes:
-        width = max(box.stop - box.start, timeline.stop / 2000)
-        shade = color(box.node)
-        axes.barh(rows[box.lane], width, 0.6, box.start, color=shade, edgecolor="#555555", linewidth=0.5)
-        if width > timeline.stop / 30:
-            axes.text(box.start + width / 2, rows[box.lane], label(box.node), ha="center", va="center", fontsize=6)
-    for source, start, target, stop, _ in timeline.arrows:
-        passed = stop > start  # it was there before it was asked for: nobody stood still
-        axes.annotate(
-            "",
-            (stop, rows[target]),
-            (start, rows[source]),
-            arrowprops={"arrowstyle": "->", "color": "#bbbbbb" if passed else "#cb181d", "linewidth": 0.8},
-        )
-    axes.set_yticks(list(rows.values()), list(rows))
-    axes.set_title(
-        f"{timeline.stop:.0f} µs, of communication {timeline.exposed():.0f} µs exposed; red: a wait that held"
-    )
-    times, held = in_flight(timeline, plan)
-    below.step(times, [h / 2**20 for h in held], where="post", color="#31a354")
-    below.set_ylabel("MiB in flight")
-    below.set_xlabel("µs")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-def in_flight(timeline: Timeline, plan: Plan | None) -> tuple[list[float], list[float]]:
-    """Bytes that are being exchanged, as steps: times and what holds from then on."""
-    changes: list[tuple[float, float]] = [(0.0, 0.0)]
-    for box in timeline.boxes:
-        if box.node.target is launch_reduce:
-            bucket = plan.buckets[int(str(box.node.args[0]))] if plan is not None else None
-            nbytes = float(bucket.numel * bucket.reduce_dtype.itemsize) if bucket is not None else 1.0
-            changes += [(box.start, nbytes), (box.stop, -nbytes)]
-    times, held, now = [], [], 0.0
-    for time, change in sorted(changes):
-        now += change
-        times.append(time)
-        held.append(now)
-    return times, held
 
 
 def label(node: fx.Node) -> str:
     if node.target is segment:
         return str(node.args[0]).replace("segment_", "seg ")
     return f"{getattr(node.target, '__name__', '')} {node.args[0] if node.args else ''}"
-
-
-def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The Trace Event Format: complete events ("X") by lane, flow arrows ("s", "f") for events."""
-    ids = {lane: k for k, lane in enumerate(lanes(timeline))}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 0, "tid": k, "name": "thread_name", "args": {"name": lane}} for lane, k in ids.items()
-    ]
-    for box in timeline.boxes:
-        events.append(
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": ids[box.lane],
-                "ts": box.start,
-                "dur": box.stop - box.start,
-                "name": label(box.node),
-                "args": {"node": box.node.name},
-            }
-        )
-    for k, (source, start, target, stop, name) in enumerate(timeline.arrows):
-        events.append({"ph": "s", "pid": 0, "tid": ids[source], "ts": start, "id": k, "name": name, "cat": "event"})
-        events.append(
-            {"ph": "f", "bp": "e", "pid": 0, "tid": ids[target], "ts": stop, "id": k, "name": name, "cat": "event"}
-        )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}

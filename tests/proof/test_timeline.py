@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from schedules import make, schedule
 from test_reports import reverse_wait
 
-from zc.report.timeline import draw, simulate
+from zc.report.timeline import simulate
 from zc.schedule.nodes import flatten_cast, launch_reduce, segment, steps
 
 
@@ -33,17 +30,3 @@ def test_the_stall_of_ds8364_and_its_absence() -> None:
     assert write.start == pytest.approx(250.0), "bucket 1 is written when bucket 0 has arrived, not when it is ready"
     free = [b for b in simulate(graph, plan, fixed(graph, 150.0)).boxes if b.node.target is flatten_cast][1]
     assert free.start == pytest.approx(200.0)
-
-
-def test_png_and_chrome_trace(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plan = make(4, ring=2)
-    graph = schedule("heads", plan, producers=3)
-    draw(graph, tmp_path / "schedule.png", plan)
-    assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
-    timeline = draw(graph, tmp_path / "schedule.json", plan)
-    trace = json.loads((tmp_path / "schedule.json").read_text())["traceEvents"]
-    lanes = {e["args"]["name"] for e in trace if e["ph"] == "M"}
-    assert lanes == {"compute", "compute.1", "compute.2", "comm", "in flight"}
-    assert sum(e["ph"] == "X" for e in trace) == len(timeline.boxes)
-    assert sum(e["ph"] == "s" for e in trace) == sum(e["ph"] == "f" for e in trace) == len(timeline.arrows)
