@@ -58,7 +58,7 @@ models-table: $(STAMP)
 	ZC_TESTS=full ZC_MODELS_TABLE=docs/models.md $(PY) -m pytest tests/models $(ARGS)
 
 tables: $(STAMP)
-	$(PY) -m bench.tables
+	$(PY) -m bench.report.tables
 
 # pytest 8 does not know a key of ours: no --strict-config
 gpu-test: $(STAMP)

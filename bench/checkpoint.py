@@ -32,7 +32,7 @@ from torch import nn
 import zc
 from bench.checkpoint_kills import RANKS, free_port, jobs, kill, set_state, start_group
 from bench.measure import device_name, peak_rss_nbytes, reset_peak_rss, versions
-from bench.rows import append, now
+from bench.report.rows import append, now
 
 
 def large(gb: float) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zc
-from bench.progress import Progress
+from bench.report.progress import Progress
 
 RANKS = 2
 

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.progress import Progress
+from bench.report.progress import Progress
 
 SIZES = [
     "--vocab", "256", "--seq", "32", "--layers", "2", "--width", "32",

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench import rows, run
+from bench import run
 from bench.measure import ROOT, device_name, end_on_sigterm, versions
+from bench.report import rows
 
 RESULTS = ROOT / "bench" / "results" / "gpu.csv"
 DRY = ROOT / "out" / "bench" / "gpu-dry-run.csv"  # a dry run's times mean nothing and are never committed

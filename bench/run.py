@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import rows
 from bench.cases import CASES, FIRST_CASES, FIRST_PROVIDERS, PROVIDERS, version_of
+from bench.cases.reference import disagreement, reference
 from bench.measure import ROOT, end_on_sigterm, launch_quietly, torchrun_command, versions
 from bench.network import NETWORKS
-from bench.reference import disagreement, reference
+from bench.report import rows
 
 RESULTS = ROOT / "bench" / "results" / "run.csv"
 PACED_RESULTS = RESULTS.with_name("paced.csv")  # apart: a table of run.csv would take them for real ranks
@@ -127,7 +127,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=600.0, help="no run is started that would probably end later")
     add("--timeout", type=float, default=400.0, help="seconds after which a run counts as failed")
     add("--session", help="name of the session to go on with")
-    add("--paced", nargs="+", choices=NETWORKS, help="one process plays rank 0 of --world on these (bench/paced.py)")
+    add("--paced", nargs="+", choices=NETWORKS, help="one process plays rank 0 of --world on these networks")
     add("--world", type=int, default=8, help="ranks that --paced pretends")
     add("--csv", type=Path, help="run.csv, with --paced paced.csv, under bench/results")
     add("--first", action="store_true", help="the cases and providers that say most, and nothing else")
@@ -179,10 +179,10 @@ def main(argv: list[str] | None = None) -> int:
             if not console.is_terminal:
                 shown = f"{row['p50_ms']} ms" if row["status"] == "ok" else row["status"]
                 console.print(f"{about}: {row['start']}, {shown}", soft_wrap=True)
-    from bench.charts import draw
-    from bench.tables import rich_table
+    from bench.report.charts import draw
+    from bench.report.tables import rich_table
 
-    if args.paced:  # a table by network: bench.tables
+    if args.paced:  # a table by network: bench.report.tables
         return 0
     known = rows.read(args.csv)
     for case in args.cases:

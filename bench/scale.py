@@ -31,12 +31,12 @@ from rich.console import Console
 from rich.progress import track
 from torch import nn
 
-from bench import rows
 from bench.cases import CASES, PROVIDERS
+from bench.cases.models import MODELS, GPTConfig, make_model
 from bench.measure import ROOT, device_name, end_on_sigterm, launch, launch_quietly, versions
-from bench.models import MODELS, GPTConfig, make_model
 from bench.network import NETWORKS
-from bench.paced import init_paced
+from bench.network.paced import init_paced
+from bench.report import rows
 
 RESULTS = ROOT / "bench" / "results" / "scale.csv"
 COLUMNS = ("session", "time", "kind", "series", "x", "value", "unit", "device", "torch", "python", "commit")
@@ -205,11 +205,11 @@ def host_points(counts: list[int], world: int, num_steps: int = 40, layers: int 
 
 
 def exchange_points(ranks: list[int]) -> Iterator[Point]:
-    """What ranks tell each other at a boundary, in the two ways in which gloo can pass it on (bench/exchange.py)."""
+    """What ranks tell each other at a boundary, in two ways (bench/network/exchange.py)."""
     for num in ranks:
         with tempfile.TemporaryDirectory(prefix="exchange-") as folder:
             out = Path(folder) / "out.json"
-            launch("bench.exchange", ["--out", str(out)], ranks=num)
+            launch("bench.network.exchange", ["--out", str(out)], ranks=num)
             for way, milliseconds in json.loads(out.read_text()).items():
                 yield Point("exchange of 300 bytes", way, num, milliseconds, "ms")
 
@@ -221,7 +221,7 @@ def append(path: Path, session: str, point: Point) -> None:
 
 def draw(path: Path, folder: Path) -> None:
     """One chart a kind that has more than one x, from the whole CSV; later rows win."""
-    from bench.charts import lines
+    from bench.report.charts import lines
 
     kinds: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
     for row in rows.read(path):

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 -m bench.train --system zc --steps 100 --out out/zc
     python -m bench.train --system local --backend eager --steps 20 --out out/alone
 
-The loop below is an ordinary training loop: what a system needs beside it stands in bench/systems.py.
+The loop below is an ordinary training loop: what a system needs beside it stands in bench/systems.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from bench import data
+from bench.cases import data
+from bench.cases.models import MODELS, GPTConfig, make_model, num_parameters
 from bench.measure import device_name, live_nbytes, peak_rss_nbytes, reset_peak_rss, storages, versions
-from bench.models import MODELS, GPTConfig, make_model, num_parameters
 from bench.network import NETWORKS
-from bench.paced import init_paced
-from bench.peers import SYSTEMS
-from bench.progress import Progress
+from bench.network.paced import init_paced
+from bench.report.progress import Progress
 from bench.resume import Resume
 from bench.systems import AdamW, Options, System
+from bench.systems.peers import SYSTEMS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

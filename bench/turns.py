@@ -28,14 +28,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench import data, rows, train
-from bench.cases import CASES, PROVIDERS, Case, version_of
+from bench import train
+from bench.cases import CASES, PROVIDERS, Case, data, version_of
+from bench.cases.models import num_parameters
+from bench.cases.reference import disagreement, reference
 from bench.measure import ROOT, device_name, end_on_sigterm, launch, versions
-from bench.models import num_parameters
 from bench.network import NETWORKS
-from bench.paced import init_paced
-from bench.progress import Progress
-from bench.reference import disagreement, reference
+from bench.network.paced import init_paced
+from bench.report import rows
+from bench.report.progress import Progress
 
 RESULTS = ROOT / "bench" / "results" / "turns.csv"
 COLUMNS = (
@@ -152,7 +153,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--providers", nargs="+", choices=PROVIDERS, default=list(DEFAULT), help="ratios are to the first")
     add("--turns", type=int, default=12, help="of each provider, with those that settle")
     add("--steps", type=int, default=2, help="timed steps of a turn, behind one that is not")
-    add("--paced", choices=NETWORKS, help="one process plays rank 0 of --world ranks (bench/paced.py)")
+    add("--paced", choices=NETWORKS, help="one process plays rank 0 of --world ranks (bench/network/paced.py)")
     add("--world", type=int, default=8, help="ranks that --paced pretends")
     add("--csv", type=Path, default=RESULTS)
     add("--out", type=Path, help=argparse.SUPPRESS)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import data, train
-from bench.cases import CASES
-from bench.models import GPT, GPTConfig, make_gpt, make_model, num_parameters, param_groups
+from bench import train
+from bench.cases import CASES, data
+from bench.cases.models import GPT, GPTConfig, make_gpt, make_model, num_parameters, param_groups
 
 SMALL = GPTConfig(vocab=256, seq=16, layers=2, width=24, heads=3)
 

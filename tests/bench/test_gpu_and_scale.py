@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu, rows, scale
+from bench import gpu, scale
 from bench.cases import CASES, PROVIDERS
+from bench.report import rows
 
 
 def fake_run(cell: Any, session: str, expected: object, args: argparse.Namespace) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def test_the_plan_at_many_ranks() -> None:
     points = list(scale.plan_points("llama-0.3b", [8, 4096]))
     held = {p.x: p.value for p in points if p.kind.startswith("persistent")}
     with torch.device("meta"):
-        from bench.models import GPTConfig, make_model
+        from bench.cases.models import GPTConfig, make_model
 
         numel = sum(p.numel() for p in make_model("llama-0.3b", GPTConfig(vocab=32768), 0, "meta").parameters())
     assert held[8] == pytest.approx(numel * (2 + 16 / 8) / 1e6, rel=1e-3)

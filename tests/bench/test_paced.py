@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.network import NETWORKS, Network
-from bench.paced import CpuLine, Line, PacedGroup, PacedWork, init_paced
+from bench.network.paced import CpuLine, Line, PacedGroup, PacedWork, init_paced
 
 GB = Network("one GB/s", 1e9, latency_s=10e-6, hop_s=1e-6, peer_s=2e-6)
 
@@ -209,7 +209,7 @@ def test_the_clock_is_read_again_in_each_turn_of_the_gpu_kernel() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from bench.paced_cuda import mark_kernel, spin_kernel
+    from bench.network.paced_cuda import mark_kernel, spin_kernel
 
     if triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET=1: kernels are interpreted, not compiled")

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from bench import charts, rows, run, scale, tables
+from bench import run, scale
 from bench.cases import CASES, COMPILED_PAIRS, PROVIDERS
+from bench.cases.reference import NUM_LOSSES, compute, disagreement, flags_of
 from bench.measure import ROOT, error_line, launch_quietly
-from bench.reference import NUM_LOSSES, compute, disagreement, flags_of
+from bench.report import charts, rows, tables
 
 # --- the matrix ---
 
@@ -84,7 +85,8 @@ def test_the_gate_compares_every_loss_or_only_the_first() -> None:
 def test_the_reference_is_what_a_plain_loop_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import json
 
-    from bench import data, train
+    from bench import train
+    from bench.cases import data
 
     monkeypatch.delenv("RANK", raising=False)
     sizes = "--vocab 256 --seq 16 --layers 1 --width 24 --heads 3 --batch 2 --accum 2"
@@ -166,11 +168,11 @@ def test_rows_of_another_shape_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_fingerprint_follows_the_measured_code_alone(tmp_path: Path) -> None:
-    for name in ("zc/a.py", "zc/room/b.py", "bench/train.py", "bench/tables.py"):
+    for name in ("zc/a.py", "zc/room/b.py", "bench/train.py", "bench/report/tables.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1\n")
     before = rows.fingerprint(tmp_path)
-    (tmp_path / "bench/tables.py").write_text("x = 2\n")
+    (tmp_path / "bench/report/tables.py").write_text("x = 2\n")
     assert rows.fingerprint(tmp_path) == before
     for name in ("zc/a.py", "zc/room/b.py"):
         (tmp_path / name).write_text("x = 2\n")
@@ -261,7 +263,7 @@ def test_fill_replaces_only_what_is_marked(tmp_path: Path) -> None:
 def test_tables_are_those_of_the_committed_rows() -> None:
     for name in tables.FILES:
         text = (ROOT / name).read_text()
-        assert tables.fill(text) == text, f"{name}: run python -m bench.tables"
+        assert tables.fill(text) == text, f"{name}: run python -m bench.report.tables"
 
 
 def test_a_chart_is_drawn_and_leaves_out_what_has_no_number(tmp_path: Path) -> None:

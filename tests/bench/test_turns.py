@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench import rows, tables, turns
+from bench import turns
+from bench.report import rows, tables
 
 RIGHT = [5.0, 4.0, 3.0]
 

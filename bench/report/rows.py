@@ -25,9 +25,8 @@ NUMBERS = (
 )  # fmt: skip
 # What a time depends on; a change in a table's words does not make a new session.
 MEASURED = (
-    *("zc/**/*.py", "passes/*.py", "kernels/*.py"),
-    *(f"bench/{name}.py" for name in ("train", "systems", "peers", "models", "decoder", "data", "measure", "cases")),
-    *("bench/network.py", "bench/paced.py", "bench/paced_cuda.py"),
+    *("zc/**/*.py", "passes/*.py", "kernels/*.py", "bench/train.py", "bench/measure.py"),
+    *(f"bench/{room}/*.py" for room in ("cases", "systems", "network")),
 )
 Row = dict[str, str]
 
@@ -111,3 +110,9 @@ def measured(run: dict[str, Any], reason: str | None) -> dict[str, Any]:
             row["peak_steady_mb"] = f"{max(r['peak_steady_nbytes'] for r in ranks) / 1e6:.1f}"
     row["held_mb"] = f"{max(r['held_nbytes'] for r in ranks) / 1e6:.2f}"
     return row
+
+
+def median_of(rows: list[Row], column: str, **chosen: str) -> float | None:
+    """Median of a column over the rows that have it."""
+    values = [float(r[column]) for r in rows if r[column] and all(r[k] == v for k, v in chosen.items())]
+    return statistics.median(values) if values else None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.rows import Row
-from bench.tables import median_of
+from bench.report.rows import Row, median_of
 
 COLOURS = {"zc": "#d1495b", "DDP": "#30638e", "FSDP2": "#003d5b", "DeepSpeed": "#00798c"}
 

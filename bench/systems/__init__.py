@@ -1,5 +1,5 @@
 """The systems that bench/train.py can train with, one function each: zc, DDP, and no communication at all; the others
-stand in bench/peers.py."""
+stand in bench/systems/peers.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from bench.models import param_groups
+from bench.cases.models import param_groups
 from zc.planning.plan import default_nbytes
 
 

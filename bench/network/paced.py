@@ -144,7 +144,7 @@ class PacedGroup(dist.ProcessGroup):
         seconds = self.network.seconds(kind, nbytes, self._size)
         if result and result[0].is_cuda:
             if self._cuda is None:
-                from bench.paced_cuda import CudaLine
+                from bench.network.paced_cuda import CudaLine
 
                 self._cuda = CudaLine(result[0].device)
             work: dist.Work = self._cuda.put(seconds, move, result)

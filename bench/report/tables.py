@@ -1,7 +1,7 @@
 """Fills the tables of README.md and docs/benchmarks.md from the committed rows under bench/results, and draws
 docs/benchmarks/CASE.png.
 
-    python -m bench.tables [--check]
+    python -m bench.report.tables [--check]
 
 A table stands between ``<!-- table: NAME key=value ... -->`` and ``<!-- end -->``. Its rows are in NAME.csv under
 bench/results, and the pairs choose among them; of several sessions that fit, the last one counts.
@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.table import Table
 
 from bench.measure import ROOT
-from bench.rows import Row, read
+from bench.report.rows import Row, median_of, read
 
 RESULTS = ROOT / "bench" / "results"
 MARKED = re.compile(r"(<!-- table: (\w+)((?: \w+=\S+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -44,12 +44,6 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
     """A table, its first column left, the others right."""
     lines = [head, ["---"] + ["--:"] * (len(head) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def median_of(rows: list[Row], column: str, **chosen: str) -> float | None:
-    """Median of a column over the rows that have it."""
-    values = [float(r[column]) for r in rows if r[column] and all(r[k] == v for k, v in chosen.items())]
-    return statistics.median(values) if values else None
 
 
 def ratio(rows: list[Row], provider: str, base: str, column: str = "p50_ms") -> float | None:
@@ -227,18 +221,18 @@ def fill(text: str, results: Path = RESULTS) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench.tables", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="bench.report.tables", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is not up to date")
     check = parser.parse_args().check
     for path in (ROOT / name for name in FILES):
         before = path.read_text()
         after = fill(before)
         if check and before != after:
-            sys.exit(f"{path.name}: a table is not what bench/results says; run python -m bench.tables")
+            sys.exit(f"{path.name}: a table is not what bench/results says; run python -m bench.report.tables")
         if not check:
             path.write_text(after)
     if not check:
-        from bench.charts import draw
+        from bench.report.charts import draw
 
         for case in dict.fromkeys(r["case"] for r in read(RESULTS / "run.csv")):
             draw(case, rows_of(RESULTS / "run.csv", {"case": case}), ROOT / "docs" / "benchmarks" / f"{case}.png")

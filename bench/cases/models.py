@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.decoder import Decoder, DecoderConfig, NormStack
+from bench.cases.decoder import Decoder, DecoderConfig, NormStack
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The losses that every provider must show: one process, float64, plain eager PyTorch, all ranks' data in turn.
 
-    python -m bench.reference gpt30m-fp32
+    python -m bench.cases.reference gpt30m-fp32
 
 No code is shared with the systems that are checked, but for the model and the data. A reference is kept in
 bench/results/references.json with a digest of what it was made from: flags, ranks and the corpus (the standard library
@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 
-from bench import data
-from bench.cases import CASES, Case
+from bench.cases import CASES, Case, data
+from bench.cases.models import GPTConfig, make_model
 from bench.measure import ROOT
-from bench.models import GPTConfig, make_model
 
 KEPT = ROOT / "bench" / "results" / "references.json"
 NUM_LOSSES = 6  # before any update, and after each of 5
@@ -106,7 +105,7 @@ def disagreement(losses: list[float], expected: list[float], tolerance: float, c
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench.reference", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="bench.cases.reference", description=__doc__.split("\n")[0])
     parser.add_argument("cases", nargs="+", choices=CASES)
     for name in parser.parse_args().cases:
         print(name, " ".join(f"{loss:.6f}" for loss in reference(CASES[name])), flush=True)

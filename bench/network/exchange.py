@@ -30,7 +30,7 @@ def median_ms(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench.exchange", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="bench.network.exchange", description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     dist.init_process_group("gloo")

@@ -31,7 +31,7 @@ def zero_redundancy(model: nn.Module, adamw: AdamW, options: Options) -> System:
     bucket by bucket instead of one by one."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    from bench.models import param_groups
+    from bench.cases.models import param_groups
 
     wrapped = systems.wrap_in_ddp(model, options, view=True)
     optimizer = ZeroRedundancyOptimizer(
@@ -96,7 +96,7 @@ def cpu_adam(model: nn.Module, adamw: AdamW) -> torch.optim.Optimizer:
     """DeepSpeed's AdamW for host memory, which its documentation asks for with offload; built when first used."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    from bench.models import param_groups
+    from bench.cases.models import param_groups
 
     groups = param_groups(model, adamw.weight_decay)
     made: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, lr=adamw.lr, betas=adamw.betas, adamw_mode=True)
