@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import pytest
+from tiers import full_only
 
 from bench.elastic import main
 
-pytestmark = pytest.mark.skipif(os.environ.get("ZC_TESTS") != "full", reason="takes minutes: set ZC_TESTS=full")
+pytestmark = full_only
 
 
 def test_a_job_outlives_a_rank_and_an_agent(tmp_path: Path) -> None:

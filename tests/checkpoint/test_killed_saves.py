@@ -5,13 +5,13 @@ By default a few; ``ZC_TESTS=full`` runs the 200 kills and 20 runs of docs/check
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from tiers import FULL
 
 import zc
 from bench.checkpoint import main
 
-FULL = os.environ.get("ZC_TESTS") == "full"
 KILLS, RUNS = (200, 20) if FULL else (4, 1)
 
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from harness import RanksFailed, run_ranks
 from loops import message_of
 from saved import Job
+from tiers import full_only
 
 import zc
 from zc.checkpoint.files import Reader, Writer
 
-FULL = pytest.mark.skipif(os.environ.get("ZC_TESTS") != "full", reason="ZC_TESTS=full runs it")
 IN = {"save": (Writer, "write_data"), "asynchronous save": (Writer, "write_data"), "load": (Reader, "read_data")}
 
 
@@ -56,7 +56,7 @@ def _stopped(rank: int, world_size: int, what: str, how: int, folder: Path) -> A
     return said
 
 
-@pytest.mark.parametrize("what", ["save", *(pytest.param(what, marks=FULL) for what in list(IN)[1:])])
+@pytest.mark.parametrize("what", ["save", *(pytest.param(what, marks=full_only) for what in list(IN)[1:])])
 def test_a_rank_that_is_stopped(what: str, tmp_path: Path) -> None:
     """The others waited in DCP's gather_object. It hears of it when it wakes, and nothing becomes visible then."""
     for kind, text in run_ranks(_stopped, 2, what, signal.SIGSTOP, tmp_path, timeout=60):
@@ -65,7 +65,7 @@ def test_a_rank_that_is_stopped(what: str, tmp_path: Path) -> None:
     assert zc.latest(tmp_path) == tmp_path / "good"
 
 
-@pytest.mark.parametrize("what", [pytest.param("save", marks=FULL), "load"])
+@pytest.mark.parametrize("what", [pytest.param("save", marks=full_only), "load"])
 def test_a_rank_that_is_killed(what: str, tmp_path: Path) -> None:
     """gloo's own "Connection closed by peer" names an address."""
     with pytest.raises(RanksFailed) as raised:
@@ -88,7 +88,7 @@ def _gathers(rank: int, world_size: int) -> tuple[str, str]:
     return said
 
 
-@FULL
+@full_only
 def test_a_rank_that_gathers_alone() -> None:
     kind, text = run_ranks(_gathers, 2, timeout=60)[0]
     assert kind == "RankMismatchError" and "torch.distributed.barrier" in text, (kind, text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,13 +14,12 @@ import torch.distributed.checkpoint as dcp
 from harness import run_ranks
 from models import CASES
 from saved import Job, joined, load_and_train, parts, train_and_save
+from tiers import FULL
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zc
 from zc.registry import sharded
-
-FULL = os.environ.get("ZC_TESTS") == "full"
 
 
 def run_chain(job: Job, widths: tuple[int, ...], folder: Path, steps: int = 5, **others: Any) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ rest, slow rows, and all but three of Inductor's run with ZC_TESTS=full. docs/co
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from harness import run_ranks
 from loops import counted_collectives
 from models import mlp
 from rows import ROWS, Row, adamw
+from tiers import FULL
 
 import zc
 from zc.engine import param_grads
@@ -30,7 +30,7 @@ INDUCTOR = ("the plain loop", "one backward of the summed losses", "a hook on a 
 
 def sample() -> list[Cell]:
     """Every row once, and a few through Inductor: the same cells in every run."""
-    if os.environ.get("ZC_TESTS") == "full":
+    if FULL:
         return ALL_CELLS
     quick = [name for name, row in ROWS.items() if not row.is_slow]
     chosen = [

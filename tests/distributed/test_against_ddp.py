@@ -7,13 +7,12 @@ gradient is near zero are amplified most. DDP against itself with another bucket
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from harness import run_ranks
 from loops import Run, adamw, against_ddp, sgd
 from models import NAMES
+from tiers import FULL
 
 from zc.ranks.comm import Group
 
@@ -27,14 +26,18 @@ def combinations() -> list[tuple[int, str, int, str]]:
     all."""
     loops = [(2, "one"), (2, "declared"), (2, "undeclared"), (4, "one"), (4, "declared")]
     chosen = [(w, b, s, loop) for b in ("eager", "aot_eager", "inductor") for s in (1, 2) for w, loop in loops]
-    if os.environ.get("ZC_TESTS") == "full":
+    if FULL:
         return chosen
     four = [(4, "eager", 1, "declared"), (4, "aot_eager", 2, "declared"), (4, "inductor", 2, "one")]
     slow = [(2, "inductor", 1, "undeclared"), (2, "inductor", 2, "one")]
     return [c for c in chosen if (c[0] == 2 or c in four) and c not in slow]
 
 
-@pytest.mark.parametrize(("world_size", "backend", "stage", "loop"), combinations())
+SMOKE = ((2, "eager", 1, "declared"), (2, "aot_eager", 2, "one"), (2, "inductor", 2, "declared"))
+CASES = [pytest.param(*c, marks=pytest.mark.check if c in SMOKE else ()) for c in combinations()]
+
+
+@pytest.mark.parametrize(("world_size", "backend", "stage", "loop"), CASES)
 def test_the_same_weights_as_ddp(world_size: int, backend: str, stage: int, loop: str) -> None:
     """The promise of the first line of the README. Accumulation: each microbatch enters exactly once, declared or not
     (INVARIANTS I5: DS#6550, DS#7718, DS#7981, PT#73784, PT#187732)."""

@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from harness import run_ranks
 from loops import adamw
 from models import mean_square, mlp, vectors
+from tiers import FULL
 from torch import nn
 
 import zc
 
-NUM = 200 if os.environ.get("ZC_TESTS") == "full" else 6
+NUM = 200 if FULL else 6
 
 
 def held_open() -> tuple[int, int]:

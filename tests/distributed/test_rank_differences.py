@@ -19,11 +19,11 @@ from harness import RanksFailed, run_ranks
 from loops import message_of, sgd
 from models import Heads
 from oracle import weights
+from tiers import full_only
 from torch import Tensor, nn
 
 import zc
 
-FULL = pytest.mark.skipif(os.environ.get("ZC_TESTS") != "full", reason="ZC_TESTS=full runs it")
 LIMIT_S = 30.0  # issue text: "in 30 s at most, on every rank"
 Seen = tuple[str, str, float]
 
@@ -150,7 +150,7 @@ def in_step(rank: int, world_size: int, what: str, stage: int, backend: str) -> 
 
 
 ALIKE = [
-    pytest.param("late", 2, "eager", marks=FULL),
+    pytest.param("late", 2, "eager", marks=full_only),
     ("other lengths", 2, "aot_eager"),
     ("other tasks", 1, "aot_eager"),
 ]
@@ -184,7 +184,7 @@ def stands_still(rank: int, world_size: int) -> Seen:
     return (*message_of(run), time.monotonic() - started)
 
 
-@FULL
+@full_only
 def test_a_rank_that_stands_still_is_named() -> None:
     """With three ranks: both others get its name, and it learns of it when it wakes."""
     for kind, text, seconds in run_ranks(stands_still, 3, timeout=90):

@@ -9,6 +9,8 @@ import torch
 
 from zc import kernels
 
+pytestmark = pytest.mark.check
+
 NAN = torch.nan
 
 

@@ -8,18 +8,17 @@ fifty. The oracle is torch.compile of the same net: the same kernels, so that th
 from __future__ import annotations
 
 import copy
-import os
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conv_nets import CLASSES, SIDE, Net
+from tiers import FULL
 from torch import nn
 
 import zc
 
-FULL = os.environ.get("ZC_TESTS") == "full"
 KNOWN = (22, 34)  # max pooling between convolutions
 RUNS = tuple(range(50)) if FULL else KNOWN
 TOLERANCE = 1e-5

@@ -18,6 +18,7 @@ import pytest
 import torch
 from harness import run_ranks
 from oracle import weights
+from tiers import FULL
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -27,7 +28,6 @@ import zc
 
 STEPS = 5
 TOLERANCE = 2e-5
-FULL = os.environ.get("ZC_TESTS") == "full"
 STAGES = (1, 2) if FULL else (2,)
 SECTIONS = ("notes", "not covered by a schedule", "compilation")
 SAMPLE = ("Llama", "Mixtral", "ResNet-like", "U-Net", "nn.LSTM")

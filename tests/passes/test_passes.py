@@ -27,6 +27,8 @@ from zc.schedule.nodes import (
     wait_reduce,
 )
 
+pytestmark = pytest.mark.check
+
 
 def kinds(graph: fx.Graph) -> list[str]:
     return [n.target.__name__ for n in graph.nodes if n.op == "call_function" and hasattr(n.target, "__name__")]

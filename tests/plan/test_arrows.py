@@ -8,6 +8,8 @@ from pathlib import Path
 import arrows
 import pytest
 
+pytestmark = pytest.mark.check
+
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = [  # file, what is written at its end, what is said
     ("kernels/flatten_cast.py", "from zc.errors import ZcError", "kernels -> zc.errors"),

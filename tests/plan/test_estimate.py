@@ -14,6 +14,8 @@ from torch import nn
 import zc
 from zc.errors import PlanError
 
+pytestmark = pytest.mark.check
+
 FP32, BF16 = torch.float32, torch.bfloat16
 
 

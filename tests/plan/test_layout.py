@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 from zc.planning.layout import FlatLayout, Slot, align_up, flat_layout, whole_layout
 
+pytestmark = pytest.mark.check
+
 Shapes = list[tuple[str, tuple[int, ...]]]
 LAYOUTS = [flat_layout, whole_layout]
 

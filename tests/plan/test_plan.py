@@ -175,6 +175,8 @@ import torch
 from zc.planning.layout import flat_layout, whole_layout
 from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import ParamSpec, make_plan
+
+pytestmark = pytest.mark.check
 dtypes = [torch.float32, torch.bfloat16]
 specs = [ParamSpec(f"layer{k}.weight", (k % 5, 7), dtypes[k % 2], torch.device("cpu")) for k in range(40)]
 for layout in (flat_layout, whole_layout):

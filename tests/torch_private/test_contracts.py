@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zc import torch_private
 from zc.kernels import _private as kernels_private
 
+pytestmark = pytest.mark.check
+
 aten = torch.ops.aten
 TESTED: set[str] = set()
 
