@@ -82,7 +82,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             stay there (stage 1: 4 bytes a parameter, stage 2: 4 / W) and are copied once an update.
         verify: False skips the proof of each schedule, and explain says so.
         write_in_place: weight gradients are made in their place in the bucket; False: made apart, then copied there.
-            Stage 2 has the same bits either way. docs/design.md has what it costs and gains.
+            Stage 2 has the same bits either way. docs/decisions.md has what it costs and gains.
         delay_weight_grads: one bucket's weight gradients may be made last, where a cost model says that they cover the
             last reduction (a large embedding's, say). No number changes.
         broadcast_buffers: buffers are rank 0's before a forward, as under DDP (`zc.ranks.buffer_sync`). False: each
