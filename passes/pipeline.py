@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from zc.passes import (
     bucket_gradients,
-    delay_weight_grads,
     insert_events,
     offload_gradients,
     outline_segments,
@@ -20,7 +19,6 @@ PIPELINE: tuple[Pass, ...] = (
     tag_gradients.PASS,
     bucket_gradients.PASS,
     write_in_place.PASS,
-    delay_weight_grads.PASS,
     reduce_buckets.PASS,
     offload_gradients.PASS,
     outline_segments.PASS,

@@ -200,8 +200,8 @@ def test_runner_names_what_a_pass_lacks_and_writes_dumps(tmp_path) -> None:
         run_passes(graph, plan_for(names), (bucket_gradients.PASS, reduce_buckets.PASS))
     run_passes(graph, plan_for(names), PIPELINE, dump_dir=tmp_path, name="g")
     written = sorted(p.name for p in (tmp_path / "g").iterdir())
-    assert "00_input.txt" in written and "05_reduce_buckets.diff" in written
-    assert "launch_reduce" in (tmp_path / "g" / "05_reduce_buckets.diff").read_text()
+    assert "00_input.txt" in written and "04_reduce_buckets.diff" in written
+    assert "launch_reduce" in (tmp_path / "g" / "04_reduce_buckets.diff").read_text()
 
 
 def test_stage_1_second_write_of_the_pipeline_is_an_accumulate_cast() -> None:

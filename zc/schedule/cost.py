@@ -1,11 +1,9 @@
-"""What a schedule's nodes take: bytes and FLOPs over ceilings. For pictures, and for `zc.passes.delay_weight_grads`.
+"""What a schedule's nodes take: bytes and FLOPs over ceilings. For pictures alone: a decision between schedules may use
+no size that a rank could have for itself.
 
     microseconds = launch + max(FLOPs / ceiling, bytes / bandwidth)         (the roofline: Williams et al., CACM 2009)
 
-The ceilings are constants of a device type, never measured at run time, and a decision between schedules may use no
-size that a rank could have for itself: two ranks with batches of different sizes must decide the same (INVARIANTS I7).
-So there are two models here. `estimate` looks at the shapes in a graph, for pictures. `nominal_us` and `exchange_us`
-know the plan alone, and take every backward for one of NOMINAL_TOKENS.
+The ceilings are constants of a device type, never measured at run time.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ from zc.schedule.nodes import (
 )
 
 Cost = Callable[[fx.Node], float]  # microseconds; of a launch: of the exchange itself
-NOMINAL_TOKENS = 4096  # of a rank and microbatch
 
 
 class Ceilings(NamedTuple):
@@ -59,24 +56,12 @@ def ceilings_of(plan: Plan | None) -> Ceilings:
     return CEILINGS.get(plan.buckets[0].device.type if plan is not None and plan.buckets else "cuda", CEILINGS["cuda"])
 
 
-# --- from the plan alone: the same on every rank ---
-
-
 def exchange_us(bucket: Bucket, plan: Plan) -> float:
     """One reduction: each rank sends and receives all but its own part of the bucket."""
     c = ceilings_of(plan)
     nbytes = bucket.numel * bucket.reduce_dtype.itemsize
     return c.us_launch + nbytes * (plan.world_size - 1) / plan.world_size / c.nbytes_link
 
-
-def nominal_us(numel: int, bucket: Bucket, plan: Plan) -> float:
-    """A weight gradient of ``numel`` elements by a matmul over NOMINAL_TOKENS tokens."""
-    c = ceilings_of(plan)
-    peak = c.flops_full if bucket.param_dtype.itemsize >= 4 else c.flops_half
-    return c.us_launch + 2.0 * numel * NOMINAL_TOKENS / peak
-
-
-# --- from shapes: for pictures ---
 
 _MATMULS = ("mm", "bmm", "addmm", "baddbmm")
 
