@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zc.passes.pipeline import PIPELINE
+from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import ParamSpec, Plan, make_plan
@@ -45,7 +45,7 @@ def embedding_under_layers() -> tuple[fx.Graph, Plan]:
 def test_flops_of_a_schedule_are_those_of_its_matmuls() -> None:
     """By hand: the two matmuls that stay in segments, 2 M N K each; the weight gradients are wgrad_into's."""
     graph, plan = embedding_under_layers()
-    graph = run_passes(graph, plan, PIPELINE)[0]
+    graph = run_passes(graph, plan, pipeline(in_place=True))[0]
     inner = [n for node in steps(graph) if "segment" in node.meta for n in node.meta["segment"].graph.nodes]
     assert sum(cost.flops(n) for n in inner) == 2 * (2 * 4 * WIDTH * WIDTH)
     us = cost.estimate(plan)

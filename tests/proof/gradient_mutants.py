@@ -11,7 +11,7 @@ from typing import Any
 from mutants import Mutant, edited
 from torch import fx
 
-from zc.schedule.nodes import change, op_of, ops
+from zc.schedule.nodes import change, op_of, ops, put
 from zc.schedule.spec import (
     Accumulate,
     AccumulateCast,
@@ -52,7 +52,7 @@ def _doubled(*nodes: fx.Node) -> Mutant:
         last = where[nodes[-1]]
         for node in nodes:
             with g.inserting_after(last):
-                last = g.call_function(node.target, where[node].args, where[node].kwargs)
+                last = put(g, op_of(where[node]))
             last.meta = dict(node.meta)
 
     return f"twice {', '.join(n.name for n in nodes)}", edit

@@ -20,15 +20,15 @@ from torch import fx
 from zc.errors import RaceError
 from zc.passes.base import copy_graph
 from zc.passes.verify import examine, verify
+from zc.schedule.buffer import COPY, HOME, HOST
 from zc.schedule.nodes import (
-    COPY,
-    HOME,
-    HOST,
     accumulate,
     cast_param,
+    change,
     copy_to_device,
     copy_to_host,
     op_of,
+    put,
     stage_shard,
     steps,
     stream_of,
@@ -117,9 +117,9 @@ def edited(graph: fx.Graph, kind: object, how: str, plan: object) -> list[str]:
         new.erase_node(node)
     elif how == "double":
         with new.inserting_after(node):
-            new.call_function(node.target, node.args).meta.update(node.meta)
+            put(new, op_of(node), stream=stream_of(node))
     else:
-        node.args = (2, *node.args[1:])
+        change(node, replace(op_of(node), bucket=2))
     return list(examine(new, plan).faults)
 
 

@@ -25,12 +25,7 @@ from torch import fx
 
 from zc.errors import PassError
 from zc.schedule import spec
-from zc.schedule.buffer import COMM as COMM
-from zc.schedule.buffer import COMPUTE as COMPUTE
-from zc.schedule.buffer import COPY as COPY
-from zc.schedule.buffer import HOME as HOME
-from zc.schedule.buffer import HOST as HOST
-from zc.schedule.buffer import Access, Buffer, carried_by
+from zc.schedule.buffer import HOME, Access, Buffer, carried_by
 from zc.schedule.spec import Op, read, written
 
 if TYPE_CHECKING:
