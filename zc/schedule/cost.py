@@ -53,10 +53,18 @@ def exchange_us(bucket: Bucket, plan: Plan) -> float:
     return c.us_launch + nbytes * (plan.world_size - 1) / plan.world_size / c.nbytes_link
 
 
+_aten = torch.ops.aten
+_ALIKE: dict[Any, Any] = {  # the counter knows a CPU's attention by no name
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+
+
 def flops(node: fx.Node) -> float:
     """Of one ATen node, as torch's flop counter counts: matmuls, convolutions and attention; 0 for the rest, which
     memory bounds."""
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    packet = getattr(node.target, "overloadpacket", None)
+    count = flop_registry.get(_ALIKE.get(packet, packet))
     if count is None:
         return 0.0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _sized(n.meta.get("val")))
