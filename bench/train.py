@@ -45,7 +45,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--reduce", choices=("exact", "native"), default="exact", help="how gradients are reduced (zc)")
     add("--offload", choices=("cpu",), help="where masters and moments are kept (zc, deepspeed)")
     add("--write-in-place", action="store_true", help="matmuls make gradients in their place in the bucket (zc)")
-    add("--delay-weight-grads", action="store_true", help="gradients that cover the last reduction come last (zc)")
     add("--overlap-gather", action="store_true", help="the next forward waits for gathered weights, not the step (zc)")
     add("--compute-dtype", choices=("bfloat16",), help="by the system's own means: param_dtype, autocast, a policy")
     add("--model", choices=MODELS, default="gpt")
@@ -102,7 +101,6 @@ def options_of(args: argparse.Namespace) -> Options:
         offload=args.offload,
         overlap_gather=args.overlap_gather,
         write_in_place=args.write_in_place,
-        delay_weight_grads=args.delay_weight_grads,
         compute_dtype=DTYPES.get(args.compute_dtype),
         accum=args.accum,
         clip=args.clip,

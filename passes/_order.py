@@ -17,25 +17,9 @@ from typing import NamedTuple
 
 from torch import fx
 
-from zc.schedule.nodes import (
-    HOME,
-    HOST,
-    SYNC_OPS,
-    Access,
-    accesses,
-    carried_event,
-    carrier,
-    in_host_memory,
-    is_getitem,
-    is_plan_buffer,
-    launch_reduce,
-    overlap,
-    record_event,
-    stream_of,
-    value,
-    wait_event,
-    wait_reduce,
-)
+from zc.schedule.buffer import HOME, HOST, Access, Buffer, Place, carried_event, overlap
+from zc.schedule.nodes import accesses, maker, op_of, stream_of, value
+from zc.schedule.spec import LaunchReduce, RecordEvent, Sync, WaitEvent, WaitReduce
 
 Clock = tuple[list[int], int]  # positions by stream, bits of carried events
 
@@ -67,15 +51,16 @@ class Order:
     stream."""
 
     nodes: Sequence[fx.Node]
-    shared: frozenset[str]
+    shared: frozenset[Buffer]
     streams: list[str] = field(init=False)
     clocks: list[Clock] = field(init=False)
     obligations: list[list[Obligation]] = field(init=False)
-    futures: list[tuple[str, Obligation]] = field(init=False)  # of later schedules, towards a shared buffer's carrier
-    unrecorded: list[fx.Node] = field(init=False)  # waits for events that nobody has recorded or carries
+    futures: list[tuple[Buffer, Obligation]] = field(init=False)  # of later schedules, towards its carrier
+    unrecorded: list[tuple[fx.Node, str]] = field(init=False)  # waits for events that nobody has recorded or carries
 
     def __post_init__(self) -> None:
-        carriers = {carrier(buffer) for buffer in self.shared}
+        carriers = {buffer.carrier for buffer in self.shared}
+        self.ops = [op_of(node) for node in self.nodes]
         self.streams = sorted({stream_of(n) for n in self.nodes} | {HOME} | carriers)
         self._id = {name: k for k, name in enumerate(self.streams)}
         self._bits = {carried_event(buffer): 1 << k for k, buffer in enumerate(sorted(self.shared))}
@@ -98,7 +83,7 @@ class Order:
         self.source: list[int] = [-1] * len(self.nodes)  # of a wait: its record
         self.waiters: list[list[int]] = [[] for _ in self.nodes]
         last, recorded = [-1] * len(self.streams), dict[str, int]()
-        for k, node in enumerate(self.nodes):
+        for k, (node, op) in enumerate(zip(self.nodes, self.ops, strict=True)):
             stream = self._id[stream_of(node)]
             before = last[stream]
             self.stream.append(stream)
@@ -107,15 +92,14 @@ class Order:
             if before >= 0:
                 self.following[before] = k
             last[stream] = k
-            if node.target is record_event:
-                recorded[str(node.args[0])] = k
-            elif node.target is wait_event:
-                event = str(node.args[0])
-                if event in recorded:
-                    self.source[k] = recorded[event]
-                    self.waiters[recorded[event]].append(k)
-                elif event not in self._bits:
-                    self.unrecorded.append(node)
+            if isinstance(op, RecordEvent):
+                recorded[op.event] = k
+            elif isinstance(op, WaitEvent):
+                if op.event in recorded:
+                    self.source[k] = recorded[op.event]
+                    self.waiters[recorded[op.event]].append(k)
+                elif op.event not in self._bits:
+                    self.unrecorded.append((node, op.event))
         self.index = {node: k for k, node in enumerate(self.nodes)}
         self._latest = recorded
 
@@ -132,15 +116,15 @@ class Order:
                 positions[stream] = 0  # a carrier comes after its own past, and so does all that waits for it
             if self.streams[stream] == HOST:
                 positions[self._id[HOME]] = 0  # the thread that issues the schedule has done its own work
-        node = self.nodes[k]
-        if node.target is wait_event and k != skip:
+        op = self.ops[k]
+        if isinstance(op, WaitEvent) and k != skip:
             source = self.source[k]
             if source >= 0:
                 theirs, more = changed[source] if source in changed else self.clocks[source]
                 positions = [a if a > b else b for a, b in zip(positions, theirs, strict=True)]
                 bits |= more
             else:
-                bits |= self._bits.get(str(node.args[0]), 0)
+                bits |= self._bits.get(op.event, 0)
         positions[stream] = self.position[k]
         return positions, bits
 
@@ -169,13 +153,13 @@ class Order:
                 heapq.heappush(todo, waiter)
         return any(not self.holds(self.future_clock(buffer, changed), need) for buffer, need in self.futures)
 
-    def future_clock(self, buffer: str, changed: dict[int, Clock] | None = None) -> Clock:
+    def future_clock(self, buffer: Buffer, changed: dict[int, Clock] | None = None) -> Clock:
         """What a later schedule comes after that starts when the home stream is done, and waits for a carried event: of
         host memory, what the processor comes after."""
         changed = changed or {}
         end, record = len(self.nodes) - 1, self._latest.get(carried_event(buffer), -1)
         positions, bits = changed.get(end, self.clocks[end])
-        if in_host_memory(buffer):  # it is the processor that comes later, and it does not wait for home
+        if buffer.on_host:  # it is the processor that comes later, and it does not wait for home
             end = max((k for k, s in enumerate(self.stream) if self.streams[s] == HOST), default=-1)
             positions, bits = changed.get(end, self.clocks[end]) if end >= 0 else ([-1] * len(self.streams), 0)
         if record < 0:
@@ -187,7 +171,7 @@ class Order:
 
     def _find_obligations(self) -> None:
         self.obligations = [[] for _ in self.nodes]
-        touches: dict[str, list[_Touch]] = {}
+        touches: dict[Place, list[_Touch]] = {}
         for node in (n for step in self.nodes for n in step.all_input_nodes if n.op == "placeholder"):
             touches[value(node).buffer] = [_Touch(value(node), True, self._id[HOME], 0, 0, None)]
         for k, node in enumerate(self.nodes):
@@ -203,79 +187,72 @@ class Order:
             for access, is_write in mine:
                 made = _Touch(access, is_write, stream, position, 0, node)
                 touches[access.buffer] = [t for t in touches[access.buffer] if not _replaces(made, t)] + [made]
-        self._oblige_end()
-        lasting = self._lasting() - {HOME}
+        owned = sorted(b for b in touches if isinstance(b, Buffer))
+        lasting = {buffer.carrier for buffer in owned}
+        self._oblige_end(lasting)
         self.futures = [
             (b, Obligation(t.stream, t.position, t.bit, t.node, t.access, (t.writes, True)))
-            for b in sorted(b for b in touches if is_plan_buffer(b))
+            for b in owned
             for t in touches[b]
-            if self._outlives(b, self.streams[t.stream], lasting)
+            if self._outlives(b, self.streams[t.stream], lasting - {HOME})
         ]
 
-    def _outlives(self, buffer: str, stream: str, lasting: set[str]) -> bool:
+    def _outlives(self, buffer: Buffer, stream: str, lasting: set[str]) -> bool:
         """Whether a touch on ``stream`` may not be done when home is, and later schedules must be able to wait for it:
         always so on another buffer's carrier; on its own, program order is enough where no other stream uses it."""
-        return stream in lasting and (stream != carrier(buffer) or buffer in self.shared)
+        return stream in lasting and (stream != buffer.carrier or buffer in self.shared)
 
-    def _entry(self, buffer: str) -> list[_Touch]:
-        if not is_plan_buffer(buffer):
+    def _entry(self, buffer: Place) -> list[_Touch]:
+        if not isinstance(buffer, Buffer):
             return []
         past = [_Touch(Access(buffer), True, self._id[HOME], 0, 0, None)]
         if buffer in self.shared:
             bit = self._bits[carried_event(buffer)]
-            past.append(_Touch(Access(buffer), True, self._id[carrier(buffer)], 0, bit, None))
+            past.append(_Touch(Access(buffer), True, self._id[buffer.carrier], 0, bit, None))
         return past
 
     def _until(self, k: int) -> tuple[int, int]:
         """Where step ``k``'s touches end: a launch's at its completion."""
-        node = self.nodes[k]
-        if node.target is launch_reduce:
-            for user in node.users:
-                if user.target is wait_reduce and user in self.index:
-                    done = self.index[user]
+        if isinstance(self.ops[k], LaunchReduce):
+            for done in (self.index[user] for user in self.nodes[k].users if user in self.index):
+                if isinstance(self.ops[done], WaitReduce):
                     return self.stream[done], self.position[done]
         return self.stream[k], self.position[k]
 
     def _oblige(self, k: int, earlier: list[_Touch], access: Access, is_write: bool) -> None:
-        node = self.nodes[k]
+        node, op = self.nodes[k], self.ops[k]
         for touch in earlier:
             if not (is_write or touch.writes) or not overlap(access, touch.access):
                 continue
             if touch.node is node:  # a node's own read does not conflict with its write
                 continue
-            if node.target is wait_reduce and touch.node is not None and touch.node in node.all_input_nodes:
+            if isinstance(op, WaitReduce) and touch.node is op.work:
                 # a completion ends its own launch: it need only come after its start
-                start = self.index[touch.node]
+                start = self.index[op.work]
                 need = (self.stream[start], self.position[start], 0)
             else:
                 need = (touch.stream, touch.position, touch.bit)
             if need[0] != self.stream[k] or need[1] >= self.position[k]:
                 self.obligations[k].append(Obligation(*need, touch.node, access, (touch.writes, is_write)))
 
-    def _oblige_end(self) -> None:
+    def _oblige_end(self, lasting: set[str]) -> None:
         """Streams that are no carrier end in the home stream; what they give back, they give back to themselves."""
         end = len(self.nodes) - 1
         last: dict[int, int] = {}
         for k in range(end):
-            if self.nodes[k].target not in SYNC_OPS:
+            if not isinstance(self.ops[k], Sync):
                 last[self.stream[k]] = k
         for stream, k in sorted(last.items()):
-            if stream != self.stream[end] and self.streams[stream] not in self._lasting():
+            if stream != self.stream[end] and self.streams[stream] not in lasting:
                 touched = Access(f"all of {self.streams[stream]}")
                 need = Obligation(stream, self.position[k], 0, self.nodes[k], touched, (True, False))
                 self.obligations[end].append(need)
-
-    def _lasting(self) -> set[str]:
-        groups = (group for node in self.nodes for group in accesses(node))
-        return {carrier(a.buffer) for group in groups for a in group if is_plan_buffer(a.buffer)}
 
     def crossing(self) -> list[tuple[fx.Node, str]]:
         """Values that are used on another stream than the one that made them, and that stream."""
         found = []
         for node in {n: None for step in self.nodes for n in step.all_input_nodes}:
-            maker = node.args[0] if is_getitem(node) else node
-            assert isinstance(maker, fx.Node)
-            home = stream_of(maker)
+            home = stream_of(maker(node))
             if any(user in self.index and user.op != "output" and stream_of(user) != home for user in node.users):
                 found.append((node, home))
         return found

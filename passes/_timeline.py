@@ -11,21 +11,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zc.schedule.nodes import (
-    HOME,
-    HOST,
-    Access,
-    accesses,
-    carried_event,
-    carrier,
-    is_getitem,
-    is_plan_buffer,
-    overlap,
-    record_event,
-    stream_of,
-    value,
-    wait_event,
-)
+from zc.schedule.buffer import HOME, HOST, Access, Buffer, Place, carried_by, carried_event, overlap
+from zc.schedule.nodes import accesses, maker, put, stream_of, value
+from zc.schedule.spec import RecordEvent, WaitEvent
 
 Point = tuple[str, int]
 Clock = dict[str, int]
@@ -41,17 +29,17 @@ class _Touch:
 class Timeline:
     """State of one walk. ``order`` puts records and waits into the graph, ``advance`` moves past a node."""
 
-    def __init__(self, graph: fx.Graph, shared: frozenset[str]) -> None:
+    def __init__(self, graph: fx.Graph, shared: frozenset[Buffer]) -> None:
         self.graph, self.shared = graph, shared
         # the thread that issues the schedule is the host: what it has done with host memory is done
         self.clocks: dict[str, Clock] = {HOME: {HOME: 0}, HOST: {HOME: 0}}
         self.nodes: dict[Point, fx.Node] = {}
-        self.touches: dict[str, list[_Touch]] = {}  # buffer -> touches that a later one may still conflict with
+        self.touches: dict[Place, list[_Touch]] = {}  # buffer -> touches that a later one may still conflict with
         self._placeholders = {value(n).buffer for n in graph.nodes if n.op == "placeholder"}
         self._points: dict[fx.Node, Point] = {}
         self._snapshots: dict[Point, Clock] = {}  # the clock at a node, itself included
         self._events: dict[Point, str] = {}  # recorded already
-        self._last: dict[tuple[str, str], Point] = {}  # buffer, stream -> last touch
+        self._last: dict[tuple[Place, str], Point] = {}  # buffer, stream -> last touch
 
     def needed(self, node: fx.Node) -> list[Point]:
         """Points that ``node`` conflicts with and is not ordered after, without those that another one implies."""
@@ -100,12 +88,12 @@ class Timeline:
     def length(self, stream: str) -> int:
         return self.clocks.get(stream, {}).get(stream, 0)
 
-    def last_touch(self, buffer: str, stream: str) -> Point | None:
+    def last_touch(self, buffer: Place, stream: str) -> Point | None:
         return self._last.get((buffer, stream))
 
-    def last_touches(self) -> list[tuple[tuple[str, str], Point]]:
-        """((buffer, stream), its last touch there)"""
-        return sorted(self._last.items())
+    def last_touches(self) -> list[tuple[Buffer, str, Point]]:
+        """(buffer, stream, its last touch there)"""
+        return [(b, s, point) for (b, s), point in self._last.items() if isinstance(b, Buffer)]
 
     def nodes_on(self, stream: str) -> list[fx.Node]:
         return [self.nodes[stream, k] for k in range(1, self.length(stream) + 1)]
@@ -113,61 +101,57 @@ class Timeline:
     def uses(self, made: fx.Node, *, with_maker: bool = False) -> list[Point]:
         """Where a value is used, and with ``with_maker`` where it was made."""
         users = [self._points[u] for u in made.users if u in self._points]
-        maker = made.args[0] if is_getitem(made) else made
-        assert isinstance(maker, fx.Node)
-        if with_maker and maker in self._points:
-            users.append(self._points[maker])
+        if with_maker and maker(made) in self._points:
+            users.append(self._points[maker(made)])
         return users
 
     def is_after(self, node: fx.Node, points: list[Point]) -> bool:
         snapshot = self._snapshots[self._points[node]]
         return all(snapshot.get(stream, -1) >= position for stream, position in points)
 
-    def _entry(self, buffer: str) -> list[_Touch]:
+    def _entry(self, buffer: Place) -> list[_Touch]:
         """Who has touched a buffer before the schedule starts; neither is ordered after the other."""
-        if not is_plan_buffer(buffer) and buffer not in self._placeholders:
+        if not isinstance(buffer, Buffer) and buffer not in self._placeholders:
             return []  # a value of this schedule: nobody knows it before it is made
         before = [_Touch(Access(buffer), (HOME, 0), True)]
-        if buffer in self.shared:
+        if isinstance(buffer, Buffer) and buffer in self.shared:
             before.append(_Touch(Access(buffer), (carried_event(buffer), 0), True))
         return before
 
-    def _resolved(self, buffer: str, point: Point) -> Point:
+    def _resolved(self, buffer: Place, point: Point) -> Point:
         """The carrier's past, or, where the carrier has used the buffer in this schedule already, that use: by then
         the carried event may stand for it."""
-        if point[0] == carried_event(buffer) and is_plan_buffer(buffer):
-            return self.last_touch(buffer, carrier(buffer)) or point
+        if isinstance(buffer, Buffer) and point[0] == carried_event(buffer):
+            return self.last_touch(buffer, buffer.carrier) or point
         return point
 
     def _knows(self, clock: Clock, stream: str, point: Point) -> bool:
         """Whether what has this clock, on ``stream``, is ordered after ``point``. Whatever the carrier does in this
         schedule comes after all that it did before."""
         source, position = point
-        if source.startswith(carried_event("")):
-            side = carrier(source[len(carried_event("")) :])
+        buffer = carried_by(source)
+        if buffer is not None:
+            side = buffer.carrier
             return stream == side or clock.get(side, 0) > 0 or clock.get(source, -1) >= position
         return clock.get(source, -1) >= position
 
     def _event(self, point: Point) -> str:
         source = point[0]
-        if source.startswith(carried_event("")):
+        if carried_by(source) is not None:
             return source
         if point not in self._events:
             self._events[point] = f"e{len(self._events)}"
             if point in self.nodes:
-                with self.graph.inserting_after(self.nodes[point]):
-                    made = self.graph.call_function(record_event, (self._events[point],))
+                place = self.graph.inserting_after(self.nodes[point])
             else:  # the home stream at entry
-                first = next(n for n in self.graph.nodes if n.op != "placeholder")
-                with self.graph.inserting_before(first):
-                    made = self.graph.call_function(record_event, (self._events[point],))
-            made.meta["stream"] = source
+                place = self.graph.inserting_before(next(n for n in self.graph.nodes if n.op != "placeholder"))
+            with place:
+                put(self.graph, RecordEvent(self._events[point]), stream=source)
         return self._events[point]
 
     def _insert_wait(self, node: fx.Node, stream: str, event: str) -> None:
         with self.graph.inserting_before(node):
-            made = self.graph.call_function(wait_event, (event,))
-        made.meta["stream"] = stream
+            put(self.graph, WaitEvent(event), stream=stream)
 
 
 def _covers(a: Access, b: Access) -> bool:

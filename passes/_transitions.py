@@ -7,25 +7,13 @@ a schedule through this table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from zc.planning.plan import Plan
-from zc.schedule.nodes import (
-    accumulate,
-    accumulate_cast,
-    cast_param,
-    copy_to_device,
-    copy_to_host,
-    flatten_cast,
-    gather,
-    launch_reduce,
-    publish,
-    stage_shard,
-    update,
-    wait_reduce,
-    wgrad_into,
-)
+from zc.schedule import spec
+from zc.schedule.buffer import Buffer
+from zc.schedule.spec import Op
 
 # What a buffer holds. Of gradients: SUM of the backwards before; GRADIENT, that of this backward (in an accumulator
 # added to SUM); FLIGHT and ROWS, all ranks' parts on their way and there; SENT, a partial sum that has left; TOTAL, the
@@ -42,59 +30,59 @@ AT_EXIT = {  # all others: NOTHING
 
 
 class Row(NamedTuple):
-    """One argument of an operation: in a buffer of one of ``kinds`` it needs one of ``needs``, and ``leaves`` this;
+    """One field of an operation: in a buffer of one of ``kinds`` it needs one of ``needs``, and ``leaves`` this;
     ``when``: under plans of which this is true (`facts_of`)."""
 
-    argument: int
+    field: str
     kinds: str
     needs: tuple[str, ...]
     leaves: str
     when: str = ""
 
 
-TABLE: dict[Callable[..., Any], tuple[Row, ...]] = {
-    flatten_cast: (Row(1, "flat_grad", (NOTHING, GRADIENT), GRADIENT, "ring"),),
-    accumulate_cast: (Row(1, "acc staging", (SUM,), GRADIENT, "partial"),),
-    wgrad_into: (
-        Row(1, "flat_grad", (NOTHING, GRADIENT), GRADIENT, "ring"),
-        Row(1, "acc staging", (GRADIENT,), GRADIENT, "partial"),  # accumulate_cast has emptied or kept it
+TABLE: dict[type[Op], tuple[Row, ...]] = {
+    spec.FlattenCast: (Row("buffer", "flat_grad", (NOTHING, GRADIENT), GRADIENT, "ring"),),
+    spec.AccumulateCast: (Row("buffer", "acc staging", (SUM,), GRADIENT, "partial"),),
+    spec.WgradInto: (
+        Row("buffer", "flat_grad", (NOTHING, GRADIENT), GRADIENT, "ring"),
+        Row("buffer", "acc staging", (GRADIENT,), GRADIENT, "partial"),  # accumulate_cast has emptied or kept it
     ),
-    launch_reduce: (
-        Row(2, "flat_grad", (GRADIENT,), NOTHING, "ring"),
-        Row(2, "acc staging", (GRADIENT, SUM), SENT, "partial"),
-        Row(1, "recv", (NOTHING,), FLIGHT),
+    spec.LaunchReduce: (
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring"),
+        Row("src", "acc staging", (GRADIENT, SUM), SENT, "partial"),
+        Row("dst", "recv", (NOTHING,), FLIGHT),
     ),
-    wait_reduce: (Row(2, "recv", (FLIGHT,), ROWS),),
-    accumulate: (
-        Row(2, "recv", (ROWS,), NOTHING),
-        Row(2, "flat_grad", (GRADIENT,), NOTHING, "alone"),  # one rank sends nothing
-        Row(1, "acc staging", (SUM,), TOTAL, "ring"),
-        Row(1, "acc staging", (SENT,), TOTAL, "partial"),
+    spec.WaitReduce: (Row("dst", "recv", (FLIGHT,), ROWS),),
+    spec.Accumulate: (
+        Row("src", "recv", (ROWS,), NOTHING),
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "alone"),  # one rank sends nothing
+        Row("dst", "acc staging", (SUM,), TOTAL, "ring"),
+        Row("dst", "acc staging", (SENT,), TOTAL, "partial"),
     ),
-    stage_shard: (
-        Row(2, "acc", (TOTAL, SUM), LANDED),
-        Row(2, "acc", (GRADIENT,), LANDED, "alone"),
-        Row(1, "staging", (NOTHING,), TOTAL),
+    spec.StageShard: (
+        Row("src", "acc", (TOTAL, SUM), LANDED),
+        Row("src", "acc", (GRADIENT,), LANDED, "alone"),
+        Row("dst", "staging", (NOTHING,), TOTAL),
     ),
-    copy_to_host: (Row(2, "staging", (TOTAL, GRADIENT), NOTHING), Row(1, "host", (SUM,), LANDED)),
-    copy_to_device: (
-        Row(2, "host", (SUM,), SUM),
-        Row(1, "staging", (NOTHING,), SUM),
-        Row(2, "master", (OLD, NEW), CAST),
-        Row(2, "param", (CAST,), NOTHING),
-        Row(1, "flat_param", (OLD,), NEW),
+    spec.CopyToHost: (Row("src", "staging", (TOTAL, GRADIENT), NOTHING), Row("dst", "host", (SUM,), LANDED)),
+    spec.CopyToDevice: (
+        Row("src", "host", (SUM,), SUM),
+        Row("dst", "staging", (NOTHING,), SUM),
+        Row("src", "master", (OLD, NEW), CAST),
+        Row("src", "param", (CAST,), NOTHING),
+        Row("dst", "flat_param", (OLD,), NEW),
     ),
-    update: (Row(1, "master", (OLD,), NEW), Row(2, "host", (SUM,), SUM)),
-    cast_param: (Row(2, "master", (OLD, NEW), CAST), Row(1, "param", (NOTHING,), CAST)),
-    gather: (
-        Row(1, "flat_param", (NEW,), GATHERED, "offload"),
-        Row(1, "flat_param", (OLD,), GATHERED, "on device"),
-        Row(1, "gathered", (OLD,), GATHERED),
+    spec.Update: (Row("dst", "master", (OLD,), NEW), Row("src", "host", (SUM,), SUM)),
+    spec.CastParam: (Row("src", "master", (OLD, NEW), CAST), Row("dst", "param", (NOTHING,), CAST)),
+    spec.Gather: (
+        Row("buffer", "flat_param", (NEW,), GATHERED, "offload"),
+        Row("buffer", "flat_param", (OLD,), GATHERED, "on device"),
+        Row("buffer", "gathered", (OLD,), GATHERED),
     ),
-    publish: (
-        Row(1, "flat_param", (GATHERED,), PUBLISHED),
-        Row(1, "flat_param", (NEW, OLD), PUBLISHED, "alone"),
-        Row(1, "gathered", (OLD, GATHERED), PUBLISHED),
+    spec.Publish: (
+        Row("buffer", "flat_param", (GATHERED,), PUBLISHED),
+        Row("buffer", "flat_param", (NEW, OLD), PUBLISHED, "alone"),
+        Row("buffer", "gathered", (OLD, GATHERED), PUBLISHED),
     ),
 }
 
@@ -108,38 +96,33 @@ def facts_of(plan: Plan | None) -> frozenset[str]:
     return frozenset({"", where, "on device" if plan.offload is None else "offload"} | alone)
 
 
-def rows_for(target: object, argument: int, buffer: str, facts: frozenset[str]) -> list[Row]:
-    """The rows that speak of this buffer as this argument, under plans with these facts."""
-    return [row for row in _BY_ARGUMENT[target][argument].get(kind_of(buffer), ()) if row.when in facts]
+def rows_for(kind: type[Op], field: str, buffer: Buffer, facts: frozenset[str]) -> list[Row]:
+    """The rows that speak of this buffer in this field, under plans with these facts."""
+    return [row for row in _BY_FIELD[kind][field].get(buffer.kind, ()) if row.when in facts]
 
 
-def arguments_of(target: object) -> Iterable[int]:
-    """Positions of the buffers' names."""
-    return _BY_ARGUMENT[target]
+def fields_of(kind: type[Op]) -> Iterable[str]:
+    """Those that name buffers of which the table speaks."""
+    return _BY_FIELD[kind]
 
 
-def at_entry(buffer: str) -> tuple[int, str]:
+def at_entry(buffer: Buffer) -> tuple[int, str]:
     """Bucket, and what the buffer holds of it: what lasts between schedules is numbered by bucket; the rings are
     empty."""
-    kind = kind_of(buffer)
-    return int(buffer[len(kind) + 1 : -1]), AT_ENTRY.get(kind, NOTHING)
+    return buffer.index, AT_ENTRY.get(buffer.kind, NOTHING)
 
 
-def may_be_left(buffer: str, held: str) -> bool:
-    return held in AT_EXIT.get(kind_of(buffer), (NOTHING,))
+def may_be_left(buffer: Buffer, held: str) -> bool:
+    return held in AT_EXIT.get(buffer.kind, (NOTHING,))
 
 
-def kind_of(buffer: str) -> str:
-    return buffer[: buffer.index("[")]
-
-
-def _by_argument() -> dict[object, dict[int, dict[str, list[Row]]]]:
-    found: dict[object, dict[int, dict[str, list[Row]]]] = {}
-    for target, rows in TABLE.items():
+def _by_field() -> dict[type[Op], dict[str, dict[str, list[Row]]]]:
+    found: dict[type[Op], dict[str, dict[str, list[Row]]]] = {}
+    for op, rows in TABLE.items():
         for row in rows:
             for kind in row.kinds.split():
-                found.setdefault(target, {}).setdefault(row.argument, {}).setdefault(kind, []).append(row)
+                found.setdefault(op, {}).setdefault(row.field, {}).setdefault(kind, []).append(row)
     return found
 
 
-_BY_ARGUMENT = _by_argument()
+_BY_FIELD = _by_field()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
 if TYPE_CHECKING:
     from zc.planning.plan import Plan
-
-
 
 
 class Pass(NamedTuple):
@@ -23,13 +21,25 @@ class Pass(NamedTuple):
     provides: frozenset[str] = frozenset()
 
 
+def copy_node(node: fx.Node, graph: fx.Graph, where: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The node at the end of another graph, with its name and metadata; ``where``: old nodes to new ones."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: where[n])
+    where[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name, type_expr=node.type)
+    # the record names nodes of the old graph, and would keep it alive
+    where[node].meta = {key: item for key, item in node.meta.items() if key != "record"}
+    return where[node]
+
+
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A copy with the same node names and metadata, and the map from old nodes to new ones."""
     new = fx.Graph(owning_module=graph.owning_module)
     where: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: where[n])
-        copied = new.create_node(node.op, node.target, args, kwargs, name=node.name, type_expr=node.type)
-        copied.meta = dict(node.meta)
-        where[node] = copied
+        copy_node(node, new, where)
     return new, where
+
+
+def returned_by(graph: fx.Graph) -> list[Any]:
+    """What the graph returns, one a descriptor."""
+    returned: Any = graph.output_node().args[0]
+    return list(returned) if isinstance(returned, (list, tuple)) else [returned]

@@ -19,49 +19,38 @@ from torch import fx
 
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
-from zc.schedule.nodes import accumulate_cast, deposit, flatten_cast
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import op_of, ops, put
+from zc.schedule.spec import AccumulateCast, Cast, Deposit, FlattenCast
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new, _ = copy_graph(graph)
-    found: dict[int, list[fx.Node]] = {}  # bucket -> deposits in program order
-    for node in new.nodes:
-        if node.op == "call_function" and node.target is deposit:
-            found.setdefault(int(node.args[0]), []).append(node)
+    found: dict[int, list[tuple[fx.Node, Deposit]]] = {}  # bucket -> deposits in program order
+    for node, op in ops(new):
+        if isinstance(op, Deposit):
+            found[op.bucket] = [*found.pop(op.bucket, []), (node, op)]  # buckets in the order of their last ones
     writes: list[fx.Node] = []
-    by_readiness = sorted(found.items(), key=lambda item: _position(new, item[1][-1]))
-    for bucket, deposits in by_readiness:
-        if not plan.placement.gradient_in_ring:
-            writes.append(_merge(new, accumulate_cast, bucket, f"acc[{bucket}]", deposits))
-        elif sorted(_slot(d) for d in deposits) == list(range(len(plan.buckets[bucket].slots))):
-            ring = len(writes) % plan.num_buffers
-            writes.append(_merge(new, flatten_cast, bucket, f"flat_grad[{ring}]", deposits))
+    for bucket, deposits in found.items():
+        by_slot = sorted((op for _, op in deposits), key=lambda op: op.slot)
+        slots, grads = tuple(op.slot for op in by_slot), tuple(op.grad for op in by_slot)
+        write: Cast = AccumulateCast(bucket, Buffer("acc", bucket), slots, grads)
+        if plan.placement.gradient_in_ring:
+            if slots != tuple(range(len(plan.buckets[bucket].slots))):
+                continue
+            write = FlattenCast(bucket, Buffer("flat_grad", len(writes) % plan.num_buffers), slots, grads)
+        with new.inserting_after(deposits[-1][0]):
+            writes.append(put(new, write))
+        for node, _ in deposits:
+            new.erase_node(node)
     _sink_deposits(new, set(writes))
     return new
-
-
-def _slot(node: fx.Node) -> int:
-    return int(str(node.args[1]))
-
-
-def _position(graph: fx.Graph, node: fx.Node) -> int:
-    return list(graph.nodes).index(node)
-
-
-def _merge(graph: fx.Graph, target: object, bucket: int, buffer: str, deposits: list[fx.Node]) -> fx.Node:
-    by_slot = sorted(deposits, key=_slot)
-    slots, grads = tuple(_slot(d) for d in by_slot), [d.args[2] for d in by_slot]
-    with graph.inserting_after(deposits[-1]):
-        write = graph.call_function(target, (bucket, buffer, slots, grads))  # type: ignore[arg-type]
-    for node in deposits:
-        graph.erase_node(node)
-    return write
 
 
 def _sink_deposits(graph: fx.Graph, writes: set[fx.Node]) -> None:
     waiting: list[fx.Node] = []
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is deposit:
+        if isinstance(op_of(node), Deposit):
             waiting.append(node)
         elif node in writes or node.op == "output":
             for moved in waiting:

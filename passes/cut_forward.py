@@ -20,7 +20,9 @@ from torch import fx
 
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
-from zc.schedule.nodes import publish
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import put
+from zc.schedule.spec import Publish
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -34,7 +36,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
             known |= read
     with new.inserting_before(new.output_node()):
         for bucket in plan.buckets:
-            new.call_function(publish, (bucket.index, f"gathered[{bucket.index}]"))
+            put(new, Publish(bucket.index, Buffer("gathered", bucket.index)))
     return new
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from zc.passes.tag_gradients import returned_by
+from zc.passes.base import returned_by
 
 if TYPE_CHECKING:
     from zc.planning.plan import Plan

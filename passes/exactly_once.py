@@ -22,46 +22,36 @@ So an overwritten gradient that was not sent, rows that no accumulate took, a se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx
 
 from zc.passes._transitions import (
     GRADIENT,
     NOTHING,
-    TABLE,
-    arguments_of,
     at_entry,
     facts_of,
+    fields_of,
     may_be_left,
     rows_for,
 )
 from zc.passes.debt import Debt
 from zc.planning.layout import Slot
 from zc.planning.plan import Plan
-from zc.schedule.nodes import (
-    accumulate,
-    accumulate_cast,
-    copy_to_host,
-    deposit,
-    flatten_cast,
-    launch_reduce,
-    slots_of,
-    wait_reduce,
-    wgrad_into,
-)
-
-_WRITES = (flatten_cast, accumulate_cast, wgrad_into, deposit)
+from zc.schedule import spec
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import op_of
+from zc.schedule.spec import BufferOp, Deposit, Op, Spans, WaitReduce, WgradInto, Write, buffers_of
 
 
 def check(nodes: Sequence[fx.Node], plan: Plan | None, debt: Debt | None = None) -> list[str]:
     """What is wrong, as texts that name the bucket and the nodes."""
     ledger = _Ledger(plan, debt)
     for node in nodes:
-        if node.target in _WRITES:
-            ledger.bring(node)
-        if node.target in TABLE:
-            ledger.move(node)
+        op = op_of(node)
+        if isinstance(op, Write | Deposit):
+            ledger.bring(node, op)
+        if isinstance(op, BufferOp):
+            ledger.move(node, op)
     ledger.close()
     return ledger.faults
 
@@ -70,46 +60,45 @@ class _Ledger:
     def __init__(self, plan: Plan | None, debt: Debt | None) -> None:
         self.plan, self.debt, self.facts = plan, debt, facts_of(plan)
         self.faults: list[str] = []
-        self.holds: dict[str, tuple[int, str]] = {}  # buffer -> bucket, and what of it
-        self.parts: dict[str, list[tuple[int, int]]] = {}  # buffer -> elements of its gradient written so far
+        self.holds: dict[Buffer, tuple[int, str]] = {}  # buffer -> bucket, and what of it
+        self.parts: dict[Buffer, list[tuple[int, int]]] = {}  # buffer -> elements of its gradient written so far
         self.brought: dict[tuple[int, int], fx.Node] = {}  # bucket, slot -> its write or deposit
-        self.done: dict[object, set[int]] = {}  # operation -> buckets
+        self.done: dict[type[Op], set[int]] = {}  # operation -> buckets
 
-    def move(self, node: fx.Node) -> None:
+    def move(self, node: fx.Node, op: BufferOp) -> None:
         """Takes the buffers of one operation through the table."""
-        bucket = _int(node.args[0])
-        self.done.setdefault(node.target, set()).add(bucket)
-        if node.target is wait_reduce:
-            self._check_work(node)
-        for argument in arguments_of(node.target):
-            buffer = str(node.args[argument])
+        self.done.setdefault(type(op), set()).add(op.bucket)
+        if isinstance(op, WaitReduce):
+            self._check_work(node, op)
+        named = buffers_of(op)
+        for name in fields_of(type(op)):
+            buffer = named[name]
             of, held = self.holds.get(buffer) or at_entry(buffer)
-            rows = rows_for(node.target, argument, buffer, self.facts)
-            found = next((row for row in rows if held in row.needs and (of == bucket or held == NOTHING)), None)
+            rows = rows_for(type(op), name, buffer, self.facts)
+            found = next((row for row in rows if held in row.needs and (of == op.bucket or held == NOTHING)), None)
             if found is None:
-                self._refuse(node, buffer, of, held, [need for row in rows for need in row.needs])
+                self._refuse(node.name, op.bucket, buffer, of, held, [need for row in rows for need in row.needs])
             leaves = (found or rows[0]).leaves if rows else held
             if held == GRADIENT != leaves:
                 self._check_whole(of, buffer)
-            self.holds[buffer] = (bucket, leaves)
+            self.holds[buffer] = (op.bucket, leaves)
 
-    def _refuse(self, node: fx.Node, buffer: str, of: int, held: str, needs: list[str]) -> None:
-        bucket, wanted = _int(node.args[0]), " or ".join(dict.fromkeys(needs))
+    def _refuse(self, name: str, bucket: int, buffer: Buffer, of: int, held: str, needs: list[str]) -> None:
+        wanted = " or ".join(dict.fromkeys(needs))
         if wanted != NOTHING:
             wanted = f"its {wanted}" if of == bucket or held == NOTHING else f"bucket {bucket}'s {wanted}"
         takes = f"needs {wanted} there" if needs else f"of bucket {bucket} can't take it"
         holds = held if held == NOTHING else f"the {held} of bucket {of}"
-        self.faults.append(f"{buffer} holds {holds}; {node.name} {takes}")
+        self.faults.append(f"{buffer} holds {holds}; {name} {takes}")
 
-    def bring(self, node: fx.Node) -> None:
+    def bring(self, node: fx.Node, op: Write | Deposit) -> None:
         """A write or a deposit: which slots, with which values, into which elements."""
-        bucket, slots, values = _int(node.args[0]), slots_of(node), _values(node)
-        spans = self._spans(node, bucket)
-        if node.target is not deposit:
-            self.parts.setdefault(str(node.args[1]), []).extend(spans)
-        if len(values) != len(slots):
-            self.faults.append(f"{node.name} of bucket {bucket} has {len(slots)} slots and {len(values)} gradients")
-        for slot, value in zip(slots, values, strict=False):
+        bucket, values, spans = op.bucket, _values(node, op), self._spans(op)
+        if not isinstance(op, Deposit):
+            self.parts.setdefault(op.buffer, []).extend(spans)
+        if len(values) != len(op.slots):
+            self.faults.append(f"{node.name} of bucket {bucket} has {len(op.slots)} slots and {len(values)} gradients")
+        for slot, value in zip(op.slots, values, strict=False):
             gradient = f"the gradient of bucket {bucket}, slot {slot}"
             first = self.brought.get((bucket, slot))
             if first is not None:
@@ -118,30 +107,30 @@ class _Ledger:
             if self.debt is not None and (bucket, slot) not in value.meta.get("gradient_of", ()):
                 self.faults.append(f"{node.name} takes %{value.name} for {gradient}, which it is not")
             if self.plan is not None:
-                self._check_extent(node, self.plan.buckets[bucket].slots, slot, spans)
+                self._check_extent(node.name, op, self.plan.buckets[bucket].slots, slot, spans)
 
-    def _spans(self, node: fx.Node, bucket: int) -> list[tuple[int, int]]:
+    def _spans(self, op: Write | Deposit) -> Spans:
         """The elements that a node writes."""
-        if node.target is wgrad_into:
-            return [(_int(node.args[3]), _int(node.args[4]))]
-        numel = self.plan.buckets[bucket].numel if self.plan is not None else 1 << 62
-        spans: Any = node.kwargs.get("spans", ((0, numel),))
-        return [(int(start), int(stop)) for start, stop in spans]
+        if isinstance(op, WgradInto):
+            return ((op.start, op.stop),)
+        if isinstance(op, Write) and op.spans is not None:
+            return op.spans
+        return ((0, self.plan.buckets[op.bucket].numel if self.plan is not None else 1 << 62),)
 
-    def _check_extent(self, node: fx.Node, layout: Sequence[Slot], slot: int, spans: list[tuple[int, int]]) -> None:
+    def _check_extent(self, name: str, op: Write | Deposit, layout: Sequence[Slot], slot: int, spans: Spans) -> None:
         if slot >= len(layout):
-            self.faults.append(f"{node.name} brings slot {slot} of bucket {node.args[0]}, which has {len(layout)}")
+            self.faults.append(f"{name} brings slot {slot} of bucket {op.bucket}, which has {len(layout)}")
             return
         at = layout[slot]
         inside = [start <= at.offset and at.stop <= stop for start, stop in spans]
-        if node.target is wgrad_into:
-            inside = [spans == [(at.offset, at.stop)]]
+        if isinstance(op, WgradInto):
+            inside = [spans == ((at.offset, at.stop),)]
         if at.numel and not any(inside):
             written = ", ".join(f"[{start}, {stop})" for start, stop in spans) or "nothing"
             extent = f"slot {slot} is [{at.offset}, {at.stop})"
-            self.faults.append(f"{node.name} writes {written} of bucket {node.args[0]}; {extent}")
+            self.faults.append(f"{name} writes {written} of bucket {op.bucket}; {extent}")
 
-    def _check_whole(self, bucket: int, buffer: str) -> None:
+    def _check_whole(self, bucket: int, buffer: Buffer) -> None:
         """What was written covers each element of the bucket once, padding included."""
         parts = self.parts.pop(buffer, [])
         if self.plan is None:
@@ -154,12 +143,12 @@ class _Ledger:
                 self.faults.append(f"the elements [{start}, {min(stop, reached)}) of bucket {bucket} are written twice")
             reached = max(reached, stop)
 
-    def _check_work(self, node: fx.Node) -> None:
-        work = node.args[1]
-        if not isinstance(work, fx.Node) or work.target is not launch_reduce:
-            self.faults.append(f"{node.name} completes {work}, which is no launch")
-        elif (node.args[0], *node.args[2:]) != work.args:
-            self.faults.append(f"{node.name} names another bucket or buffers than {work.name}, which it completes")
+    def _check_work(self, node: fx.Node, op: WaitReduce) -> None:
+        launch = op_of(op.work)
+        if not isinstance(launch, spec.LaunchReduce):
+            self.faults.append(f"{node.name} completes {op.work}, which is no launch")
+        elif launch != spec.LaunchReduce(op.bucket, op.dst, op.src):
+            self.faults.append(f"{node.name} names another bucket or buffers than {op.work}, which it completes")
 
     def close(self) -> None:
         for buffer, (bucket, held) in self.holds.items():
@@ -179,24 +168,19 @@ class _Ledger:
         for (bucket, slot), node in sorted(self.brought.items(), key=lambda item: item[0]):
             if (bucket, slot) not in debt.gradients:
                 self.faults.append(f"{node.name} writes bucket {bucket}, slot {slot}: the graph has no such gradient")
-            elif node.target is deposit and bucket in whole:
+            elif isinstance(op_of(node), Deposit) and bucket in whole:
                 self.faults.append(f"{node.name} leaves slot {slot} to a flush; all of bucket {bucket} is owed here")
-        for what, target, owed in (
-            ("reduced", accumulate, debt.reductions(plan)),
-            ("copied to host memory", copy_to_host, debt.landings(plan)),
+        for what, kind, owed in (
+            ("reduced", spec.Accumulate, debt.reductions(plan)),
+            ("copied to host memory", spec.CopyToHost, debt.landings(plan)),
         ):
-            done = self.done.get(target, set())
+            done = self.done.get(kind, set())
             self.faults += [f"bucket {b} is owed whole, and never {what}" for b in sorted(owed - done)]
             self.faults += [f"bucket {b} is {what}, and not owed whole" for b in sorted(done - owed)]
 
 
-def _values(node: fx.Node) -> Sequence[fx.Node]:
+def _values(node: fx.Node, op: Write | Deposit) -> Sequence[fx.Node]:
     """The gradients that a write or a deposit brings; wgrad_into makes its own."""
-    if node.target is wgrad_into:
+    if isinstance(op, WgradInto):
         return (node,)
-    given: Any = node.args[2] if node.target is deposit else node.args[3]
-    return given if isinstance(given, (list, tuple)) else (given,)
-
-
-def _int(value: object) -> int:
-    return int(str(value))
+    return (op.grad,) if isinstance(op, Deposit) else op.grads

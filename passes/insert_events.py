@@ -32,41 +32,26 @@ from zc.errors import PassError
 from zc.passes._timeline import Point, Timeline
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
-from zc.schedule.nodes import (
-    HOME,
-    SYNC_OPS,
-    accesses,
-    carried_event,
-    carrier,
-    is_getitem,
-    is_plan_buffer,
-    is_schedule_node,
-    launch_reduce,
-    record_event,
-    release,
-    results,
-    shared_buffers,
-    steps,
-    stream_of,
-    wait_reduce,
-)
+from zc.schedule.buffer import HOME, Buffer, carried_event
+from zc.schedule.nodes import accesses, is_schedule_node, maker, ops, put, results, shared_buffers, stream_of
+from zc.schedule.spec import LaunchReduce, Op, RecordEvent, Release, Sync, WaitReduce
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new, _ = copy_graph(graph)
-    nodes = list(steps(new))
-    if any(node.target in SYNC_OPS for node in nodes):
+    nodes = list(ops(new))
+    if any(isinstance(op, Sync) for _, op in nodes):
         return new
     shared = shared_buffers(new, plan)
     timeline = Timeline(new, shared)
-    in_flight: dict[fx.Node, tuple[str, str]] = {}
-    for node in nodes:
-        _refuse_in_flight(node, in_flight)
+    in_flight: dict[fx.Node, LaunchReduce] = {}
+    for node, op in nodes:
+        _refuse_in_flight(node, op, in_flight)
         timeline.order(node, timeline.needed(node))
         timeline.advance(node)
-    sides = sorted({stream_of(n) for n in nodes} - {HOME})
-    lasting = {carrier(b) for b in timeline.touches if is_plan_buffer(b)}
-    values = {s: [v for v in _crossing(new) if _maker(v) == s] for s in (HOME, *sides)}
+    sides = sorted({stream_of(node) for node, _ in nodes} - {HOME})
+    lasting = {b.carrier for b in timeline.touches if isinstance(b, Buffer)}
+    values = {s: [v for v in _crossing(new) if _home_of(v) == s] for s in (HOME, *sides)}
     early: dict[fx.Node, list[fx.Node]] = {}
     late = _release_early(values[HOME], HOME, timeline, early)
     _join_home(new, [s for s in sides if s not in lasting], late, _uncovered(timeline, lasting, shared), timeline)
@@ -76,28 +61,26 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     _record_carried(new, shared, timeline)
     for place, group in early.items():
         with new.inserting_after(place):
-            new.call_function(release, tuple(group)).meta["stream"] = stream_of(place)
+            put(new, Release(tuple(group)), stream=stream_of(place))
     return new
 
 
-def _refuse_in_flight(node: fx.Node, in_flight: dict[fx.Node, tuple[str, str]]) -> None:
+def _refuse_in_flight(node: fx.Node, op: Op, in_flight: dict[fx.Node, LaunchReduce]) -> None:
     """No wait can order a node after a completion that is issued later."""
-    if node.target is wait_reduce:
-        in_flight.pop(next((n for n in node.all_input_nodes if n in in_flight), node), None)
+    if isinstance(op, WaitReduce):
+        in_flight.pop(op.work, None)
     reads, writes = accesses(node)
-    for launch, (dst, src) in in_flight.items():
-        taken = {a.buffer for a in reads} & {dst} or {a.buffer for a in writes} & {dst, src}
+    for launch, flying in in_flight.items():
+        taken = {a.buffer for a in reads} & {flying.dst} or {a.buffer for a in writes} & {flying.dst, flying.src}
         if taken:
-            raise PassError(f"{node.name} touches {min(taken)} while {launch.name} is in flight")
-    if node.target is launch_reduce:
-        in_flight[node] = (str(node.args[1]), str(node.args[2]))
+            raise PassError(f"{node.name} touches {min(map(str, taken))} while {launch.name} is in flight")
+    if isinstance(op, LaunchReduce):
+        in_flight[node] = op
 
 
-def _maker(value: fx.Node) -> str:
+def _home_of(value: fx.Node) -> str:
     """The stream that made a value, and whose allocations may reuse its storage."""
-    maker = value.args[0] if is_getitem(value) else value
-    assert isinstance(maker, fx.Node)
-    return stream_of(maker)
+    return stream_of(maker(value))
 
 
 def _users(value: fx.Node) -> list[fx.Node]:
@@ -116,7 +99,7 @@ def _crossing(graph: fx.Graph) -> list[fx.Node]:
     return [
         v
         for v in _values(graph)
-        if any(stream_of(u) != _maker(v) for u in _users(v)) and not any(u.op == "output" for u in v.users)
+        if any(stream_of(u) != _home_of(v) for u in _users(v)) and not any(u.op == "output" for u in v.users)
     ]
 
 
@@ -140,19 +123,18 @@ def _release_early(
 def _release_late(graph: fx.Graph, values: list[fx.Node], stream: str, timeline: Timeline) -> None:
     if values:
         with graph.inserting_before(graph.output_node()):
-            node = graph.call_function(release, tuple(values))
-        node.meta["stream"] = stream
+            node = put(graph, Release(tuple(values)), stream=stream)
         timeline.order(node, timeline.needed(node))
         timeline.advance(node)
 
 
-def _uncovered(timeline: Timeline, lasting: set[str], shared: frozenset[str]) -> list[Point]:
+def _uncovered(timeline: Timeline, lasting: set[str], shared: frozenset[Buffer]) -> list[Point]:
     """Last uses of plan-owned buffers on another buffer's carrier, where their own carried event does not stand for
     them: home must come after these."""
     found: list[Point] = []
-    for (buffer, stream), point in timeline.last_touches():
-        if is_plan_buffer(buffer) and stream in lasting - {HOME, carrier(buffer)}:
-            last = timeline.last_touch(buffer, carrier(buffer)) if buffer in shared else None
+    for buffer, stream, point in timeline.last_touches():
+        if stream in lasting - {HOME, buffer.carrier}:
+            last = timeline.last_touch(buffer, buffer.carrier) if buffer in shared else None
             if last is None or not timeline.is_after(timeline.nodes[last], [point]):
                 found.append(point)
     return found
@@ -174,13 +156,12 @@ def _join_home(
     timeline.order(graph.output_node(), timeline.unknown(HOME, points))
 
 
-def _record_carried(graph: fx.Graph, shared: frozenset[str], timeline: Timeline) -> None:
+def _record_carried(graph: fx.Graph, shared: frozenset[Buffer], timeline: Timeline) -> None:
     """After a shared buffer's last use on its carrier: the event that later schedules wait for."""
-    last: dict[str, Point] = {b: p for b in shared if (p := timeline.last_touch(b, carrier(b))) is not None}
-    for buffer in sorted(last, reverse=True):  # inserted behind one node, the last one inserted comes first
+    last = {b: p for b in shared if (p := timeline.last_touch(b, b.carrier)) is not None}
+    for buffer in sorted(last, key=str, reverse=True):  # inserted behind one node, the last one inserted comes first
         with graph.inserting_after(timeline.nodes[last[buffer]]):
-            made = graph.call_function(record_event, (carried_event(buffer),))
-        made.meta["stream"] = carrier(buffer)
+            put(graph, RecordEvent(carried_event(buffer)), stream=buffer.carrier)
 
 
 PASS = Pass("insert_events", run, requires=frozenset({"streams"}), provides=frozenset({"events"}))

@@ -30,74 +30,66 @@ from torch import fx
 from zc.passes.base import Pass, copy_graph
 from zc.passes.reduce_buckets import is_complete
 from zc.planning.plan import Plan
-from zc.schedule.nodes import (
-    accumulate,
-    accumulate_cast,
-    copy_to_device,
-    copy_to_host,
-    flatten_cast,
-    is_schedule_node,
-    launch_reduce,
-    stage_shard,
-    wait_reduce,
-    wgrad_into,
-)
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import change, ops, put
+from zc.schedule.spec import Accumulate, CopyToDevice, CopyToHost, LaunchReduce, StageShard, WaitReduce, Write, renamed
 
-_WRITES = (flatten_cast, accumulate_cast, wgrad_into)
-_REDUCTION = (launch_reduce, wait_reduce, accumulate)
+_Link = Write | LaunchReduce | WaitReduce | Accumulate
+_Chain = list[tuple[fx.Node, _Link]]
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new, _ = copy_graph(graph)
-    chains = _chains(new)
-    if plan.offload is None or any(n.target is copy_to_host for n in new.nodes):
+    if plan.offload is None or any(isinstance(op, CopyToHost) for _, op in ops(new)):
         return new
+    chains = _chains(new)
     if plan.offload.accumulates_on_host:
         for k, chain in enumerate(chains):
             _visit(new, plan, chain, k, chains[k - 1] if k else None)
     elif plan.is_boundary:
         for k, chain in enumerate(chains):
-            last = chain[-1]
-            writes = [n for n in chain if n.target in _WRITES]
-            if last.target is accumulate or (plan.world_size == 1 and is_complete(writes, plan)):
-                insert_landing(new, plan, last, int(str(last.args[0])), k)
+            last, op = chain[-1]
+            writes = [op for _, op in chain if isinstance(op, Write)]
+            if isinstance(op, Accumulate) or (plan.world_size == 1 and is_complete(writes, plan)):
+                insert_landing(new, plan, last, op.bucket, k)
     return new
 
 
-def _chains(graph: fx.Graph) -> list[list[fx.Node]]:
-    """For each bucket that this graph writes or reduces: its writes, launch, completion and accumulation."""
-    found: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if is_schedule_node(node) and node.target in (*_WRITES, *_REDUCTION):
-            found.setdefault(int(str(node.args[0])), []).append(node)
-    return sorted(found.values(), key=lambda chain: list(graph.nodes).index(chain[-1]))
+def _chains(graph: fx.Graph) -> list[_Chain]:
+    """For each bucket that this graph writes or reduces: its writes, launch, completion and accumulation; buckets in
+    the order of their last ones."""
+    found: dict[int, _Chain] = {}
+    for node, op in ops(graph):
+        if isinstance(op, _Link):
+            found[op.bucket] = [*found.pop(op.bucket, []), (node, op)]
+    return list(found.values())
 
 
-def _visit(graph: fx.Graph, plan: Plan, chain: list[fx.Node], k: int, before: list[fx.Node] | None) -> None:
-    bucket = int(str(chain[0].args[0]))
-    acc, host, staging = f"acc[{bucket}]", f"host[{bucket}]", f"staging[{k % plan.num_staging}]"
-    for node in chain:
-        node.args = tuple(staging if isinstance(arg, str) and arg == acc else arg for arg in node.args)
+def _visit(graph: fx.Graph, plan: Plan, chain: _Chain, k: int, before: _Chain | None) -> None:
+    bucket = chain[0][1].bucket
+    host, staging = Buffer("host", bucket), Buffer("staging", k % plan.num_staging)
+    for node, op in chain:
+        change(node, renamed(op, Buffer("acc", bucket), staging))
     if before is None:  # nothing is made for it: it cuts no segment
         place = graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder"))
     elif plan.num_staging > 1:
-        writes = [n for n in before if n.target in _WRITES] or before[:1]
+        writes = [node for node, op in before if isinstance(op, Write)] or [before[0][0]]
         place = graph.inserting_after(writes[-1])
     else:  # the one staging buffer is in use until the bucket before has landed
-        place = graph.inserting_before(chain[0])
+        place = graph.inserting_before(chain[0][0])
     with place:
-        graph.call_function(copy_to_device, (bucket, staging, host))
-    with graph.inserting_after(chain[-1]):
-        graph.call_function(copy_to_host, (bucket, host, staging))
+        put(graph, CopyToDevice(bucket, staging, host))
+    with graph.inserting_after(chain[-1][0]):
+        put(graph, CopyToHost(bucket, host, staging))
 
 
 def insert_landing(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, k: int) -> None:
     """The reduced gradient of one bucket goes to host memory, behind ``after``."""
-    staging = f"staging[{k % plan.num_staging}]"
+    staging = Buffer("staging", k % plan.num_staging)
     with graph.inserting_after(after):
-        snapshot = graph.call_function(stage_shard, (bucket, staging, f"acc[{bucket}]"))
+        snapshot = put(graph, StageShard(bucket, staging, Buffer("acc", bucket)))
     with graph.inserting_after(snapshot):
-        graph.call_function(copy_to_host, (bucket, f"host[{bucket}]", staging))
+        put(graph, CopyToHost(bucket, Buffer("host", bucket), staging))
 
 
 PASS = Pass("offload_gradients", run, requires=frozenset({"reductions"}), provides=frozenset({"copies"}))

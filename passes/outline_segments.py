@@ -29,9 +29,10 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from zc.passes.base import Pass
+from zc.passes.base import Pass, copy_node
 from zc.planning.plan import Plan
-from zc.schedule.nodes import is_getitem, is_schedule_node, segment
+from zc.schedule.nodes import is_getitem, is_schedule_node, maker, op_of, put
+from zc.schedule.spec import Segment
 
 _OUTER_META = ("val", "storage", "gradient_of")  # of a segment's results
 _KEPT_META = ("val", "tensor_meta")  # the rest (stack traces, names) differs between layers that are otherwise the same
@@ -43,7 +44,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new = fx.Graph(owning_module=graph.owning_module)
     where: dict[fx.Node, fx.Node] = {}
     pending: list[fx.Node] = []
-    num_segments = sum(node.op == "call_function" and node.target is segment for node in graph.nodes)
+    num_segments = sum(isinstance(op_of(node), Segment) for node in graph.nodes)
 
     def flush() -> None:
         nonlocal num_segments
@@ -56,10 +57,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
         if node.op in ("placeholder", "output") or is_schedule_node(node) or _of_segment(node):
             if node.op != "placeholder" and not _of_segment(node):
                 flush()
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: where[n])
-            copied = new.create_node(node.op, node.target, args, kwargs, name=node.name, type_expr=node.type)
-            copied.meta = dict(node.meta)
-            where[node] = copied
+            copy_node(node, new, where)
         else:
             if node.meta.get("cut"):
                 flush()
@@ -68,7 +66,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
 
 
 def _of_segment(node: fx.Node) -> bool:
-    return is_getitem(node) and isinstance(node.args[0], fx.Node) and node.args[0].target is segment
+    return is_getitem(node) and isinstance(op_of(maker(node)), Segment)
 
 
 def _keep_getitems_close(graph: fx.Graph) -> list[fx.Node]:
@@ -139,8 +137,8 @@ def _outline(
         inputs = {**dict.fromkeys(symbols), **inputs}
     donated = {n for n in inputs if _may_donate(n, inside, shared)}
     body = _canonical(outer, nodes, list(inputs), outputs, donated)
-    call = outer.create_node("call_function", segment, (key, *(where[n] for n in inputs)), name=key)
-    call.meta = {"segment": body}
+    call = put(outer, Segment(key, tuple(where[n] for n in inputs)), name=key)
+    call.meta["segment"] = body
     made: dict[fx.Node, fx.Node] = {}
     for k, node in enumerate(outputs):
         made[node] = outer.call_function(operator.getitem, (call, k))

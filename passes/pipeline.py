@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from zc.passes import (
     bucket_gradients,
-    delay_weight_grads,
     insert_events,
     offload_gradients,
     outline_segments,
@@ -16,15 +15,14 @@ from zc.passes import (
 )
 from zc.passes.base import Pass
 
-PIPELINE: tuple[Pass, ...] = (
-    tag_gradients.PASS,
-    bucket_gradients.PASS,
-    write_in_place.PASS,
-    delay_weight_grads.PASS,
-    reduce_buckets.PASS,
-    offload_gradients.PASS,
-    outline_segments.PASS,
-    place_on_streams.PASS,
-    insert_events.PASS,
-    verify.PASS,
-)
+
+def pipeline(*, in_place: bool, prove: bool = True) -> tuple[Pass, ...]:
+    """What a backward graph goes through: gradients made ``in_place`` where that can be, and the schedule proved."""
+    passes = [tag_gradients.PASS, bucket_gradients.PASS]
+    if in_place:
+        passes.append(write_in_place.PASS)
+    passes += [reduce_buckets.PASS, offload_gradients.PASS, outline_segments.PASS, place_on_streams.PASS]
+    passes.append(insert_events.PASS)
+    if prove:
+        passes.append(verify.PASS)
+    return tuple(passes)

@@ -27,29 +27,10 @@ from torch import fx
 
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
-from zc.schedule.nodes import (
-    COMM,
-    COMPUTE,
-    COPY,
-    HOST,
-    accumulate,
-    cast_param,
-    copy_to_device,
-    copy_to_host,
-    deposit,
-    gather,
-    is_schedule_node,
-    launch_reduce,
-    results,
-    segment,
-    stage_shard,
-    update,
-    wait_reduce,
-    wgrad_into,
-)
-
-_ON_COMM = (launch_reduce, wait_reduce, accumulate, stage_shard, gather)
-_ALWAYS = {copy_to_host: COPY, copy_to_device: COPY, update: HOST, cast_param: HOST}
+from zc.schedule import spec
+from zc.schedule.buffer import COMM, COMPUTE, COPY, HOST
+from zc.schedule.nodes import op_of, ops, results
+from zc.schedule.spec import Op
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -59,30 +40,39 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
 def _place(graph: fx.Graph, plan: Plan, num_producers: int) -> fx.Graph:
     new, _ = copy_graph(graph)
     turn = count()
-    for node in new.nodes:
-        if not is_schedule_node(node):
-            continue
-        overlapped = COMM if plan.overlap and node.target in _ON_COMM else COMPUTE
-        node.meta["stream"] = _ALWAYS.get(node.target, overlapped)
-        if num_producers > 1 and plan.overlap and _may_move(node):
+    for node, op in ops(new):
+        node.meta["stream"] = _stream(op, plan)
+        if num_producers > 1 and plan.overlap and _may_move(node, op):
             k = next(turn) % num_producers
             node.meta["stream"] = f"{COMPUTE}.{k}" if k else COMPUTE
     return new
 
 
-def _may_move(node: fx.Node) -> bool:
-    if node.target is wgrad_into:
+def _stream(op: Op, plan: Plan) -> str:
+    match op:
+        case spec.CopyToHost() | spec.CopyToDevice():
+            return COPY
+        case spec.Update() | spec.CastParam():
+            return HOST
+        case spec.LaunchReduce() | spec.WaitReduce() | spec.Accumulate() | spec.StageShard() | spec.Gather():
+            return COMM if plan.overlap else COMPUTE
+        case _:
+            return COMPUTE
+
+
+def _may_move(node: fx.Node, op: Op) -> bool:
+    if isinstance(op, spec.WgradInto):
         return True
-    if node.target is not segment:
+    if not isinstance(op, spec.Segment):
         return False
     body = node.meta.get("segment")
     if body is not None and body.meta.get("donated"):
         return False
     made = results(node)
     storages = {n.meta.get("storage") for n in made} - {None}
-    if storages & {n.meta.get("storage") for n in node.all_input_nodes}:
+    if storages & {n.meta.get("storage") for n in op.inputs}:
         return False
-    return not any(user.op == "output" or user.target is deposit for n in made for user in n.users)
+    return not any(user.op == "output" or isinstance(op_of(user), spec.Deposit) for n in made for user in n.users)
 
 
 def spread_producers(num: int) -> Pass:

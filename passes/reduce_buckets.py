@@ -20,65 +20,56 @@ from torch import fx
 
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
-from zc.schedule.nodes import (
-    accumulate,
-    accumulate_cast,
-    flatten_cast,
-    launch_reduce,
-    slots_of,
-    wait_reduce,
-    wgrad_into,
-)
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import op_of, ops, put
+from zc.schedule.spec import Accumulate, LaunchReduce, WaitReduce, Write
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new, _ = copy_graph(graph)
     if not plan.reduces:
         return new
-    complete = {b: nodes for b, nodes in writes_of(new).items() if is_complete(nodes, plan) and not _reduced(nodes[-1])}
-    for k, (bucket, nodes) in enumerate(complete.items()):
-        insert_reduction(new, plan, nodes[-1], bucket, k % plan.num_buffers)
+    last: dict[int, fx.Node] = {}  # bucket -> its last write; buckets in the order of these
+    writes: dict[int, list[Write]] = {}
+    for node, op in ops(new):
+        if isinstance(op, Write):
+            last.pop(op.bucket, None)
+            last[op.bucket] = node
+            writes.setdefault(op.bucket, []).append(op)
+    complete = [b for b in last if is_complete(writes[b], plan) and not _is_reduced(last[b])]
+    for k, bucket in enumerate(complete):
+        insert_reduction(new, plan, last[bucket], bucket, k % plan.num_buffers)
     return new
 
 
-def writes_of(graph: fx.Graph) -> dict[int, list[fx.Node]]:
-    """Bucket -> the nodes that write it; buckets in the order of their last ones."""
-    writes: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target in (flatten_cast, accumulate_cast, wgrad_into):
-            bucket = int(str(node.args[0]))
-            writes[bucket] = [*writes.pop(bucket, []), node]
-    return writes
-
-
-def is_complete(writes: Sequence[fx.Node], plan: Plan) -> bool:
+def is_complete(writes: Sequence[Write], plan: Plan) -> bool:
     """Whether ``writes`` of one bucket bring all its gradients."""
-    slots = {k for node in writes for k in slots_of(node)}
-    return len(slots) == len(plan.buckets[int(str(writes[0].args[0]))].slots)
+    slots = {k for op in writes for k in op.slots}
+    return len(slots) == len(plan.buckets[writes[0].bucket].slots)
 
 
 def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, ring: int) -> None:
     """Launch, completion and accumulation of one bucket, behind ``after``."""
     # one receive buffer is enough: launch, completion and accumulation of a bucket follow each other on one stream
-    acc, src, dst = f"acc[{bucket}]", f"flat_grad[{ring}]", "recv[0]"
+    acc, src, dst = Buffer("acc", bucket), Buffer("flat_grad", ring), Buffer("recv", 0)
     if not plan.placement.gradient_in_ring:
         src = acc
     if plan.world_size == 1:
         if src != acc:
             with graph.inserting_after(after):
-                graph.call_function(accumulate, (bucket, acc, src))
+                put(graph, Accumulate(bucket, acc, src))
         return
     with graph.inserting_after(after):
-        work = graph.call_function(launch_reduce, (bucket, dst, src))
+        work = put(graph, LaunchReduce(bucket, dst, src))
     with graph.inserting_after(work):
-        done = graph.call_function(wait_reduce, (bucket, work, dst, src))
+        done = put(graph, WaitReduce(bucket, work, dst, src))
     with graph.inserting_after(done):
-        graph.call_function(accumulate, (bucket, acc, dst))
+        put(graph, Accumulate(bucket, acc, dst))
 
 
-def _reduced(write: fx.Node) -> bool:
+def _is_reduced(write: fx.Node) -> bool:
     """Whether a reduction follows already: a second run of the pass then changes nothing."""
-    return write.next.op == "call_function" and write.next.target in (launch_reduce, accumulate)
+    return isinstance(op_of(write.next), LaunchReduce | Accumulate)
 
 
 PASS = Pass("reduce_buckets", run, requires=frozenset({"writes"}), provides=frozenset({"reductions"}))

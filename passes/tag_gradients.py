@@ -17,23 +17,17 @@ already made None. With None autograd's AccumulateGrad keeps nothing, so ``param
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import fx
 
 from zc.errors import PassError
-from zc.passes.base import Pass, copy_graph
-from zc.schedule.nodes import deposit
+from zc.passes.base import Pass, copy_graph, returned_by
+from zc.schedule.nodes import put
+from zc.schedule.spec import Deposit
 
 if TYPE_CHECKING:
     from zc.planning.plan import Plan
-
-
-
-def returned_by(graph: fx.Graph) -> list[Any]:
-    """What the graph returns, one a descriptor."""
-    returned: Any = graph.output_node().args[0]
-    return list(returned) if isinstance(returned, (list, tuple)) else [returned]
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -51,7 +45,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
         if expected != got:
             raise PassError(f"gradient of {name}: the plan has shape {expected}, the graph {got}")
         with new.inserting_after(_last_placeholder(new) if grad.op == "placeholder" else grad):
-            new.call_function(deposit, (bucket, slot, grad))
+            put(new, Deposit(bucket, slot, grad))
         grad.meta["gradient_of"] = (*grad.meta.get("gradient_of", ()), (bucket, slot))
         returned[i] = None
     output.args = (tuple(returned),)

@@ -30,23 +30,9 @@ from zc.passes import exactly_once
 from zc.passes._order import Obligation, Order
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
-from zc.schedule.nodes import (
-    COPY,
-    HOST,
-    SYNC_OPS,
-    carried_event,
-    cast_param,
-    copy_to_device,
-    copy_to_host,
-    record_event,
-    release,
-    shared_buffers,
-    steps,
-    stream_of,
-    summary,
-    update,
-    wait_event,
-)
+from zc.schedule.buffer import COPY, HOST, carried_by, carried_event
+from zc.schedule.nodes import kind_of, op_of, shared_buffers, steps, stream_of, summary
+from zc.schedule.spec import CastParam, CopyToDevice, CopyToHost, Event, Release, Sync, Update, WaitEvent
 
 
 @dataclass(frozen=True)
@@ -102,17 +88,17 @@ def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
         for need in order.obligations[k]
         if not order.holds(order.clocks[k], need)
     ]
-    faults = [f"{stream_of(n)} waits for {n.args[0]}, which no node before records" for n in order.unrecorded]
+    faults = [f"{stream_of(n)} waits for {event}, which no node before records" for n, event in order.unrecorded]
     races += _carried(order)
     faults += exactly_once.check(nodes, plan, output.meta.get("debt")) + _released(order) + _misplaced(nodes)
     redundant: list[str] = []
     if not races:
-        waits = [(k, n) for k, n in enumerate(order.nodes) if n.target is wait_event]
+        waits = [(k, op.event) for k, op in enumerate(order.ops) if isinstance(op, WaitEvent)]
         # the carried ones last: where either of two could go, the one inside this schedule is what stalls it
-        for k, node in sorted(waits, key=lambda item: str(item[1].args[0]).startswith(carried_event(""))):
+        for k, event in sorted(waits, key=lambda wait: carried_by(wait[1]) is not None):
             if not order.is_needed(k):
-                text = f"{stream_of(node)} waits for {node.args[0]}, and every conflict is ordered without it"
-                redundant.append(f"redundant wait: {text}\n{_excerpt(order, node, node)}")
+                text = f"{stream_of(nodes[k])} waits for {event}, and every conflict is ordered without it"
+                redundant.append(f"redundant wait: {text}\n{_excerpt(order, nodes[k], nodes[k])}")
     return Findings(tuple(races), tuple(redundant), tuple(faults))
 
 
@@ -121,7 +107,7 @@ def _carried(order: Order) -> list[str]:
     races: list[str] = []
     for buffer, need in order.futures:
         if not order.holds(order.future_clock(buffer), need):
-            used = "earlier schedules" if need.earlier is None else f"{_kind(need.earlier)} ({need.earlier.name})"
+            used = "earlier schedules" if need.earlier is None else f"{kind_of(need.earlier)} ({need.earlier.name})"
             races.append(
                 f"race: {buffer} is used by {used} on {order.streams[need.stream]} and by later schedules, and "
                 f"{carried_event(buffer)} is not recorded after it"
@@ -131,10 +117,10 @@ def _carried(order: Order) -> list[str]:
 
 def _misplaced(nodes: list[fx.Node]) -> list[str]:
     """Host memory is touched by the processor and by copies on the copy stream: whose events it can wait for."""
-    places = {update: HOST, cast_param: HOST, copy_to_host: COPY, copy_to_device: COPY}
-    wrong = [n for n in nodes if n.target in places and stream_of(n) != places[n.target]]
-    wrong += [n for n in nodes if stream_of(n) == HOST and n.target not in (*SYNC_OPS, update, cast_param)]
-    return [f"{_kind(n)} ({n.name}) can't be on {stream_of(n)}" for n in wrong]
+    places: dict[object, str] = {Update: HOST, CastParam: HOST, CopyToHost: COPY, CopyToDevice: COPY}
+    wrong = [n for n in nodes if stream_of(n) != places.get(type(op_of(n)), stream_of(n))]
+    wrong += [n for n in nodes if stream_of(n) == HOST and not isinstance(op_of(n), Sync | Update | CastParam)]
+    return [f"{kind_of(n)} ({n.name}) can't be on {stream_of(n)}" for n in wrong]
 
 
 def _released(order: Order) -> list[str]:
@@ -144,8 +130,9 @@ def _released(order: Order) -> list[str]:
         for used in node.all_input_nodes:
             if used in given:
                 faults.append(f"{node.name} uses %{used.name} after {given[used].name} gave it back")
-        if node.target is release:
-            given.update(dict.fromkeys(node.all_input_nodes, node))
+        op = op_of(node)
+        if isinstance(op, Release):
+            given.update(dict.fromkeys(op.values, node))
     returned = set(order.nodes[-1].all_input_nodes)
     for value, home in order.crossing():
         if value in given and stream_of(given[value]) != home:
@@ -160,18 +147,14 @@ _HOW = {(True, True): ("written", "written"), (True, False): ("written", "read")
 
 def _race(order: Order, need: Obligation, node: fx.Node) -> str:
     first, second = _HOW[need.writes]
-    here = f"{second} by {_kind(node)} ({node.name}) on {stream_of(node)}"
+    here = f"{second} by {kind_of(node)} ({node.name}) on {stream_of(node)}"
     if need.earlier is None:
         before = "the caller" if not need.bit else f"an earlier schedule on {order.streams[need.stream]}"
         there = f"{first} by {before}"
     else:
-        there = f"{first} by {_kind(need.earlier)} ({need.earlier.name}) on {stream_of(need.earlier)}"
+        there = f"{first} by {kind_of(need.earlier)} ({need.earlier.name}) on {stream_of(need.earlier)}"
     text = f"race: {need.access.buffer} is {there} and {here}, and nothing orders them"
     return f"{text}\n{_excerpt(order, need.earlier or node, node)}"
-
-
-def _kind(node: fx.Node) -> str:
-    return "the output" if node.op == "output" else getattr(node.target, "__name__", str(node.target))
 
 
 def _excerpt(order: Order, first: fx.Node, second: fx.Node, limit: int = 12) -> str:
@@ -181,7 +164,7 @@ def _excerpt(order: Order, first: fx.Node, second: fx.Node, limit: int = 12) -> 
     shown = [
         k
         for k in range(max(0, low - 1), min(len(order.nodes), high + 2))
-        if order.nodes[k].target in (record_event, wait_event) or k in (low, high) or not low <= k <= high
+        if isinstance(order.ops[k], Event) or k in (low, high) or not low <= k <= high
         if stream_of(order.nodes[k]) in streams
     ]
     if len(shown) > limit:
@@ -196,7 +179,7 @@ def _excerpt(order: Order, first: fx.Node, second: fx.Node, limit: int = 12) -> 
         before = k
         node = order.nodes[k]
         mark = ">" if k in (low, high) else " "
-        lines.append(f"{mark} {k:5d} {stream_of(node):>10} | {_kind(node)}({', '.join(map(str, node.args))})")
+        lines.append(f"{mark} {k:5d} {stream_of(node):>10} | {kind_of(node)}({', '.join(map(str, node.args))})")
     return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ output, the saved activation) lives until then: at most one bucket's layers at a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ from torch import fx
 
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Bucket, Plan
-from zc.schedule.nodes import accumulate_cast, deposit, flatten_cast, slots_of, wgrad_into
+from zc.schedule.nodes import change, ops, put
+from zc.schedule.spec import AccumulateCast, Cast, Deposit, FlattenCast, WgradInto, Write
 
 _aten = torch.ops.aten
 _MATMULS = (_aten.mm.default, _aten.bmm.default)
@@ -52,36 +53,32 @@ _WIDENS = ("cuda",)
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new, _ = copy_graph(graph)
-    for node in list(new.nodes):
-        if node.op == "call_function" and node.target in (flatten_cast, accumulate_cast) and "spans" not in node.kwargs:
-            _split(new, plan, node)
+    for node, op in list(ops(new)):
+        if isinstance(op, Cast) and op.spans is None:
+            _split(new, plan, node, op)
     return new
 
 
-def _split(graph: fx.Graph, plan: Plan, write: fx.Node) -> None:
+def _split(graph: fx.Graph, plan: Plan, write: fx.Node, op: Cast) -> None:
     """Takes out of one write what is made in place."""
-    bucket = plan.buckets[int(str(write.args[0]))]
-    _, buffer, slots, grads = write.args
-    assert isinstance(slots, tuple) and isinstance(grads, (list, tuple))
+    bucket = plan.buckets[op.bucket]
     makers = {}
-    for slot, grad in zip(slots, grads, strict=True):
-        found = _maker(grad, bucket, int(str(slot)), adds=write.target is accumulate_cast)
+    for slot, grad in zip(op.slots, op.grads, strict=True):
+        found = _maker(grad, bucket, slot, adds=isinstance(op, AccumulateCast))
         if found is not None:
-            makers[int(str(slot))] = found
+            makers[slot] = found
     if not makers:
         return
     last = write
     for slot, maker in makers.items():
         at = bucket.slots[slot]
         with graph.inserting_after(last):
-            args = (bucket.index, buffer, slot, at.offset, at.stop, *maker.inputs)
-            last = graph.call_function(wgrad_into, args, {"how": maker.how})
+            last = put(graph, WgradInto(op.bucket, op.buffer, slot, at.offset, at.stop, maker.inputs, maker.how))
         last.meta["gradient_of"] = maker.chain[0].meta.get("gradient_of", ())
-    kept = [(s, g) for s, g in zip(slots, grads, strict=True) if s not in makers]
+    kept = [(s, g) for s, g in zip(op.slots, op.grads, strict=True) if s not in makers]
     spans = _rest(bucket, sorted(makers))
-    write.args = (bucket.index, buffer, tuple(s for s, _ in kept), [g for _, g in kept])
-    write.kwargs = {"spans": spans}
-    if write.target is flatten_cast and not spans:
+    change(write, replace(op, slots=tuple(s for s, _ in kept), grads=tuple(g for _, g in kept), spans=spans))
+    if isinstance(op, FlattenCast) and not spans:
         graph.erase_node(write)
     for maker in makers.values():
         for node in maker.chain:  # from the gradient back to what made it
@@ -168,14 +165,14 @@ def nbytes_in_place(graph: fx.Graph, plan: Plan) -> tuple[int, int]:
     """Bytes, in the dtype of the buffer they go to, of the gradients that a schedule makes in place, and of all that it
     writes or deposits. Each byte made in place saves reading it once and writing it once more."""
     in_place = total = 0
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target not in (flatten_cast, accumulate_cast, wgrad_into, deposit):
+    for _, op in ops(graph):
+        if not isinstance(op, Write | Deposit):
             continue
-        bucket = plan.buckets[int(str(node.args[0]))]
+        bucket = plan.buckets[op.bucket]
         dtype = bucket.reduce_dtype if plan.placement.gradient_in_ring else bucket.acc_dtype
-        nbytes = sum(bucket.slots[k].numel for k in slots_of(node)) * dtype.itemsize
+        nbytes = sum(bucket.slots[k].numel for k in op.slots) * dtype.itemsize
         total += nbytes
-        in_place += nbytes if node.target is wgrad_into else 0
+        in_place += nbytes if isinstance(op, WgradInto) else 0
     return in_place, total
 
 

@@ -51,7 +51,6 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     offload_dir: str | Path | None = None,
     verify: bool = True,
     write_in_place: bool = False,
-    delay_weight_grads: bool = False,
     broadcast_buffers: bool = True,
     dump_dir: str | Path | None = None,
 ) -> tuple[nn.Module, Optimizer]:
@@ -83,8 +82,6 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         verify: False skips the proof of each schedule, and explain says so.
         write_in_place: weight gradients are made in their place in the bucket; False: made apart, then copied there.
             Stage 2 has the same bits either way. docs/decisions.md has what it costs and gains.
-        delay_weight_grads: one bucket's weight gradients may be made last, where a cost model says that they cover the
-            last reduction (a large embedding's, say). No number changes.
         broadcast_buffers: buffers are rank 0's before a forward, as under DDP (`zc.ranks.buffer_sync`). False: each
             rank goes on with its own; where buffers never change (masks, frequencies) that is the same, and sends
             nothing.
@@ -113,7 +110,6 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             offload_dir=offload_dir,
             verify=verify,
             write_in_place=write_in_place,
-            delay_weight_grads=delay_weight_grads,
             broadcast_buffers=broadcast_buffers,
             dump_dir=dump_dir,
         )

@@ -34,7 +34,6 @@ class Config:
     offload_dir: str | Path | None = None
     verify: bool = True
     write_in_place: bool = False
-    delay_weight_grads: bool = False
     broadcast_buffers: bool = True
     dump_dir: str | Path | None = None
 
@@ -52,13 +51,9 @@ class Config:
                 continue
             if not isinstance(given, int) or isinstance(given, bool) or given < 1:
                 raise PlanError(f"{name} must be a whole number of at least 1, got {given!r}")
-        for name in (
-            "overlap", "overlap_gather", "verify", "write_in_place", "delay_weight_grads", "broadcast_buffers"
-        ):  # fmt: skip
+        for name in ("overlap", "overlap_gather", "verify", "write_in_place", "broadcast_buffers"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.delay_weight_grads and not self.write_in_place:
-            raise PlanError("delay_weight_grads=True needs write_in_place=True: it moves what is made in place")
         if self.offload_dir is not None and not isinstance(self.offload_dir, (str, Path)):
             raise PlanError(f"offload_dir must be a path, got {self.offload_dir!r}")
         if (self.offload == "disk") != (self.offload_dir is not None):

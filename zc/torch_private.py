@@ -362,11 +362,6 @@ def mutates(target: Any) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
-def op_name(target: Any) -> str:
-    """Of an operator without its namespace and overload, else of a function. (``OpOverload._opname``, since 1.12.)"""
-    return str(getattr(target, "_opname", getattr(target, "__name__", "")))
-
-
 def unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
     """Gradients times ``inverse``; ``found_inf`` becomes 1 where one is infinite or NaN. (GradScaler's own call, since
     1.6.)"""

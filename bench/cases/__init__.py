@@ -98,7 +98,6 @@ PROVIDERS = {
     "zc stage 2, overlap_gather": _zc(2, "--overlap-gather"),
     "zc stage 1, write_in_place": _zc(1, "--write-in-place"),
     "zc stage 2, write_in_place": _zc(2, "--write-in-place", by_default=False),
-    "zc stage 2, write_in_place, delayed": _zc(2, "--write-in-place", "--delay-weight-grads", by_default=False),
     "zc stage 2, native reduction": _zc(2, "--reduce", "native"),
     "zc stage 1, eager": _zc(1, *EAGER, by_default=False),
     "zc stage 1, native reduction": _zc(1, "--reduce", "native", by_default=False),

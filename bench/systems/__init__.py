@@ -45,7 +45,6 @@ class Options:
     offload: str | None = None
     overlap_gather: bool = False
     write_in_place: bool = False
-    delay_weight_grads: bool = False
     compute_dtype: torch.dtype | None = None  # bf16 by each peer's own means: autocast, a policy, an engine's option
     accum: int = 1
     clip: float = 0.0
@@ -98,7 +97,6 @@ def zc(model: nn.Module, adamw: AdamW, options: Options) -> System:
         offload=options.offload,
         overlap_gather=options.overlap_gather,
         write_in_place=options.write_in_place,
-        delay_weight_grads=options.delay_weight_grads,
         backend=options.backend,
     )
     return System(

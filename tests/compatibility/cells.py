@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import zc
 import zc.api
 from zc.engine.streams import ThreadStreams
-from zc.schedule.nodes import COMM
+from zc.schedule.buffer import COMM
 
 TABLE = (
     rows_tasks, rows_loops, rows_backward, rows_structure, rows_conv, rows_params, rows_precision, rows_optimizers,

@@ -18,7 +18,7 @@ import zc.api
 import zc.engine.buffers
 from zc.engine.streams import ThreadStreams
 from zc.errors import ZcError
-from zc.schedule.nodes import COMM
+from zc.schedule.buffer import COMM
 
 DIM, BUCKET, TASKS = 32, 5000, 3
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zc
 from zc.engine.ops import Acc, GradientOps
 from zc.engine.streams import ThreadStreams
-from zc.schedule.nodes import COPY, HOST
+from zc.schedule.buffer import COPY, HOST
 
 DIM, TASKS, STEPS = 16, 3, 3
 LARGE, SMALL = 50_000_000 * 4, 500 * 4  # bytes: the report's buckets, and ones that a model of this size fills many of

@@ -26,7 +26,7 @@ from zc.engine.pending import Pending, PendingParameter
 from zc.engine.streams import ThreadStreams
 from zc.errors import PlanError
 from zc.ranks.comm import Group
-from zc.schedule.nodes import COMM, HOME
+from zc.schedule.buffer import COMM, HOME
 
 DIM, DEPTH, BUCKET = 32, 4, 5000  # one bucket a layer
 LATE = 0.012  # seconds

@@ -48,8 +48,6 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
             options[name] = rng.choice(values)
     if stage == 1:
         options.pop("reduce_dtype", None)  # a sum of microbatches is not rounded: zc refuses that
-    if options.get("write_in_place") and rng.random() < 0.3:
-        options["delay_weight_grads"] = True
     if options.get("offload") and rng.random() < 0.4:
         options["offload_accumulate"] = "device"
     if options.get("offload") or not options.get("overlap", True):

@@ -46,8 +46,6 @@ def _candidates(program: Program) -> Iterator[Program]:
     for key in sorted(program.options.keys() - {"stage", "backend", "bucket_nbytes"}):
         options = {k: v for k, v in program.options.items() if k != key}
         dtype = "float32" if key == "param_dtype" else program.dtype
-        if key == "write_in_place":
-            options.pop("delay_weight_grads", None)
         if key == "offload":
             options.pop("offload_accumulate", None)
         yield dataclasses.replace(program, options=options, dtype=dtype)

@@ -22,7 +22,8 @@ from zc.engine.cuda_streams import CudaStreams
 from zc.engine.streams import Task
 from zc.planning.plan import Plan
 from zc.schedule import codegen
-from zc.schedule.nodes import COMM, results, segment, steps
+from zc.schedule.buffer import COMM
+from zc.schedule.nodes import results, segment, steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: real streams and events")
 

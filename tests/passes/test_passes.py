@@ -14,7 +14,7 @@ from torch import fx
 from zc.errors import PassError
 from zc.passes import bucket_gradients, outline_segments, reduce_buckets, tag_gradients
 from zc.passes.base import Pass, copy_graph
-from zc.passes.pipeline import PIPELINE
+from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.schedule.nodes import (
     accumulate,
@@ -22,10 +22,12 @@ from zc.schedule.nodes import (
     deposit,
     flatten_cast,
     launch_reduce,
+    put,
     segment,
     text,
     wait_reduce,
 )
+from zc.schedule.spec import Deposit
 
 pytestmark = pytest.mark.check
 
@@ -34,7 +36,8 @@ def kinds(graph: fx.Graph) -> list[str]:
     return [n.target.__name__ for n in graph.nodes if n.op == "call_function" and hasattr(n.target, "__name__")]
 
 
-COPYING = tuple(p for p in PIPELINE if p.name != "write_in_place")  # every gradient in a flatten_cast: easier to read
+PIPELINE = pipeline(in_place=True)
+COPYING = pipeline(in_place=False)  # every gradient in a flatten_cast: easier to read
 
 
 def after(name: str, graph: fx.Graph, plan) -> fx.Graph:
@@ -132,7 +135,7 @@ def test_results_of_one_node_stay_in_its_segment() -> None:
     x = graph.placeholder("x")
     pair = graph.call_function(torch.ops.aten.topk.default, (x, 2))
     first = graph.call_function(__import__("operator").getitem, (pair, 0))
-    graph.call_function(deposit, (0, 0, first))
+    put(graph, Deposit(0, 0, first))
     second = graph.call_function(__import__("operator").getitem, (pair, 1))
     graph.output((second,))
     new = outline_segments.run(graph, plan_for(["w"]))
@@ -181,9 +184,9 @@ def test_the_whole_pipeline_gives_one_text_whatever_the_hash_seed() -> None:
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from graphs import chain, plan_for\n"
-        "from zc.passes.pipeline import PIPELINE\nfrom zc.passes.runner import run_passes\n"
+        "from zc.passes.pipeline import pipeline\nfrom zc.passes.runner import run_passes\n"
         "from zc.schedule.nodes import text\n"
-        "graph, names = chain(9)\nprint(text(run_passes(graph, plan_for(names), PIPELINE)[0]))"
+        "graph, names = chain(9)\nprint(text(run_passes(graph, plan_for(names), pipeline(in_place=True))[0]))"
     )
     folder = __file__.rsplit("/", 1)[0]
     seen = set()
@@ -196,14 +199,20 @@ def test_the_whole_pipeline_gives_one_text_whatever_the_hash_seed() -> None:
     assert len(seen) == 1 and "launch_reduce" in seen.pop()
 
 
+def test_options_leave_out_what_they_say_and_nothing_else() -> None:
+    names = [p.name for p in PIPELINE]
+    assert [p.name for p in COPYING] == [n for n in names if n != "write_in_place"]
+    assert [p.name for p in pipeline(in_place=True, prove=False)] == [n for n in names if n != "verify"]
+
+
 def test_runner_names_what_a_pass_lacks_and_writes_dumps(tmp_path) -> None:
     graph, names = chain(3)
     with pytest.raises(PassError, match="bucket_gradients requires"):
         run_passes(graph, plan_for(names), (bucket_gradients.PASS, reduce_buckets.PASS))
     run_passes(graph, plan_for(names), PIPELINE, dump_dir=tmp_path, name="g")
     written = sorted(p.name for p in (tmp_path / "g").iterdir())
-    assert "00_input.txt" in written and "05_reduce_buckets.diff" in written
-    assert "launch_reduce" in (tmp_path / "g" / "05_reduce_buckets.diff").read_text()
+    assert "00_input.txt" in written and "04_reduce_buckets.diff" in written
+    assert "launch_reduce" in (tmp_path / "g" / "04_reduce_buckets.diff").read_text()
 
 
 def test_stage_1_second_write_of_the_pipeline_is_an_accumulate_cast() -> None:

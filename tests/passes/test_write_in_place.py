@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,10 +16,19 @@ from torch import Tensor, fx
 import zc
 from zc.passes import exactly_once, write_in_place
 from zc.passes.base import copy_graph
-from zc.passes.pipeline import PIPELINE
+from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.passes.write_in_place import nbytes_in_place
-from zc.schedule.nodes import accumulate_cast, flatten_cast, launch_reduce, steps, wgrad_into
+from zc.schedule.nodes import (
+    accumulate_cast,
+    change,
+    flatten_cast,
+    launch_reduce,
+    op_of,
+    put,
+    steps,
+    wgrad_into,
+)
 
 _aten = torch.ops.aten
 
@@ -29,8 +39,8 @@ def _fresh() -> None:
 
 
 def after(name: str, graph: fx.Graph, plan: Any) -> fx.Graph:
-    names = [p.name for p in PIPELINE]
-    return run_passes(graph, plan, PIPELINE[: names.index(name) + 1])[0]
+    passes = pipeline(in_place=True)
+    return run_passes(graph, plan, passes[: [p.name for p in passes].index(name) + 1])[0]
 
 
 def writes(graph: fx.Graph) -> list[fx.Node]:
@@ -132,7 +142,7 @@ def test_a_part_that_nobody_writes_is_a_fault() -> None:
 def test_a_part_written_twice_is_a_fault() -> None:
     graph, plan, made = parts()
     with graph.inserting_after(made[1]):
-        again = graph.call_function(wgrad_into, made[1].args, made[1].kwargs)
+        again = put(graph, op_of(made[1]))
     again.meta["stream"] = "compute"
     assert "slot 1 is written by" in faults(graph, plan) and "[64, 128) of bucket 0 are written twice" in faults(
         graph, plan
@@ -141,7 +151,7 @@ def test_a_part_written_twice_is_a_fault() -> None:
 
 def test_a_part_that_reaches_into_its_neighbour_is_a_fault() -> None:
     graph, plan, made = parts()
-    made[0].args = (*made[0].args[:4], 96, *made[0].args[5:])
+    change(made[0], replace(op_of(made[0]), stop=96))
     assert "writes [0, 96) of bucket 0; slot 0 is [0, 64)" in faults(graph, plan)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from zc.engine.streams import Task
-from zc.schedule.nodes import HOME
+from zc.schedule.buffer import HOME
 
 T = TypeVar("T")
 TRANSFER = "transfer."  # each launch's own stream: transfer.0, transfer.1, ...

@@ -27,7 +27,7 @@ from zc.engine import flushes, program
 from zc.engine.runtime import Runtime
 from zc.passes.base import Pass, copy_graph
 from zc.passes.debt import Debt, debt_of
-from zc.passes.pipeline import PIPELINE
+from zc.passes.pipeline import pipeline
 from zc.passes.place_on_streams import spread_producers
 from zc.passes.runner import run_passes
 from zc.planning.placement import OFFLOADS, PLACEMENTS
@@ -220,7 +220,7 @@ def case(
         captured.specs, world_size=world_size, placement=PLACEMENTS[stage], reduce="exact", reduce_dtype=None,
         bucket_nbytes=800, num_buffers=ring, overlap=overlap, offload=OFFLOADS[offload] if offload else None,
     )  # fmt: skip
-    passes = tuple(p for p in PIPELINE if p.name != "delay_weight_grads" and (in_place or p.name != "write_in_place"))
+    passes = pipeline(in_place=in_place)
     passes = tuple(spread_producers(producers) if p.name == "place_on_streams" else p for p in passes)
     graphs, owed = [], Debt()
     for number, (graph, args) in enumerate(captured.graphs):

@@ -5,40 +5,34 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from mutants import Mutant, edited
 from torch import fx
 
-from zc.schedule.nodes import (
-    accumulate,
-    accumulate_cast,
-    copy_to_host,
-    deposit,
-    flatten_cast,
-    launch_reduce,
-    stage_shard,
-    steps,
-    wait_reduce,
-    wgrad_into,
+from zc.schedule.nodes import change, op_of, ops, put
+from zc.schedule.spec import (
+    Accumulate,
+    AccumulateCast,
+    Cast,
+    CopyToHost,
+    Deposit,
+    FlattenCast,
+    LaunchReduce,
+    StageShard,
+    WaitReduce,
+    WgradInto,
+    Write,
 )
-
-_CASTS = (flatten_cast, accumulate_cast)
-_WRITES = (*_CASTS, wgrad_into, deposit)
 
 
 def _changed(node: fx.Node, **changes: Any) -> Mutant:
-    """``node`` with other arguments, by position (``a3=...``), or other spans."""
+    """``node`` with other fields; values are those of the intact graph."""
 
     def edit(g: fx.Graph, where: dict[fx.Node, fx.Node]) -> None:
-        new = where[node]
-        args = list(new.args)
-        for key, value in changes.items():
-            if key == "spans":
-                new.kwargs = {**new.kwargs, "spans": value}
-            else:
-                args[int(key[1:])] = fx.map_arg(value, lambda n: where[n])
-        new.args = tuple(args)
+        taken = {key: fx.map_arg(item, lambda n: where[n]) for key, item in changes.items()}
+        change(where[node], replace(op_of(where[node]), **taken))
 
     return f"{node.name} with {changes}", edit
 
@@ -58,106 +52,111 @@ def _doubled(*nodes: fx.Node) -> Mutant:
         last = where[nodes[-1]]
         for node in nodes:
             with g.inserting_after(last):
-                last = g.call_function(node.target, where[node].args, where[node].kwargs)
+                last = put(g, op_of(where[node]))
             last.meta = dict(node.meta)
 
     return f"twice {', '.join(n.name for n in nodes)}", edit
 
 
-def _of(graph: fx.Graph, *kinds: object) -> list[fx.Node]:
-    return [n for n in steps(graph) if n.target in kinds]
+def _of(graph: fx.Graph, kind: Any) -> list[tuple[fx.Node, Any]]:
+    return [(node, op) for node, op in ops(graph) if isinstance(op, kind)]
 
 
-def _without(items: Any, k: int) -> Any:
-    return type(items)(item for j, item in enumerate(items) if j != k)
+def _nodes(graph: fx.Graph, kind: Any) -> list[fx.Node]:
+    return [node for node, _ in _of(graph, kind)]
+
+
+def _without(items: tuple[Any, ...], k: int) -> tuple[Any, ...]:
+    return (*items[:k], *items[k + 1 :])
 
 
 def slot_dropped(graph: fx.Graph) -> Iterator[Mutant]:
-    for node in _of(graph, *_CASTS):
-        for k in (k for k, grad in enumerate(node.args[3]) if not grad.meta.get("is_none")):
-            yield _changed(node, a2=_without(node.args[2], k), a3=_without(list(node.args[3]), k))
+    for node, op in _of(graph, Cast):
+        for k in (k for k, grad in enumerate(op.grads) if not grad.meta.get("is_none")):
+            yield _changed(node, slots=_without(op.slots, k), grads=_without(op.grads, k))
 
 
 def slots_swapped(graph: fx.Graph) -> Iterator[Mutant]:
     """Two gradients of one bucket take each other's place."""
-    for node in _of(graph, *_CASTS):
-        for k, (first, second) in enumerate(itertools.pairwise(node.args[3])):
+    for node, op in _of(graph, Cast):
+        for k, (first, second) in enumerate(itertools.pairwise(op.grads)):
             if first is not second and not (first.meta.get("is_none") and second.meta.get("is_none")):
-                grads = list(node.args[3])
-                grads[k : k + 2] = second, first
-                yield _changed(node, a3=grads)
-    for first, second in itertools.pairwise(_of(graph, wgrad_into)):
-        if first.args[0] == second.args[0]:
+                yield _changed(node, grads=(*op.grads[:k], second, first, *op.grads[k + 2 :]))
+    for first, second in itertools.pairwise(_of(graph, WgradInto)):
+        if first[1].bucket == second[1].bucket:
+            yield _swapped(first, second, ("inputs", "how"), f"{first[0].name} in the slot of {second[0].name}")
+    for first, second in itertools.pairwise(_of(graph, Deposit)):
+        if first[1].grad is not second[1].grad:
+            yield _swapped(first, second, ("grad",), f"{first[0].name} for {second[0].name}")
 
-            def edit(g: Any, where: Any, a: fx.Node = first, b: fx.Node = second) -> None:
-                where[a].args, where[b].args = (*b.args[:5], *where[a].args[5:]), (*a.args[:5], *where[b].args[5:])
 
-            yield f"{first.name} in the slot of {second.name}", edit
-    for first, second in itertools.pairwise(_of(graph, deposit)):
-        if first.args[2] is not second.args[2]:
+def _swapped(first: tuple[fx.Node, Any], second: tuple[fx.Node, Any], kept: tuple[str, ...], name: str) -> Mutant:
+    """Each of two becomes the other in all but the fields ``kept``."""
 
-            def swap(g: Any, where: Any, a: fx.Node = first, b: fx.Node = second) -> None:
-                where[a].args, where[b].args = (*b.args[:2], where[a].args[2]), (*a.args[:2], where[b].args[2])
+    def edit(g: fx.Graph, where: dict[fx.Node, fx.Node]) -> None:
+        a, b = where[first[0]], where[second[0]]
+        own, other = op_of(a), op_of(b)
+        change(a, replace(other, **{name: getattr(own, name) for name in kept}))
+        change(b, replace(own, **{name: getattr(other, name) for name in kept}))
 
-            yield f"{first.name} for {second.name}", swap
+    return name, edit
 
 
 def write_deleted(graph: fx.Graph) -> Iterator[Mutant]:
-    for node in _of(graph, *_CASTS, wgrad_into):
-        if node.target is not flatten_cast or node.kwargs.get("spans", True):
+    for node, op in _of(graph, Write):
+        if not (isinstance(op, FlattenCast) and op.spans == ()):
             yield _erased(node)
 
 
 def deposit_deleted(graph: fx.Graph) -> Iterator[Mutant]:
-    yield from map(_erased, _of(graph, deposit))
+    yield from map(_erased, _nodes(graph, Deposit))
 
 
 def added_twice(graph: fx.Graph) -> Iterator[Mutant]:
     """What adds, once more: the same write of a ring buffer again would change nothing."""
-    for node in _of(graph, accumulate_cast, accumulate, deposit, wgrad_into):
-        spans_only = node.target is accumulate_cast and not node.args[2]
-        in_ring = node.target is wgrad_into and str(node.args[1]).startswith("flat_grad[")
+    for node, op in _of(graph, AccumulateCast | Accumulate | Deposit | WgradInto):
+        spans_only = isinstance(op, AccumulateCast) and not op.slots
+        in_ring = isinstance(op, WgradInto) and op.buffer.kind == "flat_grad"
         if not spans_only and not in_ring:
             yield _doubled(node)
 
 
 def elements_missed(graph: fx.Graph) -> Iterator[Mutant]:
     """wgrad_into one element short, long, or shifted by one."""
-    for node in _of(graph, wgrad_into):
-        start, stop = int(node.args[3]), int(node.args[4])
-        for new in ((start, stop - 1), (start, stop + 1), (start + 1, stop + 1)):
-            yield _changed(node, a3=new[0], a4=new[1])
+    for node, op in _of(graph, WgradInto):
+        for first, last in ((0, -1), (0, 1), (1, 1)):
+            yield _changed(node, start=op.start + first, stop=op.stop + last)
 
 
 def spans_changed(graph: fx.Graph) -> Iterator[Mutant]:
     """A span left out, or one element shorter at either end. (One that reaches into a slot which wgrad_into fills later
     on the same stream changes nothing.)"""
-    for node in _of(graph, *_CASTS):
-        spans = node.kwargs.get("spans", ())
+    for node, op in _of(graph, Cast):
+        spans = op.spans or ()
         for k, (start, stop) in enumerate(spans):
             for new in ((), ((start + 1, stop),), ((start, stop - 1),)):
                 yield _changed(node, spans=(*spans[:k], *new, *spans[k + 1 :]))
 
 
 def accumulate_deleted(graph: fx.Graph) -> Iterator[Mutant]:
-    yield from map(_erased, _of(graph, accumulate))
+    yield from map(_erased, _nodes(graph, Accumulate))
 
 
 def _reductions(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
-    yield from zip(_of(graph, launch_reduce), _of(graph, wait_reduce), _of(graph, accumulate), strict=True)
+    yield from zip(*(_nodes(graph, kind) for kind in (LaunchReduce, WaitReduce, Accumulate)), strict=True)
 
 
 def reduction_deleted(graph: fx.Graph) -> Iterator[Mutant]:
-    if _of(graph, launch_reduce):
+    if _of(graph, LaunchReduce):
         yield from (_erased(*chain) for chain in _reductions(graph))
 
 
 def reduction_bypassed(graph: fx.Graph) -> Iterator[Mutant]:
     """Accumulated from what was to be sent: this rank's own gradient counts for the mean."""
-    for launch, done, total in _reductions(graph) if _of(graph, launch_reduce) else ():
+    for launch, done, total in _reductions(graph) if _of(graph, LaunchReduce) else ():
 
         def edit(g: Any, where: Any, a: fx.Node = launch, b: fx.Node = done, c: fx.Node = total) -> None:
-            where[c].args = (*c.args[:2], a.args[2])
+            change(where[c], replace(op_of(c), src=op_of(a).src))
             g.erase_node(where[b])
             g.erase_node(where[a])
 
@@ -166,16 +165,16 @@ def reduction_bypassed(graph: fx.Graph) -> Iterator[Mutant]:
 
 def other_bucket(graph: fx.Graph) -> Iterator[Mutant]:
     """A write or a deposit that says the number of a bucket that has such a slot as well."""
-    buckets = sorted({int(n.args[0]) for n in _of(graph, *_WRITES)})
-    for node in _of(graph, *_CASTS, deposit):
-        other = next((b for b in buckets if b != node.args[0]), None)
-        if other is not None and (node.target is deposit or node.args[2]):
-            yield _changed(node, a0=other)
+    buckets = sorted({op.bucket for _, op in _of(graph, Write | Deposit)})
+    for node, op in _of(graph, Cast | Deposit):
+        other = next((b for b in buckets if b != op.bucket), None)
+        if other is not None and op.slots:
+            yield _changed(node, bucket=other)
 
 
 def landing_changed(graph: fx.Graph) -> Iterator[Mutant]:
     """With offload: what was to land in host memory does not, or twice."""
-    shards, copies = _of(graph, stage_shard), _of(graph, copy_to_host)
+    shards, copies = _nodes(graph, StageShard), _nodes(graph, CopyToHost)
     for k, copy in enumerate(copies):
         chain = (shards[k], copy) if shards else (copy,)
         yield _erased(*chain)

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from torch import fx
 
 from zc.passes.base import copy_graph
-from zc.schedule.nodes import SYNC_OPS, record_event, release, steps, stream_of, wait_event
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import change, op_of, ops, put, steps, stream_of
+from zc.schedule.spec import BufferOp, RecordEvent, Release, Sync, WaitEvent, buffers_of, renamed
 
 Edit = Callable[[fx.Graph, dict[fx.Node, fx.Node]], None]  # of a copy, given where each node went
 Mutant = tuple[str, Edit]
@@ -23,37 +25,38 @@ def edited(graph: fx.Graph, edit: Edit) -> fx.Graph:
 
 
 def without_a_wait(graph: fx.Graph) -> Iterator[Mutant]:
-    for node in steps(graph):
-        if node.target is wait_event:
+    for node, op in ops(graph):
+        if isinstance(op, WaitEvent):
             yield (
-                f"no wait for {node.args[0]} on {stream_of(node)} ({node.name})",
+                f"no wait for {op.event} on {stream_of(node)} ({node.name})",
                 lambda g, where, n=node: g.erase_node(where[n]),
             )
 
 
 def record_before_producer(graph: fx.Graph) -> Iterator[Mutant]:
     before: dict[str, fx.Node] = {}
-    for node in steps(graph):
+    for node, op in ops(graph):
         stream = stream_of(node)
-        if node.target is record_event and stream in before:
+        if isinstance(op, RecordEvent) and stream in before:
             producer = before[stream]
             yield (
-                f"{node.args[0]} recorded before {producer.name}",
+                f"{op.event} recorded before {producer.name}",
                 lambda g, where, n=node, p=producer: where[p].prepend(where[n]),
             )
-        if node.target not in SYNC_OPS:
+        if not isinstance(op, Sync):
             before[stream] = node
 
 
-def shorter_ring(graph: fx.Graph) -> Iterator[Mutant]:
-    """One buffer less: the last one's users take the first."""
-    used = {a for n in steps(graph) for a in n.args if isinstance(a, str) and a.startswith("flat_grad[")}
-    for gone in sorted(used)[1:]:
-        for kept in sorted(used)[: sorted(used).index(gone)]:
+def shorter_ring(graph: fx.Graph, kind: str = "flat_grad") -> Iterator[Mutant]:
+    """One buffer less: the last one's users take one before."""
+    used = sorted({b for _, op in ops(graph) for b in buffers_of(op).values() if b.kind == kind})
+    for k, gone in enumerate(used):
+        for kept in used[:k]:
 
-            def edit(g: fx.Graph, where: dict[fx.Node, fx.Node], gone: str = gone, kept: str = kept) -> None:
-                for node in where.values():
-                    node.args = tuple(kept if isinstance(a, str) and a == gone else a for a in node.args)
+            def edit(g: fx.Graph, where: dict[fx.Node, fx.Node], gone: Buffer = gone, kept: Buffer = kept) -> None:
+                for node, op in list(ops(g)):
+                    if isinstance(op, BufferOp):
+                        change(node, renamed(op, gone, kept))
 
             yield f"{kept} in place of {gone}", edit
 
@@ -61,7 +64,7 @@ def shorter_ring(graph: fx.Graph) -> Iterator[Mutant]:
 def early_release(graph: fx.Graph) -> Iterator[Mutant]:
     """A release that no order holds back: as soon as its values are there."""
     for node in steps(graph):
-        if node.target is not release:
+        if not isinstance(op_of(node), Release):
             continue
 
         def edit(g: fx.Graph, where: dict[fx.Node, fx.Node], n: fx.Node = node) -> None:
@@ -87,11 +90,11 @@ def of(graph: fx.Graph, every: int = 1) -> Iterator[tuple[str, str, fx.Graph]]:
 
 def wait_twice(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
     """No race, and one wait more than needed."""
-    for node in steps(graph):
-        if node.target is wait_event:
+    for node, op in ops(graph):
+        if isinstance(op, WaitEvent):
 
-            def edit(g: fx.Graph, where: dict[fx.Node, fx.Node], n: fx.Node = node) -> None:
+            def edit(g: fx.Graph, where: dict[fx.Node, fx.Node], n: fx.Node = node, op: WaitEvent = op) -> None:
                 with g.inserting_after(where[n]):
-                    g.call_function(wait_event, n.args).meta["stream"] = stream_of(n)
+                    put(g, op, stream=stream_of(n))
 
             yield "wait doubled", node.name, edited(graph, edit)

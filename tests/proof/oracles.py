@@ -19,26 +19,9 @@ from torch import fx
 from torch.cuda import _sanitizer
 
 from zc.planning.plan import Plan
-from zc.schedule.nodes import (
-    HOME,
-    HOST,
-    SYNC_OPS,
-    Access,
-    accesses,
-    carried_event,
-    carrier,
-    in_host_memory,
-    is_plan_buffer,
-    launch_reduce,
-    overlap,
-    record_event,
-    release,
-    shared_buffers,
-    steps,
-    stream_of,
-    wait_event,
-    wait_reduce,
-)
+from zc.schedule.buffer import HOME, HOST, Access, Buffer, carried_event, overlap
+from zc.schedule.nodes import accesses, op_of, shared_buffers, steps, stream_of
+from zc.schedule.spec import LaunchReduce, RecordEvent, Sync, WaitEvent, WaitReduce
 
 
 class Op(NamedTuple):
@@ -56,8 +39,8 @@ def operations(graph: fx.Graph, plan: Plan | None) -> list[Op]:
     """The schedule, with what the contract says of before and after."""
     shared = sorted(shared_buffers(graph, plan))
     nodes = list(steps(graph))
-    touched = {a.buffer for n in nodes for group in accesses(n) for a in group}
-    ops = [Op(HOME, "touch", writes=tuple(Access(f"caller {b}") for b in sorted(touched) if is_plan_buffer(b)))]
+    touched = {a.buffer for n in nodes for group in accesses(n) for a in group if isinstance(a.buffer, Buffer)}
+    ops = [Op(HOME, "touch", writes=tuple(Access(f"caller {b}") for b in sorted(touched)))]
     # the thread that issues the schedule is the processor: what it did with host memory is done
     ops += [Op(HOME, "record", event="entry"), Op(HOST, "wait", event="entry")]
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -65,8 +48,8 @@ def operations(graph: fx.Graph, plan: Plan | None) -> list[Op]:
     for buffer in shared:
         ops.append(Op(f"past {buffer}", "touch", writes=(Access(f"carried {buffer}"),)))
         ops.append(Op(f"past {buffer}", "record", event=carried_event(buffer)))
-        ops.append(Op(carrier(buffer), "wait", event=carried_event(buffer)))
-    lasting = {carrier(b) for b in touched if is_plan_buffer(b)}
+        ops.append(Op(buffer.carrier, "wait", event=carried_event(buffer)))
+    lasting = {b.carrier for b in touched}
     sides = {stream_of(n) for n in nodes} - lasting - {HOME}
     for node in nodes:
         ops += _operations_of(node, sides)
@@ -75,12 +58,12 @@ def operations(graph: fx.Graph, plan: Plan | None) -> list[Op]:
     ops.append(Op(HOME, "touch", ends, tuple(Access(f"%{n.name}") for n in output.all_input_nodes), node=output))
     ops += [Op(HOME, "record", event="the end"), Op(HOST, "record", event="the processor's end")]
     for buffer in shared:
-        end = "the processor's end" if in_host_memory(buffer) else "the end"
+        end = "the processor's end" if buffer.on_host else "the end"
         ops.append(Op(f"future {buffer}", "wait", event=end))
         ops.append(Op(f"future {buffer}", "wait", event=carried_event(buffer)))
         ops.append(Op(f"future {buffer}", "touch", writes=_both(Access(buffer))))
     elsewhere = [(a.buffer, stream_of(n)) for n in nodes for group in accesses(n) for a in group]
-    for buffer in sorted({b for b, s in elsewhere if is_plan_buffer(b) and s in lasting - {HOME, carrier(b)}}):
+    for buffer in sorted({b for b, s in elsewhere if isinstance(b, Buffer) and s in lasting - {HOME, b.carrier}}):
         if buffer not in shared:  # no carried event stands for it: home's end must
             ops.append(Op(f"future {buffer}", "wait", event="the end"))
             ops.append(Op(f"future {buffer}", "touch", writes=_both(Access(buffer))))
@@ -88,40 +71,44 @@ def operations(graph: fx.Graph, plan: Plan | None) -> list[Op]:
 
 
 def _operations_of(node: fx.Node, sides: set[str]) -> Iterator[Op]:
-    stream = stream_of(node)
-    if node.target is record_event or node.target is wait_event:
-        yield Op(stream, "record" if node.target is record_event else "wait", event=str(node.args[0]), node=node)
+    stream, op = stream_of(node), op_of(node)
+    if isinstance(op, RecordEvent | WaitEvent):
+        yield Op(stream, "record" if isinstance(op, RecordEvent) else "wait", event=op.event, node=node)
         return
     reads, writes = accesses(node)
     reads, writes = (tuple(b for a in group for b in _both(a)) for group in (reads, writes))
-    if node.target is launch_reduce:
+    if isinstance(op, LaunchReduce):
         end = (Access(f"end of {stream}"),) if stream in sides else ()
-        yield Op(stream, "touch", writes=(*(a for a in writes if a.buffer.startswith("%")), *end), node=node)
-        writes = tuple(a for a in writes if not a.buffer.startswith("%"))  # the work is a host object: there at once
+        yield Op(stream, "touch", writes=(*(a for a in writes if _is_value(a)), *end), node=node)
+        writes = tuple(a for a in writes if not _is_value(a))  # the work is a host object: there at once
         yield Op(stream, "record", event=f"start of {node.name}")
         yield Op(f"flight of {node.name}", "wait", event=f"start of {node.name}")
         yield Op(f"flight of {node.name}", "touch", reads, writes, node=node)
         yield Op(f"flight of {node.name}", "record", event=f"arrival of {node.name}")
         return
-    if node.target is wait_reduce:
-        launches = [n for n in node.all_input_nodes if n.target is launch_reduce]
-        yield Op(stream, "touch", reads=tuple(a for a in reads if a.buffer.startswith("%")), node=node)
-        yield Op(stream, "wait", event=f"arrival of {launches[0].name}")
-    if stream in sides and node.target is not release and node.target not in SYNC_OPS:
+    if isinstance(op, WaitReduce):
+        yield Op(stream, "touch", reads=tuple(a for a in reads if _is_value(a)), node=node)
+        yield Op(stream, "wait", event=f"arrival of {op.work.name}")
+    if stream in sides and not isinstance(op, Sync):
         writes = (*writes, Access(f"end of {stream}"))
     yield Op(stream, "touch", reads, writes, node=node)
 
 
+def _is_value(access: Access) -> bool:
+    """Not of the plan: neither a buffer, nor one of its two pasts."""
+    return str(access.buffer).startswith("%")
+
+
 def _both(access: Access) -> tuple[Access, ...]:
     """A plan-owned buffer has two pasts, the caller's and the earlier schedules', that nothing orders: two places."""
-    if not is_plan_buffer(access.buffer):
+    if not isinstance(access.buffer, Buffer):
         return (access,)
     return access._replace(buffer=f"caller {access.buffer}"), access._replace(buffer=f"carried {access.buffer}")
 
 
 def _cells(ops: Sequence[Op]) -> dict[Access, set[int]]:
     """Each extent as a set of numbers, overlapping where the sets do: the sanitizer knows no extents."""
-    found: dict[str, set[Access]] = collections.defaultdict(set)
+    found: dict[object, set[Access]] = collections.defaultdict(set)
     for op in ops:
         for access in (*op.reads, *op.writes):
             found[access.buffer].add(access)

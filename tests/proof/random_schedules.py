@@ -11,27 +11,25 @@ from torch import fx
 from zc.errors import PassError
 from zc.passes import insert_events
 from zc.planning.plan import Plan
-from zc.schedule.nodes import (
-    COMM,
-    COPY,
-    HOME,
-    HOST,
-    accumulate,
-    copy_to_device,
-    copy_to_host,
-    flatten_cast,
-    gather,
-    launch_reduce,
-    record_event,
-    release,
-    segment,
-    stage_shard,
-    steps,
-    stream_of,
-    update,
-    wait_event,
-    wait_reduce,
-    wgrad_into,
+from zc.schedule.buffer import COMM, COPY, HOME, HOST, Buffer
+from zc.schedule.nodes import op_of, ops, put, steps, stream_of
+from zc.schedule.spec import (
+    Accumulate,
+    CopyToDevice,
+    CopyToHost,
+    Event,
+    FlattenCast,
+    Gather,
+    LaunchReduce,
+    Op,
+    RecordEvent,
+    Release,
+    Segment,
+    StageShard,
+    Update,
+    WaitEvent,
+    WaitReduce,
+    WgradInto,
 )
 
 STREAMS = (HOME, COMM, "compute.1")
@@ -39,13 +37,13 @@ OFFLOAD_STREAMS = (HOME, COMM, COPY, HOST)
 OFFLOAD_EVENTS = ("e0", "e1", "done/staging[0]", "done/host[0]", "done/master[0]", "done/acc[0]")
 EVENTS = ("e0", "e1", "e2", "done/flat_grad[0]", "done/flat_grad[1]", "done/acc[0]")
 
-
+ACC, RECV, STAGING, HOST_GRAD, MASTER, FLAT_PARAM, FLAT_GRAD = (
+    Buffer(kind, 0) for kind in ("acc", "recv", "staging", "host", "master", "flat_param", "flat_grad")
+)
 _MOVES = (
-    (copy_to_device, ("staging[0]", "host[0]")), (copy_to_host, ("host[0]", "staging[0]")),
-    (stage_shard, ("staging[0]", "acc[0]")), (accumulate, ("staging[0]", "recv[0]")),
-    (accumulate, ("acc[0]", "flat_grad[0]")), (flatten_cast, ("flat_grad[0]", (0,), [])),
-    (update, ("master[0]", "host[0]")), (copy_to_device, ("flat_param[0]", "master[0]")),
-    (gather, ("flat_param[0]",)),
+    CopyToDevice(0, STAGING, HOST_GRAD), CopyToHost(0, HOST_GRAD, STAGING), StageShard(0, STAGING, ACC),
+    Accumulate(0, STAGING, RECV), Accumulate(0, ACC, FLAT_GRAD), FlattenCast(0, FLAT_GRAD, (0,), ()),
+    Update(0, MASTER, HOST_GRAD), CopyToDevice(0, FLAT_PARAM, MASTER), Gather(0, FLAT_PARAM),
 )  # fmt: skip
 
 
@@ -55,12 +53,12 @@ def offloaded_schedules(draw: st.DrawFn) -> tuple[fx.Graph, Plan]:
     plan = make(2, ring=2, stage=draw(st.sampled_from((1, 2))), offload=draw(st.sampled_from(("cpu", "device"))))
     graph = fx.Graph()
     for _ in range(draw(st.integers(1, 6))):
-        target, args = draw(st.sampled_from(_MOVES))
-        node = graph.call_function(target, (0, *args))
-        over_bus = target in (copy_to_host, copy_to_device)
-        node.meta["stream"] = (
-            COPY if over_bus else HOST if target is update else draw(st.sampled_from((HOME, COMM, COPY)))
-        )
+        op = draw(st.sampled_from(_MOVES))
+        if isinstance(op, CopyToHost | CopyToDevice):
+            stream = COPY
+        else:
+            stream = HOST if isinstance(op, Update) else draw(st.sampled_from((HOME, COMM, COPY)))
+        put(graph, op, stream=stream)
     graph.output(())
     if draw(st.booleans()):
         graph = insert_events.run(graph, plan)
@@ -98,36 +96,33 @@ def _operations(draw: st.DrawFn, *, with_release: bool) -> fx.Graph:
     flying: list[fx.Node] = []
     kinds = ["segment", "wgrad", "flatten", "launch", "wait", "accumulate"] + ["release"] * with_release
 
-    def put(target: object, args: tuple[object, ...], stream: str | None = None) -> fx.Node:
-        node = graph.call_function(target, args)
-        node.meta["stream"] = stream or draw(st.sampled_from(STREAMS))
-        return node
+    def place(op: Op) -> fx.Node:
+        return put(graph, op, stream=draw(st.sampled_from(STREAMS)))
 
     def complete(launch: fx.Node) -> None:
-        put(wait_reduce, (launch.args[0], launch, *launch.args[1:]))
+        op = op_of(launch)
+        place(WaitReduce(op.bucket, launch, op.dst, op.src))
 
     for k in range(draw(st.integers(1, 6))):
         kind = draw(st.sampled_from(kinds))
         index = draw(st.integers(0, 1))
         some = draw(st.sampled_from(values)) if values else None
+        inputs, ring = () if some is None else (some,), Buffer("flat_grad", index)
         if kind == "segment":
-            inputs = [] if some is None else [some]
-            values.append(graph.call_function(operator.getitem, (put(segment, (f"segment_{k}", *inputs)), 0)))
+            values.append(graph.call_function(operator.getitem, (place(Segment(f"segment_{k}", inputs)), 0)))
         elif kind == "wgrad":
             slot = draw(st.integers(0, 1))
-            inputs = [] if some is None else [some]
-            put(wgrad_into, (index, f"flat_grad[{index}]", slot, 2 * slot, 2 * slot + 2, *inputs))
+            place(WgradInto(index, ring, slot, 2 * slot, 2 * slot + 2, inputs))
         elif kind == "flatten":
-            put(flatten_cast, (index, f"flat_grad[{index}]", (0,), [] if some is None else [some]))
+            place(FlattenCast(index, ring, (0,), inputs))
         elif kind == "launch":
-            src = draw(st.sampled_from((f"flat_grad[{index}]", "acc[0]")))
-            flying.append(put(launch_reduce, (index, "recv[0]", src)))
+            flying.append(place(LaunchReduce(index, RECV, draw(st.sampled_from((ring, ACC))))))
         elif kind == "wait" and flying:
             complete(flying.pop(0))
         elif kind == "accumulate":
-            put(accumulate, (0, "acc[0]", "recv[0]"))
+            place(Accumulate(0, ACC, RECV))
         elif kind == "release" and some is not None:
-            put(release, (some,))
+            place(Release((some,)))
             values.remove(some)
     for launch in flying:
         complete(launch)
@@ -141,25 +136,23 @@ def _insert(
     """A record or a wait, anywhere."""
     nodes = [*steps(graph), graph.output_node()]
     with graph.inserting_before(nodes[draw(st.integers(0, len(nodes) - 1))]):
-        made = graph.call_function(draw(st.sampled_from((record_event, wait_event))), (draw(st.sampled_from(events)),))
-    made.meta["stream"] = draw(st.sampled_from(streams))
+        made = draw(st.sampled_from((RecordEvent, WaitEvent)))(draw(st.sampled_from(events)))
+        put(graph, made, stream=draw(st.sampled_from(streams)))
 
 
 def _edit(draw: st.DrawFn, graph: fx.Graph) -> None:
     """Takes a wait away, moves a record or a wait by a few places, or adds a wait for what is recorded."""
     nodes = list(steps(graph))
-    sync = [n for n in nodes if n.target in (record_event, wait_event)]
+    sync = [(node, op) for node, op in ops(graph) if isinstance(op, Event)]
     if not sync:
         return
-    chosen = draw(st.sampled_from(sync))
+    chosen, op = draw(st.sampled_from(sync))
     how = draw(st.sampled_from(("delete", "move", "copy")))
-    if how == "delete" and chosen.target is wait_event:
+    if how == "delete" and isinstance(op, WaitEvent):
         graph.erase_node(chosen)
     elif how == "move":
         nodes[max(0, nodes.index(chosen) - draw(st.integers(1, 3)))].prepend(chosen)
     else:
+        streams = [s for s in (*STREAMS, *OFFLOAD_STREAMS) if s != stream_of(chosen)]
         with graph.inserting_after(chosen):
-            made = graph.call_function(wait_event, chosen.args)
-        made.meta["stream"] = draw(
-            st.sampled_from([s for s in (*STREAMS, *OFFLOAD_STREAMS) if s != stream_of(chosen)])
-        )
+            put(graph, WaitEvent(op.event), stream=draw(st.sampled_from(streams)))

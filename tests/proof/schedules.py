@@ -18,7 +18,9 @@ from zc.passes import cut_forward, insert_events, offload_gradients, place_on_st
 from zc.passes.debt import Debt
 from zc.planning.placement import OFFLOADS, PLACEMENTS
 from zc.planning.plan import ParamSpec, Plan, make_plan
-from zc.schedule.nodes import accumulate_cast, deposit, flatten_cast, segment, wgrad_into
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import put
+from zc.schedule.spec import AccumulateCast, Cast, Deposit, FlattenCast, Segment, WgradInto
 
 Shape = Callable[["Builder"], Sequence[fx.Node]]
 NOTHING_OWED = Debt()
@@ -53,38 +55,35 @@ class Builder:
 
     def segment(self, inputs: Sequence[fx.Node], num_outputs: int) -> list[fx.Node]:
         key = f"segment_{self.tag}{next(self._segments)}"
-        call = self.graph.create_node("call_function", segment, (key, *inputs), name=key)
+        call = put(self.graph, Segment(key, tuple(inputs)), name=key)
         return [self.graph.call_function(operator.getitem, (call, k)) for k in range(num_outputs)]
 
     def bucket(self, index: int, grads: Sequence[fx.Node]) -> None:
         """All gradients of one bucket, and its reduction where the plan says so."""
         ring = next(self._written) % self.plan.num_buffers
-        kind, buffer = accumulate_cast, f"acc[{index}]"
+        write: Cast = AccumulateCast(index, Buffer("acc", index), tuple(range(len(grads))), tuple(grads))
         if self.plan.placement.gradient_in_ring:
-            kind, buffer = flatten_cast, f"flat_grad[{ring}]"
+            write = FlattenCast(index, Buffer("flat_grad", ring), write.slots, write.grads)
         for slot, grad in enumerate(grads):
             self._owe(index, slot, grad)
-        if self.in_place:
-            last = self._in_place(kind, index, buffer, grads)
-        else:
-            last = self.graph.call_function(kind, (index, buffer, tuple(range(len(grads))), list(grads)))
+        last = self._in_place(write) if self.in_place else put(self.graph, write)
         if self.plan.reduces:
             reduce_buckets.insert_reduction(self.graph, self.plan, last, index, ring)
 
-    def _in_place(self, kind: Callable[..., object], index: int, buffer: str, grads: Sequence[fx.Node]) -> fx.Node:
+    def _in_place(self, write: Cast) -> fx.Node:
         """Zeros in the padding, and every gradient made in its slot."""
-        bucket = self.plan.buckets[index]
+        bucket = self.plan.buckets[write.bucket]
         stops = [*(slot.offset for slot in bucket.slots[1:]), bucket.numel]
         spans = tuple((slot.stop, stop) for slot, stop in zip(bucket.slots, stops, strict=True) if slot.stop < stop)
-        self.graph.call_function(kind, (index, buffer, (), []), {"spans": spans})
-        for k, (slot, grad) in enumerate(zip(bucket.slots, grads, strict=True)):
-            last = self.graph.call_function(wgrad_into, (index, buffer, k, slot.offset, slot.stop, grad))
-            last.meta["gradient_of"] = ((index, k),)
+        put(self.graph, replace(write, slots=(), grads=(), spans=spans))
+        for k, (slot, grad) in enumerate(zip(bucket.slots, write.grads, strict=True)):
+            last = put(self.graph, WgradInto(write.bucket, write.buffer, k, slot.offset, slot.stop, (grad,)))
+            last.meta["gradient_of"] = ((write.bucket, k),)
         return last
 
     def deposit(self, index: int, slot: int, grad: fx.Node) -> None:
         self._owe(index, slot, grad)
-        self.graph.call_function(deposit, (index, slot, grad))
+        put(self.graph, Deposit(index, slot, grad))
 
     def _owe(self, index: int, slot: int, grad: fx.Node) -> None:
         self._owed.add((index, slot))

@@ -21,24 +21,16 @@ from torch import Tensor, fx
 
 from zc.planning.plan import Plan
 from zc.schedule import codegen
-from zc.schedule.nodes import (
-    HOME,
-    HOST,
-    accesses,
-    carried_event,
-    carrier,
-    in_host_memory,
-    is_plan_buffer,
-    results,
-    segment,
-    shared_buffers,
-    steps,
-    stream_of,
-    wgrad_into,
-)
+from zc.schedule.buffer import HOME, HOST, Buffer, carried_event
+from zc.schedule.nodes import accesses, item_of, ops, results, shared_buffers, steps, stream_of
+from zc.schedule.spec import Segment, WgradInto
 
 NAN = float("nan")
 LASTING = ("acc", "host", "master", "flat_param", "gathered")  # what holds something from one schedule to the next
+
+
+def is_lasting(name: str) -> bool:
+    return Buffer.named(name).kind in LASTING
 
 
 @dataclass
@@ -60,11 +52,11 @@ class Simulation:
 
     def buffer(self, name: str) -> Tensor:
         if name not in self.buffers:
-            first = self.start if name.startswith(LASTING) else NAN
-            kind, index = name[:-1].split("[")
-            num = len(self.plan.buckets)
             sizes = [b.numel for b in self.plan.buckets]
-            size = sizes[int(index)] if kind in LASTING and int(index) < num else max(sizes)
+            first, size = NAN, max(sizes)
+            if is_lasting(name):
+                first, index = self.start, Buffer.named(name).index
+                size = sizes[index] if index < len(sizes) else size
             self.buffers[name] = torch.full((size,), first, dtype=torch.float64)
         return self.buffers[name]
 
@@ -73,7 +65,7 @@ class Simulation:
         return self.buffer(name)[: self.plan.buckets[bucket].numel]
 
     def bound(self, graph: fx.Graph) -> Bound:
-        return Bound(self, {str(n.args[0]): n.meta.get("segment") for n in steps(graph) if n.target is segment})
+        return Bound(self, {op.key: n.meta.get("segment") for n, op in ops(graph) if isinstance(op, Segment)})
 
     def segment(self, key: str, args: list[Any]) -> list[Tensor]:
         total = torch.stack([a.sum() for a in args]).sum() if args else torch.zeros((), dtype=torch.float64)
@@ -136,7 +128,7 @@ class Simulation:
             grad = grad.reshape(-1)
         assert len(grad) == stop - start, "its shape is not that of its elements"
         out, opened = self.part(buffer, bucket), self.opened.get(buffer)
-        if buffer.startswith("flat_grad["):
+        if Buffer.named(buffer).kind == "flat_grad":
             out[start:stop] = grad
         elif opened is not None:
             out[start:stop] = opened[start:stop] + grad
@@ -161,7 +153,7 @@ class Simulation:
         self._spend(src)
 
     def _spend(self, src: str) -> None:
-        if src.startswith("flat_grad["):  # what the ring held is no zero for the next bucket's padding
+        if Buffer.named(src).kind == "flat_grad":  # what the ring held is no zero for the next bucket's padding
             self.buffer(src).fill_(NAN)
 
     def accumulate(self, bucket: int, acc: str, src: str) -> None:
@@ -252,10 +244,9 @@ def run(
     streams = AdversarialStreams(choose)
     num_results: dict[str, int] = {}
     for graph in case.graphs:
-        for node in steps(graph):
-            if node.target is segment:
-                made = [int(n.args[1]) for n in results(node)]
-                num_results[str(node.args[0])] = 1 + max(made, default=-1)
+        for node, op in ops(graph):
+            if isinstance(op, Segment):
+                num_results[op.key] = 1 + max(map(item_of, results(node)), default=-1)
     sim = kind(case.plan, streams, num_results)
     found: dict[str, Tensor] = {}
     expected = 0
@@ -263,14 +254,14 @@ def run(
         _past(sim, case)
     for number, graph in enumerate(case.graphs):
         values = Values()
-        expected += sum(n.target in (segment, wgrad_into) for n in steps(graph))
+        expected += sum(isinstance(op, Segment | WgradInto) for _, op in ops(graph))
         streams.run_on(HOME, _enter(values, graph, number, sim))
         codegen.load(graph)(values, streams, sim.bound(graph))
         streams.run_on(HOME, _leave(values, graph, number, found, sim, expected))
     if contract:
         _future(sim, case)
     streams.synchronize()
-    found.update({k: v for k, v in sim.buffers.items() if k.startswith(LASTING)})
+    found.update({k: v for k, v in sim.buffers.items() if is_lasting(k)})
     found.update({f"published {k}": v for k, v in enumerate(sim.published)})
     found.update({f"kept {k}": v for k, v in sim.kept.items()})
     found.update({f"touched {k}": torch.tensor(v) for k, v in sim.touched.items()})
@@ -281,30 +272,30 @@ def _past(sim: Simulation, case: Case) -> None:
     """The entry contract. The caller has used every buffer that the plan owns, on the home stream; earlier schedules
     have used those that have a carried event, one after the other in an order that nobody knows: so each on a stream of
     its own here, which only the carrier itself comes after."""
-    names = {a.buffer for g in case.graphs for n in steps(g) for group in accesses(n) for a in group}
-    owned = sorted(n for n in names if is_plan_buffer(n))
-    for name in owned:
-        sim.streams.run_on(HOME, _scale(sim.buffer(name), 0.5 if name.startswith(LASTING) else NAN))
+    found = {a.buffer for g in case.graphs for n in steps(g) for group in accesses(n) for a in group}
+    for name in sorted(str(b) for b in found if isinstance(b, Buffer)):
+        sim.streams.run_on(HOME, _scale(sim.buffer(name), 0.5 if is_lasting(name) else NAN))
     # the thread that issues is the processor: it has done what it did with host memory. It does not come after what
     # home only waits for, so this is not repeated before later schedules
     sim.streams.record("entry", HOME)
     sim.streams.wait("entry", HOST)
-    for name in _carried(case):
+    for buffer in _carried(case):
         # powers of two: it does not matter whether the caller or the earlier schedule came first
-        factor = 0.25 if name.startswith(LASTING) else NAN
-        sim.streams.run_on(f"past.{name}", _scale(sim.buffer(name), factor))
-        sim.streams.record(carried_event(name), f"past.{name}")
-        sim.streams.wait(carried_event(name), carrier(name))
+        factor = 0.25 if is_lasting(str(buffer)) else NAN
+        sim.streams.run_on(f"past.{buffer}", _scale(sim.buffer(str(buffer)), factor))
+        sim.streams.record(carried_event(buffer), f"past.{buffer}")
+        sim.streams.wait(carried_event(buffer), buffer.carrier)
 
 
 def _future(sim: Simulation, case: Case) -> None:
     """The exit contract: whoever comes after the home stream and a buffer's carried event may overwrite it."""
     sim.streams.record("end", HOME)
     sim.streams.record("the processor's end", HOST)
-    for name in _carried(case):
-        sim.streams.wait("the processor's end" if in_host_memory(name) else "end", f"future.{name}")
-        sim.streams.wait(carried_event(name), f"future.{name}")
-        sim.streams.run_on(f"future.{name}", _overwrite(sim.buffer(name), ring=not name.startswith(LASTING)))
+    for buffer in _carried(case):
+        sim.streams.wait("the processor's end" if buffer.on_host else "end", f"future.{buffer}")
+        sim.streams.wait(carried_event(buffer), f"future.{buffer}")
+        ring = not is_lasting(str(buffer))
+        sim.streams.run_on(f"future.{buffer}", _overwrite(sim.buffer(str(buffer)), ring=ring))
 
 
 def _scale(out: Tensor, factor: float) -> Callable[[], object]:
@@ -315,7 +306,7 @@ def _overwrite(out: Tensor, *, ring: bool) -> Callable[[], object]:
     return lambda: out.fill_(NAN) if ring else out.mul_(0.5).add_(7.0)
 
 
-def _carried(case: Case) -> list[str]:
+def _carried(case: Case) -> list[Buffer]:
     return sorted({b for graph in case.graphs for b in shared_buffers(graph, case.plan)})
 
 

@@ -7,6 +7,7 @@ import collections
 import functools
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import adversary
 import compiled
@@ -22,10 +23,12 @@ from simulation import Case, Plain, is_wrong, plan_of, replaced
 from zc.engine import flushes
 from zc.passes.base import copy_graph
 from zc.passes.debt import Debt
-from zc.passes.pipeline import PIPELINE
+from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.passes.verify import examine, verify
-from zc.schedule.nodes import HOME, accumulate_cast, deposit, flatten_cast, steps
+from zc.schedule.buffer import HOME
+from zc.schedule.nodes import accumulate_cast, change, flatten_cast, op_of, put, steps
+from zc.schedule.spec import Deposit
 
 FULL = os.environ.get("ZC_PROOF") == "full"
 NUM_ORDERS = 200 if FULL else 3
@@ -145,23 +148,24 @@ def test_without_a_debt_only_what_is_there_is_shown() -> None:
     plan = make(2)
     graph, _ = copy_graph(schedule("mlp", plan))
     write = next(n for n in steps(graph) if n.target is flatten_cast)
-    write.args = (*write.args[:2], write.args[2][:1], write.args[3][:1])
+    op = op_of(write)
+    change(write, replace(op, slots=op.slots[:1], grads=op.grads[:1]))
     assert "slot 1) is owed, and nobody writes it" in examine(graph, plan).faults[0]
     del graph.output_node().meta["debt"]
     assert not examine(graph, plan).faults
-    write.args = (*write.args[:2], (0, 0), write.args[3] * 2)
+    change(write, replace(op, slots=(0, 0), grads=op.grads[:1] * 2))
     assert any("slot 0 is written by" in fault for fault in examine(graph, plan).faults)
 
 
 def test_a_flush_owes_all_that_was_deposited() -> None:
     """A deposit's debt is not paid by another deposit."""
     plan = make(1, stage=1).microbatch()
-    passes = [p._replace(requires=frozenset()) for p in PIPELINE if p.name != "outline_segments"]
+    passes = [p._replace(requires=frozenset()) for p in pipeline(in_place=True) if p.name != "outline_segments"]
     graph, _ = run_passes(flushes._GRAPHS["flush"](plan, 0), plan, passes)
     assert graph.output_node().meta["debt"] == Debt(frozenset({(0, 0), (0, 1)}))
     (write,) = [n for n in steps(graph) if n.target is accumulate_cast]
     with graph.inserting_before(write):
-        for slot, grad in zip(write.args[2], write.args[3], strict=True):
-            graph.call_function(deposit, (0, slot, grad)).meta["stream"] = HOME
+        for slot, grad in zip(op_of(write).slots, op_of(write).grads, strict=True):
+            put(graph, Deposit(0, slot, grad), stream=HOME)
     graph.erase_node(write)
     assert any("leaves slot 0 to a flush; all of bucket 0 is owed here" in f for f in examine(graph, plan).faults)

@@ -20,21 +20,22 @@ from torch import fx
 from zc.errors import RaceError
 from zc.passes.base import copy_graph
 from zc.passes.verify import examine, verify
+from zc.schedule.buffer import COPY, HOME, HOST
 from zc.schedule.nodes import (
-    COPY,
-    HOME,
-    HOST,
-    SYNC_OPS,
     accumulate,
     cast_param,
+    change,
     copy_to_device,
     copy_to_host,
+    op_of,
+    put,
     stage_shard,
     steps,
     stream_of,
     update,
     wait_event,
 )
+from zc.schedule.spec import RecordEvent, Release
 
 FULL = os.environ.get("ZC_PROOF") == "full"
 EVERY = list(offloaded())
@@ -96,13 +97,8 @@ def test_verify_rejects_every_mutant_and_an_order_shows_it(capsys: pytest.Captur
 
 
 def shorter_staging(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
-    """One staging buffer less: the last one's users take the first."""
-    used = sorted({a for n in steps(graph) for a in n.args if isinstance(a, str) and a.startswith("staging[")})
-    for gone in used[1:]:
-        new, where = copy_graph(graph)
-        for node in where.values():
-            node.args = tuple(used[0] if isinstance(a, str) and a == gone else a for a in node.args)
-        yield "staging shortened", f"{used[0]} in place of {gone}", new
+    for name, edit in mutants.shorter_ring(graph, "staging"):
+        yield "staging shortened", name, mutants.edited(graph, edit)
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda c: c.name)
@@ -121,9 +117,9 @@ def edited(graph: fx.Graph, kind: object, how: str, plan: object) -> list[str]:
         new.erase_node(node)
     elif how == "double":
         with new.inserting_after(node):
-            new.call_function(node.target, node.args).meta.update(node.meta)
+            put(new, op_of(node), stream=stream_of(node))
     else:
-        node.args = (2, *node.args[1:])
+        change(node, replace(op_of(node), bucket=2))
     return list(examine(new, plan).faults)
 
 
@@ -159,7 +155,8 @@ def test_pt180665_the_copy_outlives_what_it_reads() -> None:
     new, _ = copy_graph(graph)
     second = [n for n in steps(new) if n.target is stage_shard][1]
     before = second.prev
-    while before.target in SYNC_OPS and stream_of(before) == stream_of(second) and before.target is not wait_event:
+    passed = RecordEvent | Release
+    while isinstance(op_of(before), passed) and stream_of(before) == stream_of(second):
         before = before.prev
     assert before.target is wait_event
     new.erase_node(before)

@@ -17,7 +17,8 @@ from zc.passes import insert_events
 from zc.passes.base import copy_graph
 from zc.passes.verify import examine
 from zc.planning.plan import Plan
-from zc.schedule.nodes import SYNC_OPS, record_event, steps, text, wait_event
+from zc.schedule.nodes import op_of, record_event, steps, text, wait_event
+from zc.schedule.spec import Sync
 
 FULL = os.environ.get("ZC_PROOF") == "full"
 relaxed = settings(
@@ -53,7 +54,7 @@ def test_inserted_events_are_needed_and_enough(made: tuple[fx.Graph, Plan]) -> N
     graph, plan = made
     bare, where = copy_graph(graph)
     for node in list(steps(graph)):
-        if node.target in SYNC_OPS:
+        if isinstance(op_of(node), Sync):
             bare.erase_node(where[node])
     try:
         placed = insert_events.run(bare, plan)

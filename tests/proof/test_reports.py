@@ -17,11 +17,14 @@ from zc.errors import RaceError
 from zc.passes.base import copy_graph
 from zc.passes.verify import examine, verify
 from zc.planning.plan import Plan
+from zc.schedule.buffer import COMM, HOME
 from zc.schedule.nodes import (
-    COMM,
-    HOME,
+    change,
     flatten_cast,
     launch_reduce,
+    maker,
+    op_of,
+    put,
     record_event,
     steps,
     stream_of,
@@ -29,6 +32,7 @@ from zc.schedule.nodes import (
     wait_reduce,
     wgrad_into,
 )
+from zc.schedule.spec import RecordEvent, WaitEvent
 
 
 def three_producers(plan: Plan) -> fx.Graph:
@@ -81,10 +85,10 @@ def reverse_wait(graph: fx.Graph) -> fx.Graph:
     new, _ = copy_graph(graph)
     done = next(n for n in steps(new) if n.target is wait_reduce)
     with new.inserting_after(done):
-        new.call_function(record_event, ("stall",)).meta["stream"] = COMM
+        put(new, RecordEvent("stall"), stream=COMM)
     write = [n for n in steps(new) if n.target is flatten_cast][1]
     with new.inserting_before(write):
-        new.call_function(wait_event, ("stall",)).meta["stream"] = HOME
+        put(new, WaitEvent("stall"), stream=HOME)
     return new
 
 
@@ -117,8 +121,8 @@ def test_ds5606_nothing_touches_what_is_in_flight() -> None:
     new, where = copy_graph(graph)
     write = [n for n in steps(graph) if n.target is flatten_cast][1]
     done = next(n for n in steps(graph) if n.target is wait_reduce)
-    maker = next(n for n in steps(graph) if n.name == str(write.args[3][0].args[0]))
-    tail = [n for n in graph.nodes if maker in (n, *n.all_input_nodes)]
+    made = maker(op_of(write).grads[0])
+    tail = [n for n in graph.nodes if made in (n, *n.all_input_nodes)]
     for node in [*tail, write]:
         where[done].prepend(where[node])
     with pytest.raises(RaceError, match=r"flat_grad\[0\] is read by launch_reduce .* written by flatten_cast"):
@@ -137,9 +141,9 @@ def test_pr7985_and_its_kind_each_gradient_once() -> None:
             new.erase_node(node)
         elif how == "double":
             with new.inserting_after(node):
-                new.call_function(node.target, node.args).meta.update(node.meta)
+                put(new, op_of(node), stream=stream_of(node))
         else:
-            node.args = (2, *node.args[1:])
+            change(node, replace(op_of(node), bucket=2))
         found = examine(new, plan)
         assert found.faults, f"{how} {kind}"
         return "\n".join(found.faults)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from zc.engine.host_memory import HostMemory
 from zc.planning.plan import Bucket, Plan
+from zc.schedule.buffer import Buffer
 
 
 def fp32_shard(plan: Plan, bucket: Bucket) -> int:
@@ -163,31 +164,25 @@ class Buffers:
         With offload ``staging[i]`` and ``host[b]`` [S] or [P], ``master[b]`` [S], ``param[i]`` [S], and of
         ``flat_param[b]`` this rank's part [S].
         """
-        kind, index = name[:-1].split("[")
-        if kind == "acc":
-            return self.acc[int(index)]
-        if kind == "host":
-            return self.host[int(index)]
-        if kind == "master":
-            return self.master_shard[int(index)]
-        if kind == "flat_param":
-            return self.part(self.flat_param[int(index)], bucket)
-        if kind == "staging":
-            numel, dtype = self.plan.numel_on_host(bucket), bucket.acc_dtype
-            return self._staging[int(index)][: numel * dtype.itemsize].view(dtype)
-        if kind == "param":
-            numel, dtype = bucket.layout.numel_shard, bucket.param_dtype
-            return self._param[int(index)][: numel * dtype.itemsize].view(dtype)
-        if kind == "flat_grad":
-            return self._view(self._flat_grad[int(index)], bucket, bucket.numel)
-        if kind == "recv":
-            numel = bucket.numel if self.plan.reduce == "exact" else bucket.layout.numel_shard
-            return self._view(self._recv[int(index)], bucket, numel)
-        raise AssertionError(f"no buffer is named {name}")
-
-    @staticmethod
-    def _view(raw: Tensor, bucket: Bucket, numel: int) -> Tensor:
-        return raw[: numel * bucket.reduce_dtype.itemsize].view(bucket.reduce_dtype)
+        match Buffer.named(name):
+            case Buffer("acc", index):
+                return self.acc[index]
+            case Buffer("host", index):
+                return self.host[index]
+            case Buffer("master", index):
+                return self.master_shard[index]
+            case Buffer("flat_param", index):
+                return self.part(self.flat_param[index], bucket)
+            case Buffer("staging", index):
+                return _view(self._staging[index], self.plan.numel_on_host(bucket), bucket.acc_dtype)
+            case Buffer("param", index):
+                return _view(self._param[index], bucket.layout.numel_shard, bucket.param_dtype)
+            case Buffer("flat_grad", index):
+                return _view(self._flat_grad[index], bucket.numel, bucket.reduce_dtype)
+            case Buffer("recv", index):
+                numel = bucket.numel if self.plan.reduce == "exact" else bucket.layout.numel_shard
+                return _view(self._recv[index], numel, bucket.reduce_dtype)
+        raise AssertionError(f"{name} has no tensor of its own")
 
     def nbytes(self) -> dict[str, int]:
         """Bytes on this rank while it has gradients, each storage once; those that come and go by their sizes, the
@@ -210,6 +205,10 @@ class Buffers:
 
 def _room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _view(raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    return raw[: numel * dtype.itemsize].view(dtype)
 
 
 def _nbytes(tensors: list[Tensor]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from zc.schedule.nodes import COMM, HOME, HOST
+from zc.schedule.buffer import COMM, HOME, HOST
 
 
 class CudaStreams:

@@ -112,7 +112,7 @@ class GradientOps:
     ) -> None:
         self.buffers.hold(self.plan.buckets[bucket])
         out = self.buffers.named(buffer, self.plan.buckets[bucket])[start:stop]
-        add = not buffer.startswith("flat_grad[") and slot not in self._fresh[bucket]
+        add = not self.plan.placement.gradient_in_ring and slot not in self._fresh[bucket]
         log.debug("bucket %d: slot %d is made in %s (%s)", bucket, slot, buffer, "added" if add else "written")
         (matmul_into if how == "mm" else scatter_into)(out, *inputs, add=add)
         self._fresh[bucket].discard(slot)

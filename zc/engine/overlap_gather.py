@@ -37,7 +37,9 @@ from zc.engine.program import Program, Segment, build
 from zc.passes import cut_forward, insert_events, outline_segments, place_on_streams, verify
 from zc.passes.base import Pass
 from zc.planning.plan import Plan
-from zc.schedule.nodes import gather, publish
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import put
+from zc.schedule.spec import Gather, Publish
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
@@ -51,9 +53,9 @@ def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
     graph = fx.Graph()
     order = sorted(buckets, reverse=True)
     for bucket in order if plan.world_size > 1 else ():
-        graph.call_function(gather, (bucket, plan.weights_buffer(bucket)))
+        put(graph, Gather(bucket, Buffer.named(plan.weights_buffer(bucket))))
     for bucket in () if plan.overlap_gather else order:
-        graph.call_function(publish, (bucket, plan.weights_buffer(bucket)))
+        put(graph, Publish(bucket, Buffer.named(plan.weights_buffer(bucket))))
     graph.output(())
     return graph
 
@@ -62,7 +64,7 @@ def publish_graph(plan: Plan) -> fx.Graph:
     """The home stream may read all parameters."""
     graph = fx.Graph()
     for bucket in plan.buckets:
-        graph.call_function(publish, (bucket.index, plan.weights_buffer(bucket.index)))
+        put(graph, Publish(bucket.index, Buffer.named(plan.weights_buffer(bucket.index))))
     graph.output(())
     return graph
 

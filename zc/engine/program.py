@@ -13,18 +13,8 @@ from zc.engine.streams import Streams
 from zc.passes.base import Pass
 from zc.passes.runner import PassRecord, run_passes
 from zc.planning.plan import Plan
-from zc.schedule import codegen
-from zc.schedule.nodes import (
-    accumulate,
-    accumulate_cast,
-    deposit,
-    flatten_cast,
-    launch_reduce,
-    segment,
-    slots_of,
-    steps,
-    wgrad_into,
-)
+from zc.schedule import codegen, spec
+from zc.schedule.nodes import ops as ops_in
 
 Segment = Callable[[list[Any]], Sequence[Any]]
 
@@ -59,14 +49,12 @@ class Program:
     def __post_init__(self) -> None:
         self.placeholders = tuple(n.name for n in self.graph.nodes if n.op == "placeholder")
         self.outputs = self.graph.output_node().args[0]
-        self.inline_buckets = frozenset(int(n.args[0]) for n in steps(self.graph) if n.target in _WRITES)  # type: ignore[arg-type]
-        self.launched = tuple(int(n.args[0]) for n in steps(self.graph) if n.target is launch_reduce)  # type: ignore[arg-type]
-        self.brings = frozenset(
-            (int(n.args[0]), k)  # type: ignore[arg-type]
-            for n in steps(self.graph)
-            if n.target in _BRING
-            for k in slots_of(n)
-        )
+        found = [op for _, op in ops_in(self.graph)]
+        inline = (op for op in found if isinstance(op, spec.Cast | spec.LaunchReduce | spec.Accumulate))
+        self.inline_buckets = frozenset(op.bucket for op in inline)
+        self.launched = tuple(op.bucket for op in found if isinstance(op, spec.LaunchReduce))
+        brought = (op for op in found if isinstance(op, spec.Write | spec.Deposit))
+        self.brings = frozenset((op.bucket, slot) for op in brought for slot in op.slots)
 
     def __call__(self, args: list[Any], streams: Streams, is_agreed: IsAgreed | None = None) -> tuple[Any, ...]:
         """``is_agreed``: asked on the comm stream before each reduction, which False leaves out."""
@@ -75,10 +63,6 @@ class Program:
         self.num_runs += 1
         self.run(values, streams, self.ops if is_agreed is None else self.ops.reducing_if(is_agreed))
         return tuple(values[item.name] if isinstance(item, fx.Node) else item for item in self.outputs)
-
-
-_BRING = (flatten_cast, accumulate_cast, wgrad_into, deposit)
-_WRITES = (flatten_cast, accumulate_cast, launch_reduce, accumulate)
 
 
 def build(
@@ -94,10 +78,10 @@ def build(
     """Takes ``graph`` through ``passes``, compiles its segments, and generates the Python that runs it."""
     scheduled, records = run_passes(graph, plan, passes, dump_dir=dump_dir, name=name)
     segments: dict[str, Segment] = {}
-    for node in steps(scheduled):
-        if node.target is segment:
+    for node, op in ops_in(scheduled):
+        if isinstance(op, spec.Segment):
             assert compile_segment is not None
-            segments[str(node.args[0])] = compile_segment(node.meta["segment"])
+            segments[op.key] = compile_segment(node.meta["segment"])
     if dump_dir is not None:
         (Path(dump_dir) / name / "schedule.py").write_text(codegen.generate(scheduled))
     return Program(name, scheduled, plan, codegen.load(scheduled), ops.bind(segments), records)

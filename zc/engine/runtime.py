@@ -30,8 +30,7 @@ from zc.engine.rounds import Rounds, num_flags
 from zc.engine.streams import Streams, ThreadStreams
 from zc.errors import UncoveredGradientError, ZcError
 from zc.log import log
-from zc.passes.base import Pass
-from zc.passes.pipeline import PIPELINE
+from zc.passes.pipeline import pipeline
 from zc.planning.plan import Bucket, Plan
 from zc.ranks.agreement import Agreement
 from zc.ranks.comm import Group
@@ -65,7 +64,7 @@ class Runtime:
             streams.wait_for = group.check.wait_event  # a stream's thread may wait for a rank that never comes
         self.agreement = Agreement(group, num_flags(plan), defers=not plan.placement.reduces_every_backward)
         self.rounds = Rounds(plan, self.ops, self.agreement)
-        self.passes: tuple[Pass, ...] = tuple(p for p in PIPELINE if getattr(config, p.name, True))
+        self.passes = pipeline(in_place=config.write_in_place, prove=config.verify)
         self.flushes = Flushes(self.passes, self.ops)
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
         self.forwards: list[Program] = []  # of compiled forward graphs (overlap_gather)

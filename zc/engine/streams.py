@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from zc.schedule.nodes import HOME
+from zc.schedule.buffer import HOME
 
 Task = Callable[[], object]
 

@@ -34,7 +34,9 @@ from zc.machine import num_threads
 from zc.offload.disk import DiskState
 from zc.passes import insert_events, place_on_streams, verify
 from zc.planning.plan import Plan
-from zc.schedule.nodes import cast_param, copy_to_device, gather, publish, update
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import put
+from zc.schedule.spec import CastParam, CopyToDevice, Gather, Publish, Update
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
@@ -48,18 +50,18 @@ def step_graph(plan: Plan, buckets: Sequence[int], *, with_update: bool) -> fx.G
     """Update (or only the way back) of these buckets."""
     graph = fx.Graph()
     for k, index in enumerate(buckets):
-        source = f"master[{index}]"
+        source = Buffer("master", index)
         if with_update:
-            graph.call_function(update, (index, source, f"host[{index}]"))
+            put(graph, Update(index, source, Buffer("host", index)))
         if plan.buckets[index].has_master:
-            cast = f"param[{k % plan.num_staging}]"
-            graph.call_function(cast_param, (index, cast, source))
+            cast = Buffer("param", k % plan.num_staging)
+            put(graph, CastParam(index, cast, source))
             source = cast
-        graph.call_function(copy_to_device, (index, f"flat_param[{index}]", source))
+        put(graph, CopyToDevice(index, Buffer("flat_param", index), source))
         if plan.world_size > 1:
-            graph.call_function(gather, (index, f"flat_param[{index}]"))
+            put(graph, Gather(index, Buffer("flat_param", index)))
     for index in buckets:
-        graph.call_function(publish, (index, f"flat_param[{index}]"))
+        put(graph, Publish(index, Buffer("flat_param", index)))
     graph.output(())
     return graph
 

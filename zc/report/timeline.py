@@ -15,23 +15,10 @@ from typing import Any
 from torch import fx
 
 from zc.planning.plan import Plan
+from zc.schedule.buffer import COMM, COMPUTE, HOME
 from zc.schedule.cost import estimate
-from zc.schedule.nodes import (
-    COMM,
-    COMPUTE,
-    HOME,
-    accumulate,
-    accumulate_cast,
-    flatten_cast,
-    launch_reduce,
-    record_event,
-    segment,
-    steps,
-    stream_of,
-    wait_event,
-    wait_reduce,
-    wgrad_into,
-)
+from zc.schedule.nodes import kind_of, op_of, ops, stream_of
+from zc.schedule.spec import Accumulate, LaunchReduce, Op, RecordEvent, Segment, WaitEvent, WaitReduce, Write
 
 
 @dataclass(frozen=True)
@@ -42,6 +29,10 @@ class Box:
     lane: str
     start: float
     stop: float
+
+    @property
+    def op(self) -> Op | None:
+        return op_of(self.node)
 
 
 @dataclass(frozen=True)
@@ -58,7 +49,7 @@ class Timeline:
     def exposed(self) -> float:
         """Microseconds of communication during which no compute stream works."""
         compute = _union([(b.start, b.stop) for b in self.boxes if b.lane.startswith(COMPUTE)])
-        comm = _union([(b.start, b.stop) for b in self.boxes if b.node.target is launch_reduce or b.lane == COMM])
+        comm = _union([(b.start, b.stop) for b in self.boxes if isinstance(b.op, LaunchReduce) or b.lane == COMM])
         covered = sum(max(0.0, min(s, t) - max(a, b)) for a, s in comm for b, t in compute)
         return sum(stop - start for start, stop in comm) - covered
 
@@ -81,46 +72,39 @@ def simulate(graph: fx.Graph, plan: Plan | None = None, costs: Mapping[str, floa
     arrival: dict[fx.Node, float] = {}
     boxes: list[Box] = []
     arrows: list[tuple[str, float, str, float, str]] = []
-    for node in steps(graph):
+    for node, op in ops(graph):
         lane = stream_of(node)
         now = free.get(lane, 0.0)
-        if node.target is record_event:
-            events[str(node.args[0])] = (lane, now)
+        if isinstance(op, RecordEvent):
+            events[op.event] = (lane, now)
             continue
-        if node.target is wait_event:
-            source, time = events.get(str(node.args[0]), (lane, 0.0))
+        if isinstance(op, WaitEvent):
+            source, time = events.get(op.event, (lane, 0.0))
             free[lane] = max(now, time)
             if source != lane:
-                arrows.append((source, time, lane, free[lane], str(node.args[0])))
+                arrows.append((source, time, lane, free[lane], op.event))
             continue
         took = given.get(node.name, cost(node))
-        if node.target is launch_reduce:
+        if isinstance(op, LaunchReduce):
             # exchanges of one group follow each other, whoever launched them
-            start = max(now, *(b.stop for b in boxes if b.node.target is launch_reduce), 0.0)
+            start = max(now, *(b.stop for b in boxes if isinstance(b.op, LaunchReduce)), 0.0)
             arrival[node] = start + took
             boxes.append(Box(node, "in flight", start, start + took))
             continue
-        if node.target is wait_reduce:
-            free[lane] = max(now, *(arrival.get(n, 0.0) for n in node.all_input_nodes))
+        if isinstance(op, WaitReduce):
+            free[lane] = max(now, arrival.get(op.work, 0.0))
             continue
         boxes.append(Box(node, lane, now, now + took))
         free[lane] = now + took
     return Timeline(tuple(boxes), tuple(arrows))
 
 
-_COLORS: dict[Any, str] = {
-    segment: "#9ecae1",
-    flatten_cast: "#fdd0a2",
-    accumulate_cast: "#fdd0a2",
-    wgrad_into: "#fdd0a2",
-    launch_reduce: "#a1d99b",
-    accumulate: "#c7e9c0",
-}
+_COLORS: dict[Any, str] = {Segment: "#9ecae1", Write: "#fdd0a2", LaunchReduce: "#a1d99b", Accumulate: "#c7e9c0"}
 
 
 def color(node: fx.Node) -> str:
     """Of a node's box, as #rrggbb."""
-    return _COLORS.get(node.target, "#d9d9d9")
+    return next((shade for kind, shade in _COLORS.items() if isinstance(op_of(node), kind)), "#d9d9d9")
 
 
 def lanes(timeline: Timeline) -> list[str]:
@@ -129,6 +113,7 @@ def lanes(timeline: Timeline) -> list[str]:
 
 
 def label(node: fx.Node) -> str:
-    if node.target is segment:
-        return str(node.args[0]).replace("segment_", "seg ")
-    return f"{getattr(node.target, '__name__', '')} {node.args[0] if node.args else ''}"
+    op = op_of(node)
+    if isinstance(op, Segment):
+        return op.key.replace("segment_", "seg ")
+    return f"{kind_of(node)} {node.args[0] if node.args else ''}"

@@ -20,7 +20,8 @@ from typing import Any
 
 from torch import fx
 
-from zc.schedule.nodes import is_getitem, record_event, release, results, segment, steps, stream_of, wait_event
+from zc.schedule.nodes import is_getitem, item_of, kind_of, maker, op_of, ops, results, stream_of
+from zc.schedule.spec import Op, RecordEvent, Release, Segment, WaitEvent
 
 Run = Callable[[dict[str, Any], Any, Any], None]
 
@@ -29,14 +30,15 @@ def generate(graph: fx.Graph) -> str:
     """The schedule's source."""
     lines = ["def schedule(v, streams, ops):", "    on, record, wait = streams.run_on, streams.record, streams.wait"]
     last = _last_uses(graph)
-    for node in steps(graph):
+    for node, op in ops(graph):
         stream = stream_of(node)
-        if node.target is record_event:
-            lines.append(f"    record({node.args[0]!r}, {stream!r})")
-        elif node.target is wait_event:
-            lines.append(f"    wait({node.args[0]!r}, {stream!r})")
-        else:
-            lines.append(f"    on({stream!r}, lambda: {_call(node, last)})")
+        match op:
+            case RecordEvent(event):
+                lines.append(f"    record({event!r}, {stream!r})")
+            case WaitEvent(event):
+                lines.append(f"    wait({event!r}, {stream!r})")
+            case _:
+                lines.append(f"    on({stream!r}, lambda: {_call(node, op, last)})")
     return "\n".join(lines) + "\n"
 
 
@@ -55,30 +57,28 @@ def _put(values: dict[str, Any], names: Sequence[str | None], made: Sequence[Any
             values[name] = item
 
 
-def _call(node: fx.Node, last: dict[fx.Node, fx.Node | None]) -> str:
-    if node.target is release:
-        return f"({', '.join(f'v.pop({n.name!r})' for n in node.all_input_nodes)},)"
-    taken: set[fx.Node] = set()
-    args = node.args[1:] if node.target is segment else node.args
-    shown = [_show(arg, node, last, taken) for arg in args] + [f"{key}={item!r}" for key, item in node.kwargs.items()]
-    name = getattr(node.target, "__name__", "")
+def _call(node: fx.Node, op: Op, last: dict[fx.Node, fx.Node | None]) -> str:
+    if isinstance(op, Release):
+        return f"({', '.join(f'v.pop({n.name!r})' for n in op.values)},)"
     made = results(node)
-    if node.target is segment:
-        names: list[str | None] = [None] * (1 + max((int(str(n.args[1])) for n in made), default=-1))
+    if isinstance(op, Segment):
+        names: list[str | None] = [None] * (1 + max(map(item_of, made), default=-1))
         for item in made:
             if item.users:  # nobody would take it out again
-                names[int(str(item.args[1]))] = item.name
-        return f"put(v, {tuple(names)!r}, ops.segment({node.args[0]!r}, [{', '.join(shown)}]))"
-    call = f"ops.{name}({', '.join(shown)})"
+                names[item_of(item)] = item.name
+        inputs = ", ".join(_show(n, node, last) for n in op.inputs)
+        return f"put(v, {tuple(names)!r}, ops.segment({op.key!r}, [{inputs}]))"
+    shown = [_show(arg, node, last) for arg in node.args] + [f"{key}={item!r}" for key, item in node.kwargs.items()]
+    call = f"ops.{kind_of(node)}({', '.join(shown)})"
     return f"put(v, ({node.name!r},), ({call},))" if made else call
 
 
-def _show(arg: Any, node: fx.Node, last: dict[fx.Node, fx.Node | None], taken: set[fx.Node]) -> str:
+def _show(arg: Any, node: fx.Node, last: dict[fx.Node, fx.Node | None]) -> str:
     if isinstance(arg, fx.Node):
         once = node.all_input_nodes.count(arg) == 1 and _times(node.args, arg) == 1
         return f"v.pop({arg.name!r})" if once and last.get(arg) is node else f"v[{arg.name!r}]"
     if isinstance(arg, (list, tuple)):
-        inner = ", ".join(_show(item, node, last, taken) for item in arg)
+        inner = ", ".join(_show(item, node, last) for item in arg)
         return f"[{inner}]" if isinstance(arg, list) else f"({inner}{',' if len(arg) == 1 else ''})"
     return repr(arg)
 
@@ -98,16 +98,13 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
             continue
         for used in node.all_input_nodes:
             last[used] = node
-            if node.op == "output" or node.target is release:
+            if _hands_on(node):
                 kept.add(used)
-            elif stream_of(node) != _home_of(used):
-                handed_on = any(u.target is release or u.op == "output" for u in used.users)
+            elif stream_of(node) != stream_of(maker(used)):
+                handed_on = any(map(_hands_on, used.users))
                 assert handed_on, f"%{used.name} crosses streams and is neither released nor returned"
     return {node: None if node in kept else user for node, user in last.items()}
 
 
-def _home_of(node: fx.Node) -> str:
-    """The stream that made a value."""
-    maker = node.args[0] if is_getitem(node) else node
-    assert isinstance(maker, fx.Node)
-    return stream_of(maker)
+def _hands_on(node: fx.Node) -> bool:
+    return node.op == "output" or isinstance(op_of(node), Release)

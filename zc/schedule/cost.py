@@ -1,11 +1,9 @@
-"""What a schedule's nodes take: bytes and FLOPs over ceilings. For pictures, and for `zc.passes.delay_weight_grads`.
+"""What a schedule's nodes take: bytes and FLOPs over ceilings. For pictures alone: a decision between schedules may use
+no size that a rank could have for itself.
 
     microseconds = launch + max(FLOPs / ceiling, bytes / bandwidth)         (the roofline: Williams et al., CACM 2009)
 
-The ceilings are constants of a device type, never measured at run time, and a decision between schedules may use no
-size that a rank could have for itself: two ranks with batches of different sizes must decide the same (INVARIANTS I7).
-So there are two models here. `estimate` looks at the shapes in a graph, for pictures. `nominal_us` and `exchange_us`
-know the plan alone, and take every backward for one of NOMINAL_TOKENS.
+The ceilings are constants of a device type, never measured at run time.
 """
 
 from __future__ import annotations
@@ -16,24 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
-from zc import torch_private
 from zc.planning.plan import Bucket, Plan
-from zc.schedule.nodes import (
-    SYNC_OPS,
-    accumulate,
-    accumulate_cast,
-    flatten_cast,
-    is_getitem,
-    launch_reduce,
-    segment,
-    slots_of,
-    wait_reduce,
-    wgrad_into,
-)
+from zc.schedule.nodes import op_of
+from zc.schedule.spec import Accumulate, BufferOp, Cast, Deposit, LaunchReduce, Segment, WaitReduce, WgradInto
 
 Cost = Callable[[fx.Node], float]  # microseconds; of a launch: of the exchange itself
-NOMINAL_TOKENS = 4096  # of a rank and microbatch
 
 
 class Ceilings(NamedTuple):
@@ -59,9 +46,6 @@ def ceilings_of(plan: Plan | None) -> Ceilings:
     return CEILINGS.get(plan.buckets[0].device.type if plan is not None and plan.buckets else "cuda", CEILINGS["cuda"])
 
 
-# --- from the plan alone: the same on every rank ---
-
-
 def exchange_us(bucket: Bucket, plan: Plan) -> float:
     """One reduction: each rank sends and receives all but its own part of the bucket."""
     c = ceilings_of(plan)
@@ -69,34 +53,22 @@ def exchange_us(bucket: Bucket, plan: Plan) -> float:
     return c.us_launch + nbytes * (plan.world_size - 1) / plan.world_size / c.nbytes_link
 
 
-def nominal_us(numel: int, bucket: Bucket, plan: Plan) -> float:
-    """A weight gradient of ``numel`` elements by a matmul over NOMINAL_TOKENS tokens."""
-    c = ceilings_of(plan)
-    peak = c.flops_full if bucket.param_dtype.itemsize >= 4 else c.flops_half
-    return c.us_launch + 2.0 * numel * NOMINAL_TOKENS / peak
-
-
-# --- from shapes: for pictures ---
-
-_MATMULS = ("mm", "bmm", "addmm", "baddbmm")
+_aten = torch.ops.aten
+_ALIKE: dict[Any, Any] = {  # the counter knows a CPU's attention by no name
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
 
 
 def flops(node: fx.Node) -> float:
-    """Of one ATen node: matmuls, convolutions and attention; 0 for the rest, which memory bounds."""
-    name = torch_private.op_name(node.target)
-    shapes = [n.meta["val"].shape for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    val = node.meta.get("val")
-    first = val[0] if isinstance(val, (tuple, list)) and val else val
-    if name in _MATMULS and isinstance(first, torch.Tensor) and len(shapes) > 1:
-        return 2.0 * _numel(first.shape) * _int(shapes[-2][-1])
-    if "convolution" in name and len(shapes) > 1:
-        times, out = (2.0, shapes[0]) if "backward" in name else (1.0, getattr(first, "shape", ()))
-        weight = shapes[2] if "backward" in name and len(shapes) > 2 else shapes[1]
-        return times * 2.0 * _numel(out) * _numel(weight[1:])
-    if "scaled_dot_product" in name and len(shapes) > 1:
-        q = shapes[1] if "backward" in name else shapes[0]
-        return (10.0 if "backward" in name else 4.0) * _numel(q) * _int(q[-2])
-    return 0.0
+    """Of one ATen node, as torch's flop counter counts: matmuls, convolutions and attention; 0 for the rest, which
+    memory bounds."""
+    packet = getattr(node.target, "overloadpacket", None)
+    count = flop_registry.get(_ALIKE.get(packet, packet))
+    if count is None:
+        return 0.0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _sized(n.meta.get("val")))
+    return float(count(*args, **kwargs, out_val=_sized(node.meta.get("val"))))
 
 
 def segment_us(node: fx.Node, ceilings: Ceilings) -> float:
@@ -118,27 +90,28 @@ def estimate(plan: Plan | None) -> Cost:
     c = ceilings_of(plan)
 
     def cost(node: fx.Node) -> float:
-        if node.target in (wait_reduce, *SYNC_OPS) or is_getitem(node):
-            return 0.0
-        if node.target is segment:
+        op = op_of(node)
+        if isinstance(op, Segment):
             return segment_us(node, c)
-        bucket = plan.buckets[int(str(node.args[0]))] if plan is not None else None
-        if node.target is launch_reduce:
-            return exchange_us(bucket, plan) if bucket is not None and plan is not None else 50.0
-        if bucket is None:
-            return 2 * c.us_launch
-        if node.target is wgrad_into:
-            vals = [n.meta.get("val") for n in node.all_input_nodes]
+        if isinstance(op, WaitReduce) or not isinstance(op, BufferOp | Deposit):
+            return 0.0
+        if plan is None:
+            return 50.0 if isinstance(op, LaunchReduce) else 2 * c.us_launch
+        bucket = plan.buckets[op.bucket]
+        if isinstance(op, LaunchReduce):
+            return exchange_us(bucket, plan)
+        if isinstance(op, WgradInto):
+            numel = bucket.slots[op.slot].numel
+            vals = [n.meta.get("val") for n in op.inputs]
             work = 0.0
-            if node.kwargs.get("how", "mm") == "mm" and isinstance(vals[0], torch.Tensor):
-                work = 2.0 * bucket.slots[slots_of(node)[0]].numel * _int(vals[0].shape[-1])
-            return _roofline(work, vals, c) + bucket.slots[slots_of(node)[0]].numel * 4 / c.nbytes_memory
+            if op.how in (None, "mm") and isinstance(vals[0], torch.Tensor):
+                work = 2.0 * numel * _int(vals[0].shape[-1])
+            return _roofline(work, vals, c) + numel * 4 / c.nbytes_memory
         numel = bucket.numel
-        if node.target in (flatten_cast, accumulate_cast) and "spans" in node.kwargs:
-            spans: Any = node.kwargs["spans"]
-            numel = sum(stop - start for start, stop in spans)
-        elif node.target is accumulate:
-            numel = bucket.layout.numel_shard * (plan.world_size if plan is not None else 1)
+        if isinstance(op, Cast) and op.spans is not None:
+            numel = sum(stop - start for start, stop in op.spans)
+        elif isinstance(op, Accumulate):
+            numel = bucket.layout.numel_shard * plan.world_size
         return c.us_launch + 2.0 * numel * bucket.reduce_dtype.itemsize / c.nbytes_memory
 
     return cost
@@ -154,6 +127,15 @@ def _nbytes(val: Any) -> float:
     if isinstance(val, (tuple, list)):
         return sum(_nbytes(v) for v in val)
     return _numel(val.shape) * val.element_size() if isinstance(val, torch.Tensor) else 0.0
+
+
+def _sized(val: Any) -> Any:
+    """A value of constant sizes, of which the counter takes the shape."""
+    if isinstance(val, (tuple, list)):
+        return [_sized(v) for v in val]
+    if isinstance(val, torch.Tensor):
+        return torch.empty([_int(size) for size in val.shape], device="meta")
+    return _int(val) if isinstance(val, torch.SymInt) else val
 
 
 def _numel(shape: Any) -> float:

@@ -1,169 +1,120 @@
-"""The schedule: what a backward pass becomes. Node kinds, and what each reads and writes.
+"""The schedule: what a backward pass becomes.
 
 A schedule is an ``fx.Graph`` whose call_function nodes have one of the targets below. Nothing runs these functions:
-they are names. `zc.schedule.codegen` prints a schedule as Python that runs it, and `zc.verify` proves it; both look at
-the same graph.
+they are names. `zc.schedule.spec` has a record for each, with what it does; `op_of` reads a node's, `put` makes a node
+of one. `zc.schedule.codegen` prints a schedule as Python that runs it, and `zc.verify` proves it; both look at the same
+graph.
 
-    placeholder                                   a value that exists on the home stream at entry; a parameter of a
-                                                  forward names the buffer that it is a view of, meta["buffer"]
-    segment(key, *inputs) -> tuple                compiled pure compute; outputs are taken by operator.getitem
-    flatten_cast(bucket, buffer, slots, grads)    buffer <- grads, cast; everything else in it 0      (stage 2);
-                                                  with spans=((start, stop), ...): only these elements of it
-    accumulate_cast(bucket, buffer, slots, grads) buffer += grads, in fp32; the first write of an update overwrites
-                                                  (stage 1)
-    wgrad_into(bucket, buffer, slot, start, stop, *inputs, how)   makes a gradient in the slot's elements [start, stop)
-                                                  alone (stage 1: adds it); the slots of one bucket may have producers
-                                                  on several streams
-    deposit(bucket, slot, grad)                   keeps the gradient until the bucket is reduced at the end of the
-                                                  backward
-    launch_reduce(bucket, dst, src) -> work       starts the exchange of src into dst
-    wait_reduce(bucket, work, dst, src)           its completion
-    accumulate(bucket, acc, src)                  acc (+)= mean over ranks of the rows in src
-    stage_shard(bucket, dst, src)                 dst <- this rank's part of the accumulator src           (offload)
-    copy_to_host(bucket, dst, src)                host memory <- device
-    copy_to_device(bucket, dst, src)              device <- host memory; an accumulator only where it holds something
-    update(bucket, master, grad)                  the optimizer's update of one bucket, by the processor
-    cast_param(bucket, dst, src)                  host memory <- masters, cast to the parameters' dtype
-    gather(bucket, buffer)                        flat_param <- all ranks' shards of it
-    publish(bucket, buffer)                       the home stream may read the new parameters
-    record_event(event) / wait_event(event)       on the node's stream
-    release(*values)                              gives the values' storage back, on the stream that made them
-    output
+    placeholder    a value that exists on the home stream at entry; a parameter of a forward names the buffer that it is
+                   a view of, meta["buffer"]
+    output         what it returns is on the home stream at the end
 
-Every node but placeholder, getitem and output has ``meta["stream"]``. Buffers that the plan owns are named
-``flat_grad[i]`` (the ring) and ``recv[0]``, ``acc[b]``, ``flat_param[b]``; with offload also ``staging[i]`` (a ring on
-the device), and in host memory ``host[b]`` (gradients), ``master[b]`` and ``param[i]`` (a ring). Values are named after
-their nodes, with a ``%``.
-
-The host stream is the processor. It alone, copies on the copy stream, and the thread that issues schedules touch host
-memory; what that thread did there itself is done when a schedule begins (docs/proof.md).
-
-A launch is in flight until its wait_reduce: until then it reads src and writes dst, whatever runs elsewhere.
-
-Across schedules: a plan-owned buffer may still be in use by an earlier schedule when this one starts. After the last
-use on its carrier (a side stream that is not joined into home at the end) every schedule records the *carried* event
-``done/<buffer>``, and the first use on another stream in a later schedule waits for it. Waiting for an event that was
-never recorded is no wait (as in CUDA). docs/proof.md has the whole contract at entry and exit.
+Every node but placeholder, getitem and output has ``meta["stream"]``. The host stream is the processor. It alone,
+copies on the copy stream, and the thread that issues schedules touch host memory; what that thread did there itself is
+done when a schedule begins (docs/proof.md).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
+
+from zc.errors import PassError
+from zc.schedule import spec
+from zc.schedule.buffer import HOME, Access, Buffer, carried_by
+from zc.schedule.spec import Op, read, written
 
 if TYPE_CHECKING:
     from zc.planning.plan import Plan
 
 
-COMPUTE, COMM, COPY, HOST = "compute", "comm", "copy", "host"
-HOME = COMPUTE  # the stream on which autograd calls the schedule; its program order goes on across schedules
+_KINDS: dict[object, type[Op]] = {}
+_TARGETS: dict[type[Op], Callable[..., Any]] = {}
 
 
-def _never(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("a schedule's nodes are names; zc.schedule.codegen runs them")
+def _target(kind: type[Op]) -> Callable[..., Any]:
+    def never(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a schedule's nodes are names; zc.schedule.codegen runs them")
+
+    never.__name__ = never.__qualname__ = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+    _KINDS[never], _TARGETS[kind] = kind, never
+    return never
 
 
-def segment(key: str, *inputs: Any) -> Any:
-    _never()
-
-
-def flatten_cast(bucket: int, buffer: str, slots: tuple[int, ...], grads: Any, *, spans: Any = None) -> Any:
-    _never()
-
-
-def accumulate_cast(bucket: int, buffer: str, slots: tuple[int, ...], grads: Any, *, spans: Any = None) -> Any:
-    _never()
-
-
-def wgrad_into(bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Any, how: str = "mm") -> Any:
-    _never()
-
-
-def deposit(bucket: int, slot: int, grad: Any) -> Any:
-    _never()
-
-
-def launch_reduce(bucket: int, dst: str, src: str) -> Any:
-    _never()
-
-
-def wait_reduce(bucket: int, work: Any, dst: str, src: str) -> Any:
-    _never()
-
-
-def accumulate(bucket: int, acc: str, src: str) -> Any:
-    _never()
-
-
-def stage_shard(bucket: int, dst: str, src: str) -> Any:
-    _never()
-
-
-def copy_to_host(bucket: int, dst: str, src: str) -> Any:
-    _never()
-
-
-def copy_to_device(bucket: int, dst: str, src: str) -> Any:
-    _never()
-
-
-def update(bucket: int, master: str, grad: str) -> Any:
-    _never()
-
-
-def cast_param(bucket: int, dst: str, src: str) -> Any:
-    _never()
-
-
-def gather(bucket: int, buffer: str) -> Any:
-    _never()
-
-
-def publish(bucket: int, buffer: str) -> Any:
-    _never()
-
-
-def record_event(event: str) -> Any:
-    _never()
-
-
-def wait_event(event: str) -> Any:
-    _never()
-
-
-def release(*values: Any) -> Any:
-    _never()
-
-
-GRADIENT_OPS = (flatten_cast, accumulate_cast, wgrad_into, deposit, launch_reduce, wait_reduce, accumulate)
-MOVES = (stage_shard, copy_to_host, copy_to_device, cast_param)  # (bucket, dst, src)
-STEP_OPS = (update, gather, publish)
-SYNC_OPS = (record_event, wait_event, release)
-KINDS = (segment, *GRADIENT_OPS, *MOVES, *STEP_OPS, *SYNC_OPS)
-
-
-class Access(NamedTuple):
-    """A touch of elements [start, stop) of a buffer; WHOLE where the extent does not matter."""
-
-    buffer: str
-    start: int = 0
-    stop: int = 1 << 62
-
-
-def overlap(a: Access, b: Access) -> bool:
-    return a.buffer == b.buffer and a.start < b.stop and b.start < a.stop
+segment = _target(spec.Segment)
+flatten_cast = _target(spec.FlattenCast)
+accumulate_cast = _target(spec.AccumulateCast)
+wgrad_into = _target(spec.WgradInto)
+deposit = _target(spec.Deposit)
+launch_reduce = _target(spec.LaunchReduce)
+wait_reduce = _target(spec.WaitReduce)
+accumulate = _target(spec.Accumulate)
+stage_shard = _target(spec.StageShard)
+copy_to_host = _target(spec.CopyToHost)
+copy_to_device = _target(spec.CopyToDevice)
+cast_param = _target(spec.CastParam)
+update = _target(spec.Update)
+gather = _target(spec.Gather)
+publish = _target(spec.Publish)
+record_event = _target(spec.RecordEvent)
+wait_event = _target(spec.WaitEvent)
+release = _target(spec.Release)
 
 
 def is_schedule_node(node: fx.Node) -> bool:
     """True for nodes of the kinds above: what runs on a stream."""
-    return node.op == "call_function" and node.target in KINDS
+    return node.op == "call_function" and node.target in _KINDS
 
 
 def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
+
+
+def op_of(node: fx.Node) -> Op | None:
+    """What a node is; None for what does not run on a stream. Raises PassError where it does not look like its kind."""
+    if not is_schedule_node(node):
+        return None
+    known = node.meta.get("record")
+    if known is not None and known[0] is node.args and known[1] is node.kwargs:  # whoever changes a node sets others
+        found: Op = known[2]
+        return found
+    kind = _KINDS[node.target]
+    try:
+        found = read(kind, node.args, node.kwargs)
+    except (TypeError, ValueError) as error:
+        raise PassError(f"{node.name} is no {kind.__name__}: {error}") from error
+    node.meta["record"] = (node.args, node.kwargs, found)
+    return found
+
+
+def put(graph: fx.Graph, op: Op, *, name: str | None = None, stream: str | None = None) -> fx.Node:
+    """A new node, where the graph inserts."""
+    node = graph.create_node("call_function", _TARGETS[type(op)], *written(op), name=name)
+    if stream is not None:
+        node.meta["stream"] = stream
+    op_of(node)
+    return node
+
+
+def change(node: fx.Node, op: Op) -> None:
+    """The node becomes ``op``, of the same kind."""
+    assert _TARGETS[type(op)] is node.target
+    node.args, node.kwargs = written(op)
+    op_of(node)
+
+
+def steps(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that run on a stream, in program order."""
+    return (node for node in graph.nodes if is_schedule_node(node))
+
+
+def ops(graph: fx.Graph) -> Iterator[tuple[fx.Node, Op]]:
+    """The same with what each is."""
+    return ((node, op) for node in graph.nodes if (op := op_of(node)) is not None)
 
 
 def stream_of(node: fx.Node) -> str:
@@ -171,29 +122,18 @@ def stream_of(node: fx.Node) -> str:
     return HOME if node.op in ("placeholder", "output") else str(node.meta["stream"])
 
 
-def carried_event(buffer: str) -> str:
-    """The event that later schedules wait for before they touch a plan-owned buffer."""
-    return f"done/{buffer}"
+def maker(value: fx.Node) -> fx.Node:
+    """The node that made a value: a getitem's segment."""
+    made: Any = value.args[0] if is_getitem(value) else value
+    assert isinstance(made, fx.Node)
+    return made
 
 
-def carrier(buffer: str) -> str:
-    """The one side stream on which a plan-owned buffer may still be in use after the end of a schedule; HOME: on
-    none."""
-    assert is_plan_buffer(buffer)
-    return _CARRIERS.get(buffer[: buffer.index("[")], COMM)
-
-
-_CARRIERS = {"staging": COPY, "host": COPY, "master": COPY, "param": COPY, "flat_param": HOME}
-
-
-def is_plan_buffer(buffer: str) -> bool:
-    return not buffer.startswith("%")
-
-
-def in_host_memory(buffer: str) -> bool:
-    """Buffers that the processor reads or writes itself. That home comes after a copy of one says nothing to it: home's
-    waits are the device's."""
-    return buffer.startswith(("host[", "master[", "param["))
+def item_of(value: fx.Node) -> int:
+    """Which of a segment's results a getitem takes."""
+    found: Any = value.args[1]
+    assert isinstance(found, int)
+    return found
 
 
 def value(node: fx.Node) -> Access:
@@ -208,79 +148,62 @@ def results(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
-    """(reads, writes) of one node, from its kind and arguments alone."""
+    """(reads, writes) of one node, from its record alone."""
     inputs = tuple(value(n) for n in node.all_input_nodes)
-    inputs += tuple(Access(str(n.meta["buffer"])) for n in node.all_input_nodes if "buffer" in n.meta)
+    inputs += tuple(Access(Buffer.named(n.meta["buffer"])) for n in node.all_input_nodes if "buffer" in n.meta)
     made = tuple(value(n) for n in results(node))
-    if node.op != "call_function" or node.target in (segment, deposit):
-        return inputs, made
-    if node.target is flatten_cast:
-        spans: Any = node.kwargs.get("spans", ((0, Access("").stop),))
-        return inputs, tuple(Access(str(node.args[1]), int(start), int(stop)) for start, stop in spans)
-    if node.target is accumulate_cast:
-        return (*inputs, Access(str(node.args[1]))), (Access(str(node.args[1])),)
-    if node.target is wgrad_into:
-        _, buffer, _, start, stop = node.args[:5]
-        own = Access(str(buffer), int(str(start)), int(str(stop)))
-        return (inputs if own.buffer.startswith("flat_grad[") else (*inputs, own)), (own,)
-    if node.target is launch_reduce:
-        return (Access(str(node.args[2])),), (Access(str(node.args[1])), *made)
-    if node.target is wait_reduce:
-        return (*inputs, Access(str(node.args[3]))), (Access(str(node.args[2])),)
-    if node.target is accumulate:
-        return (Access(str(node.args[2])), Access(str(node.args[1]))), (Access(str(node.args[1])),)
-    if node.target in MOVES:
-        return (Access(str(node.args[2])),), (Access(str(node.args[1])),)
-    if node.target is update:
-        return (Access(str(node.args[2])), Access(str(node.args[1]))), (Access(str(node.args[1])),)
-    if node.target in (gather, publish):
-        return (Access(str(node.args[1])),), (Access(str(node.args[1])),)
-    if node.target is release:
-        return (), inputs
-    return (), ()
+    match op_of(node):
+        case spec.Event():
+            return (), ()
+        case spec.FlattenCast(buffer=buffer, spans=spans):
+            parts = (Access(buffer),) if spans is None else tuple(Access(buffer, *span) for span in spans)
+            return inputs, parts
+        case spec.Cast(buffer=buffer):
+            return (*inputs, Access(buffer)), (Access(buffer),)
+        case spec.WgradInto(buffer=buffer, start=start, stop=stop):
+            own = Access(buffer, start, stop)
+            return (inputs if buffer.kind == "flat_grad" else (*inputs, own)), (own,)
+        case spec.LaunchReduce(dst=dst, src=src):
+            return (Access(src),), (Access(dst), *made)
+        case spec.WaitReduce(dst=dst, src=src):
+            return (*inputs, Access(src)), (Access(dst),)
+        case spec.Accumulate(dst=dst, src=src) | spec.Update(dst=dst, src=src):
+            return (Access(src), Access(dst)), (Access(dst),)
+        case spec.Move(dst=dst, src=src):
+            return (Access(src),), (Access(dst),)
+        case spec.Weights(buffer=buffer):
+            return (Access(buffer),), (Access(buffer),)
+        case spec.Release():
+            return (), inputs
+        case _:  # a segment, a deposit, a placeholder, the output
+            return inputs, made
 
 
-def slots_of(node: fx.Node) -> tuple[int, ...]:
-    """The slots that a write or a deposit brings the gradients of."""
-    given = node.args[1] if node.target is deposit else node.args[2]
-    return tuple(int(str(k)) for k in given) if isinstance(given, (list, tuple)) else (int(str(given)),)
-
-
-def shared_buffers(graph: fx.Graph, plan: Plan | None) -> frozenset[str]:
+def shared_buffers(graph: fx.Graph, plan: Plan | None) -> frozenset[Buffer]:
     """The plan-owned buffers that need a carried event: used on their carrier and on other streams, by this schedule
     or by others under the plan. Without a plan: by this schedule, or where it names the event already."""
-    users: dict[str, set[bool]] = {}
-    shared: set[str] = set()
-    for node in steps(graph):
+    users: dict[Buffer, set[bool]] = {}
+    named: set[Buffer | None] = set()
+    for node, op in ops(graph):
         for group in accesses(node):
-            for access in group:
-                if is_plan_buffer(access.buffer):
-                    users.setdefault(access.buffer, set()).add(stream_of(node) == carrier(access.buffer))
-        if node.target in (record_event, wait_event) and str(node.args[0]).startswith(carried_event("")):
-            shared.add(str(node.args[0])[len(carried_event("")) :])
-    if plan is not None:
-        leaves = plan.world_size > 1 or plan.offload is not None  # the accumulator of stage 1 is read on comm as well
-        stays = "flat_grad[" if plan.placement.gradient_in_ring else "acc[" if leaves else None
-        kinds = ("gathered[", "host[", *((stays,) if stays is not None and plan.overlap else ()))
-        shared = {b for b in users if b.startswith(kinds)}
-        shared |= {f"master[{b.index}]" for b in plan.buckets if not b.has_master} & users.keys()  # copied as they are
+            for buffer in (access.buffer for access in group):
+                if isinstance(buffer, Buffer):
+                    users.setdefault(buffer, set()).add(stream_of(node) == buffer.carrier)
+        if isinstance(op, spec.Event):
+            named.add(carried_by(op.event))
+    shared = named - {None} if plan is None else {b for b in users if b.is_shared(plan)}
     both = {b for b, sides in users.items() if len(sides) == 2}
-    return frozenset(b for b in shared | both if carrier(b) != HOME)
-
-
-def steps(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes that run on a stream, in program order."""
-    return (node for node in graph.nodes if is_schedule_node(node))
+    return frozenset(b for b in shared | both if b is not None and b.carrier != HOME)
 
 
 def summary(graph: fx.Graph) -> dict[str, int]:
     """Counts for explain: nodes, streams, events, waits."""
-    nodes = list(steps(graph))
+    found = list(ops(graph))
     return {
-        "nodes": len(nodes),
-        "streams": len({stream_of(n) for n in nodes}),
-        "events": len({n.args[0] for n in nodes if n.target is record_event}),
-        "waits": sum(n.target is wait_event for n in nodes),
+        "nodes": len(found),
+        "streams": len({stream_of(node) for node, _ in found}),
+        "events": len({op.event for _, op in found if isinstance(op, spec.RecordEvent)}),
+        "waits": sum(isinstance(op, spec.WaitEvent) for _, op in found),
     }
 
 
@@ -288,8 +211,12 @@ def text(graph: fx.Graph) -> str:
     """The schedule, one line a node: stream, kind, arguments."""
     lines = []
     for node in steps(graph):
-        name = getattr(node.target, "__name__", str(node.target))
         made = ", ".join(f"%{n.name}" for n in results(node))
         args = ", ".join([*(str(a) for a in node.args), *(f"{key}={a}" for key, a in node.kwargs.items())])
-        lines.append(f"{node.meta.get('stream', '-'):>10} | {made + ' = ' if made else ''}{name}({args})")
+        lines.append(f"{node.meta.get('stream', '-'):>10} | {made + ' = ' if made else ''}{kind_of(node)}({args})")
     return "\n".join(lines)
+
+
+def kind_of(node: fx.Node) -> str:
+    """The node's kind in words, ``flatten_cast``."""
+    return "the output" if node.op == "output" else getattr(node.target, "__name__", str(node.target))

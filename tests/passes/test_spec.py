@@ -1,0 +1,149 @@
+"""A node looks like its kind says, where it is made and where it is read; a buffer has one name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graphs import plan_for
+from torch import fx
+
+from zc.errors import PassError
+from zc.schedule.buffer import HOME, KINDS, Buffer, carried_by, carried_event
+from zc.schedule.nodes import (
+    _KINDS,
+    accumulate,
+    change,
+    deposit,
+    flatten_cast,
+    launch_reduce,
+    op_of,
+    put,
+    record_event,
+    release,
+    text,
+    wgrad_into,
+)
+from zc.schedule.spec import Accumulate, Deposit, FlattenCast, LaunchReduce, Op, Release, Segment, WgradInto
+
+RING, ACC = Buffer("flat_grad", 0), Buffer("acc", 2)
+
+
+def test_a_record_comes_back_as_it_was_put_in() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    records: list[Op] = [
+        Segment("segment_0", (x, x)), Segment("segment_1", ()), FlattenCast(2, RING, (0, 1), (x, x)),
+        FlattenCast(2, RING, (), (), ((3, 8),)), FlattenCast(2, RING, (0,), (x,), ()), Deposit(2, 1, x),
+        WgradInto(2, ACC, 0, 0, 3, (x,), "scatter"), WgradInto(2, ACC, 0, 0, 3, (x,)), Accumulate(2, ACC, RING),
+        Release((x, x)),
+    ]  # fmt: skip
+    nodes = [put(graph, op) for op in records]
+    assert [op_of(node) for node in nodes] == records
+    assert all(isinstance(arg, int | str | tuple | list) for arg in nodes[2].args), "what fx and the printed text know"
+    assert "flatten_cast(2, flat_grad[0], (), [], spans=((3, 8),))" in text(graph)
+    assert op_of(x) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "says"),
+    [
+        (deposit, ("2", 0, "x"), r"deposit is no Deposit: bucket='2': a int is needed"),
+        (deposit, (True, 0, "x"), r"bucket=True"),
+        (deposit, (2, 0), r"2 arguments, for bucket, slot, grad"),
+        (deposit, (2, 0, None), r"grad=None: a Node is needed"),
+        (accumulate, (2, "akk[2]", "recv[0]"), r"accumulate is no Accumulate: dst='akk\[2\]': akk\[2\] is no buffer"),
+        (accumulate, (2, "acc[2]", "recv"), r"src='recv': 'recv' is no buffer's name"),
+        (accumulate, (2, "acc[2]", "recv[-1]"), r"src='recv\[-1\]'"),
+        (launch_reduce, (2, "recv[0]", 3), r"src=3: a str is needed"),
+        (flatten_cast, (2, "flat_grad[0]", 0, []), r"slots=0: a tuple is needed"),
+        (flatten_cast, (2, "flat_grad[0]", (0,), ["x"]), None),
+        (flatten_cast, (2, "flat_grad[0]", (0.0,), ["x"]), r"slots=\(0.0,\)"),
+        (wgrad_into, (2, "acc[2]", 0, 0), r"wgrad_into is no WgradInto"),
+        (release, (1,), r"values=\(1,\)"),
+        (record_event, ("done/akk[0]",), r"event='done/akk\[0\]': akk\[0\] is no buffer"),
+    ],
+)
+def test_what_does_not_look_like_its_kind_is_refused_by_name(target: object, args: tuple, says: str | None) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    given = [x if arg == "x" else [x] if arg == ["x"] else arg for arg in args]
+    node = graph.call_function(target, tuple(given))
+    if says is None:
+        assert op_of(node) is not None
+        return
+    with pytest.raises(PassError, match=says):
+        op_of(node)
+
+
+def test_a_node_is_checked_where_it_is_made_and_where_it_is_changed() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    with pytest.raises(PassError, match=r"deposit is no Deposit: slot=None"):
+        put(graph, Deposit(0, None, x))
+    node = put(graph, LaunchReduce(0, Buffer("recv", 0), RING))
+    with pytest.raises(PassError, match=r"launch_reduce is no LaunchReduce: bucket='0'"):
+        change(node, LaunchReduce("0", Buffer("recv", 0), RING))
+
+
+def test_whoever_changes_arguments_changes_the_record() -> None:
+    graph = fx.Graph()
+    node = put(graph, Accumulate(0, ACC, Buffer("recv", 0)))
+    assert op_of(node) is op_of(node), "read once"
+    node.args = (1, *node.args[1:])
+    assert op_of(node) == Accumulate(1, ACC, Buffer("recv", 0))
+    write = put(graph, FlattenCast(0, RING, (), ()))
+    write.kwargs = {"spans": ((0, 1),)}
+    assert op_of(write) == FlattenCast(0, RING, (), (), ((0, 1),))
+    replaced = graph.placeholder("y")
+    kept = put(graph, Deposit(0, 0, graph.placeholder("x")))
+    kept.replace_input_with(kept.all_input_nodes[0], replaced)
+    assert op_of(kept) == Deposit(0, 0, replaced)
+
+
+def test_every_kind_has_its_own_name() -> None:
+    names = [target.__name__ for target in _KINDS]
+    assert len(names) == len(set(names)) == 18 and {"wgrad_into", "copy_to_device", "record_event"} <= set(names)
+
+
+def test_a_buffer_and_its_name() -> None:
+    for kind in KINDS:
+        buffer = Buffer(kind, 12)
+        assert Buffer.named(str(buffer)) == buffer == Buffer.named(f"{kind}[12]")
+        assert carried_by(carried_event(buffer)) == buffer
+    assert carried_by("e0") is None
+    for name in ("acc", "acc[]", "acc[x]", "acc[1", "[1]", "acc[1][2]", "%acc[1]", "acc[ 1]"):
+        with pytest.raises(ValueError, match="is no buffer"):
+            Buffer.named(name)
+
+
+def test_which_buffers_other_schedules_share() -> None:
+    """The rule of each kind against its words."""
+
+    always = ("gathered", "host", "master")
+
+    def shared(stage: int, **options: Any) -> list[str]:
+        plan = plan_for(["w", "v"], stage=stage, **options)
+        return [kind for kind in KINDS if Buffer(kind, 0).is_shared(plan) and kind not in always]
+
+    assert shared(2) == shared(2, world_size=1) == ["flat_grad"] and shared(1) == ["acc"]
+    assert shared(2, overlap=False) == shared(1, overlap=False) == shared(1, world_size=1) == []
+    plan = plan_for(["w", "v"])
+    assert all(Buffer(kind, 0).is_shared(plan) for kind in always), "fp32: masters have no cast"
+    narrow = replace(plan, buckets=tuple(replace(b, param_dtype=torch.bfloat16) for b in plan.buckets))
+    assert not Buffer("master", 0).is_shared(narrow)
+
+
+def test_the_table_of_the_proof_is_the_one_in_the_code() -> None:
+    """docs/proof.md: a line a kind of buffer."""
+    lines = [
+        f"| `{name}[i]` | {kind.holds} | {'-' if kind.carrier == HOME else f'`{kind.carrier}`'} "
+        f"| {'yes' if kind.on_host else 'no'} | {kind.shared} |"
+        for name, kind in KINDS.items()
+    ]
+    page = (Path(__file__).parents[2] / "docs/proof.md").read_text()
+    assert re.findall(r"^\| `\w+\[i\]` .*$", page, flags=re.M) == lines, "\n".join(lines)

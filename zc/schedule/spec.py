@@ -1,0 +1,275 @@
+"""What each node of a schedule may look like: one frozen record a kind, which passes and proof match on.
+
+A field's name means the same in every kind, and `_FIELDS` says how it stands in a node's arguments: ``bucket`` and
+``slot`` are numbers in the plan; ``buffer``, ``dst`` and ``src`` name buffers; ``start`` and ``stop`` are elements of
+one; ``grad``, ``grads``, ``inputs``, ``values`` and ``work`` are values, made by other nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, TypeVar
+
+from torch import fx
+
+from zc.schedule.buffer import Buffer, carried_by
+
+Nodes = tuple[fx.Node, ...]
+Spans = tuple[tuple[int, int], ...]  # elements [start, stop)
+
+
+@dataclass(frozen=True)
+class Op:
+    """What a node is."""
+
+
+@dataclass(frozen=True)
+class Segment(Op):
+    """Compiled pure compute; its results are taken by operator.getitem."""
+
+    key: str
+    inputs: Nodes
+
+
+@dataclass(frozen=True)
+class Deposit(Op):
+    """Keeps the gradient until the bucket is reduced at the end of the backward."""
+
+    bucket: int
+    slot: int
+    grad: fx.Node
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        return (self.slot,)
+
+
+@dataclass(frozen=True)
+class BufferOp(Op):
+    """On buffers of the plan, for one bucket."""
+
+    bucket: int
+
+
+# --- gradients are written ---
+
+
+@dataclass(frozen=True)
+class Cast(BufferOp):
+    """With spans: only these elements of the buffer."""
+
+    buffer: Buffer
+    slots: tuple[int, ...]
+    grads: Nodes
+    spans: Spans | None = None
+
+
+class FlattenCast(Cast):
+    """buffer <- grads, cast; everything else in it 0 (stage 2)."""
+
+
+class AccumulateCast(Cast):
+    """buffer += grads, in fp32; the first write of an update overwrites (stage 1)."""
+
+
+@dataclass(frozen=True)
+class WgradInto(BufferOp):
+    """Makes a gradient in the slot's elements [start, stop) alone (stage 1: adds it); the slots of one bucket may have
+    producers on several streams."""
+
+    buffer: Buffer
+    slot: int
+    start: int
+    stop: int
+    inputs: Nodes
+    how: str | None = None  # "mm" (None), "scatter": passes/write_in_place.py
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        return (self.slot,)
+
+
+Write = Cast | WgradInto
+
+# --- and go from buffer to buffer ---
+
+
+@dataclass(frozen=True)
+class Move(BufferOp):
+    """dst <- src."""
+
+    dst: Buffer
+    src: Buffer
+
+
+class LaunchReduce(Move):
+    """Starts the exchange of src into dst, and makes its work. In flight until its wait_reduce: until then it reads src
+    and writes dst, whatever runs elsewhere."""
+
+
+@dataclass(frozen=True)
+class WaitReduce(BufferOp):
+    """The completion of a launch."""
+
+    work: fx.Node
+    dst: Buffer
+    src: Buffer
+
+
+class Accumulate(Move):
+    """dst (+)= mean over ranks of the rows in src."""
+
+
+class StageShard(Move):
+    """dst <- this rank's part of the accumulator src (offload)."""
+
+
+class CopyToHost(Move):
+    """Host memory <- device."""
+
+
+class CopyToDevice(Move):
+    """Device <- host memory; an accumulator only where it holds something."""
+
+
+class Update(Move):
+    """The optimizer's update of one bucket's masters dst by the gradients src, by the processor."""
+
+
+class CastParam(Move):
+    """Host memory <- masters, cast to the parameters' dtype."""
+
+
+# --- weights ---
+
+
+@dataclass(frozen=True)
+class Weights(BufferOp):
+    buffer: Buffer
+
+
+class Gather(Weights):
+    """The bucket's weights <- all ranks' shards of them."""
+
+
+class Publish(Weights):
+    """The home stream may read the new parameters."""
+
+
+# --- order ---
+
+
+class Sync(Op):
+    """On the node's stream."""
+
+
+@dataclass(frozen=True)
+class Event(Sync):
+    event: str
+
+
+class RecordEvent(Event):
+    pass
+
+
+class WaitEvent(Event):
+    """For the latest record issued before."""
+
+
+@dataclass(frozen=True)
+class Release(Sync):
+    """Gives the values' storage back, on the stream that made them."""
+
+    values: Nodes
+
+
+AnyOp = TypeVar("AnyOp", bound=Op)
+
+
+def buffers_of(op: Op) -> dict[str, Buffer]:
+    """The buffers that a node names, by field."""
+    return {name: item for name, item in vars(op).items() if isinstance(item, Buffer)}
+
+
+def renamed(op: AnyOp, old: Buffer, new: Buffer) -> AnyOp:
+    """The same on ``new`` wherever it names ``old``."""
+    changes: Any = {name: new for name, item in buffers_of(op).items() if item == old}
+    return replace(op, **changes)
+
+
+# --- how a record stands in a node's arguments ---
+
+
+def _of(kind: type) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if type(value) is not kind:  # a bool is no number
+            raise TypeError(f"a {kind.__name__} is needed")
+        return value
+
+    return check
+
+
+def _all(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def check_all(values: Any) -> Any:
+        if not isinstance(values, (list, tuple)):
+            raise TypeError("a tuple is needed")
+        return tuple(check(value) for value in values)
+
+    return check_all
+
+
+def _span(value: Any) -> Any:
+    start, stop = _all(_of(int))(value)
+    return start, stop
+
+
+def _event(name: Any) -> Any:
+    carried_by(_of(str)(name))
+    return name
+
+
+class _Field(NamedTuple):
+    read: Callable[[Any], Any]  # TypeError, ValueError: it may not look like that
+    write: Callable[[Any], Any] = lambda value: value
+
+
+_NUMBER, _TEXT, _NODE = _Field(_of(int)), _Field(_of(str)), _Field(_of(fx.Node))
+_BUFFER = _Field(lambda name: Buffer.named(_of(str)(name)), str)
+_FIELDS = {
+    "bucket": _NUMBER, "slot": _NUMBER, "start": _NUMBER, "stop": _NUMBER, "slots": _Field(_all(_of(int))),
+    "buffer": _BUFFER, "dst": _BUFFER, "src": _BUFFER, "key": _TEXT, "event": _Field(_event), "grad": _NODE,
+    "work": _NODE, "grads": _Field(_all(_of(fx.Node)), list), "inputs": _NODE, "values": _NODE, "how": _TEXT,
+    "spans": _Field(_all(_span)),
+}  # fmt: skip
+_EACH = ("inputs", "values")  # one argument each
+_KEYWORDS = ("spans", "how")  # left out where they are None
+
+
+def read(kind: type[Op], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Op:
+    """The record of a node with these arguments. TypeError, ValueError: no node of this kind has them."""
+    names = [f.name for f in fields(kind) if f.name not in _KEYWORDS]
+    found: dict[str, Any] = dict(zip(names, args, strict=False))
+    if names[-1] in _EACH:
+        found[names[-1]] = tuple(args[len(names) - 1 :])
+    elif len(args) != len(names):
+        raise ValueError(f"{len(args)} arguments, for {', '.join(names)}")
+    for name, item in (*found.items(), *kwargs.items()):
+        try:
+            check = _FIELDS[name].read
+            found[name] = tuple(map(check, item)) if name in _EACH else check(item)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{name}={item!r}: {error}") from None
+    return kind(**found)
+
+
+def written(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a node with this record."""
+    args: list[Any] = []
+    kwargs = {name: item for name, item in vars(op).items() if name in _KEYWORDS and item is not None}
+    for name, item in vars(op).items():
+        if name in _EACH:
+            args += item
+        elif name not in _KEYWORDS:
+            args.append(_FIELDS[name].write(item))
+    return tuple(args), kwargs
