@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from schedules import cases, make, offloaded, schedule
 from simulation import Case, Plain, is_wrong, plan_of, replaced
+from tiers import FULL
 
 from zc.engine import flushes
 from zc.passes.base import copy_graph
@@ -30,7 +30,6 @@ from zc.schedule.buffer import HOME
 from zc.schedule.nodes import accumulate_cast, change, flatten_cast, op_of, put, steps
 from zc.schedule.spec import Deposit
 
-FULL = os.environ.get("ZC_PROOF") == "full"
 NUM_ORDERS = 200 if FULL else 3
 
 

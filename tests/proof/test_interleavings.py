@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import adversary
 import pytest
 import simulation
 from schedules import cases, make, schedule
 from simulation import Case
-
-FULL = os.environ.get("ZC_PROOF") == "full"
+from tiers import FULL
 
 
 def num_orders(case: Case) -> int:

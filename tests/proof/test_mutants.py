@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import os
 
 import adversary
 import mutants
@@ -11,15 +10,17 @@ import pytest
 import simulation
 from schedules import cases, make, schedule, surrounded
 from simulation import Case, is_wrong, plan_of, replaced
+from tiers import FULL
 
 from zc.passes.verify import examine, verify
 
+pytestmark = pytest.mark.check
+
 ALL = list(cases())
-FULL = os.environ.get("ZC_PROOF") == "full"
 
 
 def sample(case: Case, few: int, some: int, many: int) -> int:
-    """Every how manieth mutant is taken by default; ``ZC_PROOF=full`` takes all."""
+    """Every how manieth mutant is taken by default; ``ZC_TESTS=full`` takes all."""
     num = len(case.plan.buckets)
     return 1 if FULL else few if num < 8 else some if num < 64 else many
 

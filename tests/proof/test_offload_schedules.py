@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ import torch
 from oracles import Enumeration, sanitizer_finds_a_race
 from schedules import make, offloaded, schedule, step_of, surrounded
 from simulation import Case, is_wrong, plan_of, replaced
+from tiers import FULL
 from torch import fx
 
 from zc.errors import RaceError
@@ -37,7 +37,6 @@ from zc.schedule.nodes import (
 )
 from zc.schedule.spec import RecordEvent, Release
 
-FULL = os.environ.get("ZC_PROOF") == "full"
 EVERY = list(offloaded())
 ALL = EVERY if FULL else EVERY[::3]
 SAMPLE = 1 if FULL else 6  # one mutant of so many is looked at

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import mutants
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 from oracles import Enumeration, sanitizer_finds_a_race
 from random_schedules import offloaded_schedules, schedules
 from schedules import cases, make, schedule
+from tiers import FULL
 from torch import fx
 
 from zc.passes import insert_events
@@ -20,7 +19,6 @@ from zc.planning.plan import Plan
 from zc.schedule.nodes import op_of, record_event, steps, text, wait_event
 from zc.schedule.spec import Sync
 
-FULL = os.environ.get("ZC_PROOF") == "full"
 relaxed = settings(
     max_examples=20_000 if FULL else 600, deadline=None, derandomize=not FULL,
     suppress_health_check=list(HealthCheck),
