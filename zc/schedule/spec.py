@@ -204,7 +204,7 @@ def renamed(op: AnyOp, old: Buffer, new: Buffer) -> AnyOp:
 def _of(kind: type) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if type(value) is not kind:  # a bool is no number
-            raise TypeError(f"a {kind.__name__} is needed")
+            raise TypeError(f"no {kind.__name__}")
         return value
 
     return check
@@ -213,7 +213,7 @@ def _of(kind: type) -> Callable[[Any], Any]:
 def _all(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def check_all(values: Any) -> Any:
         if not isinstance(values, (list, tuple)):
-            raise TypeError("a tuple is needed")
+            raise TypeError("no tuple")
         return tuple(check(value) for value in values)
 
     return check_all
@@ -235,12 +235,11 @@ class _Field(NamedTuple):
 
 
 _NUMBER, _TEXT, _NODE = _Field(_of(int)), _Field(_of(str)), _Field(_of(fx.Node))
-_BUFFER = _Field(lambda name: Buffer.named(_of(str)(name)), str)
+_NODES, _BUFFER = _Field(_all(_of(fx.Node)), list), _Field(lambda name: Buffer.named(_of(str)(name)), str)
 _FIELDS = {
     "bucket": _NUMBER, "slot": _NUMBER, "start": _NUMBER, "stop": _NUMBER, "slots": _Field(_all(_of(int))),
-    "buffer": _BUFFER, "dst": _BUFFER, "src": _BUFFER, "key": _TEXT, "event": _Field(_event), "grad": _NODE,
-    "work": _NODE, "grads": _Field(_all(_of(fx.Node)), list), "inputs": _NODE, "values": _NODE, "how": _TEXT,
-    "spans": _Field(_all(_span)),
+    "buffer": _BUFFER, "dst": _BUFFER, "src": _BUFFER, "spans": _Field(_all(_span)), "grad": _NODE, "work": _NODE,
+    "grads": _NODES, "inputs": _NODES, "values": _NODES, "key": _TEXT, "how": _TEXT, "event": _Field(_event),
 }  # fmt: skip
 _EACH = ("inputs", "values")  # one argument each
 _KEYWORDS = ("spans", "how")  # left out where they are None
@@ -256,8 +255,7 @@ def read(kind: type[Op], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Op
         raise ValueError(f"{len(args)} arguments, for {', '.join(names)}")
     for name, item in (*found.items(), *kwargs.items()):
         try:
-            check = _FIELDS[name].read
-            found[name] = tuple(map(check, item)) if name in _EACH else check(item)
+            found[name] = _FIELDS[name].read(item)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{name}={item!r}: {error}") from None
     return kind(**found)
