@@ -90,7 +90,7 @@ class Runtime:
         self.host_update = "none yet"  # how they are done, for explain
         self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
         self.hooks: list[RemovableHandle] = []  # on parameters
-        self._pending: dict[int, dict[int, list[Tensor]]] = {}  # bucket -> slot -> gradients of this backward
+        self._pending: dict[int, dict[int, Tensor]] = {}  # bucket -> slot -> what is kept (zc/engine/rounds.py)
         self._done: set[int] = set()  # buckets that this backward has reduced
         # autograd's graph tasks whose end will call us; the engine holds the callback, so one that raised lets go of it
         self._open_tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
@@ -177,7 +177,11 @@ class Runtime:
         # lifetime: until the bucket is reduced, or written into a partial sum: at the end of this backward, or, where
         # ranks differ, at the latest at the boundary
         self.ops.touched[bucket][slot] = True
-        self._pending.setdefault(bucket, {}).setdefault(slot, []).append(grad.detach())
+        arrived = self._pending.setdefault(bucket, {})
+        grad = grad.detach()
+        if slot in arrived:  # in fp32: a second part must not be rounded to the first one's dtype
+            grad = arrived[slot].to(self.plan.buckets[bucket].acc_dtype) + grad
+        arrived[slot] = grad
 
     def _flush_ready(self) -> None:
         ready = []
@@ -199,12 +203,14 @@ class Runtime:
             self._flush(sorted(self._pending), reduce=keeps_grads)
         if keeps_grads and self.rounds.differs():
             self.say_once(
-                "ranks have reduced other buckets in one backward, or in another order: such a backward keeps its "
-                "gradients whole to its end, as without ZeRO-2"
+                "ranks were to reduce other buckets in one backward, or have other numbers of backwards: the gradients "
+                "of such a backward are whole to its end, or to the update, as without ZeRO-2"
             )
         self._reduce_kept(self.rounds.left(self._pending), is_final=self.is_boundary)
         self._done.clear()
         self._reduce_kept(self.rounds.end(self._pending, is_boundary=self.is_boundary), is_final=self.is_boundary)
+        for arrived in self._pending.values():  # to the boundary; what came may be the caller's (backward(gradient=))
+            arrived.update({slot: grad.clone() for slot, grad in arrived.items()})
         self._has_round = False
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
@@ -244,16 +250,7 @@ class Runtime:
     def _take(self, index: int) -> list[object]:
         """What was deposited for one bucket: a gradient a slot, None where nothing came."""
         arrived = self._pending.pop(index, {})
-        bucket = self.plan.buckets[index]
-        grads: list[object] = []
-        for slot in range(len(bucket.slots)):
-            parts = arrived.get(slot, [])
-            total = parts[0] if parts else None
-            for part in parts[1:]:  # in fp32: a second part must not be rounded to the first one's dtype
-                assert total is not None
-                total = total.to(bucket.acc_dtype) + part
-            grads.append(total)
-        return grads
+        return [arrived.get(slot) for slot in range(len(self.plan.buckets[index].slots))]
 
     # --- boundaries ---
 
