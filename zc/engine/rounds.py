@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from zc.engine.ops import GradientOps
 
 
-END = "end a backward"
 Where = tuple[int, int]  # bucket, slot
 
 
@@ -62,6 +61,7 @@ class Rounds:
         self._num_taken = 0  # of them, those whose reduction is issued
         self._is_astray = False  # something came in another order than proposed: the rest waits for the end
         self._made: Announcement | None = None  # this backward's proposal
+        self._is_boundary = True  # no_sync does not hold it back
 
     def grow(self, plan: Plan) -> None:
         """Takes in ``plan``, whose first buckets are the present ones."""
@@ -70,16 +70,25 @@ class Rounds:
         self._agreement.numel_flags = num_flags(plan)
         self._habits.clear()
 
-    def begin(self, source: str, buckets: Sequence[int] | None, brings: frozenset[Where] = frozenset()) -> None:
+    def begin(
+        self,
+        source: str,
+        buckets: Sequence[int] | None,
+        brings: frozenset[Where] = frozenset(),
+        *,
+        is_boundary: bool = True,
+    ) -> None:
         """The first gradient of a backward comes in by ``source``, which will reduce ``buckets`` (None: any) and
-        ``brings`` these gradients for sure."""
+        ``brings`` these gradients for sure. Not ``is_boundary``: it is in no_sync."""
         if self.plan.world_size == 1:
             return
+        self._is_boundary = is_boundary
         self._source, self._full, self._num_taken, self._is_astray = source, [], 0, False
         every = [bucket.index for bucket in self.plan.buckets]
         self._proposed = self._habits.get(source, list(every if buckets is None else buckets))
         names = [self.plan.buckets[b].slots[0].name for b in self._proposed]
-        self._made = self._agreement.announce(describe(self._proposed, names), self._flags(brings))
+        what = describe(self._proposed, names) + ("" if is_boundary else " in a microbatch")
+        self._made = self._agreement.announce(what, self._flags(brings))
 
     def is_agreed(self, buckets: Sequence[int]) -> Callable[[], bool] | None:
         """``buckets`` are full. What to ask before they are reduced, which waits for the other ranks' proposals; None:
@@ -120,7 +129,7 @@ class Rounds:
     def _owed(self) -> list[int]:
         return [] if self._made is None or self.differs() else self._proposed[self._num_taken :]
 
-    def end(self, kept: Collection[int], *, is_boundary: bool) -> list[int]:
+    def end(self, kept: Collection[int]) -> list[int]:
         """The gradients of this backward are in, what was `left` is reduced, and this rank keeps gradients of the
         buckets ``kept``. Returns what all ranks reduce now.
 
@@ -131,16 +140,22 @@ class Rounds:
         if made is not None:
             if made.is_same():
                 self._agreement.held.append(made.number)
-            if not made.is_same() or (is_boundary and not made.all_flags(len(flags))):
-                ended = self._agreement.announce(END, self._flags(kept=kept))
-                is_end = ended.is_same()
+            if not made.is_same() or (self._is_boundary and not made.all_flags(len(flags))):
+                ended = self._ended(self._flags(kept=kept))
                 flags = ended.flags()
-                if is_end:
+                if ended.is_same():
                     reduced = [k for k, flag in enumerate(flags[-1 - len(self.plan.buckets) : -1]) if flag]
                 if reduced:
                     self._agreement.held.append(ended.number)
         self._know(flags)
         return reduced
+
+    def _ended(self, flags: Sequence[int]) -> Announcement:
+        if self._is_boundary:
+            return self._agreement.meet_at_end(flags)
+        ended = self._agreement.announce("end a microbatch", flags)
+        ended.is_same()
+        return ended
 
     def clear(self, *, set_to_none: bool) -> None:
         """All gradients were dropped, or made zeros."""

@@ -137,9 +137,10 @@ class Runtime:
         if self.current_plan.reduces and not self._has_round and not is_inner:
             self._has_round = True
             if program is None:
-                self.rounds.begin("hooks", None)
+                self.rounds.begin("hooks", None, is_boundary=self.is_boundary)
             else:
-                self.rounds.begin(program.name, program.launched, program.brings)
+                launched, brings = program.launched, program.brings
+                self.rounds.begin(program.name, launched, brings, is_boundary=self.is_boundary)
 
     def run_program(self, program: Program, args: list[object]) -> tuple[object, ...]:
         """A compiled backward graph, from its first node to its last."""
@@ -208,7 +209,7 @@ class Runtime:
             )
         self._reduce_kept(self.rounds.left(self._pending), is_final=self.is_boundary)
         self._done.clear()
-        self._reduce_kept(self.rounds.end(self._pending, is_boundary=self.is_boundary), is_final=self.is_boundary)
+        self._reduce_kept(self.rounds.end(self._pending), is_final=self.is_boundary)
         for arrived in self._pending.values():  # to the boundary; what came may be the caller's (backward(gradient=))
             arrived.update({slot: grad.clone() for slot, grad in arrived.items()})
         self._has_round = False

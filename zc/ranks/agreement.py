@@ -26,8 +26,11 @@ from zc.ranks.comm import Group
 from zc.ranks.watch import Work
 
 BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
-_HEAD = struct.Struct("<4I")  # digests: what is announced, the journal, what the sums hold, which .grad are shown
-_WHAT, _JOURNAL, _HELD, _SHOWN = ((at, at + 4) for at in range(0, _HEAD.size, 4))
+END = "end a backward"  # that no_sync does not hold back
+# digests: what is announced, the journal, what the sums hold, which .grad are shown; and whether it is BOUNDARY or END
+_HEAD = struct.Struct("<4IB")
+_WHAT, _JOURNAL, _HELD, _SHOWN = ((at, at + 4) for at in range(0, 16, 4))
+_MEETS = 16
 
 
 class Announcement:
@@ -41,7 +44,8 @@ class Announcement:
         journal = check.checksum() if check is not None and what == BOUNDARY else 0
         held = zlib.crc32(repr(agreement.held).encode())
         label = f"{agreement.num_cleared}: {what}" if what != BOUNDARY else what
-        self._row = bytearray(_HEAD.pack(zlib.crc32(label.encode()), journal, held, shown) + bytes(flags))
+        head = _HEAD.pack(zlib.crc32(label.encode()), journal, held, shown, what in (BOUNDARY, END))
+        self._row = bytearray(head + bytes(flags))
         self.number = number
         self._rows = self._row  # of all ranks, one after another; read as bytes: they are few
         self._work: Work | None = None
@@ -56,6 +60,10 @@ class Announcement:
             self._work.wait()
             self._work = None
         return self._is_equal(*_WHAT)
+
+    def all_meet(self) -> bool:
+        """Whether every rank is at a boundary, or at the end of a backward that no_sync does not hold back."""
+        return all(self._rows[_MEETS :: len(self._row)])
 
     def has_one_past(self) -> bool:
         """Whether all ranks have had the same exchanges before this one."""
@@ -111,6 +119,14 @@ class Agreement:
             self._tell_apart()
         self.num_cleared = 0
         return made
+
+    def meet_at_end(self, flags: Sequence[int]) -> Announcement:
+        """The end of a backward that no_sync does not hold back: returns once all ranks are at such an end, or at the
+        boundary."""
+        while True:
+            made = self.announce(END, flags)
+            if made.is_same() or made.all_meet():
+                return made
 
     def cleared(self) -> None:
         """Gradients were dropped on this rank."""
