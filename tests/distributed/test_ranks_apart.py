@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_ranks
 from models import Heads, seeded
 from oracle import weights
@@ -59,11 +60,12 @@ class Trunks(nn.Module):
 @dataclass(frozen=True)
 class Loop:
     """``calls(rank, step)``: of each backward, the tasks of each call of the model whose losses it sums. ``held``: all
-    backwards but the last are in no_sync."""
+    backwards but the last are in no_sync. ``collects``: a collective of the loop's own stands before each step."""
 
     make: Callable[[], nn.Module]
     calls: Callable[[int, int], list[list[Tasks]]]
     held: bool = False
+    collects: bool = False
     has_ddp: bool = True
     broken: tuple[int, ...] = ()
 
@@ -90,6 +92,10 @@ def one_more_graph(rank: int, step: int) -> list[list[Tasks]]:
     return [[(0,), (1,)] if step % 2 else [(0, 1)]] if rank == 1 and step > 0 else [[(0,)]]
 
 
+def more_microbatches(rank: int, step: int) -> list[list[Tasks]]:
+    return [[(0,)]] * (1 + (rank + step) % 3)
+
+
 def one_more_backward(rank: int, step: int) -> list[list[Tasks]]:
     return [[(k,)] for k in range(1 + (rank + step) % 2)]
 
@@ -102,6 +108,7 @@ LOOPS = {
     "a graph broken on one rank": Loop(BrokenHere, other_heads, broken=(1,)),
     "another trunk than proposed": Loop(Trunks, another_trunk),
     "one more graph than proposed": Loop(Trunks, one_more_graph, has_ddp=False),
+    "more microbatches in no_sync, then a collective": Loop(BrokenHere, more_microbatches, held=True, collects=True),
     "one backward more": Loop(Heads, one_more_backward, has_ddp=False),
 }
 
@@ -146,8 +153,10 @@ def under_ddp(rank: int, world_size: int, name: str) -> dict[str, Tensor]:
     model, optimizer = made(loop, rank, torch.float32)
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     for step in range(STEPS):
-        for k, calls in enumerate(loop.calls(rank, step)):
-            loss_of(wrapped, model, rank, step, k, calls).backward()
+        backwards = loop.calls(rank, step)
+        for k, calls in enumerate(backwards):
+            with wrapped.no_sync() if loop.held and k < len(backwards) - 1 else contextlib.nullcontext():
+                loss_of(wrapped, model, rank, step, k, calls).backward()
         optimizer.step()
         optimizer.zero_grad()
     return weights(model)
@@ -181,6 +190,8 @@ def under_zc(rank: int, world_size: int, name: str, stage: int, backend: str, op
                 with zc.no_sync(model) if inside else contextlib.nullcontext():
                     loss_of(model, model, rank, step, k, calls).backward()
             seen.num_kept.append(count[0])
+            if loop.collects:
+                dist.all_reduce(torch.ones(1))
             optimizer.step()
             optimizer.zero_grad()
     seen.weights, seen.notes = weights(model), zc.registry.sharded(model).runtime.notes
