@@ -24,6 +24,7 @@ from torch.optim import SGD
 
 import zc
 from zc.engine import ops
+from zc.engine.ops import Acc
 
 STEPS = 4
 Tasks = tuple[int, ...]
@@ -96,6 +97,10 @@ def more_microbatches(rank: int, step: int) -> list[list[Tasks]]:
     return [[(0,)]] * (1 + (rank + step) % 3)
 
 
+def one_head_alone(rank: int, step: int) -> list[list[Tasks]]:
+    return [[(0,)]] * 2
+
+
 def one_more_backward(rank: int, step: int) -> list[list[Tasks]]:
     return [[(k,)] for k in range(1 + (rank + step) % 2)]
 
@@ -109,6 +114,7 @@ LOOPS = {
     "another trunk than proposed": Loop(Trunks, another_trunk),
     "one more graph than proposed": Loop(Trunks, one_more_graph, has_ddp=False),
     "more microbatches in no_sync, then a collective": Loop(BrokenHere, more_microbatches, held=True, collects=True),
+    "a head that nobody uses": Loop(Heads, one_head_alone, held=True),
     "one backward more": Loop(Heads, one_more_backward, has_ddp=False),
 }
 
@@ -116,8 +122,8 @@ LOOPS = {
 @dataclass
 class Seen:
     weights: dict[str, Tensor] = field(default_factory=dict)
-    norms: list[float] = field(default_factory=list)
     num_kept: list[int] = field(default_factory=list)  # runs of a step that wrote nothing into the ring
+    num_whole: list[int] = field(default_factory=list)  # buckets that are not reduced behind a step's first backward
     notes: list[str] = field(default_factory=list)
 
 
@@ -181,6 +187,7 @@ def under_zc(rank: int, world_size: int, name: str, stage: int, backend: str, op
     model, optimizer = made(loop, rank, torch.float32)
     options = {"bucket_nbytes": 64, **options}
     model, optimizer = zc.compile(model, optimizer, stage=stage, backend=backend, **options)  # type: ignore[assignment]
+    runtime = zc.registry.sharded(model).runtime
     with counted_keeps() as count:
         for step in range(STEPS):
             count[0] = 0
@@ -189,12 +196,15 @@ def under_zc(rank: int, world_size: int, name: str, stage: int, backend: str, op
                 inside = loop.held and k < len(backwards) - 1
                 with zc.no_sync(model) if inside else contextlib.nullcontext():
                     loss_of(model, model, rank, step, k, calls).backward()
+                if k == 0:
+                    state = zip(runtime.ops.touched, runtime.ops.state, strict=True)
+                    seen.num_whole.append(sum(any(touched) and acc is not Acc.REDUCED for touched, acc in state))
             seen.num_kept.append(count[0])
             if loop.collects:
                 dist.all_reduce(torch.ones(1))
             optimizer.step()
             optimizer.zero_grad()
-    seen.weights, seen.notes = weights(model), zc.registry.sharded(model).runtime.notes
+    seen.weights, seen.notes = weights(model), runtime.notes
     return seen
 
 
@@ -257,3 +267,16 @@ def test_a_graph_broken_on_one_rank_costs_one_backward() -> None:
     for mine in check("a graph broken on one rank", 2, "aot_eager"):
         assert mine.num_kept[0] > 0 and mine.num_kept[1:] == [0] * (STEPS - 1), mine.num_kept
         assert sum("as without ZeRO-2" in note for note in mine.notes) == 1
+
+
+@pytest.mark.parametrize("name", ["other heads", "microbatches in no_sync"])
+def test_gradients_are_whole_to_the_end_of_their_backward_and_no_longer(name: str) -> None:
+    """In no_sync too: else each microbatch's forward would find a full gradient in memory."""
+    for mine in check(name, 2, "aot_eager"):
+        assert any(mine.num_kept) and mine.num_whole == [0] * STEPS, (mine.num_kept, mine.num_whole)
+
+
+def test_a_model_with_an_unused_parameter_keeps_nothing_whole_in_no_sync() -> None:
+    """A bucket that is never full is a part of what like backwards propose, and is reduced at their end."""
+    for mine in check("a head that nobody uses", 2, "eager", bucket_nbytes=2**20):
+        assert mine.num_whole[1:] == [0] * (STEPS - 1), mine.num_whole
