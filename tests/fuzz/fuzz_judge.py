@@ -15,13 +15,6 @@ from torch import Tensor
 TOLERANCES = {"float64": 1e-6, "float32": 2e-4, "bfloat16 on the wire": 0.02, "bfloat16": 0.1}
 
 
-def _graphs_may_differ(program: Program) -> bool:
-    """Ranks use other heads; or, compiled, see other sizes: then Dynamo takes another one's numbers for dynamic, here
-    and not there, and may break the graph there."""
-    sizes = any(len(set(op.args.get("rows", [0]))) > 1 for op in program.ops)
-    return program.ranks_differ or (sizes and program.options["backend"] != "eager")
-
-
 def _nobody_has_told(program: Program) -> bool:
     """Ranks differ, and some backward was held back, or ran on some ranks alone: nothing may have told them of each
     other's gradients before one is read. (DDP's would be each rank's own, or it hangs.)"""
@@ -31,7 +24,6 @@ def _nobody_has_told(program: Program) -> bool:
 
 # (class, words) of refusals, and when a program may get one
 REFUSALS = (
-    ("RankMismatchError", "stage 2 reduces in every backward", lambda p: p.stage == 2 and _graphs_may_differ(p)),
     ("PlanError", "summed in float64", lambda p: p.dtype == "float64" and p.options.get("reduce_dtype") is not None),
     ("ZcError", "ranks have a param.grad on different parameters", _nobody_has_told),
     # cleared through the optimizer's own tensors, which no param.grad shows until the next backward, then clipped

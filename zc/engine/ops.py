@@ -285,8 +285,40 @@ class BoundOps:
         return self._segments[key](args)
 
     def reducing_if(self, is_agreed: Callable[[], bool]) -> BoundOps:
-        """The same, for one run whose reductions stay away where ranks don't agree on them."""
+        """The same, for one run whose reductions stay away where ranks don't agree on them. ``is_agreed`` is asked on
+        the comm stream, before each; where gradients pass through the ring at once, by the host."""
+        if self._ops.plan.placement.gradient_in_ring:
+            return self if is_agreed() else KeepingOps(self._ops, self._segments)
         return AgreedOps(self._ops, self._segments, is_agreed)
+
+
+class KeepingOps(BoundOps):
+    """Nothing is written into the ring, which must be free again: each gradient is deposited (stage 2)."""
+
+    def __init__(self, ops: GradientOps, segments: dict[str, Segment]) -> None:
+        super().__init__(ops, segments)
+        self.launch_reduce = self.wait_reduce = self.accumulate = _nothing
+        self.stage_shard = self.copy_to_host = self.copy_to_device = _nothing
+        self.flatten_cast, self.wgrad_into = self._deposit_all, self._deposit_made
+
+    def _deposit_all(
+        self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None], spans: Spans | None = None
+    ) -> None:
+        for slot, grad in zip(slots, grads, strict=True):
+            if grad is not None:
+                self.deposit(bucket, slot, grad)
+
+    def _deposit_made(
+        self, bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Tensor, how: str = "mm"
+    ) -> None:
+        record = self._ops.plan.buckets[bucket]
+        out = torch.empty(stop - start, dtype=record.reduce_dtype, device=record.device)
+        (matmul_into if how == "mm" else scatter_into)(out, *inputs, add=False)
+        self.deposit(bucket, slot, out.view(record.slots[slot].shape))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> Any:
+    return None
 
 
 class AgreedOps(BoundOps):

@@ -57,7 +57,7 @@ class Program:
         self.brings = frozenset((op.bucket, slot) for op in brought for slot in op.slots)
 
     def __call__(self, args: list[Any], streams: Streams, is_agreed: IsAgreed | None = None) -> tuple[Any, ...]:
-        """``is_agreed``: asked on the comm stream before each reduction, which False leaves out."""
+        """``is_agreed``: False leaves the reductions out, and the runtime keeps what was to be reduced."""
         values: dict[str, Any] = dict(zip(self.placeholders, args, strict=True))
         args.clear()  # the schedule frees each value at its last use; the caller's list must not keep it alive
         self.num_runs += 1

@@ -1,15 +1,23 @@
 """What ranks tell each other around one backward: what it is going to reduce, and at its end who has a gradient.
 
-**At its begin, stage 1** proposes all that this backward is expected to reduce, in order, as one announcement: the
-buckets of the compiled graph that begins it, or of a like backward before. Where all ranks proposed the same, that is
-what is reduced, on every rank, in that order; what has not come up when the backward ends is reduced then, with what
-is there. Where they differ (other tasks, other branches) nothing is, and the boundary reduces the sums. So a backward
-makes as many announcements as on every other rank, whatever it turns out to bring, and nobody waits inside a backward
-for what another rank sends only behind a collective of the caller's: what DDP's loops may do, these may. A guess that
-is wrong costs overlap, no number.
+**At its begin** a rank proposes all that this backward is expected to reduce, in order, as one announcement: the
+buckets of the compiled graph that begins it, or of a like backward before.
 
-**Stage 2** has no place for a partial sum, so there it announces what is full when it is full, and a difference is an
-error.
+- *All ranks proposed the same*: that is what is reduced, on every rank, in that order, once for each time that it was
+  proposed. What has not come up in its turn when the backward ends is reduced then, with what is there.
+- *They differ* (other tasks, other branches, a graph broken on one rank alone): nothing is reduced inside this
+  backward.
+
+What a rank has beyond the agreed order it *keeps*: stage 1 as a partial sum in its accumulator, for which the boundary
+is early enough; stage 2, whose ring has no place for a sum, as the whole gradients, by reference. A backward whose
+proposals differ has then the memory of one without ZeRO-2, so stage 2 reduces at its end, on all ranks, in plan order,
+what any of them keeps; and where that end is not everyone's (ranks have different numbers of backwards), the boundary
+does.
+
+So a backward makes as many announcements as on every other rank, whatever it turns out to bring, and nobody waits
+inside a backward for what another rank sends only behind a collective of the caller's: what DDP's loops may do, these
+may. A guess that is wrong costs overlap, no number. In stage 1 only the comm stream waits for the others' proposals; in
+stage 2 the host does, once a backward, before it writes the first bucket: what is in the ring must be reduced.
 
 **At its end** a parameter that only another rank used gets its ``.grad`` too, as in DDP with find_unused_parameters, so
 that stock clipping sums the same gradients everywhere. Nothing is exchanged for that where every rank has said at the
@@ -20,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from zc.planning.plan import Plan
@@ -30,12 +38,11 @@ if TYPE_CHECKING:
     from zc.engine.ops import GradientOps
 
 
-END = "end a backward"
 Where = tuple[int, int]  # bucket, slot
 
 
 def num_flags(plan: Plan) -> int:
-    """What ranks tell each other: which parameters have a gradient, which buckets a partial sum, and whether a
+    """What ranks tell each other: which parameters have a gradient, which buckets one that is kept, and whether a
     ``param.grad`` is asked."""
     return sum(len(bucket.slots) for bucket in plan.buckets) + len(plan.buckets) + 1
 
@@ -47,13 +54,14 @@ class Rounds:
         self.plan, self._ops, self._agreement = plan, ops, agreement
         self.known = [[False] * len(b.slots) for b in plan.buckets]  # parameters that some rank has a gradient of
         self.showed_one_set = True  # all ranks had a .grad on the same parameters when they met last
-        self._habits: dict[str, list[int]] = {}  # what a backward begins with -> the buckets that were full in it
+        self._habits: dict[str, list[int]] = {}  # what a backward begins with -> the buckets that came in it
         self._source = ""
         self._full: list[int] = []  # buckets that were full in this backward, in order
         self._proposed: list[int] = []
         self._num_taken = 0  # of them, those whose reduction is issued
         self._is_astray = False  # something came in another order than proposed: the rest waits for the end
-        self._made: list[Announcement] = []  # in this backward
+        self._made: Announcement | None = None  # this backward's proposal
+        self._is_boundary = True  # no_sync does not hold it back
 
     def grow(self, plan: Plan) -> None:
         """Takes in ``plan``, whose first buckets are the present ones."""
@@ -62,24 +70,32 @@ class Rounds:
         self._agreement.numel_flags = num_flags(plan)
         self._habits.clear()
 
-    def begin(self, source: str, buckets: Sequence[int] | None, brings: frozenset[Where] = frozenset()) -> None:
+    def begin(
+        self,
+        source: str,
+        buckets: Sequence[int] | None,
+        brings: frozenset[Where] = frozenset(),
+        *,
+        is_boundary: bool = True,
+    ) -> None:
         """The first gradient of a backward comes in by ``source``, which will reduce ``buckets`` (None: any) and
-        ``brings`` these gradients for sure."""
+        ``brings`` these gradients for sure. Not ``is_boundary``: it is in no_sync."""
+        if self.plan.world_size == 1:
+            return
+        self._is_boundary = is_boundary
         self._source, self._full, self._num_taken, self._is_astray = source, [], 0, False
-        self._made.clear()
-        self._proposed = []
-        if self._agreement.defers and self.plan.world_size > 1:
-            every = [bucket.index for bucket in self.plan.buckets]
-            self._proposed = self._habits.get(source, list(every if buckets is None else buckets))
-            self._announce(self._proposed, brings)
+        every = [bucket.index for bucket in self.plan.buckets]
+        self._proposed = self._habits.get(source, list(every if buckets is None else buckets))
+        names = [self.plan.buckets[b].slots[0].name for b in self._proposed]
+        what = describe(self._proposed, names) + ("" if is_boundary else " in a microbatch")
+        self._made = self._agreement.announce(what, self._flags(brings))
 
-    def is_agreed(self, buckets: Sequence[int], brings: frozenset[Where] = frozenset()) -> Callable[[], bool] | None:
-        """``buckets`` are full. What the comm stream asks before it reduces them; None: no other rank to ask."""
+    def is_agreed(self, buckets: Sequence[int]) -> Callable[[], bool] | None:
+        """``buckets`` are full. What to ask before they are reduced, which waits for the other ranks' proposals; None:
+        no other rank to ask."""
         if not buckets or self.plan.world_size == 1:
             return None
-        if not self._agreement.defers:
-            return self._announce(buckets, brings).is_same
-        if not self._made:
+        if self._made is None:
             return _never
         self._full += buckets
         end = self._num_taken + len(buckets)
@@ -87,38 +103,71 @@ class Rounds:
         if self._is_astray:
             return _never
         self._num_taken = end
-        return self._made[0].is_same
+        return self._made.is_same
 
-    def left(self) -> list[int]:
-        """The backward has ended: what all ranks have proposed and this one has not reduced."""
-        if not self._made or not self._agreement.defers:
+    def differs(self) -> bool:
+        """Whether another rank has proposed something else for this backward."""
+        return self._made is not None and not self._made.is_same()
+
+    def left(self, kept: Collection[int]) -> list[int]:
+        """The backward has ended, and this rank keeps gradients of the buckets ``kept``: what all ranks have proposed
+        and this one has not reduced."""
+        if self._made is None:
             return []
-        self._habits[self._source] = self._full
-        return self._proposed[self._num_taken :] if self._made[0].is_same() else []
+        taken = [] if self.differs() else self._proposed[: self._num_taken]
+        # of the next one like it, partial buckets and what came twice are a part too
+        rest = [k for k in sorted(kept) if self._full.count(k) == taken.count(k)]
+        self._habits[self._source] = self._full + rest
+        return self._owed()
 
-    def end(self, *, is_boundary: bool) -> None:
-        """The gradients of this backward are in. Behind one that no_sync did not hold back `known` is the same on all
-        ranks."""
-        made = self._made
-        self._agreement.held += [each.number for each in made if each.is_same()]
+    def cut_short(self) -> list[int]:
+        """The backward has raised on this rank: what all ranks have proposed and this one has not reduced."""
+        owed = self._owed()
+        self._made = None
+        return owed
+
+    def _owed(self) -> list[int]:
+        return [] if self._made is None or self.differs() else self._proposed[self._num_taken :]
+
+    def end(self, kept: Collection[int]) -> list[int]:
+        """The gradients of this backward are in, what was `left` is reduced, and this rank keeps gradients of the
+        buckets ``kept``. Returns what all ranks reduce now.
+
+        Behind one that no_sync did not hold back `known` is the same on all ranks.
+        """
+        made, self._made, reduced = self._made, None, []
         flags = self._ops.touched_flags()
-        if is_boundary and self.plan.world_size > 1 and not (made and made[-1].all_flags(len(flags))):
-            ended = self._agreement.announce(END, self._flags())
-            ended.is_same()
-            flags = ended.flags()
+        if made is not None:
+            if made.is_same():
+                self._agreement.held.append(made.number)
+            if not made.is_same() or (self._is_boundary and not made.all_flags(len(flags))):
+                ended = self._ended(self._flags(kept=kept))
+                flags = ended.flags()
+                if ended.is_same():
+                    reduced = [k for k, flag in enumerate(flags[-1 - len(self.plan.buckets) : -1]) if flag]
+                if reduced:
+                    self._agreement.held.append(ended.number)
         self._know(flags)
-        made.clear()
+        return reduced
+
+    def _ended(self, flags: Sequence[int]) -> Announcement:
+        if self._is_boundary:
+            return self._agreement.meet_at_end(flags)
+        ended = self._agreement.announce("end a microbatch", flags)
+        ended.is_same()
+        return ended
 
     def clear(self, *, set_to_none: bool) -> None:
         """All gradients were dropped, or made zeros."""
-        self._agreement.cleared(had_any=any(any(flags) for flags in self.known) or bool(self._agreement.held))
+        self._agreement.cleared()
         if set_to_none:
             self.known = [[False] * len(b.slots) for b in self.plan.buckets]
-        self._made.clear()
+        self._made = None
 
-    def meet(self, flags: Sequence[int]) -> list[int]:
-        """The boundary: the largest of ``flags`` over the ranks. Raises RankMismatchError where ranks hold sums of
-        other gradients."""
+    def meet(self, kept: Collection[int], *, by_grad: bool) -> list[int]:
+        """The boundary: the largest over the ranks of what `num_flags` has. Raises RankMismatchError where ranks hold
+        sums of other gradients."""
+        flags = [*self._flags(kept=kept)[:-1], int(by_grad)]
         met = self._agreement.meet(flags, zlib.crc32(repr(self.known).encode()))
         self.showed_one_set = met.shows_one_set()
         self._know(met.flags())
@@ -128,19 +177,13 @@ class Rounds:
         items = iter(flags)
         self.known = [[bool(next(items)) or flag for flag in flags] for flags in self.known]
 
-    def _announce(self, buckets: Sequence[int], brings: frozenset[Where]) -> Announcement:
-        names = [self.plan.buckets[b].slots[0].name for b in buckets]
-        made = self._agreement.announce(describe(buckets, names), self._flags(brings))
-        self._made.append(made)
-        return made
-
-    def _flags(self, brings: frozenset[Where] = frozenset()) -> list[int]:
+    def _flags(self, brings: frozenset[Where] = frozenset(), kept: Collection[int] = ()) -> list[int]:
         flags = self._ops.touched_flags()
         if brings:
             at = list(itertools.accumulate((len(b.slots) for b in self.plan.buckets), initial=0))
             for bucket, slot in brings:
                 flags[at[bucket] + slot] = 1
-        return flags + [0] * (len(self.plan.buckets) + 1)
+        return [*flags, *(int(b.index in kept) for b in self.plan.buckets), 0]
 
 
 def _never() -> bool:

@@ -62,7 +62,7 @@ class Runtime:
             group.watch(plan, torch_private.default_store())
         if group.check is not None and isinstance(streams, ThreadStreams):
             streams.wait_for = group.check.wait_event  # a stream's thread may wait for a rank that never comes
-        self.agreement = Agreement(group, num_flags(plan), defers=not plan.placement.reduces_every_backward)
+        self.agreement = Agreement(group, num_flags(plan))
         self.rounds = Rounds(plan, self.ops, self.agreement)
         self.passes = pipeline(in_place=config.write_in_place, prove=config.verify)
         self.flushes = Flushes(self.passes, self.ops)
@@ -89,7 +89,7 @@ class Runtime:
         self.host_update = "none yet"  # how they are done, for explain
         self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
         self.hooks: list[RemovableHandle] = []  # on parameters
-        self._pending: dict[int, dict[int, list[Tensor]]] = {}  # bucket -> slot -> gradients of this backward
+        self._pending: dict[int, dict[int, Tensor]] = {}  # bucket -> slot -> what is kept (zc/engine/rounds.py)
         self._done: set[int] = set()  # buckets that this backward has reduced
         # autograd's graph tasks whose end will call us; the engine holds the callback, so one that raised lets go of it
         self._open_tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
@@ -131,20 +131,22 @@ class Runtime:
         self._open_tasks[task] = weakref.ref(callback)
         torch_private.queue_callback(callback)
         # inside another backward, of which nothing has come yet, is no round of its own: other ranks may have none
-        is_inner = self.agreement.defers and not self._has_round and torch_private.is_inside_another_backward()
+        may_wait = not self.plan.placement.reduces_every_backward
+        is_inner = may_wait and not self._has_round and torch_private.is_inside_another_backward()
         if self.current_plan.reduces and not self._has_round and not is_inner:
             self._has_round = True
             if program is None:
-                self.rounds.begin("hooks", None)
+                self.rounds.begin("hooks", None, is_boundary=self.is_boundary)
             else:
-                self.rounds.begin(program.name, program.launched, program.brings)
+                launched, brings = program.launched, program.brings
+                self.rounds.begin(program.name, launched, brings, is_boundary=self.is_boundary)
 
     def run_program(self, program: Program, args: list[object]) -> tuple[object, ...]:
         """A compiled backward graph, from its first node to its last."""
         self.begin_backward(program)
         self.ledger.step.runs[program.name] += 1
         log.debug("%s: runs, fills %s", program.name, sorted(program.inline_buckets))
-        outputs = program(args, self.streams, self.rounds.is_agreed(program.launched, program.brings))
+        outputs = program(args, self.streams, self.rounds.is_agreed(program.launched))
         if program.plan.reduces:
             self._done |= program.inline_buckets
         self._flush_ready()
@@ -172,8 +174,14 @@ class Runtime:
         self._flush_ready()
 
     def _keep(self, bucket: int, slot: int, grad: Tensor) -> None:
-        # lifetime: until the bucket is flushed, at the latest at the end of this backward
-        self._pending.setdefault(bucket, {}).setdefault(slot, []).append(grad.detach())
+        # lifetime: until the bucket is reduced, or written into a partial sum: at the end of this backward, or, where
+        # ranks differ, at the latest at the boundary
+        self.ops.touched[bucket][slot] = True
+        arrived = self._pending.setdefault(bucket, {})
+        grad = grad.detach()
+        if slot in arrived:  # in fp32: a second part must not be rounded to the first one's dtype
+            grad = arrived[slot].to(self.plan.buckets[bucket].acc_dtype) + grad
+        arrived[slot] = grad
 
     def _flush_ready(self) -> None:
         ready = []
@@ -190,15 +198,19 @@ class Runtime:
         self._open_tasks.pop(task, None)
         if self._open_tasks:
             return  # inside another backward (reentrant checkpointing), whose end is yet to come
-        # stage 2 must reduce here; stage 1 keeps a partial sum, which waits for the boundary
-        self._flush(sorted(self._pending), reduce=self.plan.placement.reduces_every_backward)
-        left = self.rounds.left() if self._has_round else []
-        if left:
-            self.streams.join_home()
-            self._reduce_sums(left)
+        keeps_grads = self.plan.placement.gradient_in_ring
+        if not keeps_grads or self.plan.world_size == 1:  # stage 1 keeps a partial sum; one rank has nobody to ask
+            self._flush(sorted(self._pending), reduce=keeps_grads)
+        if keeps_grads and self.rounds.differs():
+            self.say_once(
+                "ranks were to reduce other buckets in one backward, or have other numbers of backwards: the gradients "
+                "of such a backward are whole to its end, or to the update, as without ZeRO-2"
+            )
+        self._reduce_kept(self.rounds.left(self._pending), is_final=self.is_boundary)
         self._done.clear()
-        self.agreement.check()  # of what is known by now: this backward may be the rank's last
-        self.rounds.end(is_boundary=self._has_round and self.is_boundary)
+        self._reduce_kept(self.rounds.end(self._pending), is_final=self.is_boundary)
+        for arrived in self._pending.values():  # to the boundary; what came may be the caller's (backward(gradient=))
+            arrived.update({slot: grad.clone() for slot, grad in arrived.items()})
         self._has_round = False
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
@@ -216,7 +228,15 @@ class Runtime:
             raise ZcError("a backward inside another one raised and was caught: their gradients can't be told apart")
         self._pending.clear()
         self._done.clear()
-        self._has_round, self._has_failed = False, True
+        self._cut_short()
+        self._has_failed = True
+
+    def _cut_short(self) -> None:
+        """What all ranks have agreed to reduce in a backward that has not come to its end on this one: others wait."""
+        check = self.group.check
+        if self._has_round and check is not None and not check.has_failed:
+            self._reduce_kept(self.rounds.cut_short(), is_final=self.is_boundary)
+        self._has_round = False
 
     def _flush(self, buckets: Sequence[int], *, reduce: bool) -> None:
         is_agreed = self.rounds.is_agreed(buckets) if reduce else None
@@ -229,17 +249,8 @@ class Runtime:
 
     def _take(self, index: int) -> list[object]:
         """What was deposited for one bucket: a gradient a slot, None where nothing came."""
-        arrived = self._pending.pop(index)
-        bucket = self.plan.buckets[index]
-        grads: list[object] = []
-        for slot in range(len(bucket.slots)):
-            parts = arrived.get(slot, [])
-            total = parts[0] if parts else None
-            for part in parts[1:]:  # in fp32: a second part must not be rounded to the first one's dtype
-                assert total is not None
-                total = total.to(bucket.acc_dtype) + part
-            grads.append(total)
-        return grads
+        arrived = self._pending.pop(index, {})
+        return [arrived.get(slot) for slot in range(len(self.plan.buckets[index].slots))]
 
     # --- boundaries ---
 
@@ -300,22 +311,25 @@ class Runtime:
         them, and which buckets some rank has yet to reduce."""
         if self.plan.world_size == 1:
             return
-        partial = [state is Acc.PARTIAL for state in self.ops.state]
+        kept = {k for k, state in enumerate(self.ops.state) if state is Acc.PARTIAL} | self._pending.keys()
         shown = [list(flags) for flags in self.rounds.known]
-        *flags, is_asked = self.rounds.meet([*self.ops.touched_flags(), *map(int, partial), int(by_grad)])
+        *flags, is_asked = self.rounds.meet(kept, by_grad=by_grad)
         if is_asked and not self.rounds.showed_one_set:
             raise ZcError(param_grads.shown_apart(self.plan, shown, self.rounds.known))
-        self.ops.set_touched(flags[: len(flags) - len(partial)])
-        if not self.plan.placement.reduces_every_backward:
-            self._reduce_sums([k for k, flag in enumerate(flags[len(flags) - len(partial) :]) if flag])
-            self.streams.join_home()
+        self.ops.set_touched(flags[: -len(self.plan.buckets)])
+        self._reduce_kept([k for k, flag in enumerate(flags[-len(self.plan.buckets) :]) if flag], is_final=True)
+        self.streams.join_home()
 
-    def _reduce_sums(self, buckets: Sequence[int]) -> None:
-        """What the accumulators of these buckets hold (stage 1), on all ranks, whether or not this one has something.
-        All streams are joined; a model that was called twice may have proposed a bucket twice."""
+    def _reduce_kept(self, buckets: Sequence[int], *, is_final: bool) -> None:
+        """What this rank keeps of these buckets (zc/engine/rounds.py), on all ranks, whether or not this one has
+        something; a model that was called twice may have proposed a bucket twice."""
+        if self.plan.placement.gradient_in_ring:
+            for index in buckets:
+                self.flushes.get("flush", index, is_final, self.plan)(self._take(index), self.streams)
+            return
         for k, index in enumerate(buckets):
-            if index in buckets[:k]:
-                self.streams.join_home()  # what its accumulator holds is known when the one before has ended
+            if k == 0 or index in buckets[:k]:
+                self.streams.join_home()  # what its accumulator holds is known when the ones before have ended
             if self.ops.state[index] is not Acc.PARTIAL:
                 self.ops.add_nothing(index)
             self.buffers.hold(self.plan.buckets[index])  # zc.recompile drops the ring
@@ -342,10 +356,12 @@ class Runtime:
         self.wait_for_host_memory()
         for bucket, slot in gone:
             self.rounds.known[bucket][slot] = False
+            self._pending.get(bucket, {}).pop(slot, None)
             self.ops.forget(bucket, slot)
 
     def clear(self, *, set_to_none: bool) -> None:
         """zero_grad of the module or of the optimizer."""
+        self._cut_short()
         if not self._is_home:  # else gathers may go on (overlap_gather)
             self.streams.join_home()
         if not set_to_none:
@@ -353,7 +369,7 @@ class Runtime:
         self._pending.clear()
         self._open_tasks.clear()
         self._done.clear()
-        self._final = self._has_round = self._has_failed = False
+        self._final = self._has_failed = False
         self.rounds.clear(set_to_none=set_to_none)
         if set_to_none:
             self.on_cleared()  # before the memory goes: their views would keep it

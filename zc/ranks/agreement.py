@@ -4,10 +4,11 @@ A collective that ranks enter with different buckets does not fail, it hangs, mi
 process. So ranks *announce*, in a few bytes of host memory, what they are about to do, and an exchange of gradients
 starts only where all announced the same. `zc/engine/rounds.py` has when a backward announces what.
 
-An announcement is asynchronous: the comm stream looks at its answer right before the first launch. Announcements pair
-by their order alone, so every rank makes the same number of them between two collectives of the caller's, whatever
-tasks it sees. The boundary announces itself in the same way, so a rank that is there early answers one that has more
-backwards to do.
+An announcement is asynchronous: its answer is looked at right before the first launch. Announcements pair by their
+order alone, so every rank makes the same number of them between two collectives of the caller's, whatever tasks it
+sees. The boundary announces itself in the same way, so a rank that is there early answers one that has more backwards
+to do. All ranks see the same rows, so they come to the same answer: a difference is no error, it leaves what was
+announced undone on all of them.
 
 Every row also says what a rank's sums hold: gradients that were reduced together and that a rank has dropped since (a
 zero_grad of one rank alone) are a RankMismatchError at the boundary, never a part of somebody's sum.
@@ -21,13 +22,15 @@ from collections.abc import Sequence
 
 import torch
 
-from zc.errors import RankMismatchError
 from zc.ranks.comm import Group
 from zc.ranks.watch import Work
 
 BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
-_HEAD = struct.Struct("<4I")  # digests: what is announced, the journal, what the sums hold, which .grad are shown
-_WHAT, _JOURNAL, _HELD, _SHOWN = ((at, at + 4) for at in range(0, _HEAD.size, 4))
+END = "end a backward"  # that no_sync does not hold back
+# digests: what is announced, the journal, what the sums hold, which .grad are shown; and whether it is BOUNDARY or END
+_HEAD = struct.Struct("<4IB")
+_WHAT, _JOURNAL, _HELD, _SHOWN = ((at, at + 4) for at in range(0, 16, 4))
+_MEETS = 16
 
 
 class Announcement:
@@ -41,8 +44,9 @@ class Announcement:
         journal = check.checksum() if check is not None and what == BOUNDARY else 0
         held = zlib.crc32(repr(agreement.held).encode())
         label = f"{agreement.num_cleared}: {what}" if what != BOUNDARY else what
-        self._row = bytearray(_HEAD.pack(zlib.crc32(label.encode()), journal, held, shown) + bytes(flags))
-        self.agreement, self.number, self.what = agreement, number, what
+        head = _HEAD.pack(zlib.crc32(label.encode()), journal, held, shown, what in (BOUNDARY, END))
+        self._row = bytearray(head + bytes(flags))
+        self.number = number
         self._rows = self._row  # of all ranks, one after another; read as bytes: they are few
         self._work: Work | None = None
         if world_size > 1:
@@ -51,16 +55,15 @@ class Announcement:
             self._work = agreement.group.gather_on_host(rows, row, what)
 
     def is_same(self) -> bool:
-        """Whether all ranks announced the same; waits for the slowest. False, without a wait, once stage 2 has
-        failed."""
-        if self.agreement.has_failed:
-            return False
+        """Whether all ranks announced the same; waits for the slowest."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-            if not self._is_equal(*_WHAT):
-                self.agreement.differed(self)
         return self._is_equal(*_WHAT)
+
+    def all_meet(self) -> bool:
+        """Whether every rank is at a boundary, or at the end of a backward that no_sync does not hold back."""
+        return all(self._rows[_MEETS :: len(self._row)])
 
     def has_one_past(self) -> bool:
         """Whether all ranks have had the same exchanges before this one."""
@@ -94,40 +97,41 @@ class Announcement:
 
 
 class Agreement:
-    """The announcements of one compiled model. ``defers``: a difference leaves partial sums (stage 1), it is no
-    error."""
+    """The announcements of one compiled model."""
 
-    def __init__(self, group: Group, numel_flags: int, *, defers: bool) -> None:
-        self.group, self.numel_flags, self.defers = group, numel_flags, defers
-        self.has_failed = False
+    def __init__(self, group: Group, numel_flags: int) -> None:
+        self.group, self.numel_flags = group, numel_flags
         self.held: list[int] = []  # numbers of the announcements whose reductions the sums hold
         self.num_cleared = 0  # times that gradients were dropped since the last boundary: no pair across one
-        self._failed: Announcement | None = None
         self._count = 0
 
     def announce(self, what: str, flags: Sequence[int] | None = None, shown: int = 0) -> Announcement:
-        """Raises RankMismatchError where an earlier announcement has failed."""
-        self.check()
         self._count += 1
         flags = flags if flags is not None else [0] * self.numel_flags
         return Announcement(self, self._count, what, flags, shown)
 
     def meet(self, flags: Sequence[int], shown: int = 0) -> Announcement:
         """The boundary: returns once all ranks are at theirs."""
-        while True:
-            made = self.announce(BOUNDARY, flags, shown)
-            if made.is_same():
-                self._compare_journals(made)
-                if not made.holds_one_sum():
-                    self._tell_apart()
-                self.num_cleared = 0
-                return made
-            self.check()
+        while not (made := self.announce(BOUNDARY, flags, shown)).is_same():
+            pass  # another rank has more backwards to do
+        self._compare_journals(made)
+        if not made.holds_one_sum():
+            self._tell_apart()
+        self.num_cleared = 0
+        return made
 
-    def cleared(self, *, had_any: bool) -> None:
-        """Gradients were dropped on this rank, if it ``had_any``."""
+    def meet_at_end(self, flags: Sequence[int]) -> Announcement:
+        """The end of a backward that no_sync does not hold back: returns once all ranks are at such an end, or at the
+        boundary."""
+        while True:
+            made = self.announce(END, flags)
+            if made.is_same() or made.all_meet():
+                return made
+
+    def cleared(self) -> None:
+        """Gradients were dropped on this rank."""
         self.held.clear()
-        self.num_cleared += had_any or self.defers
+        self.num_cleared += 1
 
     def _tell_apart(self) -> None:
         lines = [f"{len(self.held)} reduction(s) (announcements {self.held[:8]})"]
@@ -146,25 +150,3 @@ class Agreement:
         if not boundary.has_one_past():
             self.group.same_everywhere("what was exchanged since the last update", check.lines())
         check.agreed()
-
-    def differed(self, announcement: Announcement) -> None:
-        """Called by whichever thread looks first; the error is raised in the program's own, by `check`."""
-        if not self.defers and self._failed is None:
-            assert self.group.check is not None, "with one rank nobody differs"
-            self.group.check.tell(f"announced/{announcement.number}", announcement.what)
-            self._failed, self.has_failed = announcement, True
-
-    def check(self) -> None:
-        """Raises RankMismatchError with what each rank was about to do where they differed."""
-        failed, check = self._failed, self.group.check
-        if failed is None or check is None:
-            return
-        check.on_failure()  # a later announcement of this rank may have no partner: its group must not be waited for
-        told = check.told(f"announced/{failed.number}")
-        plans = [what or "do something else, which it has not said" for what in told]
-        shown = "; ".join(f"rank {rank} was about to {what}" for rank, what in enumerate(plans))
-        raise RankMismatchError(
-            f"stage 2 reduces in every backward, so all ranks must reduce the same buckets in the same order, and they "
-            f"differ: {shown}. Give every rank the same tasks in each backward, or use stage=1, which reduces at the "
-            "step"
-        )

@@ -128,19 +128,6 @@ class RankCheck:
     def _words(self, entry: Entry | str) -> str:
         return entry if isinstance(entry, str) else self.describe(entry)
 
-    # --- what ranks tell each other when they differ ---
-
-    def tell(self, key: str, text: str) -> None:
-        """For the others to read, whatever this rank does next. Does not wait."""
-        self._store.set(f"{key}/{self.rank}", text)
-
-    def told(self, key: str) -> list[str | None]:
-        """What every rank has told under ``key``; None for one that says nothing for ``timeout`` seconds."""
-        keys, end = [f"{key}/{rank}" for rank in range(self.world_size)], time.monotonic() + self.timeout
-        while not self._store.check(keys) and time.monotonic() < end:
-            time.sleep(0.05)
-        return [self._store.get(k).decode() if self._store.check([k]) else None for k in keys]
-
     # --- waiting ---
 
     def wait(self, work: Work, entry: Entry | str, *, interruptible: bool) -> None:
@@ -183,6 +170,11 @@ class RankCheck:
             if self._failed.is_set():
                 raise self.error()
         self.exposed_s += time.monotonic() - started
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the watch has found something: no exchange comes to its end any more."""
+        return self._failed.is_set()
 
     def fail(self, kind: type[ZcError], text: str) -> ZcError:
         """This rank has found what all are to hear. Returns it, or what another rank has found before."""

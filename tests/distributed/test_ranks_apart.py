@@ -1,0 +1,283 @@
+"""Ranks that bring other gradients in one backward: the numbers of all of them together, in every stage.
+
+Every loop here runs twice: under zc on the ranks, and on one process in float64, where the loss is the mean over ranks
+of the sum over their backwards. Where DDP with find_unused_parameters can run the loop, it does, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from models import Heads, seeded
+from oracle import weights
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import zc
+from zc.engine import ops
+from zc.engine.ops import Acc
+
+STEPS = 4
+Tasks = tuple[int, ...]
+
+
+class BrokenHere(nn.Module):
+    """A graph break on one rank alone, as Dynamo makes one where it has taken a number for dynamic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.is_broken = nn.Linear(16, 16), nn.Linear(16, 16), False
+
+    def forward(self, x: Tensor, tasks: Tasks) -> list[Tensor]:
+        x = torch.tanh(self.first(x))
+        if self.is_broken:
+            torch._dynamo.graph_break()
+        return [self.last(x)]
+
+
+class Trunks(nn.Module):
+    """One head, the first graph of each backward, and a trunk a task in a graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, tasks: Tasks) -> list[Tensor]:
+        x = torch.stack([torch.tanh(self.trunks[task](x)) for task in tasks]).sum(0)
+        torch._dynamo.graph_break()
+        return [self.head(x)]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """``calls(rank, step)``: of each backward, the tasks of each call of the model whose losses it sums. ``held``: all
+    backwards but the last are in no_sync. ``collects``: a collective of the loop's own stands before each step."""
+
+    make: Callable[[], nn.Module]
+    calls: Callable[[int, int], list[list[Tasks]]]
+    held: bool = False
+    collects: bool = False
+    has_ddp: bool = True
+    broken: tuple[int, ...] = ()
+
+
+def other_heads(rank: int, step: int) -> list[list[Tasks]]:
+    return [[((rank + step) % 3,)]]
+
+
+def more_heads(rank: int, step: int) -> list[list[Tasks]]:
+    return [[(0, 1)]] if rank == step % 2 else [[(2,)]]
+
+
+def microbatches(rank: int, step: int) -> list[list[Tasks]]:
+    return [[((rank + step + m) % 3,)] for m in range(3)]
+
+
+def another_trunk(rank: int, step: int) -> list[list[Tasks]]:
+    """All ranks propose head and trunk 0; from the second step on rank 1 brings trunk 1."""
+    return [[(1,)]] if rank == 1 and step > 0 else [[(0,)]]
+
+
+def one_more_graph(rank: int, step: int) -> list[list[Tasks]]:
+    """As another_trunk, but rank 1 brings both, or, by turns, calls the model once more."""
+    return [[(0,), (1,)] if step % 2 else [(0, 1)]] if rank == 1 and step > 0 else [[(0,)]]
+
+
+def more_microbatches(rank: int, step: int) -> list[list[Tasks]]:
+    return [[(0,)]] * (1 + (rank + step) % 3)
+
+
+def one_head_alone(rank: int, step: int) -> list[list[Tasks]]:
+    return [[(0,)]] * 2
+
+
+def one_more_backward(rank: int, step: int) -> list[list[Tasks]]:
+    return [[(k,)] for k in range(1 + (rank + step) % 2)]
+
+
+LOOPS = {
+    "other heads": Loop(Heads, other_heads),
+    "more heads": Loop(Heads, more_heads),
+    "microbatches in no_sync": Loop(Heads, microbatches, held=True, has_ddp=False),
+    "microbatches": Loop(Heads, microbatches),
+    "a graph broken on one rank": Loop(BrokenHere, other_heads, broken=(1,)),
+    "another trunk than proposed": Loop(Trunks, another_trunk),
+    "one more graph than proposed": Loop(Trunks, one_more_graph, has_ddp=False),
+    "more microbatches in no_sync, then a collective": Loop(BrokenHere, more_microbatches, held=True, collects=True),
+    "a head that nobody uses": Loop(Heads, one_head_alone, held=True),
+    "one backward more": Loop(Heads, one_more_backward, has_ddp=False),
+}
+
+
+@dataclass
+class Seen:
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    num_kept: list[int] = field(default_factory=list)  # runs of a step that wrote nothing into the ring
+    num_whole: list[int] = field(default_factory=list)  # buckets that are not reduced behind a step's first backward
+    notes: list[str] = field(default_factory=list)
+
+
+def made(loop: Loop, rank: int, dtype: torch.dtype) -> tuple[nn.Module, SGD]:
+    torch.manual_seed(0)
+    model = loop.make().to(dtype)
+    if rank in loop.broken:
+        model.is_broken = True
+    return model, SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def loss_of(call: Callable[..., Any], model: nn.Module, rank: int, step: int, k: int, calls: list[Tasks]) -> Tensor:
+    x = torch.randn(4, 16, generator=seeded(rank, step, k)).to(next(model.parameters()).dtype)
+    return torch.stack([out.square().mean() for tasks in calls for out in call(x, tasks)]).sum()
+
+
+def alone(name: str, world_size: int) -> dict[str, Tensor]:
+    """One process, float64."""
+    loop = LOOPS[name]
+    model, optimizer = made(loop, -1, torch.float64)
+    for step in range(STEPS):
+        for rank in range(world_size):
+            for k, calls in enumerate(loop.calls(rank, step)):
+                (loss_of(model, model, rank, step, k, calls) / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def under_ddp(rank: int, world_size: int, name: str) -> dict[str, Tensor]:
+    """Job."""
+    loop = LOOPS[name]
+    model, optimizer = made(loop, rank, torch.float32)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    for step in range(STEPS):
+        backwards = loop.calls(rank, step)
+        for k, calls in enumerate(backwards):
+            with wrapped.no_sync() if loop.held and k < len(backwards) - 1 else contextlib.nullcontext():
+                loss_of(wrapped, model, rank, step, k, calls).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@contextlib.contextmanager
+def counted_keeps() -> Iterator[list[int]]:
+    """[number]: runs of schedules whose gradients were all kept."""
+    count, init = [0], ops.KeepingOps.__init__
+
+    def counting(self: Any, *args: Any) -> None:
+        count[0] += 1
+        init(self, *args)
+
+    with mock.patch.object(ops.KeepingOps, "__init__", counting):
+        yield count
+
+
+def under_zc(rank: int, world_size: int, name: str, stage: int, backend: str, options: dict[str, Any]) -> Seen:
+    """Job."""
+    loop, seen = LOOPS[name], Seen()
+    model, optimizer = made(loop, rank, torch.float32)
+    options = {"bucket_nbytes": 64, **options}
+    model, optimizer = zc.compile(model, optimizer, stage=stage, backend=backend, **options)  # type: ignore[assignment]
+    runtime = zc.registry.sharded(model).runtime
+    with counted_keeps() as count:
+        for step in range(STEPS):
+            count[0] = 0
+            backwards = loop.calls(rank, step)
+            for k, calls in enumerate(backwards):
+                inside = loop.held and k < len(backwards) - 1
+                with zc.no_sync(model) if inside else contextlib.nullcontext():
+                    loss_of(model, model, rank, step, k, calls).backward()
+                if k == 0:
+                    runtime.streams.join_home()
+                    state = zip(runtime.ops.touched, runtime.ops.state, strict=True)
+                    seen.num_whole.append(sum(any(touched) and acc is not Acc.REDUCED for touched, acc in state))
+            seen.num_kept.append(count[0])
+            if loop.collects:
+                dist.all_reduce(torch.ones(1))
+            optimizer.step()
+            optimizer.zero_grad()
+    seen.weights, seen.notes = weights(model), runtime.notes
+    return seen
+
+
+def check(name: str, stage: int, backend: str, world_size: int = 2, **options: Any) -> list[Seen]:
+    found: list[Seen] = run_ranks(under_zc, world_size, name, stage, backend, options)
+    wanted = alone(name, world_size)
+    rtol = 0.02 if options.get("reduce_dtype") is torch.bfloat16 else 1e-5
+    for mine in found:
+        for param, value in wanted.items():
+            assert torch.equal(mine.weights[param], found[0].weights[param]), f"ranks ended with another {param}"
+            torch.testing.assert_close(mine.weights[param].double(), value, rtol=rtol, atol=rtol / 10)
+    return found
+
+
+ALL = [(name, stage, backend) for name in LOOPS for stage in (1, 2) for backend in ("eager", "aot_eager")]
+
+
+@pytest.mark.parametrize(("name", "stage", "backend"), ALL)
+def test_ranks_that_bring_other_gradients(name: str, stage: int, backend: str) -> None:
+    check(name, stage, backend)
+
+
+@pytest.mark.parametrize("name", ["other heads", "microbatches in no_sync", "one backward more"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_three_ranks(name: str, backend: str) -> None:
+    check(name, 2, backend, world_size=3)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"offload": "cpu"},
+    {"offload": "cpu", "offload_accumulate": "device"},
+    {"write_in_place": True},
+    {"reduce_dtype": torch.bfloat16},
+    {"bucket_nbytes": 2**20},
+    {"overlap": False},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", ["microbatches in no_sync", "one backward more"])
+def test_with_every_option(name: str, options: dict[str, Any]) -> None:
+    check(name, 2, "aot_eager", **options)
+
+
+def test_inductor() -> None:
+    check("microbatches in no_sync", 2, "inductor")
+
+
+@pytest.mark.parametrize("name", [name for name, loop in LOOPS.items() if loop.has_ddp])
+def test_ddp_trains_these_loops_to_the_same_weights(name: str) -> None:
+    wanted = alone(name, 2)
+    for mine in run_ranks(under_ddp, 2, name):
+        for param, value in wanted.items():
+            torch.testing.assert_close(mine[param].double(), value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_graph_broken_on_one_rank_costs_one_backward() -> None:
+    """The first one: from the second on all ranks propose what the first has brought, and reduce it inside of the
+    backward. It is said once, where it can be read."""
+    for mine in check("a graph broken on one rank", 2, "aot_eager"):
+        assert mine.num_kept[0] > 0 and mine.num_kept[1:] == [0] * (STEPS - 1), mine.num_kept
+        assert sum("as without ZeRO-2" in note for note in mine.notes) == 1
+
+
+@pytest.mark.parametrize("name", ["other heads", "microbatches in no_sync"])
+def test_gradients_are_whole_to_the_end_of_their_backward_and_no_longer(name: str) -> None:
+    """In no_sync too: else each microbatch's forward would find a full gradient in memory."""
+    for mine in check(name, 2, "aot_eager"):
+        assert any(mine.num_kept) and mine.num_whole == [0] * STEPS, (mine.num_kept, mine.num_whole)
+
+
+def test_a_model_with_an_unused_parameter_keeps_nothing_whole_in_no_sync() -> None:
+    """A bucket that is never full is a part of what like backwards propose, and is reduced at their end."""
+    for mine in check("a head that nobody uses", 2, "eager", bucket_nbytes=2**20):
+        assert mine.num_whole[1:] == [0] * (STEPS - 1), mine.num_whole
