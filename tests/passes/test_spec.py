@@ -30,6 +30,7 @@ from zc.schedule.nodes import (
 )
 from zc.schedule.spec import Accumulate, Deposit, FlattenCast, LaunchReduce, Op, Release, Segment, WgradInto
 
+pytestmark = pytest.mark.check
 RING, ACC = Buffer("flat_grad", 0), Buffer("acc", 2)
 
 

@@ -18,6 +18,7 @@ from zc.planning.layout import flat_layout, whole_layout
 from zc.planning.placement import PLACEMENTS, Between
 from zc.planning.plan import ParamSpec, Plan, make_plan
 
+pytestmark = pytest.mark.check
 CPU = torch.device("cpu")
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 
@@ -176,7 +177,6 @@ from zc.planning.layout import flat_layout, whole_layout
 from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import ParamSpec, make_plan
 
-pytestmark = pytest.mark.check
 dtypes = [torch.float32, torch.bfloat16]
 specs = [ParamSpec(f"layer{k}.weight", (k % 5, 7), dtypes[k % 2], torch.device("cpu")) for k in range(40)]
 for layout in (flat_layout, whole_layout):
