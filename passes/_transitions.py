@@ -98,12 +98,12 @@ def facts_of(plan: Plan | None) -> frozenset[str]:
 
 def rows_for(kind: type[Op], field: str, buffer: Buffer, facts: frozenset[str]) -> list[Row]:
     """The rows that speak of this buffer in this field, under plans with these facts."""
-    return [row for row in _BY_FIELD[kind][field].get(buffer.kind, ()) if row.when in facts]
+    return [r for r in TABLE[kind] if r.field == field and buffer.kind in r.kinds.split() and r.when in facts]
 
 
 def fields_of(kind: type[Op]) -> Iterable[str]:
     """Those that name buffers of which the table speaks."""
-    return _BY_FIELD[kind]
+    return dict.fromkeys(row.field for row in TABLE[kind])
 
 
 def at_entry(buffer: Buffer) -> tuple[int, str]:
@@ -114,15 +114,3 @@ def at_entry(buffer: Buffer) -> tuple[int, str]:
 
 def may_be_left(buffer: Buffer, held: str) -> bool:
     return held in AT_EXIT.get(buffer.kind, (NOTHING,))
-
-
-def _by_field() -> dict[type[Op], dict[str, dict[str, list[Row]]]]:
-    found: dict[type[Op], dict[str, dict[str, list[Row]]]] = {}
-    for op, rows in TABLE.items():
-        for row in rows:
-            for kind in row.kinds.split():
-                found.setdefault(op, {}).setdefault(row.field, {}).setdefault(kind, []).append(row)
-    return found
-
-
-_BY_FIELD = _by_field()

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from zc.planning.plan import Plan
 
 
-
 @dataclass(frozen=True)
 class Debt:
     """``gradients``: (bucket, slot), each to be written or deposited once. ``sums``: buckets whose partial sum is there

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from zc.planning.plan import Plan
 
 
-
 @dataclass(frozen=True)
 class PassRecord:
     """What one pass did: seconds it took, and nodes before and after."""
