@@ -211,8 +211,10 @@ def _own_methods(model: nn.Module, optimizer: Optimizer, sharded: ShardedOptimiz
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Declares that the backward calls inside are not the last before an update.
 
-    Stage 1 then skips their reduction. Stage 2 reduces every backward, since it keeps no full-size gradient, so there
-    it changes nothing. Forgetting it changes no number, it only costs communication.
+    Stage 1 then skips their reduction. Stage 2 reduces every backward, since it keeps no full-size gradient, so ranks
+    wait for each other inside too: where they have different numbers of such backwards, a collective of the loop's own
+    must not stand before the next one outside, or RankMismatchError. Forgetting no_sync changes no number, it only
+    costs communication.
     """
     with sharded(model).runtime.no_sync():
         yield

@@ -79,7 +79,7 @@ class Loop:
         self.names = fuzz_models.trainable(model)
         self.frozen = list(model["frozen"])
         self.is_clean, self.is_uneven, self.has_snapshot, self.has_saved = True, False, False, False
-        self.may_differ = "differ" not in without and rng.random() < (0.6 if options["stage"] == 1 else 0.05)
+        self.may_differ = "differ" not in without and rng.random() < 0.6
         is_compiled = options["backend"] != "eager"
         # each batch size and each set of heads is another graph
         low, high = (3, 6) if fuzz_models.has(model, "batchnorm") else (1, 5)
@@ -159,14 +159,14 @@ class Loop:
 
     def uneven(self) -> None:
         """Ranks with different numbers of microbatches: declared, as DDP takes them, or not."""
-        quiet = self._maybe("no_sync", 0.5) or self.options["stage"] == 2 or "undeclared" in self.without
+        quiet = self._maybe("no_sync", 0.5) or "undeclared" in self.without
         quiet = quiet or fuzz_models.has(self.model, "batchnorm")
         if "no_sync" in self.without and quiet:
             return
         reps = [self.rng.randint(0, 3) for _ in range(self.world_size)]
         self.put("micro", quiet=quiet, reps=reps, **self._batch())
         self.is_clean = False
-        self.is_uneven = self.is_uneven or (not quiet and len(set(reps)) > 1)
+        self.is_uneven = self.is_uneven or ((not quiet or self.options["stage"] == 2) and len(set(reps)) > 1)
 
     def between(self, quiet: bool, pending: bool = False) -> None:
         """Reads and clears that may stand behind any backward; writes only where no forward waits for its backward."""

@@ -54,7 +54,7 @@ class Program:
 
     @property
     def ranks_differ(self) -> bool:
-        """In what they use or in how often: stage 2 may refuse that."""
+        """In what they use or in how often."""
         return any(
             len({json.dumps(entry) for entry in op.args.get(key, [])}) > 1 for op in self.ops for key in ("use", "reps")
         )
@@ -67,13 +67,13 @@ class Illegal(Exception):
 def check(program: Program) -> None:
     """Raises Illegal for a program that DDP could not run either, or that zc refuses by its documentation."""
     pending: set[int] = set()  # losses that wait for their backward
-    has_grads = uneven = aborted = snapshot = saved = False
+    has_grads = uneven = waiting = aborted = snapshot = saved = False
     names, model = set(fuzz_models.trainable(program.model)), program.model
     frozen = set(model["frozen"])
     for k, (kind, args) in enumerate(program.ops):
         if aborted and not (kind == "zero" and args["how"] in FULL_CLEARS):
             raise Illegal(f"{k}: gradients of a backward that raised must be cleared")
-        if kind in BETWEEN_UPDATES and (has_grads or uneven):
+        if kind in BETWEEN_UPDATES and (has_grads or uneven or waiting):
             raise Illegal(f"{k}: {kind} inside of an update")
         if kind in ("step", "write", "restore", *BETWEEN_UPDATES):
             pending.clear()
@@ -86,6 +86,8 @@ def check(program: Program) -> None:
                 raise Illegal(f"{k}: no loss {args['of']}")
             if kind == "collective" and uneven:
                 raise Illegal(f"{k}: a collective where ranks have done other numbers of undeclared backwards")
+            if kind == "collective" and waiting:
+                raise Illegal(f"{k}: a collective behind other numbers of backwards in no_sync, which stage 2 reduces")
             if kind == "raise" and not fuzz_models.has(model, "fault"):
                 raise Illegal(f"{k}: nothing can raise")
         if kind in ("backward", "raise"):
@@ -98,11 +100,14 @@ def check(program: Program) -> None:
         if kind == "micro":
             has_grads = True
             if len(set(args["reps"])) > 1 and not args["quiet"]:
-                if program.stage == 2 or fuzz_models.has(model, "batchnorm"):
+                if fuzz_models.has(model, "batchnorm"):
                     raise Illegal(f"{k}: undeclared backwards in other numbers")
                 uneven = True
+            waiting = waiting or (program.stage == 2 and len(set(args["reps"])) > 1)
         if kind in ("step", "clip", "grads", "norms"):
             uneven = False
+        if kind in ("step", "clip", "grads", "norms") or (kind == "backward" and not args["quiet"]):
+            waiting = False
         if kind == "zero" and args["how"] in FULL_CLEARS:
             has_grads = aborted = False
         if "name" in args and args["name"] not in names:
