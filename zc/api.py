@@ -24,7 +24,8 @@ from zc.engine.buffers import Buffers
 from zc.engine.runtime import Runtime
 from zc.engine.streams import Streams, make_streams
 from zc.errors import PlanError, ZcError
-from zc.optim.optimizer import ShardedOptimizer, choose_layout
+from zc.optim.kinds import note_of, rule_of, try_out
+from zc.optim.optimizer import ShardedOptimizer
 from zc.planning.plan import Plan
 from zc.prepare import broadcast_rest, check_host, check_wire, fill, fingerprint, open_state_file, plan_of
 from zc.ranks.buffer_sync import BufferSync, has_buffers
@@ -143,7 +144,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         runtime.say_once("verify=False: schedules run without their proof")
     broadcast_rest(model, params, ranks)
     fill(runtime, plan.buckets)
-    sharded = ShardedOptimizer(runtime, optimizer, whole=note is not None)
+    sharded = ShardedOptimizer(runtime, optimizer, rule_of(optimizer))
     runtime.install_hooks()
     COMPILED[model] = sharded
     _own_methods(model, optimizer, sharded)
@@ -169,13 +170,15 @@ def _check(
     if isinstance(model, nn.Module) and model in COMPILED:
         raise PlanError(f"this {type(model).__name__} is compiled already: call zc.compile once, before the loop")
     params = check(model, optimizer)
-    layout, note = choose_layout(optimizer)
+    rule = rule_of(optimizer)
     param_grads.refuse_compiled_autograd()
-    plan = plan_of(params, config, world_size, layout)
+    device = next(iter(params.values())).device
+    try_out(optimizer, world_size, device if config.offload is None else torch.device("cpu"))
+    plan = plan_of(params, config, world_size, rule)
     check_wire(plan)
     if plan.offload is not None:
         check_host(plan, optimizer)
-    return params, plan, note
+    return params, plan, note_of(optimizer)
 
 
 def _own_methods(model: nn.Module, optimizer: Optimizer, sharded: ShardedOptimizer) -> None:

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from zc.errors import PlanError
 from zc.machine import available_nbytes, check_room, ranks_on_this_host
 from zc.offload.disk import open_file, state_keys
-from zc.optim.optimizer import ELEMENTWISE, choose_layout
+from zc.optim.kinds import ELEMENTWISE, is_elementwise
+from zc.planning.layout import Rule
 from zc.planning.nbytes import STATES, held
-from zc.planning.plan import Bucket, Layout, ParamSpec, Plan, make_plan
+from zc.planning.plan import Bucket, ParamSpec, Plan, make_plan
 from zc.ranks.comm import Group
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from zc.offload.disk_file import StateFile
 
 
-def plan_of(params: dict[str, nn.Parameter], config: Config, world_size: int, layout: Layout) -> Plan:
+def plan_of(params: dict[str, nn.Parameter], config: Config, world_size: int, rule: Rule) -> Plan:
     """The plan for ``params`` under ``config``."""
     specs = [ParamSpec(n, tuple(p.shape), config.param_dtype or p.dtype, p.device) for n, p in params.items()]
     return make_plan(
@@ -36,7 +37,7 @@ def plan_of(params: dict[str, nn.Parameter], config: Config, world_size: int, la
         num_buffers=config.num_buffers,
         overlap=config.overlap,
         overlap_gather=config.overlap_gather,
-        layout=layout,
+        rule=rule,
         offload=config.host,
     )
 
@@ -63,7 +64,7 @@ def check_host(plan: Plan, optimizer: Optimizer) -> None:
             "make it without"
         )
     name = type(optimizer).__name__
-    num_states = len(state_keys(optimizer)) if name in ELEMENTWISE else STATES.get(name, 2)
+    num_states = len(state_keys(optimizer)) if is_elementwise(optimizer) else STATES.get(name, 2)
     _, needed, _ = held(plan, num_states)
     check_room(needed, ranks_on_this_host(plan.world_size), available_nbytes())
 
@@ -73,7 +74,7 @@ def open_state_file(
 ) -> StateFile | None:
     if config.offload_dir is None:
         return None
-    if choose_layout(optimizer)[1] is not None:
+    if not is_elementwise(optimizer):
         raise PlanError(
             f"offload='disk' takes torch's elementwise optimizers ({', '.join(ELEMENTWISE)}), not "
             f"{type(optimizer).__name__}: use offload='cpu'"

@@ -10,7 +10,8 @@ from torch import nn
 from zc import torch_private
 from zc.checks import check_added, trainable
 from zc.errors import PlanError
-from zc.planning.plan import Layout, Plan
+from zc.planning.layout import Rule
+from zc.planning.plan import Plan
 from zc.prepare import check_wire, fill, fingerprint, plan_of
 from zc.registry import sharded
 
@@ -40,7 +41,7 @@ def recompile(model: nn.Module) -> None:
             )
         params = {n: p for n, p in trainable(model).items() if n not in runtime.params}
         check_added(params, found.optimizer, plan.buckets[0].device)
-        plan = _extended(plan, params, config, found.layout)
+        plan = _extended(plan, params, config, found.rule)
     except (PlanError, TypeError) as error:
         failure = error
     runtime.group.agree_on(failure)
@@ -59,11 +60,11 @@ def recompile(model: nn.Module) -> None:
         torch_private.raise_recompile_limit(model)
 
 
-def _extended(plan: Plan, params: dict[str, nn.Parameter], config: Config, layout: Layout) -> Plan:
+def _extended(plan: Plan, params: dict[str, nn.Parameter], config: Config, rule: Rule) -> Plan:
     """``plan`` with buckets for ``params`` behind its own."""
     if not params:
         return plan
-    behind = plan_of(params, config, plan.world_size, layout)
+    behind = plan_of(params, config, plan.world_size, rule)
     check_wire(behind)
     moved = (replace(b, index=b.index + len(plan.buckets)) for b in behind.buckets)
     return replace(plan, buckets=(*plan.buckets, *moved))

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import Owned, Target, check_groups, check_names, flat_items, groups_of, others, owned
 from zc.errors import CheckpointError
-from zc.planning.layout import flat_layout
 
 if TYPE_CHECKING:
     from zc.optim.optimizer import ShardedOptimizer
@@ -59,7 +58,7 @@ def optimizer_part(
     CheckpointError where it is of other parameters."""
     groups = _named_groups(held, state["param_groups"], where)
     numbered = {k: name for group in groups for k, name in zip(group.pop("numbers"), group["params"], strict=True)}
-    mine, cuts = owned(held), held.layout is flat_layout and held.runtime.group.world_size > 1
+    mine, cuts = owned(held), not held.keeps_whole and held.runtime.group.world_size > 1
     states: dict[str, dict[str, Any]] = {}
     for key, values in state["state"].items():
         name = numbered.get(key, _bare(key) if isinstance(key, str) else key)

@@ -83,12 +83,28 @@ def state_of(model: nn.Module, held: ShardedOptimizer) -> dict[str, Any]:
         weights[name] = mine.part(mine.slice.detach())
         state = held.optimizer.state.get(mine.slice, {})
         if state:
+            _check_parts(name, mine, state)
             states[name] = {
                 key: mine.part(value) if isinstance(value, Tensor) and value.shape == mine.slice.shape else value
                 for key, value in state.items()
             }
     weights.update(others(model, held))
     return {"model": weights, "optimizer": {"state": states, "param_groups": groups_of(held)}}
+
+
+def _check_parts(name: str, mine: Owned, state: Mapping[str, Any]) -> None:
+    """Of a parameter that is cut, each state is cut alike, or one number: else ranks would write different values under
+    one name."""
+    assert mine.slice is not None
+    for key, value in state.items() if mine.numel != mine.slot.numel else ():
+        if not isinstance(value, Tensor) or (value.numel() == 1 and value.shape != mine.slice.shape):
+            continue
+        if value.shape != mine.slice.shape or type(value) not in (Tensor, nn.Parameter):
+            raise CheckpointError(
+                f"the optimizer state {key} of {name} is a {type(value).__name__} of shape {tuple(value.shape)}, this "
+                f"rank's slice {tuple(mine.slice.shape)} of {mine.slot.shape}: it can't be saved by parts. Without "
+                "zc.elementwise the parameter stays whole, and so does its state"
+            )
 
 
 def groups_of(held: ShardedOptimizer) -> list[dict[str, Any]]:

@@ -18,52 +18,30 @@ from zc import torch_private
 from zc.errors import PlanError, ZcError
 from zc.offload.disk import DiskState
 from zc.offload.host_step import HostStep
+from zc.optim.closures import Arguments, Closures
 from zc.optim.grad_shards import GradShards
+from zc.optim.kinds import is_elementwise
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_grad import ShardedGrad, SliceGrad
-from zc.planning.layout import Slot, flat_layout, whole_layout
-from zc.planning.plan import Bucket, Layout
+from zc.planning.layout import Rule, Slot
+from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
 
 
-# Elementwise: each element's update reads that element's gradient and state alone, so a shard may cut a parameter
-# anywhere.
-ELEMENTWISE = (
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD",
-)  # fmt: skip
-REFUSED = {
-    "LBFGS": "it needs a closure, and one history over all parameters",
-    "SparseAdam": "it takes sparse gradients, zc reduces dense ones",
-}
-
-
-def choose_layout(optimizer: Optimizer) -> tuple[Layout, str | None]:
-    """The layout that the optimizer's update allows, and a note where that is not the tight one.
-
-    Raises PlanError for optimizers that can't work on shards at all. An optimizer that zc does not know keeps whole
-    parameters, each on one rank: right for every update that treats parameters one by one.
-    """
-    name = type(optimizer).__name__
-    if name in REFUSED:
-        raise PlanError(f"optimizer {name} can't work on shards: {REFUSED[name]}")
-    if type(optimizer).__module__.startswith("torch.optim") and name in ELEMENTWISE:
-        return flat_layout, None
-    return whole_layout, f"{name} may read whole parameters, so each parameter stays whole on one rank (more padding)"
-
-
 class ShardedOptimizer:
     """What zc keeps beside the caller's optimizer: the slices, and the hooks' handles."""
 
-    def __init__(self, runtime: Runtime, optimizer: Optimizer, whole: bool) -> None:
-        self.runtime, self.optimizer, self._whole = runtime, optimizer, whole
+    def __init__(self, runtime: Runtime, optimizer: Optimizer, rule: Rule) -> None:
+        self.runtime, self.optimizer, self.rule = runtime, optimizer, rule
         self.slices: dict[str, nn.Parameter] = {}
         self.grads: dict[str, ShardedGrad] = {}
         self._slice_grads: dict[str, SliceGrad] = {}
         self._given: dict[str, Tensor | None] = {}  # what each slice has as .grad, by zc
         self.grad_shards = GradShards(runtime)
         self._writes = ParamWrites(runtime)
+        self._closures = Closures(optimizer)
         # each group's parameters, the same on every rank, trainable ones by name: for checkpoints
         self.members: list[list[str | Tensor]] = []
         self.adopt(runtime.plan.buckets)
@@ -72,7 +50,8 @@ class ShardedOptimizer:
         runtime.on_cleared = self._let_go
         runtime.slices_cleared, runtime.may_be_cleared = self._are_cleared, self._is_one_cleared
         runtime.is_shown = lambda name, grad: grad is self.grads[name]
-        self._offload = HostStep(runtime, optimizer, self.slices, by_bucket=not whole) if runtime.plan.offload else None
+        by_bucket = is_elementwise(optimizer)
+        self._offload = HostStep(runtime, optimizer, self.slices, by_bucket=by_bucket) if runtime.plan.offload else None
         self._handles = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -93,12 +72,7 @@ class ShardedOptimizer:
     @property
     def keeps_whole(self) -> bool:
         """Whether the update may read whole parameters, each of which is on one rank then."""
-        return self._whole
-
-    @property
-    def layout(self) -> Layout:
-        """What `choose_layout` chose."""
-        return whole_layout if self._whole else flat_layout
+        return self.rule.whole
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """The optimizer's parameters in these buckets become slices. Frozen ones stay: they have no gradient, and the
@@ -165,7 +139,7 @@ class ShardedOptimizer:
             parts = self.grad_shards.of(bucket) if any(flags) else {}
             for slot, touched in zip(bucket.slots, flags, strict=True):
                 if slot.name in self.slices:
-                    is_there = touched and not (self._whole and self.slices[slot.name].numel() < slot.numel)
+                    is_there = touched and not (self.rule.whole and self.slices[slot.name].numel() < slot.numel)
                     self._give(slot.name, parts[slot.name][0] if is_there else None)
 
     def _stand_in(self) -> None:
@@ -222,18 +196,14 @@ class ShardedOptimizer:
                 elif not is_known and param.grad is self.grads[slot.name]:
                     param.grad = None  # of gradients that were dropped when this backward had begun
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
-        if closure is not None:
-            raise PlanError(
-                f"{type(optimizer).__name__}.step was given a closure: the gradients must be finished before the step "
-                "starts, so call the closure yourself, then step()"
-            )
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        found = self._closures.run(optimizer, args, kwargs)
         self.runtime.finish_gradients()
         self._writes.take_over()
         self._install()
         if self._offload is not None:
             self._offload.before(self._changed(), self._handles[0])
+        return found
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._offload is not None:

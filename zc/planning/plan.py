@@ -6,15 +6,13 @@ tends to finish them; PyTorch DDP, arXiv:2006.15704), and packed into buckets of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Slot, flat_layout
+from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, Slot, layout_of
 from zc.planning.placement import Offload, Placement
-
-Layout = Callable[[Sequence[tuple[str, tuple[int, ...]]], int, int], FlatLayout]
 
 # What a bucket takes by default: PyTorch DDP's 25 MiB, which overlaps well; more where that would make more than some
 # 32 buckets, each of which costs the host a write, a reduction and their events in every backward
@@ -134,7 +132,7 @@ def make_plan(
     bucket_nbytes: int | None,
     num_buffers: int,
     overlap: bool,
-    layout: Layout = flat_layout,
+    rule: Rule = Rule(),  # noqa: B008  (frozen)
     offload: Offload | None = None,
     overlap_gather: bool = False,
 ) -> Plan:
@@ -155,7 +153,7 @@ def make_plan(
         sizes = [Slot(spec.name, spec.shape, 0).numel * dtype.itemsize for spec in specs]
         for members in _split(specs, sizes, bucket_nbytes or default_nbytes(sizes)):
             shapes = [(spec.name, spec.shape) for spec in members]
-            record = Bucket(len(buckets), layout(shapes, world_size, align), dtype, wire, acc_dtype, device)
+            record = Bucket(len(buckets), layout_of(rule, shapes, world_size, align), dtype, wire, acc_dtype, device)
             buckets.append(record)
     packed = tuple(buckets)
     return Plan(
