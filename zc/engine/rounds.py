@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from zc.planning.plan import Plan
+from zc.planning.plan import Bucket, Plan
 from zc.ranks.agreement import Agreement, Announcement
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Rounds:
         """The gradients of this backward are in. Behind one that no_sync did not hold back `known` is the same on all
         ranks."""
         made = self._made
-        self._agreement.held += [each.number for each in made if each.is_same()]
+        self._agreement.hold([each.number for each in made if each.is_same()], self.plan.num_optimizers)
         flags = self._ops.touched_flags()
         if is_boundary and self.plan.world_size > 1 and not (made and made[-1].all_flags(len(flags))):
             ended = self._agreement.announce(END, self._flags())
@@ -109,11 +109,12 @@ class Rounds:
         self._know(flags)
         made.clear()
 
-    def clear(self, *, set_to_none: bool) -> None:
-        """All gradients were dropped, or made zeros."""
-        self._agreement.cleared(had_any=any(any(flags) for flags in self.known) or bool(self._agreement.held))
-        if set_to_none:
-            self.known = [[False] * len(b.slots) for b in self.plan.buckets]
+    def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
+        """The gradients of these buckets, all of some optimizers, were dropped, or made zeros."""
+        had_any = any(any(self.known[b.index]) for b in buckets)
+        self._agreement.cleared({b.optimizer for b in buckets}, had_any=had_any)
+        for bucket in buckets if set_to_none else ():
+            self.known[bucket.index] = [False] * len(bucket.slots)
         self._made.clear()
 
     def meet(self, flags: Sequence[int]) -> list[int]:

@@ -71,6 +71,10 @@ class FlatLayout:
         return rank * self.numel_shard, (rank + 1) * self.numel_shard
 
     def owned(self, slot: Slot, rank: int) -> tuple[int, int]:
+        """The part of ``slot`` that ``rank`` updates."""
+        return self.in_shard(slot, rank)
+
+    def in_shard(self, slot: Slot, rank: int) -> tuple[int, int]:
         """The part of ``slot`` that ``rank`` owns, as [start, stop) inside the flat buffer; empty where start ==
         stop."""
         start, stop = self.shard_range(rank)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -39,7 +39,7 @@ class Announcement:
     def __init__(self, agreement: Agreement, number: int, what: str, flags: Sequence[int], shown: int = 0) -> None:
         check, world_size = agreement.group.check, agreement.group.world_size
         journal = check.checksum() if check is not None and what == BOUNDARY else 0
-        held = zlib.crc32(repr(agreement.held).encode())
+        held = zlib.crc32(repr(sorted(agreement.held.items())).encode())
         label = f"{agreement.num_cleared}: {what}" if what != BOUNDARY else what
         self._row = bytearray(_HEAD.pack(zlib.crc32(label.encode()), journal, held, shown) + bytes(flags))
         self.agreement, self.number, self.what = agreement, number, what
@@ -100,7 +100,8 @@ class Agreement:
     def __init__(self, group: Group, numel_flags: int, *, defers: bool) -> None:
         self.group, self.numel_flags, self.defers = group, numel_flags, defers
         self.has_failed = False
-        self.held: list[int] = []  # numbers of the announcements whose reductions the sums hold
+        # by optimizer: numbers of the announcements whose reductions the sums of its parameters hold
+        self.held: dict[int, list[int]] = {}
         self.num_cleared = 0  # times that gradients were dropped since the last boundary: no pair across one
         self._failed: Announcement | None = None
         self._count = 0
@@ -124,13 +125,19 @@ class Agreement:
                 return made
             self.check()
 
-    def cleared(self, *, had_any: bool) -> None:
-        """Gradients were dropped on this rank, if it ``had_any``."""
-        self.held.clear()
-        self.num_cleared += had_any or self.defers
+    def hold(self, numbers: Sequence[int], num_optimizers: int) -> None:
+        """What these announcements reduced is in the sums."""
+        for optimizer in range(num_optimizers if numbers else 0):
+            self.held.setdefault(optimizer, []).extend(numbers)
+
+    def cleared(self, optimizers: Iterable[int], *, had_any: bool) -> None:
+        """The gradients of these optimizers were dropped on this rank, if it ``had_any``."""
+        dropped = [bool(self.held.pop(optimizer, None)) for optimizer in optimizers]
+        self.num_cleared += had_any or any(dropped) or self.defers
 
     def _tell_apart(self) -> None:
-        lines = [f"{len(self.held)} reduction(s) (announcements {self.held[:8]})"]
+        found = [numbers for _, numbers in sorted(self.held.items())] or [[]]
+        lines = [f"{len(numbers)} reduction(s) (announcements {numbers[:8]})" for numbers in found]
         self.group.same_everywhere(
             "what the gradients hold: some rank has cleared its gradients (zero_grad, or a backward that raised) and "
             "others have not; what they hold",

@@ -145,7 +145,7 @@ def estimate(
     made: Plan, optimizer: str, microbatches: int, offload: str | None, rates: Mapping[str, float | None]
 ) -> Estimate:
     """The same for a plan that exists."""
-    device, host, disk = held(made, STATES[optimizer])
+    device, host, disk = held(made, [STATES[optimizer]])
     wire, bus = sent(made, microbatches), copied(made, microbatches)
     shards = sum(b.layout.numel_shard * b.acc_dtype.itemsize for b in made.buckets)
     # gradient, master and each state are read, the last two written: 28 bytes an fp32 element with two states
