@@ -20,6 +20,7 @@ from zc.errors import (
     ZcError,
 )
 from zc.log import configure as _configure_log
+from zc.optim.kinds import elementwise
 from zc.passes.verify import Verdict, verify
 from zc.recompile import recompile
 from zc.registry import persistent_nbytes
@@ -45,6 +46,7 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "compile",
+    "elementwise",
     "explain",
     "export",
     "flush_state",

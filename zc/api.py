@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.checkpoint import state_marks
-from zc.checks import check
+from zc.checks import check, check_module, owners
 from zc.compiler import backend as compiler
 from zc.config import Config
 from zc.copies import mark
@@ -24,7 +24,11 @@ from zc.engine.buffers import Buffers
 from zc.engine.runtime import Runtime
 from zc.engine.streams import Streams, make_streams
 from zc.errors import PlanError, ZcError
-from zc.optim.optimizer import ShardedOptimizer, choose_layout
+from zc.optim.given import Given, listed
+from zc.optim.kinds import note_of, rule_of, try_out
+from zc.optim.model import ShardedModel
+from zc.optim.optimizer import ShardedOptimizer
+from zc.planning.layout import Rule
 from zc.planning.plan import Plan
 from zc.prepare import broadcast_rest, check_host, check_wire, fill, fingerprint, open_state_file, plan_of
 from zc.ranks.buffer_sync import BufferSync, has_buffers
@@ -34,7 +38,7 @@ from zc.registry import COMPILED, sharded
 
 def compile(  # noqa: A001  (the name users know from torch.compile)
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Given,
     *,
     stage: int = 2,
     param_dtype: torch.dtype | None = None,
@@ -53,13 +57,15 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     write_in_place: bool = False,
     broadcast_buffers: bool = True,
     dump_dir: str | Path | None = None,
-) -> tuple[nn.Module, Optimizer]:
+) -> tuple[nn.Module, Given]:
     """ZeRO stage 1 or 2 for ``model`` and ``optimizer``: the same two objects come back, and the loop stays as it is.
 
     Gradients are the mean over the ranks of ``group`` and the sum over backward calls, as in DDP. Without an
     initialised process group it works as one rank. Parameters and buffers are first broadcast from rank 0.
 
     Args:
+        optimizer: a torch.optim.Optimizer, or a list, tuple or dict of several, with each trainable parameter in one
+            of them. Each updates, and clears, its own when its ``step()`` and ``zero_grad()`` are called.
         stage: 1 keeps full-size fp32 gradients and shards masters and optimizer state; 2 shards the gradients as well.
         param_dtype: casts the trainable parameters, after their fp32 masters were taken from the given values.
         reduce_dtype: what travels between ranks; None: the parameters' dtype (stage 2), the accumulator's (stage 1).
@@ -94,6 +100,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     check_initialized()
     ranks = Group(group)
     checked, file, failure = None, None, None
+    optimizers: list[Optimizer] = []
     try:
         config = Config(
             stage=stage,
@@ -113,15 +120,18 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             broadcast_buffers=broadcast_buffers,
             dump_dir=dump_dir,
         )
-        checked = _check(model, optimizer, config, ranks.world_size)
-        file = open_state_file(config, ranks.rank, checked[1], optimizer, checked[0])
+        check_module(model)
+        optimizers = listed(optimizer)
+        checked = _check(model, optimizers, config, ranks.world_size)
+        file = open_state_file(config, ranks.rank, checked[1], optimizers, checked[0])
     except (PlanError, TypeError, ZcError) as error:
         failure = error
     try:
         ranks.agree_on(failure)  # before the first exchange: nobody waits for a rank that was refused
         assert checked is not None
-        params, plan, note = checked
-        ranks.same_everywhere("the model or an option", fingerprint(model, config))
+        params, plan, rules = checked
+        lines = fingerprint(model, config, optimizers, owners(params, optimizers))
+        ranks.same_everywhere("the model or an option", lines)
     except BaseException:
         if file is not None:
             file.discard()
@@ -133,16 +143,17 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     streams = make_streams(device)
     runtime = Runtime(config, plan, buffers, ranks, streams, params)
     runtime.state_file = file
-    if note is not None and ranks.world_size > 1:
+    for note in filter(None, map(note_of, optimizers)) if ranks.world_size > 1 else ():
         runtime.say_once(note)
     if not verify:
         runtime.say_once("verify=False: schedules run without their proof")
     broadcast_rest(model, params, ranks)
     fill(runtime, plan.buckets)
-    sharded = ShardedOptimizer(runtime, optimizer, whole=note is not None)
+    sharded = ShardedModel(runtime, optimizer, optimizers, rules)
     runtime.install_hooks()
     COMPILED[model] = sharded
-    _own_methods(model, optimizer, sharded)
+    for each in sharded.optimizers:
+        _own_methods(model, each)
     state_marks.install(sharded)
     runtime.frozen = {n: p for n, p in model.named_parameters() if n not in params}
     if plan.overlap_gather:
@@ -159,24 +170,28 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
 
 
 def _check(
-    model: nn.Module, optimizer: Optimizer, config: Config, world_size: int
-) -> tuple[dict[str, nn.Parameter], Plan, str | None]:
+    model: nn.Module, optimizers: Sequence[Optimizer], config: Config, world_size: int
+) -> tuple[dict[str, nn.Parameter], Plan, list[Rule]]:
     """Everything that this rank can refuse by itself; changes nothing."""
-    if isinstance(model, nn.Module) and model in COMPILED:
+    if model in COMPILED:
         raise PlanError(f"this {type(model).__name__} is compiled already: call zc.compile once, before the loop")
-    params = check(model, optimizer)
-    layout, note = choose_layout(optimizer)
+    params = check(model, optimizers)
+    rules = [rule_of(optimizer) for optimizer in optimizers]
     param_grads.refuse_compiled_autograd()
-    plan = plan_of(params, config, world_size, layout)
+    device = next(iter(params.values())).device
+    for optimizer in optimizers:
+        try_out(optimizer, world_size, device if config.offload is None else torch.device("cpu"))
+    plan = plan_of(params, config, world_size, owners(params, optimizers), rules)
     check_wire(plan)
     if plan.offload is not None:
-        check_host(plan, optimizer)
-    return params, plan, note
+        check_host(plan, optimizers)
+    return params, plan, rules
 
 
-def _own_methods(model: nn.Module, optimizer: Optimizer, sharded: ShardedOptimizer) -> None:
-    """What the optimizer's methods must do beside what its class says. Instance attributes: the class stays the
+def _own_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
+    """What an optimizer's methods must do beside what its class says. Instance attributes: the class stays the
     caller's. (model.zero_grad stays its own: a parameter whose ``.grad`` was set to None is noticed.)"""
+    optimizer = sharded.optimizer
     owner, of_model = weakref.proxy(sharded), weakref.ref(model)
     add = type(optimizer).add_param_group
 

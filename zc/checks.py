@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,17 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
-def check(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The trainable parameters. Raises PlanError (or TypeError) naming what can't be planned."""
+def check_module(model: nn.Module) -> None:
+    """Raises TypeError for what is no module, PlanError for a wrapper whose place zc takes."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     wrapper = type(model).__name__
     if wrapper in _WRAPPERS:
         raise PlanError(f"model is wrapped in {wrapper}: {_WRAPPERS[wrapper]}")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+
+
+def check(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+    """The trainable parameters. Raises PlanError (or TypeError) naming what can't be planned."""
     params = trainable(model)
     if not params:
         raise PlanError(f"{type(model).__name__} has no trainable parameter (requires_grad is False for all)")
@@ -41,15 +43,17 @@ def check(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     _check_sparse(model)
     _check_devices(params)
     _check_storages(params)
-    _check_optimizer(model, params, optimizer)
+    for optimizer in optimizers:
+        _check_optimizer(model, optimizer)
+    _check_held(params, optimizers)
     return params
 
 
-def check_added(params: dict[str, nn.Parameter], optimizer: Optimizer, device: torch.device) -> None:
+def check_added(params: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], device: torch.device) -> None:
     """What `zc.recompile` would add to a plan on ``device``."""
     _check_tensors(params)
     _check_storages(params)
-    _check_held(params, optimizer)
+    _check_held(params, optimizers)
     for name, param in params.items():
         if param.device != device:
             raise PlanError(f"parameters are on several devices: the plan's on {device}, {name} on {param.device}")
@@ -112,7 +116,7 @@ def _check_storages(params: dict[str, nn.Parameter]) -> None:
         spans[param.untyped_storage().data_ptr()].append((low, high, name))
 
 
-def _check_optimizer(model: nn.Module, params: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
+def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     known = {id(p): name for name, p in model.named_parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     for k, param in enumerate(held):
@@ -121,7 +125,6 @@ def _check_optimizer(model: nn.Module, params: dict[str, nn.Parameter], optimize
                 f"the optimizer holds a parameter of shape {tuple(param.shape)} (its number {k}) that the model lacks: "
                 "make the optimizer from model.parameters(), after the model has been moved and cast"
             )
-    _check_held(params, optimizer)
     if not all(_is_fresh(state) for state in optimizer.state.values()):
         raise PlanError(
             f"the {type(optimizer).__name__} has state for {len(optimizer.state)} parameters already: call zc.compile "
@@ -129,14 +132,35 @@ def _check_optimizer(model: nn.Module, params: dict[str, nn.Parameter], optimize
         )
 
 
-def _check_held(params: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
-    present = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    lacking = [name for name, p in params.items() if id(p) not in present]
+def owners(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> dict[str, int]:
+    """By parameter name the number of the first optimizer that has it."""
+    found: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                found.setdefault(id(param), number)
+    return {name: found[id(p)] for name, p in params.items() if id(p) in found}
+
+
+def _check_held(params: dict[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+    """Each is in exactly one optimizer."""
+    lacking = sorted(params.keys() - owners(params, optimizers).keys(), key=list(params).index)
     if lacking:
+        who = "the optimizer lacks" if len(optimizers) == 1 else f"none of the {len(optimizers)} optimizers has"
         raise PlanError(
-            f"the optimizer lacks {len(lacking)} trainable parameter(s) of the model: {_some(lacking)}; add them, or "
-            "freeze them with requires_grad_(False)"
+            f"{who} {len(lacking)} trainable parameter(s) of the model: {_some(lacking)}; add them"
+            f"{' to one of them' if len(optimizers) > 1 else ''}, or freeze them with requires_grad_(False). A second "
+            "optimizer for them goes along as zc.compile(model, [first, second])"
         )
+    first, last = owners(params, optimizers), owners(params, optimizers[::-1])
+    for name in params:
+        one, other = first[name], len(optimizers) - 1 - last[name]
+        if one != other:
+            kinds = [type(optimizers[k]).__name__ for k in (one, other)]
+            raise PlanError(
+                f"parameter {name} is in two optimizers, number {one} ({kinds[0]}) and number {other} ({kinds[1]}): "
+                "both would update it. Leave it out of one of them"
+            )
 
 
 def _is_fresh(state: dict[str, Any]) -> bool:

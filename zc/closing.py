@@ -15,7 +15,7 @@ from zc.errors import ZcError
 from zc.registry import COMPILED
 
 if TYPE_CHECKING:
-    from zc.optim.optimizer import ShardedOptimizer
+    from zc.optim.model import ShardedModel
 
 
 def close(model: nn.Module) -> None:
@@ -50,8 +50,8 @@ def close(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _hand_back(model: nn.Module, held: ShardedOptimizer) -> None:
-    runtime, optimizer = held.runtime, held.optimizer
+def _hand_back(model: nn.Module, held: ShardedModel) -> None:
+    runtime = held.runtime
     del COMPILED[model]
     unmark(model)
     torch_private.run_eagerly(model)
@@ -61,9 +61,10 @@ def _hand_back(model: nn.Module, held: ShardedOptimizer) -> None:
         param.grad = None
         param.data = param.data.clone()
     held.let_go()
-    for name in ("zero_grad", "add_param_group"):  # of _own_methods
-        vars(optimizer).pop(name, None)
-    optimizer.register_step_pre_hook(_refuse)
+    for each in held.optimizers:
+        for name in ("zero_grad", "add_param_group"):  # of _own_methods
+            vars(each.optimizer).pop(name, None)
+        each.optimizer.register_step_pre_hook(_refuse)
     runtime.buffers.close()  # compiled code, which Dynamo keeps, knows the runtime
     close_threads: Any = getattr(runtime.streams, "close", None)
     if close_threads is not None:

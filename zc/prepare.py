@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from zc.errors import PlanError
 from zc.machine import available_nbytes, check_room, ranks_on_this_host
 from zc.offload.disk import open_file, state_keys
-from zc.optim.optimizer import ELEMENTWISE, choose_layout
+from zc.optim.kinds import ELEMENTWISE, is_elementwise, rule_of
+from zc.planning.layout import Rule
 from zc.planning.nbytes import STATES, held
-from zc.planning.plan import Bucket, Layout, ParamSpec, Plan, make_plan
+from zc.planning.plan import Bucket, ParamSpec, Plan, make_plan
 from zc.ranks.comm import Group
 
 if TYPE_CHECKING:
@@ -23,9 +24,14 @@ if TYPE_CHECKING:
     from zc.offload.disk_file import StateFile
 
 
-def plan_of(params: dict[str, nn.Parameter], config: Config, world_size: int, layout: Layout) -> Plan:
-    """The plan for ``params`` under ``config``."""
-    specs = [ParamSpec(n, tuple(p.shape), config.param_dtype or p.dtype, p.device) for n, p in params.items()]
+def plan_of(
+    params: dict[str, nn.Parameter], config: Config, world_size: int, owners: Mapping[str, int], rules: Sequence[Rule]
+) -> Plan:
+    """The plan for ``params`` under ``config``. ``owners``: the number of each one's optimizer, which has a rule."""
+    specs = [
+        ParamSpec(name, tuple(p.shape), config.param_dtype or p.dtype, p.device, owners[name])
+        for name, p in params.items()
+    ]
     return make_plan(
         specs,
         world_size=world_size,
@@ -36,7 +42,7 @@ def plan_of(params: dict[str, nn.Parameter], config: Config, world_size: int, la
         num_buffers=config.num_buffers,
         overlap=config.overlap,
         overlap_gather=config.overlap_gather,
-        layout=layout,
+        rules=rules,
         offload=config.host,
     )
 
@@ -55,25 +61,32 @@ def check_wire(plan: Plan) -> None:
             )
 
 
-def check_host(plan: Plan, optimizer: Optimizer) -> None:
+def check_host(plan: Plan, optimizers: Sequence[Optimizer]) -> None:
     """With offload: the update runs on the processor, and what it needs must fit into the host's memory."""
-    if any(group.get("capturable") for group in optimizer.param_groups):
-        raise PlanError(
-            f"offload: {type(optimizer).__name__} was made with capturable=True, which keeps its state on the device; "
-            "make it without"
-        )
-    name = type(optimizer).__name__
-    num_states = len(state_keys(optimizer)) if name in ELEMENTWISE else STATES.get(name, 2)
+    num_states = []
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if any(group.get("capturable") for group in optimizer.param_groups):
+            raise PlanError(
+                f"offload: {name} was made with capturable=True, which keeps its state on the device; make it without"
+            )
+        num_states.append(len(state_keys(optimizer)) if is_elementwise(optimizer) else STATES.get(name, 2))
     _, needed, _ = held(plan, num_states)
     check_room(needed, ranks_on_this_host(plan.world_size), available_nbytes())
 
 
 def open_state_file(
-    config: Config, rank: int, plan: Plan, optimizer: Optimizer, params: dict[str, nn.Parameter]
+    config: Config, rank: int, plan: Plan, optimizers: Sequence[Optimizer], params: dict[str, nn.Parameter]
 ) -> StateFile | None:
     if config.offload_dir is None:
         return None
-    if choose_layout(optimizer)[1] is not None:
+    optimizer, *others = optimizers
+    if others:
+        raise PlanError(
+            f"offload='disk' takes one optimizer, and was given {', '.join(type(o).__name__ for o in optimizers)}: use "
+            "offload='cpu'"
+        )
+    if not is_elementwise(optimizer):
         raise PlanError(
             f"offload='disk' takes torch's elementwise optimizers ({', '.join(ELEMENTWISE)}), not "
             f"{type(optimizer).__name__}: use offload='cpu'"
@@ -81,12 +94,16 @@ def open_state_file(
     return open_file(config.offload_dir, rank, plan, optimizer, params)
 
 
-def fingerprint(model: nn.Module, config: Config) -> list[str]:
+def fingerprint(
+    model: nn.Module, config: Config, optimizers: Sequence[Optimizer], owners: Mapping[str, int]
+) -> list[str]:
     """What must be the same on every rank, a line an item, so that a difference can be named."""
+    kinds = [f"optimizer {k}: {type(o).__name__}, {rule_of(o)}" for k, o in enumerate(optimizers)]
+    mine = [f"{name} of optimizer {number}" for name, number in owners.items()] if len(optimizers) > 1 else []
     options = [f"{k}={v}" for k, v in vars(config).items() if k not in ("dump_dir", "offload_dir")]
     params = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
     buffers = [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
-    return options + params + buffers
+    return options + kinds + params + mine + buffers
 
 
 @torch.no_grad()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from zc import torch_private
-from zc.checks import check_added, trainable
+from zc.checks import check_added, owners, trainable
 from zc.errors import PlanError
-from zc.planning.plan import Layout, Plan
+from zc.planning.layout import Rule
+from zc.planning.plan import Plan
 from zc.prepare import check_wire, fill, fingerprint, plan_of
 from zc.registry import sharded
 
@@ -23,7 +25,7 @@ def recompile(model: nn.Module) -> None:
     updates, on all ranks. Everything else keeps its place: weights, optimizer state, and schedules. A parameter that
     was frozen since needs no call, it just gets no gradient.
 
-    The optimizer must hold the new parameters: from its construction on, or by ``optimizer.add_param_group`` before
+    One optimizer must hold the new parameters: from its construction on, or by ``optimizer.add_param_group`` before
     this call.
 
     Raises:
@@ -32,6 +34,7 @@ def recompile(model: nn.Module) -> None:
     found = sharded(model)
     runtime, config = found.runtime, found.runtime.config
     params: dict[str, nn.Parameter] = {}
+    optimizers = [each.optimizer for each in found.optimizers]
     plan, failure = runtime.plan, None
     try:
         if config.offload is not None:
@@ -39,12 +42,14 @@ def recompile(model: nn.Module) -> None:
                 f"zc.recompile does not work with offload={config.offload!r} yet: make the plan with all parameters"
             )
         params = {n: p for n, p in trainable(model).items() if n not in runtime.params}
-        check_added(params, found.optimizer, plan.buckets[0].device)
-        plan = _extended(plan, params, config, found.layout)
+        check_added(params, optimizers, plan.buckets[0].device)
+        plan = _extended(plan, params, config, owners(params, optimizers), [each.rule for each in found.optimizers])
     except (PlanError, TypeError) as error:
         failure = error
     runtime.group.agree_on(failure)
-    runtime.group.same_everywhere("the set of trainable parameters", fingerprint(model, config))
+    runtime.group.same_everywhere(
+        "the set of trainable parameters", fingerprint(model, config, optimizers, owners(params, optimizers))
+    )
     if not params:
         return
     added = plan.buckets[len(runtime.plan.buckets) :]
@@ -59,11 +64,13 @@ def recompile(model: nn.Module) -> None:
         torch_private.raise_recompile_limit(model)
 
 
-def _extended(plan: Plan, params: dict[str, nn.Parameter], config: Config, layout: Layout) -> Plan:
+def _extended(
+    plan: Plan, params: dict[str, nn.Parameter], config: Config, numbers: Mapping[str, int], rules: Sequence[Rule]
+) -> Plan:
     """``plan`` with buckets for ``params`` behind its own."""
     if not params:
         return plan
-    behind = plan_of(params, config, plan.world_size, layout)
+    behind = plan_of(params, config, plan.world_size, numbers, rules)
     check_wire(behind)
     moved = (replace(b, index=b.index + len(plan.buckets)) for b in behind.buckets)
     return replace(plan, buckets=(*plan.buckets, *moved))

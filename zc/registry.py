@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from zc.errors import PlanError
 
 if TYPE_CHECKING:
-    from zc.optim.optimizer import ShardedOptimizer
+    from zc.optim.model import ShardedModel
 
 
 # Not an attribute of the module: a deepcopy of the module must not share its gradients with the original.
-COMPILED: weakref.WeakKeyDictionary[nn.Module, ShardedOptimizer] = weakref.WeakKeyDictionary()
+COMPILED: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDictionary()
 
 
-def sharded(model: nn.Module) -> ShardedOptimizer:
+def sharded(model: nn.Module) -> ShardedModel:
     """What zc keeps for a compiled model; raises where ``model`` is none."""
     found = COMPILED.get(model)
     if found is None:
@@ -32,6 +32,7 @@ def persistent_nbytes(model: nn.Module) -> dict[str, int]:
     """
     found = sharded(model)
     nbytes = found.runtime.buffers.nbytes()
-    states = [v for state in found.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    kept = [state for held in found.optimizers for state in held.optimizer.state.values()]
+    states = [v for state in kept for v in state.values() if isinstance(v, Tensor)]
     nbytes["optimizer_state"] = sum(v.nbytes for v in states if v.dim() > 0)
     return nbytes

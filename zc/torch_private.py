@@ -6,6 +6,7 @@ torch breaks one, that test says which, in under a second.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import inspect
 import itertools
@@ -294,6 +295,20 @@ def apart_from_the_whole(donated: Sequence[int]) -> Iterator[None]:
     finally:
         metadata.bw_donated_idxs = before
         context.output_strides = strides  # type: ignore[union-attr]
+
+
+def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same class and options without parameters, state and hooks: to try an update, or to take one by hand. What
+    else the object has it shares with the original.
+
+    Relies on hooks standing in attributes that begin with ``_optimizer_``, on schedulers setting ``step`` on the object
+    itself, and on ``Optimizer.__setstate__`` making what is missing (torch 2.11 to 2.15).
+    """
+    own = {"state", "param_groups", "step", "zero_grad", "add_param_group", "_opt_called"}
+    kept = {k: v for k, v in vars(optimizer).items() if k not in own and not k.startswith("_optimizer_")}
+    made = object.__new__(type(optimizer))
+    made.__setstate__({**kept, "state": collections.defaultdict(dict), "param_groups": []})
+    return made
 
 
 def has_later_step_hook(optimizer: torch.optim.Optimizer, own: RemovableHandle) -> bool:

@@ -168,6 +168,39 @@ class Lion(torch.optim.Optimizer):
                 mean.lerp_(param.grad, 0.01)
 
 
+@zc.elementwise
+class DeclaredLion(Lion):
+    """The same by an author who says that it is elementwise."""
+
+
+@zc.elementwise
+class RowNormalized(torch.optim.Optimizer):
+    """Each row's update has norm lr: its author is wrong to declare it."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                param.sub_(group["lr"] * param.grad / (param.grad.norm(dim=-1, keepdim=True) + 1e-6))
+
+
+class JointNorm(torch.optim.Optimizer):
+    """Clips by the norm over all of its parameters: on a rank it would see only those that the rank owns."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        for param in held:
+            param.sub_(self.param_groups[0]["lr"] * param.grad / norm)
+
+
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -186,6 +219,7 @@ OPTIMIZERS: dict[str, Make] = {
     "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
     "Lion-like, third-party": Lion,
+    "Lion-like, declared with zc.elementwise": DeclaredLion,
     "AdamW, lr a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3)),
     "Adam, maximize": lambda p: torch.optim.Adam(p, lr=1e-3, maximize=True),
 }
@@ -236,20 +270,54 @@ for _name in ("torchao.optim", "bitsandbytes.optim"):
 
 
 for _name, _make, _text in (
-    ("LBFGS", lambda p: torch.optim.LBFGS(p), "PlanError: needs a closure"),
+    ("that normalises rows, declared with zc.elementwise", RowNormalized, "PlanError: is not elementwise"),
+    ("that clips over all of its parameters", JointNorm, "PlanError: depends on all of its parameters together"),
+    ("LBFGS", lambda p: torch.optim.LBFGS(p), "PlanError: evaluates its closure several times"),
     ("SparseAdam", lambda p: torch.optim.SparseAdam(list(p)), "PlanError: sparse gradients"),
 ):
     add(Row(f"optimizer {_name}", 6, plain, optimizer=_make, refused={"always": _text}))
 
 
-@row(6, "step(closure)", refused={"always": "PlanError: call the closure yourself"})
-def closure(s: Script) -> None:
+def _by_closure(s: Script, step: int, by_name: bool = False) -> None:
     def evaluate() -> Tensor:
-        loss = s.loss(0)
+        s.optimizer.zero_grad()
+        loss = s.loss(step)
         loss.backward()
+        s.reduced()  # plain PyTorch averages before a step; here the step begins before the gradients are there
         return loss
 
-    s.optimizer.step(evaluate)
+    found = s.optimizer.step(closure=evaluate) if by_name else s.optimizer.step(evaluate)
+    s.note(f"loss {step}", found)
+
+
+@row(6, "step(closure)")
+def closure(s: Script) -> None:
+    for step in range(STEPS):
+        _by_closure(s, step, by_name=step % 2 == 1)
+
+
+@row(6, "step(closure) under torch.no_grad, SGD", optimizer=sgd)
+def closure_no_grad(s: Script) -> None:
+    with torch.no_grad():
+        for step in range(STEPS):
+            with torch.enable_grad() if not s.is_zc else torch.no_grad():  # step() itself turns gradients on
+                _by_closure(s, step)
+
+
+class Twice(Lion):
+    """Evaluates its closure at the weights and once more, as sharpness-aware updates do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+            closure()
+        super().step()
+
+
+@row(6, "step(closure) of an optimizer that calls it twice", optimizer=Twice,
+     refused={"always": "PlanError: calls it 2 times"})  # fmt: skip
+def closure_twice(s: Script) -> None:
+    _by_closure(s, 0)
 
 
 def _groups(params: Iterable[Any]) -> torch.optim.Optimizer:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from loops import DIFFERS_MOST, adamw, message_of
+from loops import DIFFERS_MOST, adamw
 from models import CASES, Heads, WithUnused, mean_square, vectors
 from oracle import train_ddp, weights, worst
 from torch import Tensor, nn
@@ -406,32 +406,3 @@ def test_padding_stays_zero(stage: int) -> None:
     """DS#5105: padding came back as data. No update may write what belongs to no parameter, or a norm would count
     it."""
     assert all(run_ranks(_padding, 2, stage))
-
-
-# --- closures ---
-
-
-def _closure(rank: int, world_size: int, by_name: bool) -> dict[str, Any]:
-    case = CASES["mlp"]
-    model = case.model()
-    model, optimizer = zc.compile(model, adamw(model), backend="eager")
-    case.loss(model, case.batch(rank, 0, 0)).backward()
-    before = weights(model)
-    given: dict[str, Any] = {"closure": lambda: torch.zeros(())}
-    raised = message_of(lambda: optimizer.step(**given) if by_name else optimizer.step(given["closure"]))
-    same = all(torch.equal(before[n], w) for n, w in weights(model).items())
-    optimizer.step()
-    return {
-        "raised": raised,
-        "same": same,
-        "goes on": any(not torch.equal(before[n], w) for n, w in weights(model).items()),
-    }
-
-
-@pytest.mark.parametrize("by_name", [True, False])
-def test_a_closure_is_refused_before_the_step(by_name: bool) -> None:
-    """A closure computes gradients inside the step, after the point where they were reduced: a silent wrong number
-    otherwise."""
-    for seen in run_ranks(_closure, 2, by_name):
-        assert seen["raised"][0] == "PlanError" and "closure" in seen["raised"][1]
-        assert seen["same"] and seen["goes on"]

@@ -142,7 +142,7 @@ def test_a_run_holds_and_moves_what_was_planned(stage: int, options: dict[str, A
         ({"world_size": 0}, r"world_size must be a whole number from 1 to 4096, got 0"),
         ({"world_size": 4097}, r"got 4097"),
         ({"microbatches": 0}, r"microbatches .* got 0"),
-        ({"optimizer": "Muon"}, r"optimizer must be one of .* got 'Muon'"),
+        ({"optimizer": "Lion"}, r"optimizer must be one of .* got 'Lion'"),
         ({"bus_bandwidth": 0.0}, r"bus_bandwidth must be above 0, got 0.0"),
         ({"disk_bandwidth": -1.0}, r"disk_bandwidth must be above 0, got -1.0"),
         ({"offload": "tape"}, r"offload must be one of .* got 'tape'"),

@@ -14,11 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zc.planning.layout import flat_layout, whole_layout
+from zc.planning.layout import Rule
 from zc.planning.placement import PLACEMENTS, Between
 from zc.planning.plan import ParamSpec, Plan, make_plan
 
 pytestmark = pytest.mark.check
+
 CPU = torch.device("cpu")
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 
@@ -44,16 +45,21 @@ specs_of = st.lists(
     bucket_nbytes=st.integers(1, 5000),
     stage=st.sampled_from([1, 2]),
     reduce_dtype=st.sampled_from([None, F32, BF16]),
-    layout=st.sampled_from([flat_layout, whole_layout]),
+    rule=st.sampled_from([Rule(), Rule(block=256), Rule(whole=True)]),
 )
 @settings(max_examples=150, deadline=None)
 def test_every_parameter_is_in_one_bucket_of_its_kind(
-    specs: list[ParamSpec], world_size: int, bucket_nbytes: int, stage: int, reduce_dtype: torch.dtype | None, layout
+    specs: list[ParamSpec],
+    world_size: int,
+    bucket_nbytes: int,
+    stage: int,
+    reduce_dtype: torch.dtype | None,
+    rule: Rule,
 ) -> None:
     """A parameter in no bucket never updates (DS#5639), one in two is counted twice."""
     plan = plan_of(
         specs, world_size=world_size, bucket_nbytes=bucket_nbytes, placement=PLACEMENTS[stage],
-        reduce_dtype=reduce_dtype, layout=layout,
+        reduce_dtype=reduce_dtype, rule=rule,
     )  # fmt: skip
     by_name = {spec.name: spec for spec in specs}
     assert sorted(slot.name for b in plan.buckets for slot in b.slots) == sorted(by_name)
@@ -115,13 +121,13 @@ def _ring(plan: Plan) -> int:
     return max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
 
 
-@pytest.mark.parametrize("layout", [flat_layout, whole_layout])
-def test_the_default_bucket_of_a_large_model_costs_launches_not_memory(layout) -> None:
+@pytest.mark.parametrize("rule", [Rule(), Rule(whole=True)])
+def test_the_default_bucket_of_a_large_model_costs_launches_not_memory(rule: Rule) -> None:
     """1.3 B parameters in 25 MiB are 99 buckets (qkv, out, up, down and the norms make 4 a layer), each of
     which costs the host time in every backward. The ring is as large as the embedding in any case."""
     specs = _transformer(24, 2048, 32768)
-    usual = plan_of(specs, bucket_nbytes=25 * 2**20, layout=layout)
-    default = plan_of(specs, bucket_nbytes=None, layout=layout)
+    usual = plan_of(specs, bucket_nbytes=25 * 2**20, rule=rule)
+    default = plan_of(specs, bucket_nbytes=None, rule=rule)
     assert len(usual.buckets) == 99 and len(default.buckets) == 38
     assert _ring(default) == _ring(usual)
     total = sum(math.prod(spec.shape) * 2 for spec in specs)
@@ -173,15 +179,15 @@ def test_a_plan_is_frozen_hashable_and_printable() -> None:
 
 _PRINT_PLAN = """
 import torch
-from zc.planning.layout import flat_layout, whole_layout
+from zc.planning.layout import Rule
 from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import ParamSpec, make_plan
 
 dtypes = [torch.float32, torch.bfloat16]
 specs = [ParamSpec(f"layer{k}.weight", (k % 5, 7), dtypes[k % 2], torch.device("cpu")) for k in range(40)]
-for layout in (flat_layout, whole_layout):
+for rule in (Rule(), Rule(whole=True)):
     plan = make_plan(specs, world_size=3, placement=PLACEMENTS[2], reduce="exact", reduce_dtype=None, bucket_nbytes=300,
-                     num_buffers=2, overlap=True, layout=layout)
+                     num_buffers=2, overlap=True, rule=rule)
     print(repr(plan)); print(plan)
 """
 

@@ -170,6 +170,31 @@ def test_order_of_step_hooks() -> None:
     assert not torch_private.has_later_step_hook(optimizer, own)
 
 
+@contract("bare_copy", "Optimizer.__setstate__, and hooks standing in _optimizer_*")
+def test_a_bare_copy() -> None:
+    """A scheduler and hooks of the original never hear of it, and it has everything else that the class has made."""
+
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.5)
+            self.extra = [1]
+
+    calls: list[str] = []
+    param, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = Own([param])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    made: Any = torch_private.bare_copy(optimizer)
+    assert type(made) is Own and made.extra == [1] and made.param_groups == [] and not made.state
+    made.param_groups = [{**optimizer.param_groups[0], "params": [other]}]
+    other.grad = torch.ones(2)
+    made.step()
+    assert other.tolist() == [0.5, 0.5] and param.tolist() == [1.0, 1.0] and not calls
+    assert not getattr(optimizer, "_opt_called", False) and scheduler.last_epoch == 0
+    assert len(optimizer._optimizer_step_pre_hooks) == 1 and optimizer.param_groups[0]["params"] == [param]
+
+
 class _Watching(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zc.checkpoint.save_load import load_state_dict, settled
 from zc.checkpoint.state import groups_of, others, owned
 from zc.errors import CheckpointError
+from zc.optim.given import Optimizers
 
 
-def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizer) -> None:
+def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) -> None:
     """Weights and optimizer states of a DeepSpeed universal checkpoint, for a compiled model, in any plan.
 
     ``path`` holds the folder ``zero``. Frozen parameters and buffers are not in it and stay as they are, as do the

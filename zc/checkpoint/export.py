@@ -19,17 +19,19 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.optim import Optimizer
 
 from zc.checkpoint.files import Reader
 from zc.checkpoint.save_load import settled
 from zc.checkpoint.saving import cause_of, channel_of
 from zc.checkpoint.shards import ShardOf
-from zc.checkpoint.state import groups_of, owned, state_of
+from zc.checkpoint.state import groups_of_one, owned, state_of
 from zc.durable import write_synced
 from zc.errors import CheckpointError
+from zc.optim.given import Optimizers, shaped
+from zc.registry import sharded
 
 if TYPE_CHECKING:
+    from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
 
 
@@ -120,27 +122,33 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
+def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
     """The ``state_dict()`` that the caller's optimizer would have without zc: on rank 0, in host memory; else None.
+    Of several optimizers a list of them, or a dict by their keys, as `compile` was given them; of one of these its own.
 
     ``type(optimizer)(model.parameters(), ...).load_state_dict(...)`` takes it, with the parameters in the order that
     the optimizer was given. Every rank calls it; rank 0 needs room for all of it, one tensor at a time travels.
     """
-    held = settled(model, optimizer)
+    held = sharded(model)
+    alone = [each for each in held.optimizers if each.optimizer is optimizer]
+    settled(model, held.given if alone else optimizer)
     channel = channel_of(held)
     state: dict[str, dict[str, Any]] = state_of(model, held)["optimizer"]["state"]
-    numbers, groups = _numbered(held)
-    found = channel.call("gathering the whole optimizer state", partial(_gathered, held, state))
-    if held.runtime.group.rank != 0:
-        return None
-    return {"state": {numbers[name]: values for name, values in found.items()}, "param_groups": groups}
+    parts = []
+    for one in alone or held.optimizers:
+        numbers, groups = _numbered(one)
+        found = channel.call("gathering the whole optimizer state", partial(_gathered, held, one, state))
+        parts.append({"state": {numbers[n]: values for n, values in found.items()}, "param_groups": groups})
+    return shaped(optimizer, parts) if held.runtime.group.rank == 0 else None
 
 
-def _gathered(held: ShardedOptimizer, state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _gathered(held: ShardedModel, one: ShardedOptimizer, state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By name, on rank 0. Waits for the other ranks."""
     group, rank = held.runtime.group, held.runtime.group.rank
     whole: dict[str, dict[str, Any]] = {}
     for name, own in owned(held).items():
+        if own.optimizer is not one:
+            continue
         mine = state.get(name, {})
         shapes = {key: isinstance(value, ShardOf) for key, value in mine.items()}
         everyone: list[Any] = [(own.start, own.numel, shapes)]
@@ -172,7 +180,7 @@ def _numbered(held: ShardedOptimizer) -> tuple[dict[str, int], list[dict[str, An
     numbers: dict[str, int] = {}
     groups: list[dict[str, Any]] = []
     count = 0
-    for group, members in zip(groups_of(held), held.members, strict=True):
+    for group, members in zip(groups_of_one(held), held.members, strict=True):
         for k, member in enumerate(members):
             if isinstance(member, str):
                 numbers[member] = count + k

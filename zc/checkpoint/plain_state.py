@@ -8,11 +8,22 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from zc.checkpoint.shards import ShardOf
-from zc.checkpoint.state import Owned, Target, check_groups, check_names, flat_items, groups_of, others, owned
+from zc.checkpoint.state import (
+    Owned,
+    Target,
+    check_groups,
+    check_names,
+    flat_items,
+    groups_of,
+    groups_of_one,
+    others,
+    owned,
+)
 from zc.errors import CheckpointError
-from zc.planning.layout import flat_layout
+from zc.optim.given import parts_of
 
 if TYPE_CHECKING:
+    from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
 
 
@@ -24,7 +35,7 @@ WAYS = (
 PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, of torch.compile
 
 
-def from_plain(model: nn.Module, held: ShardedOptimizer, state: Mapping[str, Any]) -> Target:
+def from_plain(model: nn.Module, held: ShardedModel, state: Mapping[str, Any]) -> Target:
     """A target from what `zc.state_dict` gave or from whole tensors. No collective; the live state is only read."""
     if not isinstance(state, Mapping) or "model" not in state:
         raise TypeError(
@@ -42,30 +53,51 @@ def from_plain(model: nn.Module, held: ShardedOptimizer, state: Mapping[str, Any
     optimizer = state.get("optimizer")
     target.has_optimizer = optimizer is not None
     if optimizer is not None:
-        if PART_KEY in optimizer:
-            shown = shown_mark(optimizer[PART_KEY])
-            raise CheckpointError(f"{where}: its optimizer state is {shown}, and a whole one is wanted: {WAYS}")
-        states, groups = optimizer_part(held, optimizer, where)
+        states: dict[str, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        for one, part in _parts(held, optimizer, where):
+            if PART_KEY in part:
+                shown = shown_mark(part[PART_KEY])
+                raise CheckpointError(f"{where}: its optimizer state is {shown}, and a whole one is wanted: {WAYS}")
+            some, its_groups = optimizer_part(held, part, where, one)
+            states.update(some)
+            groups += its_groups
         for path, value in flat_items({"state": states, "param_groups": groups}, ("optimizer",)).items():
             target.add(path, value)
     check_groups(held, target)
     return target
 
 
+def _parts(held: ShardedModel, given: Any, where: str) -> list[tuple[ShardedOptimizer | None, Mapping[str, Any]]]:
+    """One state for all optimizers (None), as torch.distributed.checkpoint.state_dict makes it; or each one's own, in
+    the list, tuple or dict in which `zc.compile` was given them."""
+    if isinstance(given, Mapping) and "state" in given and "param_groups" in given:
+        return [(None, given)]
+    found = parts_of(held.given, given)
+    if found is None or not all(isinstance(p, Mapping) and "state" in p and "param_groups" in p for p in found):
+        kinds = [type(each.optimizer).__name__ for each in held.optimizers]
+        raise CheckpointError(
+            f"{where}: its optimizer state is a {type(given).__name__} of {len(given)}, and wanted is one state_dict, "
+            f"or a {type(held.given).__name__} of them as zc.compile was given {', '.join(kinds)}"
+        )
+    return list(zip(held.optimizers, found, strict=True))
+
+
 def optimizer_part(
-    held: ShardedOptimizer, state: Mapping[str, Any], where: str
+    held: ShardedModel, state: Mapping[str, Any], where: str, one: ShardedOptimizer | None
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """This rank's part of a whole optimizer state, by parameter name, and the groups with names for members. Raises
-    CheckpointError where it is of other parameters."""
-    groups = _named_groups(held, state["param_groups"], where)
+    """This rank's part of a whole optimizer state (of ``one``; None: of all together), by parameter name, and the
+    groups with names for members. Raises CheckpointError where it is of other parameters."""
+    groups = _named_groups(groups_of(held) if one is None else groups_of_one(one), state["param_groups"], where)
     numbered = {k: name for group in groups for k, name in zip(group.pop("numbers"), group["params"], strict=True)}
-    mine, cuts = owned(held), held.layout is flat_layout and held.runtime.group.world_size > 1
+    mine = {name: own for name, own in owned(held).items() if one is None or own.optimizer is one}
     states: dict[str, dict[str, Any]] = {}
     for key, values in state["state"].items():
         name = numbered.get(key, _bare(key) if isinstance(key, str) else key)
         if name not in mine:
             raise CheckpointError(f"{where} has optimizer state for {name}, which is not a trainable parameter here")
         own = mine[name]
+        cuts = not own.optimizer.keeps_whole and held.runtime.group.world_size > 1
         for option, value in values.items():
             whole = isinstance(value, Tensor) and tuple(value.shape) == own.slot.shape
             if isinstance(value, Tensor) and not whole and value.numel() != 1 and cuts:
@@ -93,10 +125,9 @@ def shown_mark(mark: Any) -> str:
     return f"rank {mark.get('rank')}'s part of {mark.get('world_size')} (what optimizer.state_dict() gave there)"
 
 
-def _named_groups(held: ShardedOptimizer, groups: Any, where: str) -> list[dict[str, Any]]:
+def _named_groups(ours: list[dict[str, Any]], groups: Any, where: str) -> list[dict[str, Any]]:
     """Groups with names for members. A plain optimizer counts its parameters through all groups; the order is that in
     which this optimizer was given them."""
-    ours = groups_of(held)
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in ours]:
         raise CheckpointError(
             f"{where} has parameter groups of {[len(g['params']) for g in groups]} members, the optimizer was given "

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.optim import Optimizer
 
 from zc.checkpoint.files import Reader, Writer
 from zc.checkpoint.folders import Unfinished, latest, partial_of
@@ -30,17 +29,18 @@ from zc.checkpoint.saving import Saving, cause_of, channel_of
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import Target, check_groups, commit, flat_items, make_target, state_of
 from zc.errors import CheckpointError, PlanError, ZcError
+from zc.optim.given import Optimizers, listed
 from zc.registry import sharded
 from zc.version import __version__
 
 if TYPE_CHECKING:
-    from zc.optim.optimizer import ShardedOptimizer
+    from zc.optim.model import ShardedModel
 
 
 __all__ = ["Saving", "latest", "load", "load_state_dict", "save", "state_dict"]
 
 
-def state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def state_dict(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     """What to save, as DCP takes it: ``{"model": {name: ...}, "optimizer": {"state": ..., "param_groups": ...}}``.
 
     A trainable parameter and its optimizer states are this rank's part of a tensor of the parameter's own shape
@@ -50,13 +50,14 @@ def state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return state_of(model, settled(model, optimizer))
 
 
-def load_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_state_dict(model: nn.Module, optimizer: Optimizers, state: Mapping[str, Any]) -> None:
     """Takes over a state: one from `state_dict`, filled by ``dcp.load``, or plain whole tensors.
 
     Plain is ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`` of an unsharded program, or DDP's;
-    "optimizer" may be left out, and then the optimizer starts afresh. A prefix ``module.`` or ``_orig_mod.`` is
-    dropped. Every rank gives the same. Call it between updates: gradients are dropped. Raises CheckpointError naming
-    what is missing, extra or has another shape, before anything is changed.
+    "optimizer" may be left out, and then the optimizer starts afresh; with several, it is a list or dict of their
+    state_dicts, as `compile` was given them, or one of them all, which torch.distributed.checkpoint.state_dict makes. A
+    prefix ``module.`` or ``_orig_mod.`` is dropped. Every rank gives the same. Call it between updates: gradients are
+    dropped. Raises CheckpointError naming what is missing, extra or has another shape, before anything is changed.
     """
     held = settled(model, optimizer)
     channel = channel_of(held)
@@ -74,7 +75,7 @@ def load_state_dict(model: nn.Module, optimizer: Optimizer, state: Mapping[str, 
 def save(
     path: str | Path,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizers,
     *,
     extra: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
@@ -142,7 +143,7 @@ def save(
     return saving
 
 
-def load(path: str | Path, model: nn.Module, optimizer: Optimizer) -> Any:
+def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
     """Loads a checkpoint that any number of ranks has written, into any plan. Every rank calls it, between updates.
 
     Everything is read and checked before anything is changed, so it needs room for one more copy of this rank's part.
@@ -192,11 +193,17 @@ class _Planner(DefaultLoadPlanner):
         self.original_state_dict[read_item.dest_index.fqn] = self.state_dict[read_item.dest_index.fqn]
 
 
-def settled(model: nn.Module, optimizer: Optimizer) -> ShardedOptimizer:
-    """What zc keeps for the two, with nothing under way that reads or writes masters or states."""
+def settled(model: nn.Module, optimizer: Optimizers) -> ShardedModel:
+    """What zc keeps for model and optimizers, with nothing under way that reads or writes masters or states."""
     held = sharded(model)
-    if held.optimizer is not optimizer:
-        raise PlanError(f"this {type(optimizer).__name__} is not the one that {type(model).__name__} was compiled with")
+    found = listed(optimizer)
+    if [id(given) for given in found] != [id(each.optimizer) for each in held.optimizers]:
+        names = " and ".join(type(given).__name__ for given in found)
+        ours = ", ".join(type(each.optimizer).__name__ for each in held.optimizers)
+        raise PlanError(
+            f"this {names} is not what {type(model).__name__} was compiled with: give the same {ours}"
+            f"{' in that order, as zc.compile was given them' if len(held.optimizers) > 1 else ''}"
+        )
     runtime = held.runtime
     runtime.weights.synchronize()  # overlap_gather: step() may have left gathers behind that read the masters
     runtime.streams.synchronize()  # masters and states are read, and written, by the host, in whatever thread

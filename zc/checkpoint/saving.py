@@ -23,7 +23,7 @@ import torch.distributed as dist
 from zc.errors import CheckpointError, PlanError, ZcError
 
 if TYPE_CHECKING:
-    from zc.optim.optimizer import ShardedOptimizer
+    from zc.optim.model import ShardedModel
 
 
 class Call:
@@ -63,7 +63,7 @@ class Call:
 class Channel:
     """A process group for checkpoints alone, since a save may run beside the training; and the save under way."""
 
-    def __init__(self, held: ShardedOptimizer) -> None:
+    def __init__(self, held: ShardedModel) -> None:
         self.group, self._device = held.runtime.group, held.runtime.plan.buckets[0].device
         self.pending: Saving | None = None  # of which not every rank knows the outcome yet
         what = "opening the process group for checkpoints"
@@ -118,11 +118,11 @@ class Channel:
         raise CheckpointError(f"{what} failed on rank {bad[0]}: {found[bad[0]]}") from failure
 
 
-_CHANNELS: weakref.WeakKeyDictionary[ShardedOptimizer, Channel] = weakref.WeakKeyDictionary()
+_CHANNELS: weakref.WeakKeyDictionary[ShardedModel, Channel] = weakref.WeakKeyDictionary()
 _UNDER_WAY: set[Saving] = set()  # lifetime: until somebody has waited, also where the model is gone before
 
 
-def channel_of(held: ShardedOptimizer) -> Channel:
+def channel_of(held: ShardedModel) -> Channel:
     if held not in _CHANNELS:
         _CHANNELS[held] = Channel(held)
         atexit.unregister(_finish)  # the last to be registered is called first: before the ranks' watch ends

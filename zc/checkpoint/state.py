@@ -16,6 +16,7 @@ from zc.errors import CheckpointError
 from zc.planning.layout import Slot
 
 if TYPE_CHECKING:
+    from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
 
 
@@ -24,8 +25,10 @@ Path = tuple[Any, ...]  # of a value in the nested state: keys and, in lists, nu
 
 @dataclass(frozen=True)
 class Owned:
-    """Elements [start, start + numel) of parameter ``slot`` are this rank's; ``slice`` holds them, if there are any."""
+    """Elements [start, start + numel) of parameter ``slot`` are this rank's; ``slice``, of ``optimizer``, holds them if
+    there are any."""
 
+    optimizer: ShardedOptimizer
     slot: Slot
     start: int
     numel: int
@@ -39,22 +42,23 @@ class Owned:
         return whole.reshape(-1)[self.start : self.start + self.numel]
 
 
-def owned(held: ShardedOptimizer) -> dict[str, Owned]:
+def owned(held: ShardedModel) -> dict[str, Owned]:
     """By name, for every trainable parameter, in order of registration."""
     found: dict[str, Owned] = {}
     runtime = held.runtime
     for bucket in runtime.plan.buckets:
+        optimizer = held.optimizer_of(bucket)
         for slot in bucket.slots:
             first, stop = bucket.layout.owned(slot, runtime.group.rank)
             start = first - slot.offset if stop > first else 0
             # the empty slice of a rank that owns nothing stands in for parts of elementwise state alone
-            has_part = slot.name in held.slices and (stop > first or not slot.numel or not held.keeps_whole)
-            own = held.slices[slot.name] if has_part else None
-            found[slot.name] = Owned(slot, start, stop - first, own, bucket.acc_dtype)
+            has_part = slot.name in optimizer.slices and (stop > first or not slot.numel or not optimizer.keeps_whole)
+            own = optimizer.slices[slot.name] if has_part else None
+            found[slot.name] = Owned(optimizer, slot, start, stop - first, own, bucket.acc_dtype)
     return {name: found[name] for name in runtime.params}
 
 
-def others(model: nn.Module, held: ShardedOptimizer) -> dict[str, Any]:
+def others(model: nn.Module, held: ShardedModel) -> dict[str, Any]:
     """What of ``model.state_dict()`` is not trained: frozen parameters, buffers, extra states; each tensor once."""
     seen = {id(param) for param in held.runtime.params.values()}
     found: dict[str, Any] = {}
@@ -68,7 +72,7 @@ def others(model: nn.Module, held: ShardedOptimizer) -> dict[str, Any]:
     return found
 
 
-def state_of(model: nn.Module, held: ShardedOptimizer) -> dict[str, Any]:
+def state_of(model: nn.Module, held: ShardedModel) -> dict[str, Any]:
     """See `zc.state_dict`."""
     held.take_over_writes()
     weights: dict[str, Any] = {}
@@ -81,8 +85,9 @@ def state_of(model: nn.Module, held: ShardedOptimizer) -> dict[str, Any]:
             weights[name] = mine.part(torch.empty(0, dtype=mine.dtype))
             continue
         weights[name] = mine.part(mine.slice.detach())
-        state = held.optimizer.state.get(mine.slice, {})
+        state = mine.optimizer.optimizer.state.get(mine.slice, {})
         if state:
+            _check_parts(name, mine, state)
             states[name] = {
                 key: mine.part(value) if isinstance(value, Tensor) and value.shape == mine.slice.shape else value
                 for key, value in state.items()
@@ -91,8 +96,29 @@ def state_of(model: nn.Module, held: ShardedOptimizer) -> dict[str, Any]:
     return {"model": weights, "optimizer": {"state": states, "param_groups": groups_of(held)}}
 
 
-def groups_of(held: ShardedOptimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups with the names of all their parameters, frozen ones included, the same on every rank."""
+def _check_parts(name: str, mine: Owned, state: Mapping[str, Any]) -> None:
+    """Of a parameter that is cut, each state is cut alike, or one number: else ranks would write different values under
+    one name."""
+    assert mine.slice is not None
+    for key, value in state.items() if mine.numel != mine.slot.numel else ():
+        if not isinstance(value, Tensor) or (value.numel() == 1 and value.shape != mine.slice.shape):
+            continue
+        if value.shape != mine.slice.shape or type(value) not in (Tensor, nn.Parameter):
+            raise CheckpointError(
+                f"the optimizer state {key} of {name} is a {type(value).__name__} of shape {tuple(value.shape)}, this "
+                f"rank's slice {tuple(mine.slice.shape)} of {mine.slot.shape}: it can't be saved by parts. Without "
+                "zc.elementwise the parameter stays whole, and so does its state"
+            )
+
+
+def groups_of(held: ShardedModel) -> list[dict[str, Any]]:
+    """The groups of all optimizers, one optimizer's behind the other's, as torch.distributed.checkpoint.state_dict has
+    them."""
+    return [group for optimizer in held.optimizers for group in groups_of_one(optimizer)]
+
+
+def groups_of_one(held: ShardedOptimizer) -> list[dict[str, Any]]:
+    """An optimizer's groups with the names of all their parameters, frozen ones included, the same on every rank."""
     if len(held.optimizer.param_groups) != len(held.members):
         raise CheckpointError(
             f"the optimizer has {len(held.optimizer.param_groups)} parameter groups and zc knows {len(held.members)}: "
@@ -149,7 +175,7 @@ class Target:
         return {}
 
 
-def make_target(model: nn.Module, held: ShardedOptimizer, metadata: Metadata, where: str) -> Target:
+def make_target(model: nn.Module, held: ShardedModel, metadata: Metadata, where: str) -> Target:
     """Room for this rank's part of the checkpoint. Raises CheckpointError where names or shapes are not the model's."""
     if not metadata.planner_data:
         raise CheckpointError(f"{where} was not written by DCP's default planner: its keys have no paths")
@@ -204,7 +230,7 @@ def _room(entry: TensorStorageMetadata) -> Tensor:
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
-def check_names(model: nn.Module, held: ShardedOptimizer, found: set[str], where: str) -> None:
+def check_names(model: nn.Module, held: ShardedModel, found: set[str], where: str) -> None:
     wanted = set(owned(held)) | set(others(model, held))
     missing = sorted(wanted - found)
     extra = sorted(found - wanted - set(model.state_dict()))  # a tied weight's second name may be there
@@ -223,27 +249,27 @@ def _check_tensor(path: Path, entry: Any, shape: tuple[int, ...], dtype: torch.d
         raise CheckpointError(f"{where}: {path[1]} is {entry.properties.dtype}, the model's is {dtype}")
 
 
-def check_groups(held: ShardedOptimizer, target: Target) -> None:
+def check_groups(held: ShardedModel, target: Target) -> None:
     """The checkpoint's parameter groups must be this optimizer's: same members, and every option that it has."""
     if not target.has_optimizer:
         return
     theirs, ours, where = target.groups(), groups_of(held), target.where
     if len(theirs) != len(ours):
         raise CheckpointError(f"{where} has {len(theirs)} parameter groups, the optimizer {len(ours)}")
+    names = [type(each.optimizer).__name__ for each in held.optimizers for _ in each.members]
     for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
         if their.get("params") != our["params"]:
             differing = sorted(set(their.get("params") or ()) ^ set(our["params"])) or ["the order"]
             raise CheckpointError(f"{where}: parameter group {number} has other members: {_some(differing)}")
         lacking = sorted(set(our) - set(their) - {"initial_lr"})
         if lacking:
-            name = type(held.optimizer).__name__
             raise CheckpointError(
-                f"{where}: parameter group {number} lacks {_some(lacking)}: another optimizer than {name}?"
+                f"{where}: parameter group {number} lacks {_some(lacking)}: another optimizer than {names[number]}?"
             )
 
 
 @torch.no_grad()
-def commit(model: nn.Module, held: ShardedOptimizer, target: Target) -> None:
+def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
     """Takes over what `target` holds, which was checked, and gathers the weights. Collective."""
     held.zero_grad()
     mine, rest = owned(held), others(model, held)
@@ -262,18 +288,19 @@ def commit(model: nn.Module, held: ShardedOptimizer, target: Target) -> None:
         model.load_state_dict(plain, strict=False)  # extra states of modules
     held.publish_all()
 
-    optimizer = held.optimizer
     states: dict[str, dict[str, Any]] = {}
     for path, value in target.under("optimizer", "state"):
         _set(states, path, value)
     for name, own in mine.items():
         if own.slice is None:
             continue
+        optimizer = own.optimizer.optimizer
         optimizer.state.pop(own.slice, None)
         if name in states:
             group = next(g for g in optimizer.param_groups if any(p is own.slice for p in g["params"]))
             optimizer.state[own.slice] = {k: _placed(k, v, own.slice, group) for k, v in states[name].items()}
-    for group, loaded in zip(optimizer.param_groups, target.groups(), strict=False):
+    groups = [group for each in held.optimizers for group in each.optimizer.param_groups]
+    for group, loaded in zip(groups, target.groups(), strict=False):
         for key, value in loaded.items():
             if key != "params":
                 current = group.get(key)

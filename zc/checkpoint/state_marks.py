@@ -29,11 +29,17 @@ from zc.errors import CheckpointError
 from zc.planning.plan import LOADED, Plan
 
 if TYPE_CHECKING:
+    from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
 
 
-def install(held: ShardedOptimizer) -> None:
-    """The hooks of the caller's optimizer. They go with it."""
+def install(held: ShardedModel) -> None:
+    """The hooks of the caller's optimizers. They go with them."""
+    for one in held.optimizers:
+        _install(held, one)
+
+
+def _install(held: ShardedModel, one: ShardedOptimizer) -> None:
 
     def mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
         runtime = held.runtime
@@ -50,26 +56,26 @@ def install(held: ShardedOptimizer) -> None:
         held.runtime.streams.synchronize()  # what it launched stands before this in every rank's journal
         taken = False
         try:
-            found = _fitting(held, state)
+            found = _fitting(held, one, state)
             taken = True
         finally:
             if check is not None:
                 check.enter(LOADED, int(taken))
         return found
 
-    held.optimizer.register_state_dict_post_hook(mark)
-    held.optimizer.register_load_state_dict_pre_hook(take)
+    one.optimizer.register_state_dict_post_hook(mark)
+    one.optimizer.register_load_state_dict_pre_hook(take)
 
 
-def _fitting(held: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+def _fitting(held: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any] | None:
     """What torch is to load in the place of ``state``; None: ``state`` itself."""
     mark, own = state.get(PART_KEY), _mark(held)
     if mark == own:
         return None
     if mark is None:
-        both = (state["param_groups"], held.optimizer.param_groups)
+        both = (state["param_groups"], one.optimizer.param_groups)
         sizes, ours = ([len(group["params"]) for group in groups] for groups in both)
-        return None if own["world_size"] == 1 and sizes == ours else _cut(held, state)
+        return None if own["world_size"] == 1 and sizes == ours else _cut(held, one, state)
     if isinstance(mark, dict) and {**mark, "rank": own["rank"]} == own:
         why = f"and this is rank {own['rank']}"
     else:
@@ -77,25 +83,25 @@ def _fitting(held: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any] | 
     raise CheckpointError(f"the given optimizer state is {shown_mark(mark)}, {why}. Nothing is changed: {WAYS}")
 
 
-def _cut(held: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
+def _cut(held: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
     """A whole state as this rank's optimizer would have saved it."""
-    states, _ = optimizer_part(held, state, "the given optimizer state")
+    states, _ = optimizer_part(held, state, "the given optimizer state", one)
     numbers: dict[int, int] = {}
     groups: list[dict[str, Any]] = []
-    for given, group in zip(state["param_groups"], held.optimizer.param_groups, strict=True):
+    for given, group in zip(state["param_groups"], one.optimizer.param_groups, strict=True):
         first = len(numbers)
         numbers.update({id(param): first + k for k, param in enumerate(group["params"])})
         groups.append({**given, "params": list(range(first, len(numbers)))})
     local: dict[int, dict[str, Any]] = {}
     for name, values in states.items():
-        mine = held.slices[name]
+        mine = one.slices[name]
         local[numbers[id(mine)]] = {
             key: value.local.view(mine.shape) if isinstance(value, ShardOf) else value for key, value in values.items()
         }
     return {**state, "state": local, "param_groups": groups}
 
 
-def _mark(held: ShardedOptimizer) -> dict[str, Any]:
+def _mark(held: ShardedModel) -> dict[str, Any]:
     group = held.runtime.group
     return {"rank": group.rank, "world_size": group.world_size, "plan": _digest(held.runtime.plan)}
 

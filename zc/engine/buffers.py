@@ -20,6 +20,7 @@ acc.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -66,7 +67,9 @@ class Buffers:
                     if bucket.has_master
                     else self.flat_param[-1][start:stop]
                 )
-        self.release()
+        self._drop_ring()
+        if plan.offload is None or not plan.offload.accumulates_on_host:
+            self.acc = [_room(0, b.acc_dtype, b.device) for b in plan.buckets]
         self._staging, self._param = self._make_staging(memory)
 
     def hold(self, bucket: Bucket) -> None:
@@ -79,18 +82,20 @@ class Buffers:
             self.acc[bucket.index] = _room(numel, bucket.acc_dtype, bucket.device)
             self.cuts.pop(bucket.index, None)
 
-    def release(self) -> None:
-        """Lets go of accumulators and ring. No gradient is in them, and no stream is using them; who still holds a view
-        of one keeps its memory. `acc` keeps empty tensors of their dtype and device."""
-        plan = self.plan
-        self.cuts.clear()
-        if plan.offload is None or not plan.offload.accumulates_on_host:
-            self.acc = [_room(0, b.acc_dtype, b.device) for b in plan.buckets]
-        self._drop_ring()
+    def release(self, buckets: Sequence[Bucket]) -> None:
+        """Lets go of the accumulators of ``buckets``, and of the ring when there is none left. No gradient is in them,
+        and no stream is using them; who still holds a view of one keeps its memory. `acc` keeps empty tensors of their
+        dtype and device."""
+        for bucket in buckets:
+            self.cuts.pop(bucket.index, None)
+            if self.acc:
+                self.acc[bucket.index] = _room(0, bucket.acc_dtype, bucket.device)
+        if not any(acc.numel() for acc in self.acc):
+            self._drop_ring()
 
     def close(self) -> None:
         """Lets go of everything; the parameters have storage of their own by now."""
-        self.release()
+        self.release(self.plan.buckets)
         for tensors in (self.flat_param, self.master_shard, self.acc, self.host, self._staging, self._param):
             tensors.clear()
 

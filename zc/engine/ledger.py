@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from zc.engine.program import Program
 from zc.machine import num_page_faults
-from zc.planning.plan import Plan
+from zc.planning.plan import Bucket
 
 Where = tuple[int, int]  # bucket, slot
 
@@ -61,13 +61,15 @@ class Ledger:
         self.last, self.step = self.step, Step()
         self.num_steps += 1
 
-    def unused(self, programs: Iterable[Program], plan: Plan, touched: Sequence[Sequence[bool]]) -> str | None:
-        """The parameters that no backward of this step has reached, on any rank, each named once: DS#7579 ran on for
-        days like that. ``touched``: by bucket and slot, whether some rank has a gradient."""
-        if all(all(flags) for flags in touched):
+    def unused(
+        self, programs: Iterable[Program], buckets: Sequence[Bucket], touched: Sequence[Sequence[bool]]
+    ) -> str | None:
+        """The parameters of ``buckets`` that no backward of this step has reached, on any rank, each named once:
+        DS#7579 ran on for days like that. ``touched``: by bucket and slot, whether some rank has a gradient."""
+        if all(all(touched[bucket.index]) for bucket in buckets):
             return None
         arrived = self.arrived(programs, self.step)
-        slots = [(b.index, k, slot.name) for b in plan.buckets for k, slot in enumerate(b.slots)]
+        slots = [(b.index, k, slot.name) for b in buckets for k, slot in enumerate(b.slots)]
         names = [name for b, k, name in slots if (b, k) not in arrived and not touched[b][k]]
         if len(names) == len(slots):
             return "optimizer.step() was called, and no parameter had a gradient"

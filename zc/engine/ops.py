@@ -18,7 +18,7 @@ from torch import Tensor
 from zc.engine.buffers import Buffers
 from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, scatter_into
 from zc.log import log
-from zc.planning.plan import Plan
+from zc.planning.plan import Bucket, Plan
 from zc.ranks.comm import Group
 from zc.ranks.watch import Work
 
@@ -228,9 +228,9 @@ class GradientOps:
                 tensors[bucket].zero_()
         self.state[bucket] = Acc.PARTIAL
 
-    def clear(self, *, set_to_none: bool) -> None:
+    def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
         """zero_grad. With ``set_to_none`` False the gradients become zeros, which still count as gradients."""
-        for bucket in self.plan.buckets:
+        for bucket in buckets:
             if set_to_none:
                 self.state[bucket.index] = Acc.EMPTY
                 self.touched[bucket.index] = [False] * len(bucket.slots)
@@ -238,9 +238,9 @@ class GradientOps:
                 for tensors in (self.buffers.host, self.buffers.acc):
                     if tensors:
                         tensors[bucket.index].zero_()
-        self._spilled.clear()
+            self._spilled.discard(bucket.index)
         if set_to_none:
-            self.buffers.release()
+            self.buffers.release(buckets)
 
     def forget(self, bucket: int, slot: int) -> None:
         """One parameter's gradient becomes none: zeros in the accumulators, and in what was moved aside."""

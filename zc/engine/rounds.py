@@ -31,7 +31,7 @@ import zlib
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from zc.planning.plan import Plan
+from zc.planning.plan import Bucket, Plan
 from zc.ranks.agreement import Agreement, Announcement
 
 if TYPE_CHECKING:
@@ -139,14 +139,14 @@ class Rounds:
         flags = self._ops.touched_flags()
         if made is not None:
             if made.is_same():
-                self._agreement.held.append(made.number)
+                self._agreement.hold(made.number, self.plan.num_optimizers)
             if not made.is_same() or (self._is_boundary and not made.all_flags(len(flags))):
                 ended = self._ended(self._flags(kept=kept))
                 flags = ended.flags()
                 if ended.is_same():
                     reduced = [k for k, flag in enumerate(flags[-1 - len(self.plan.buckets) : -1]) if flag]
                 if reduced:
-                    self._agreement.held.append(ended.number)
+                    self._agreement.hold(ended.number, self.plan.num_optimizers)
         self._know(flags)
         return reduced
 
@@ -157,11 +157,11 @@ class Rounds:
         ended.is_same()
         return ended
 
-    def clear(self, *, set_to_none: bool) -> None:
-        """All gradients were dropped, or made zeros."""
-        self._agreement.cleared()
-        if set_to_none:
-            self.known = [[False] * len(b.slots) for b in self.plan.buckets]
+    def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
+        """The gradients of these buckets, all of some optimizers, were dropped, or made zeros."""
+        self._agreement.cleared({b.optimizer for b in buckets})
+        for bucket in buckets if set_to_none else ():
+            self.known[bucket.index] = [False] * len(bucket.slots)
         self._made = None
 
     def meet(self, kept: Collection[int], *, by_grad: bool) -> list[int]:

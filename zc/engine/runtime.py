@@ -81,12 +81,14 @@ class Runtime:
         self.after_meeting: Callable[[], None] = lambda: None
         self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
         self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
-        self.on_cleared: Callable[[], None] = lambda: None  # the optimizer's: no parameter and no slice has a .grad
-        self.slices_cleared: Callable[[], bool] = lambda: False  # the optimizer's: whether the caller has done so
-        self.may_be_cleared: Callable[[], bool] = lambda: False  # the same by a look at one slice
-        self.host_programs: Callable[[], list[Program]] = list  # the optimizer's: updates in host memory, for explain
+        # the optimizers': no parameter and no slice (of one of them, by its number; None: of all) has a .grad
+        self.on_cleared: Callable[[int | None], None] = lambda optimizer: None
+        self.slices_cleared: Callable[[], list[int]] = list  # the optimizers': of which the caller has done so
+        self.may_be_cleared: Callable[[], bool] = lambda: False  # the same by a look at one slice of each
+        self.host_programs: list[Callable[[], list[Program]]] = []  # the optimizers': updates in host memory
+        self._updated: set[int] = set()  # optimizers, since the ledger's step was closed
         self.state_file: StateFile | None = None  # offload="disk"
-        self.host_update = "none yet"  # how they are done, for explain
+        self.host_updates: list[str] = []  # how they are done, for explain
         self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
         self.hooks: list[RemovableHandle] = []  # on parameters
         self._pending: dict[int, dict[int, Tensor]] = {}  # bucket -> slot -> what is kept (zc/engine/rounds.py)
@@ -339,9 +341,11 @@ class Runtime:
         """Whatever way the caller has dropped gradients by since: ``param.grad = None``, the stock model.zero_grad(),
         the zero_grad of the optimizer's class, its own tensors' ``.grad``. Raises ZcError where some of what is left
         is mixed with a backward that raised."""
+        for optimizer in self.slices_cleared():
+            self.clear(set_to_none=True, optimizer=optimizer)
         gone = param_grads.cleared(self.plan, self.rounds.known, self.params)
         num_left = sum(map(sum, self.rounds.known)) - len(gone)
-        if self.slices_cleared() or (num_left == 0 and (gone or self._has_failed)):
+        if num_left == 0 and (gone or self._has_failed):
             self.clear(set_to_none=True)
             return
         if self._has_failed:
@@ -359,21 +363,25 @@ class Runtime:
             self._pending.get(bucket, {}).pop(slot, None)
             self.ops.forget(bucket, slot)
 
-    def clear(self, *, set_to_none: bool) -> None:
-        """zero_grad of the module or of the optimizer."""
+    def clear(self, *, set_to_none: bool, optimizer: int | None = None) -> None:
+        """zero_grad of the module (None) or of one optimizer."""
+        buckets = self.plan.of_optimizer(optimizer)
         self._cut_short()
         if not self._is_home:  # else gathers may go on (overlap_gather)
             self.streams.join_home()
         if not set_to_none:
             self.wait_for_host_memory()
-        self._pending.clear()
-        self._open_tasks.clear()
-        self._done.clear()
-        self._final = self._has_failed = False
-        self.rounds.clear(set_to_none=set_to_none)
+        for bucket in buckets:
+            self._pending.pop(bucket.index, None)
+        if len(buckets) == len(self.plan.buckets):  # what a backward that raised has left goes with all of them
+            self._open_tasks.clear()
+            self._done.clear()
+            self._has_failed = False
+        self._final = False
+        self.rounds.clear(buckets, set_to_none=set_to_none)
         if set_to_none:
-            self.on_cleared()  # before the memory goes: their views would keep it
-        self.ops.clear(set_to_none=set_to_none)
+            self.on_cleared(optimizer)  # before the memory goes: their views would keep it
+        self.ops.clear(buckets, set_to_none=set_to_none)
 
     def full_grad(self, index: int) -> dict[str, Tensor | None]:
         """The whole gradients [shape] of one bucket's parameters, in acc_dtype, on every rank; None where none came."""
@@ -391,11 +399,17 @@ class Runtime:
         pairs = zip(bucket.slots, self.ops.touched[index], strict=True)
         return {s.name: flat[s.offset : s.stop].view(s.shape).clone() if touched else None for s, touched in pairs}
 
-    def after_update(self) -> None:
+    def after_update(self, optimizer: int) -> None:
         self._final = False  # the next step meets the other ranks again, whether or not this one has a backward before
-        unused = self.ledger.unused(self.programs, self.plan, self.ops.touched)
+        unused = self.ledger.unused(self.programs, self.plan.of_optimizer(optimizer), self.ops.touched)
         if unused:
             self.say_once(unused)
+        # of several optimizers the last one closes the step, or one whose turn comes again before
+        is_first, others = optimizer not in self._updated, {b.optimizer for b in self.plan.buckets} - {optimizer}
+        self._updated.add(optimizer)
+        if is_first and not others <= self._updated:
+            return
+        self._updated.clear()
         check, exposed_s = self.group.check, None
         if check is not None and isinstance(self.streams, ThreadStreams):  # elsewhere the device waits, not the host
             exposed_s, check.exposed_s = check.exposed_s, 0.0

@@ -92,8 +92,9 @@ class HostStep:
             prefer_fused(optimizer)
         fused = "fused " if any(group.get("fused") for group in optimizer.param_groups) else ""
         how = "bucket by bucket as gradients land" if by_bucket else "all at once, after the last gradient has landed"
-        runtime.host_update = f"{fused}{type(optimizer).__name__}, {how}, {self.num_threads} thread(s) a rank"
-        runtime.host_programs = lambda: list(self._programs.values())
+        runtime.host_updates.append(f"{fused}{type(optimizer).__name__}, {how}, {self.num_threads} thread(s) a rank")
+        self._name = "update" if len(runtime.host_updates) == 1 else f"update_of_{len(runtime.host_updates) - 1}"
+        runtime.host_programs.append(lambda: list(self._programs.values()))
 
     def before(self, changed: tuple[int, ...], own: RemovableHandle) -> None:
         """The optimizer's step begins. Bucket by bucket where that can't be seen; then nothing is left to the step
@@ -149,7 +150,8 @@ class HostStep:
         if key not in self._programs:
             graph = step_graph(self.runtime.plan, buckets, with_update=with_update)
             passes = [p for p in _PASSES if self.runtime.config.verify or p.name != "verify"]
-            self._programs[key] = build(graph, self.runtime.plan, passes, self, name=f"update_{len(self._programs)}")
+            name = f"{self._name}_{len(self._programs)}"
+            self._programs[key] = build(graph, self.runtime.plan, passes, self, name=name)
         self._next = dict(itertools.pairwise(buckets))
         self._programs[key]([], self.runtime.streams)
         self.runtime.streams.join_home()

@@ -32,13 +32,19 @@ class GradShards:
         self._norms: dict[float, Tensor] = {}  # order -> norms [touched parameters], since the gradients last changed
         self._norm_of: dict[float, dict[str, Tensor]] = {}  # the same by name, 0-d, fp32
 
-    def adopt(self) -> None:
-        """The plan's parameters are those that can be asked for."""
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """The parameters of these buckets can be asked for; this rank's part of each is elements [start, stop) of the
+        bucket's shard."""
         self._where = self.runtime.plan.slot_of()
-
-    def add(self, name: str, bucket: Bucket, start: int, stop: int, shape: tuple[int, ...]) -> None:
-        """This rank's part of one gradient: elements [start, stop) of the bucket's shard, as ``shape``."""
-        self._parts.setdefault(bucket.index, {})[name] = start, stop, shape
+        for bucket in buckets:
+            start, _ = bucket.layout.shard_range(self.runtime.group.rank)
+            parts = self._parts.setdefault(bucket.index, {})
+            for slot in bucket.slots:
+                first, stop = bucket.layout.in_shard(slot, self.runtime.group.rank)
+                if first < stop:
+                    # a whole parameter keeps its shape: optimizers and their options may look at it
+                    shape = slot.shape if stop - first == slot.numel else (stop - first,)
+                    parts[slot.name] = first - start, stop - start, shape
 
     def of(self, bucket: Bucket) -> dict[str, list[Tensor]]:
         """By name, for each parameter of ``bucket`` of which this rank owns elements: every tensor that holds its part

@@ -21,6 +21,18 @@ ALIGN_NBYTES = 128  # a GPU's memory transaction; also keeps 16-byte vector acce
 
 
 @dataclass(frozen=True)
+class Rule:
+    """What an optimizer's update allows of the layout of its parameters.
+
+    ``whole``: it may read whole parameters, so each has one owner. Else a cut may stand at any multiple of ``block``
+    elements: those of a block share something, as the scale of 8-bit state does.
+    """
+
+    whole: bool = False
+    block: int = 1
+
+
+@dataclass(frozen=True)
 class Slot:
     """One parameter's place in a bucket: elements [offset, offset + numel) of the flat buffer."""
 
@@ -59,6 +71,10 @@ class FlatLayout:
         return rank * self.numel_shard, (rank + 1) * self.numel_shard
 
     def owned(self, slot: Slot, rank: int) -> tuple[int, int]:
+        """The part of ``slot`` that ``rank`` updates."""
+        return self.in_shard(slot, rank)
+
+    def in_shard(self, slot: Slot, rank: int) -> tuple[int, int]:
         """The part of ``slot`` that ``rank`` owns, as [start, stop) inside the flat buffer; empty where start ==
         stop."""
         start, stop = self.shard_range(rank)
@@ -78,6 +94,13 @@ def flat_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, 
         slots.append(slot)
         offset = align_up(slot.stop, align)
     return FlatLayout(tuple(slots), align_up(max(offset, 1), world_size * align), world_size)
+
+
+def layout_of(rule: Rule, shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, align: int) -> FlatLayout:
+    """The layout of one bucket under ``rule``. ``align``: elements."""
+    if rule.whole:
+        return whole_layout(shapes, world_size, align)
+    return flat_layout(shapes, world_size, math.lcm(align, rule.block))
 
 
 def whole_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, align: int) -> FlatLayout:

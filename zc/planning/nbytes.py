@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zc.planning.plan import Bucket, Plan
 
 # fp32 tensors of the parameter's size that torch's optimizers keep; another one is taken as Adam
 STATES = {"Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2,
-          "ASGD": 1, "Rprop": 2, "SGD": 0}  # fmt: skip
+          "ASGD": 1, "Rprop": 2, "SGD": 0, "Muon": 1}  # fmt: skip
 
 
-def held(made: Plan, num_states: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+def held(made: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """Persistent bytes (on the device, on the host, on a disk) of a rank, by kind: `zc.engine.buffers.Buffers`, without
-    making any. State is counted with the shard's padding, of which it has none."""
+    making any. State is counted with the shard's padding, of which it has none. ``num_states``: of each optimizer, the
+    tensors of a parameter's size that it keeps."""
 
     def total(numel_of: str, dtype_of: str, buckets: tuple[Bucket, ...] = made.buckets) -> int:
         sizes = {"P": [b.numel for b in buckets], "S": [b.layout.numel_shard for b in buckets]}[numel_of]
@@ -21,7 +24,8 @@ def held(made: Plan, num_states: int) -> tuple[dict[str, int], dict[str, int], d
     whole = max(b.numel * b.reduce_dtype.itemsize for b in made.buckets)
     shard = max(b.layout.numel_shard * b.reduce_dtype.itemsize for b in made.buckets)
     in_ring, ring = made.placement.gradient_in_ring, min(made.num_buffers, len(made.buckets))
-    acc, state = total("S" if in_ring else "P", "acc_dtype"), num_states * total("S", "acc_dtype")
+    acc = total("S" if in_ring else "P", "acc_dtype")
+    state = sum(count * total("S", "acc_dtype", made.of_optimizer(k)) for k, count in enumerate(num_states))
     device = {
         "flat_param": total("P", "param_dtype"),
         "master_shard": total("S", "acc_dtype", cast) if made.offload is None else 0,

@@ -6,15 +6,14 @@ tends to finish them; PyTorch DDP, arXiv:2006.15704), and packed into buckets of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Slot, flat_layout
+from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, Slot, layout_of
 from zc.planning.placement import Offload, Placement
-
-Layout = Callable[[Sequence[tuple[str, tuple[int, ...]]], int, int], FlatLayout]
 
 # What a bucket takes by default: PyTorch DDP's 25 MiB, which overlaps well; more where that would make more than some
 # 32 buckets, each of which costs the host a write, a reduction and their events in every backward
@@ -27,17 +26,18 @@ LOADED = "load_state_dict"  # in a rank's journal: what the optimizer was given,
 @dataclass(frozen=True)
 class ParamSpec:
     """What the plan needs to know of one trainable parameter: fully qualified name, shape, dtype after
-    ``param_dtype``, device."""
+    ``param_dtype``, device, and the number of the optimizer that has it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    optimizer: int = 0
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are reduced together. A record, no tensors.
+    """Parameters that are reduced together, all of one optimizer. A record, no tensors.
 
     ``param_dtype`` is that of flat_param, ``reduce_dtype`` travels between ranks, ``acc_dtype`` is that of the
     accumulator and of the master weights: fp32, or the parameters' own where that is wider.
@@ -49,6 +49,7 @@ class Bucket:
     reduce_dtype: torch.dtype
     acc_dtype: torch.dtype
     device: torch.device
+    optimizer: int = 0
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -82,6 +83,15 @@ class Plan:
     def slot_of(self) -> dict[str, tuple[int, int]]:
         """Parameter name -> (bucket, index of its slot)."""
         return {slot.name: (bucket.index, k) for bucket in self.buckets for k, slot in enumerate(bucket.slots)}
+
+    def of_optimizer(self, number: int | None) -> tuple[Bucket, ...]:
+        """The buckets of one optimizer; None: of all."""
+        return tuple(b for b in self.buckets if number is None or b.optimizer == number)
+
+    @property
+    def num_optimizers(self) -> int:
+        """Of those that have a bucket, the highest number and one."""
+        return max((b.optimizer for b in self.buckets), default=0) + 1
 
     @property
     def reduces(self) -> bool:
@@ -134,12 +144,13 @@ def make_plan(
     bucket_nbytes: int | None,
     num_buffers: int,
     overlap: bool,
-    layout: Layout = flat_layout,
+    rules: Sequence[Rule] = (Rule(),),
     offload: Offload | None = None,
     overlap_gather: bool = False,
 ) -> Plan:
     """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes``
-    bytes; None: `default_nbytes` of its dtype and device.
+    bytes; None: `default_nbytes` of its dtype and device. ``rules``: of each optimizer, what its layout must keep;
+    buckets of several follow each other as their last gradients come in.
 
     ``reduce_dtype`` None: the parameters' own dtype where every backward is reduced (a gradient has no more bits than
     that), the accumulator's where a sum is reduced (PR#7985: rounding the sum would lose what fp32 has kept).
@@ -152,11 +163,15 @@ def make_plan(
         acc_dtype = torch.promote_types(dtype, torch.float32)
         wire = reduce_dtype or (dtype if placement.reduces_every_backward else acc_dtype)
         align = ALIGN_NBYTES // min(dtype.itemsize, wire.itemsize)
-        sizes = [Slot(spec.name, spec.shape, 0).numel * dtype.itemsize for spec in specs]
-        for members in _split(specs, sizes, bucket_nbytes or default_nbytes(sizes)):
-            shapes = [(spec.name, spec.shape) for spec in members]
-            record = Bucket(len(buckets), layout(shapes, world_size, align), dtype, wire, acc_dtype, device)
-            buckets.append(record)
+        nbytes = bucket_nbytes or default_nbytes([_nbytes(spec) for spec in specs])
+        arrival = {spec.name: k for k, spec in enumerate(specs)}
+        chunks: list[list[ParamSpec]] = []
+        for number in sorted({spec.optimizer for spec in specs}):
+            chunks += _split([spec for spec in specs if spec.optimizer == number], nbytes)
+        for members in sorted(chunks, key=lambda members: arrival[members[-1].name]):
+            number, shapes = members[0].optimizer, [(spec.name, spec.shape) for spec in members]
+            layout = layout_of(rules[number], shapes, world_size, align)
+            buckets.append(Bucket(len(buckets), layout, dtype, wire, acc_dtype, device, number))
     packed = tuple(buckets)
     return Plan(
         packed, world_size, placement, reduce, num_buffers, overlap, offload=offload, overlap_gather=overlap_gather
@@ -170,12 +185,17 @@ def default_nbytes(sizes: Sequence[int]) -> int:
     return max(DEFAULT_NBYTES, min(max(sizes), sum(sizes) // ENOUGH_BUCKETS))
 
 
-def _split(specs: Sequence[ParamSpec], sizes: Sequence[int], bucket_nbytes: int) -> list[list[ParamSpec]]:
+def _nbytes(spec: ParamSpec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def _split(specs: Sequence[ParamSpec], bucket_nbytes: int) -> list[list[ParamSpec]]:
     """No bucket is larger than ``bucket_nbytes``, unless one parameter is: the ring is as large as the largest
     bucket."""
     chunks: list[list[ParamSpec]] = [[]]
     filled = 0
-    for spec, nbytes in zip(specs, sizes, strict=True):
+    for spec in specs:
+        nbytes = _nbytes(spec)
         if chunks[-1] and filled + nbytes > bucket_nbytes:
             chunks.append([])
             filled = 0

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -42,7 +42,7 @@ class Announcement:
     def __init__(self, agreement: Agreement, number: int, what: str, flags: Sequence[int], shown: int = 0) -> None:
         check, world_size = agreement.group.check, agreement.group.world_size
         journal = check.checksum() if check is not None and what == BOUNDARY else 0
-        held = zlib.crc32(repr(agreement.held).encode())
+        held = zlib.crc32(repr(sorted(agreement.held.items())).encode())
         label = f"{agreement.num_cleared}: {what}" if what != BOUNDARY else what
         head = _HEAD.pack(zlib.crc32(label.encode()), journal, held, shown, what in (BOUNDARY, END))
         self._row = bytearray(head + bytes(flags))
@@ -101,7 +101,8 @@ class Agreement:
 
     def __init__(self, group: Group, numel_flags: int) -> None:
         self.group, self.numel_flags = group, numel_flags
-        self.held: list[int] = []  # numbers of the announcements whose reductions the sums hold
+        # by optimizer: numbers of the announcements whose reductions the sums of its parameters hold
+        self.held: dict[int, list[int]] = {}
         self.num_cleared = 0  # times that gradients were dropped since the last boundary: no pair across one
         self._count = 0
 
@@ -128,13 +129,20 @@ class Agreement:
             if made.is_same() or made.all_meet():
                 return made
 
-    def cleared(self) -> None:
-        """Gradients were dropped on this rank."""
-        self.held.clear()
+    def hold(self, number: int, num_optimizers: int) -> None:
+        """What this announcement reduced is in the sums."""
+        for optimizer in range(num_optimizers):
+            self.held.setdefault(optimizer, []).append(number)
+
+    def cleared(self, optimizers: Iterable[int]) -> None:
+        """The gradients of these optimizers were dropped on this rank."""
+        for optimizer in optimizers:
+            self.held.pop(optimizer, None)
         self.num_cleared += 1
 
     def _tell_apart(self) -> None:
-        lines = [f"{len(self.held)} reduction(s) (announcements {self.held[:8]})"]
+        found = [numbers for _, numbers in sorted(self.held.items())] or [[]]
+        lines = [f"{len(numbers)} reduction(s) (announcements {numbers[:8]})" for numbers in found]
         self.group.same_everywhere(
             "what the gradients hold: some rank has cleared its gradients (zero_grad, or a backward that raised) and "
             "others have not; what they hold",

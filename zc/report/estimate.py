@@ -16,7 +16,6 @@ from torch import nn
 from zc.checks import trainable
 from zc.config import Config
 from zc.errors import PlanError
-from zc.planning.layout import flat_layout
 from zc.planning.nbytes import STATES, copied, held, sent
 from zc.planning.plan import ParamSpec, Plan, make_plan
 
@@ -137,7 +136,7 @@ def plan(
     specs = [ParamSpec(n, tuple(p.shape), param_dtype or p.dtype, p.device) for n, p in params.items()]
     made = make_plan(
         specs, world_size=world_size, placement=config.placement, reduce=reduce, reduce_dtype=reduce_dtype,
-        bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True, layout=flat_layout, offload=config.host,
+        bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True, offload=config.host,
     )  # fmt: skip
     return estimate(made, optimizer, microbatches, offload, rates)
 
@@ -146,7 +145,7 @@ def estimate(
     made: Plan, optimizer: str, microbatches: int, offload: str | None, rates: Mapping[str, float | None]
 ) -> Estimate:
     """The same for a plan that exists."""
-    device, host, disk = held(made, STATES[optimizer])
+    device, host, disk = held(made, [STATES[optimizer]])
     wire, bus = sent(made, microbatches), copied(made, microbatches)
     shards = sum(b.layout.numel_shard * b.acc_dtype.itemsize for b in made.buckets)
     # gradient, master and each state are read, the last two written: 28 bytes an fp32 element with two states

@@ -75,7 +75,8 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
         sections["schedules of what came in through hooks, and at the end"] = "\n".join(
             f"{p.name}: {_verdict(p)}" for p in single
         )
-    shown = (*runtime.forwards, *runtime.programs, *runtime.weights.programs, *runtime.host_programs())
+    updates = [program for programs in runtime.host_programs for program in programs()]
+    shown = (*runtime.forwards, *runtime.programs, *runtime.weights.programs, *updates)
     for program in shown:
         sections[f"schedule {program.name}"] = f"{_verdict(program)}\n{text(program.graph)}"
     if format == "text":
@@ -102,7 +103,7 @@ def _offload(runtime: Runtime) -> str:
             f"offload_accumulate='device' ({there}): {size * kept:,} bytes stay on the device, {size * shard:,} go to "
             "the host an update (a backward, where microbatches are not declared with zc.no_sync)",
             "over the bus in the last step: " + ", ".join(f"{way} {nbytes:,} bytes" for way, nbytes in moved.items()),
-            f"update: {runtime.host_update}",
+            f"update: {'; '.join(runtime.host_updates) or 'none yet'}",
         ]
     )
 

@@ -1,0 +1,149 @@
+"""`optimizer.step(closure)`: called once, gradients on, before they are finished; its loss comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from loops import DIFFERS_MOST, adamw, message_of, sgd
+from models import CASES
+from oracle import weights, worst
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zc
+
+MAKE = {"adamw": adamw, "sgd": sgd}
+
+
+def _losses(
+    rank: int, world_size: int, stage: int, backend: str, make: str, offload: str | None
+) -> tuple[DIFFERS_MOST, bool, int]:
+    """Against plain PyTorch's own step(closure) in float64, one process that sees all ranks' batches."""
+    case = CASES["mlp"]
+    model, twin = case.model(), case.model().double()
+    plain = MAKE[make](twin)
+    model, optimizer = zc.compile(
+        model, MAKE[make](model), stage=stage, backend=backend, bucket_nbytes=512, offload=offload
+    )
+    same, calls = True, 0
+    for step in range(4):
+
+        def closure(step: int = step) -> Tensor:
+            nonlocal calls
+            calls += 1
+            assert torch.is_grad_enabled()
+            optimizer.zero_grad()
+            loss = case.loss(model, case.batch(rank, step, 0))
+            loss.backward()
+            return loss
+
+        def joint(step: int = step) -> Tensor:
+            plain.zero_grad()
+            losses = [case.loss(twin, tuple(t.double() for t in case.batch(r, step, 0))) for r in range(world_size)]
+            (torch.stack(losses).sum() / world_size).backward()
+            return losses[rank]
+
+        wanted = plain.step(joint)
+        with torch.no_grad():
+            found: Any = optimizer.step(closure=closure) if step % 2 else optimizer.step(closure)
+        same = same and abs(found.item() - wanted.item()) < 1e-5 and found.requires_grad
+    return worst(weights(model), weights(twin)), same, calls
+
+
+@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize(
+    ("stage", "backend", "offload"), [(1, "eager", None), (2, "aot_eager", None), (2, "eager", "cpu")]
+)
+def test_a_closure_is_part_of_the_step(stage: int, backend: str, offload: str | None, make: str) -> None:
+    for error, same, calls in run_ranks(_losses, 2, stage, backend, make, offload):
+        assert error[0] < 2e-5, error
+        assert same and calls == 4
+
+
+class Counting(torch.optim.Optimizer):
+    """Calls its closure as often as it is told."""
+
+    def __init__(self, params: Any, times: int) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.times, self.seen = times, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        for _ in range(self.times):
+            loss = closure()
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                param.sub_(group["lr"] * param.grad)
+        self.seen += 1
+        return loss
+
+
+def _third_party(rank: int, world_size: int, times: int) -> dict[str, Any]:
+    case = CASES["mlp"]
+    model = case.model()
+    model, optimizer = zc.compile(model, Counting(model.parameters(), times), backend="eager")
+    before, state = weights(model), torch.get_rng_state()
+
+    def closure() -> Tensor:
+        loss = case.loss(model, case.batch(rank, 0, 0))
+        loss.backward()
+        return loss
+
+    raised = message_of(lambda: optimizer.step(closure))
+    return {
+        "raised": raised,
+        "same": all(torch.equal(before[n], w) for n, w in weights(model).items()),
+        "grads": [p.grad is not None for p in model.parameters()],
+        "seen": optimizer.seen,  # type: ignore[attr-defined]
+        "random": torch.equal(state, torch.get_rng_state()),
+    }
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_calls_its_closure_once_is_taken(times: int) -> None:
+    """A second evaluation would see weights of this rank alone, and gradients that nobody has reduced."""
+    for seen in run_ranks(_third_party, 2, times):
+        assert seen["random"]
+        if times == 1:
+            assert seen["raised"] == ("", "") and not seen["same"] and seen["seen"] == 1
+            continue
+        assert seen["raised"][0] == "PlanError" and f"calls it {times} times" in seen["raised"][1]
+        assert seen["same"] and not any(seen["grads"]), "nothing was called"
+
+
+def _raises(rank: int, world_size: int) -> dict[str, Any]:
+    """A closure that raises leaves everything as it was, and the loop goes on."""
+    case = CASES["mlp"]
+    model = case.model()
+    model, optimizer = zc.compile(model, adamw(model), backend="eager")
+    before = weights(model)
+
+    def closure() -> Tensor:
+        raise ValueError("no data")
+
+    raised = message_of(lambda: optimizer.step(closure))
+    same = all(torch.equal(before[n], w) for n, w in weights(model).items())
+    case.loss(model, case.batch(rank, 0, 0)).backward()
+    optimizer.step()
+    return {"raised": raised, "same": same, "moved": not torch.equal(before["0.weight"], weights(model)["0.weight"])}
+
+
+def test_a_closure_that_raises_changes_nothing() -> None:
+    for seen in run_ranks(_raises, 2):
+        assert seen["raised"] == ("ValueError", "no data") and seen["same"] and seen["moved"]
+
+
+def _lbfgs(rank: int, world_size: int) -> tuple[str, str]:
+    model: nn.Module = CASES["mlp"].model()
+    optimizer: Optimizer = torch.optim.LBFGS(model.parameters())
+    return message_of(lambda: zc.compile(model, optimizer, backend="eager"))
+
+
+def test_lbfgs_is_refused_by_name() -> None:
+    for kind, text in run_ranks(_lbfgs, 2):
+        assert kind == "PlanError" and "LBFGS" in text and "closure several times" in text

@@ -1,0 +1,199 @@
+"""`zc.elementwise`: a declared class gets equal shards, a wrong declaration is caught before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from loops import DIFFERS_MOST, message_of
+from models import CASES
+from oracle import train_ddp, weights, worst
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer, lr_scheduler
+
+import zc
+from zc.optim.kinds import rule_of, try_out
+from zc.planning.layout import Rule
+
+CPU = torch.device("cpu")
+
+
+class Lion(Optimizer):
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                self.update(param, param.grad, self.state[param], group)
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(param))
+        param.sub_(group["lr"] * mean.lerp(grad, 0.1).sign())
+        mean.lerp_(grad, 0.01)
+
+
+@zc.elementwise
+class Declared(Lion):
+    pass
+
+
+@zc.elementwise(block=64)
+class Blocks(Lion):
+    """64 elements share a scale, the largest magnitude of their mean: what 8-bit states do."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(param)).lerp_(grad, 0.1)
+        flat = mean.view(-1)
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 64)).view(-1, 64)
+        scale = padded.abs().amax(dim=1, keepdim=True) / 127 + 1e-12
+        flat.copy_(((padded / scale).round() * scale).view(-1)[: flat.numel()])
+        param.sub_(group["lr"] * 10 * mean)
+
+
+@zc.elementwise
+class NoBlocks(Blocks):
+    """The same without saying so."""
+
+
+@zc.elementwise
+class Trust(Lion):
+    """LAMB's ratio of norms (arXiv:1904.00962): right on whole parameters only."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * grad * (param.norm() / (grad.norm() + 1e-6)))
+
+
+@zc.elementwise
+class Noisy(Lion):
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * (grad + torch.randn_like(grad)))
+
+
+@zc.elementwise
+class OnlyState(Lion):
+    """Its first update is elementwise, and its state would make the next one wrong."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.setdefault("mean", torch.zeros_like(param)).add_(grad / grad.norm())
+        param.sub_(group["lr"] * grad)
+
+
+@zc.elementwise
+class Flagged(Lion):
+    """One of its groups reads matrices (a MuonWithAuxAdam)."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if group.get("matrix"):
+            grad = grad / grad.norm()
+        param.sub_(group["lr"] * grad)
+
+
+@zc.elementwise
+class OwnMuon(Muon):
+    pass
+
+
+@zc.elementwise
+class Wrapper(Lion):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.inner = AdamW(self.param_groups, lr=1e-3)
+
+
+def layer() -> nn.Linear:
+    return nn.Linear(16, 16)
+
+
+def flagged(params: Any) -> Optimizer:
+    weight, bias = params
+    return Flagged([{"params": [bias]}, {"params": [weight], "matrix": True}])
+
+
+LIES = {
+    "trust": (Trust, "the new weights"),
+    "blocks": (NoBlocks, "differ from those of its slices"),
+    "state": (OnlyState, "the state 'mean'"),
+    "noise": (Noisy, "draws random numbers"),
+    "one group": (flagged, "parameter group 1 is not elementwise"),
+    "Muon": (lambda params: OwnMuon([p for p in params if p.dim() == 2]), "refuses elements"),
+    "a wrapper": (Wrapper, "its attribute inner holds another optimizer"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_caught_and_nothing_changes(lie: str) -> None:
+    """Equal shards of such an optimizer would train with other numbers, and nobody would see it."""
+    make, text = LIES[lie]
+    model = layer()
+    if lie == "Muon":
+        model = nn.Linear(16, 16, bias=False)
+    optimizer = make(model.parameters())
+    before, random = weights(model), torch.get_rng_state()
+    kind, found = message_of(lambda: zc.compile(model, optimizer, backend="eager"))
+    assert kind == "PlanError" and text in found and type(optimizer).__name__ in found, found
+    assert all(torch.equal(before[n], w) for n, w in weights(model).items())
+    assert torch.equal(random, torch.get_rng_state()) and not optimizer.state
+
+
+@pytest.mark.parametrize("make", [Declared, Blocks])
+def test_a_true_declaration_passes(make: type[Optimizer]) -> None:
+    optimizer = make(layer().parameters())
+    try_out(optimizer, 2, CPU)
+    assert rule_of(optimizer) == Rule(block=64 if make is Blocks else 1)
+
+
+def test_a_rate_of_zero_hides_nothing() -> None:
+    """A warmup that was made before zc.compile has set the rate to 0 by then: an update that changes nothing is
+    elementwise."""
+    optimizer = Trust(layer().parameters())
+    lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    with pytest.raises(zc.PlanError, match="not elementwise"):
+        try_out(optimizer, 2, CPU)
+
+
+def test_a_subclass_needs_its_own_declaration() -> None:
+    class Child(Declared):
+        pass
+
+    assert rule_of(Child(layer().parameters())) == Rule(whole=True)
+    assert rule_of(AdamW(layer().parameters())) == Rule() == rule_of(Declared(layer().parameters()))
+
+
+@pytest.mark.parametrize("given", [AdamW, 3, nn.Linear, Muon])
+def test_what_can_be_declared(given: Any) -> None:
+    if given is AdamW:
+        assert zc.elementwise(AdamW) is AdamW
+        return
+    with pytest.raises(TypeError, match=r"takes a class of optimizers|Muon is not elementwise"):
+        zc.elementwise(given)
+    with pytest.raises(TypeError, match="block must be a whole number"):
+        zc.elementwise(block=0)
+
+
+def _trains(rank: int, world_size: int, make: type[Optimizer], stage: int) -> tuple[DIFFERS_MOST, list[int]]:
+    case = CASES["gpt_tied"]
+    batches = [[case.batch(rank, step, 0)] for step in range(4)]
+    wanted, _ = train_ddp(case.model(), case.loss, lambda model: make(model.parameters()), batches)
+    model = case.model()
+    model, optimizer = zc.compile(model, make(model.parameters()), stage=stage, backend="eager", bucket_nbytes=8192)
+    for (batch,) in batches:
+        case.loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found: list[int] = [None] * world_size  # type: ignore[list-item]
+    held = sum(p.numel() for g in optimizer.param_groups for p in g["params"])
+    torch.distributed.all_gather_object(found, held)
+    return worst(weights(model), wanted), found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("make", [Declared, Blocks])
+def test_declared_optimizers_train_on_equal_shards(make: type[Optimizer], stage: int) -> None:
+    for error, held in run_ranks(_trains, 3, make, stage):
+        assert error[0] < 2e-5, error
+        assert max(held) - min(held) < 0.1 * sum(held), "each rank updates its share"

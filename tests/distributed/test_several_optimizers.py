@@ -1,0 +1,354 @@
+"""`zc.compile(model, [muon, adamw])`: each parameter in one optimizer, each optimizer on its own schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from loops import message_of
+from oracle import weights, worst
+from pairs import CASE, MAKE, Loop, is_matrix, on_ranks, reference, split, two_adamw, wide_muon
+from tiers import full_only
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import zc
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def _run(rank: int, world_size: int, loop: Loop, options: dict[str, Any], own_clip: bool = False) -> dict[str, Any]:
+    dtype = torch.float32 if loop.make == "Muon" else torch.float64
+    twin, _, wanted_norms = reference(loop, world_size, dtype)
+    model = CASE.model()
+    optimizers: Any = MAKE[loop.make](model)
+    model, optimizers = zc.compile(model, optimizers, **{"bucket_nbytes": 8192, **options})
+    norms = on_ranks(loop, model, optimizers, rank, own_clip=own_clip)
+    zc.synchronize(model)
+    return {
+        "error": worst(weights(model), weights(twin)),
+        "norms": max((abs(a - b) / b for a, b in zip(norms, wanted_norms, strict=True)), default=0.0),
+        "weights": weights(model),
+    }
+
+
+def check(world_size: int, loop: Loop, tolerance: float = 2e-5, own_clip: bool = False, **options: Any) -> None:
+    found = run_ranks(_run, world_size, loop, options, own_clip)
+    for seen in found:
+        assert seen["error"][0] < tolerance, seen["error"]
+        assert seen["norms"] < tolerance
+        assert all(torch.equal(w, found[0]["weights"][n]) for n, w in seen["weights"].items()), "ranks differ"
+
+
+ALL = Loop(updates=4, microbatches=2, max_norm=0.5, scheduled=True)
+CELLS = [(w, s, b) for w in (2, 3) for s in (1, 2) for b in ("eager", "aot_eager", "inductor")]
+SAMPLE = [(2, 1, "aot_eager"), (2, 2, "inductor"), (3, 1, "eager"), (3, 2, "eager")]
+
+
+@pytest.mark.parametrize(("world_size", "stage", "backend"), SAMPLE)
+def test_matrices_and_the_rest(world_size: int, stage: int, backend: str) -> None:
+    """Clipping over all, a scheduler each, accumulation: one process's weights."""
+    check(world_size, ALL, stage=stage, backend=backend)
+
+
+@full_only
+@pytest.mark.parametrize(("world_size", "stage", "backend"), [c for c in CELLS if c not in SAMPLE])
+def test_matrices_and_the_rest_everywhere(world_size: int, stage: int, backend: str) -> None:
+    check(world_size, ALL, stage=stage, backend=backend)
+
+
+@pytest.mark.parametrize(("world_size", "stage", "backend"), [(2, 2, "eager"), (3, 1, "aot_eager")])
+def test_torchs_muon(world_size: int, stage: int, backend: str) -> None:
+    """Its iteration is bf16: a sum of gradients in another order may round to another bf16 value."""
+    check(world_size, dataclasses.replace(ALL, make="Muon"), 0.02, stage=stage, backend=backend)
+
+
+@full_only
+@pytest.mark.parametrize(("world_size", "stage", "backend"), CELLS)
+def test_torchs_muon_everywhere(world_size: int, stage: int, backend: str) -> None:
+    check(world_size, dataclasses.replace(ALL, make="Muon"), 0.02, stage=stage, backend=backend)
+
+
+def test_the_second_optimizer_matters_to_these_tests() -> None:
+    """The negative control: the matrices' optimizer alone ends elsewhere."""
+    for error in run_ranks(_without_the_second, 2):
+        assert error[0] > 1e-3
+
+
+def _without_the_second(rank: int, world_size: int) -> Any:
+    twin, _, _ = reference(ALL, world_size, torch.float64)
+    model = CASE.model()
+    model, optimizers = zc.compile(model, wide_muon(model), backend="eager")
+    on_ranks(dataclasses.replace(ALL, every=(1, 100)), model, optimizers, rank)
+    return worst(weights(model), weights(twin))
+
+
+@pytest.mark.parametrize("every", [(1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("stage", "backend"), [(1, "eager"), (2, "aot_eager")])
+def test_an_optimizer_that_steps_less_often(stage: int, backend: str, every: tuple[int, int]) -> None:
+    """What it has not used goes on adding up, over the other one's updates and zero_grads."""
+    check(2, Loop(updates=6, every=every), stage=stage, backend=backend)
+    check(3, Loop(updates=6, every=every, microbatches=2, declared=False), stage=stage, backend=backend)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("make", ["two AdamW", "WideMuon"])
+def test_with_overlap_gather_and_with_offload(make: str, stage: int) -> None:
+    check(2, Loop(make, max_norm=0.5, every=(1, 2)), stage=stage, backend="aot_eager", overlap_gather=True)
+    check(2, Loop(make, every=(1, 2)), stage=stage, backend="eager", offload="cpu")
+    check(2, Loop(make), stage=stage, backend="eager", offload="cpu", offload_accumulate="device")
+
+
+def test_zc_clip_grad_norm_counts_all_parameters() -> None:
+    check(2, ALL, own_clip=True, backend="eager")
+
+
+def test_native_reduction() -> None:
+    check(2, ALL, backend="eager", reduce="native")
+
+
+# --- what comes back ---
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict", "alone"])
+def test_what_was_given_comes_back(kind: str) -> None:
+    model = CASE.model()
+    made = two_adamw(model)
+    given: Any = {"list": made, "tuple": tuple(made), "dict": {"matrices": made[0], "rest": made[1]}}.get(kind)
+    if kind == "alone":
+        given = AdamW(model.parameters())
+    same, back = zc.compile(model, given, backend="eager")
+    assert same is model and back is given and type(back).__name__ in (kind, "AdamW")
+
+
+def test_one_bucket_one_optimizer() -> None:
+    model = CASE.model()
+    zc.compile(model, wide_muon(model), backend="eager", bucket_nbytes=8192)
+    plan = zc.registry.sharded(model).runtime.plan
+    for bucket in plan.buckets:
+        assert {is_matrix(s.name, torch.empty(s.shape)) for s in bucket.slots} == {bucket.optimizer == 0}
+    firsts = [list(dict(model.named_parameters())).index(b.slots[-1].name) for b in plan.buckets]
+    assert len({b.optimizer for b in plan.buckets[: len(plan.buckets) // 2]}) == 2, "they alternate as gradients arrive"
+    assert firsts[0] > firsts[-1]
+
+
+# --- what is refused ---
+
+
+def _lacks(model: nn.Module) -> Any:
+    matrices, rest = split(model)
+    return [AdamW(matrices), AdamW(rest[1:])]
+
+
+def _twice(model: nn.Module) -> Any:
+    matrices, rest = split(model)
+    return {"a": AdamW(matrices), "b": SGD([*rest, matrices[0]], lr=0.1)}
+
+
+def _same(model: nn.Module) -> Any:
+    made = AdamW(model.parameters())
+    return [made, made]
+
+
+def _foreign(model: nn.Module) -> Any:
+    return [AdamW(model.parameters()), AdamW([nn.Parameter(torch.ones(2))])]
+
+
+REFUSED = {
+    "a parameter in none": (_lacks, "PlanError", "none of the 2 optimizers has 1 trainable parameter(s) of the model"),
+    "a parameter in two": (_twice, "PlanError", "blocks.0.attention.qkv.weight is in two optimizers, number 0 (AdamW)"),
+    "an optimizer twice": (_same, "PlanError", "optimizer[0] and optimizer[1] are the same AdamW"),
+    "none at all": (lambda model: [], "PlanError", "optimizer is an empty list"),
+    "something else": (lambda model: [AdamW(model.parameters()), 3], "TypeError", "[1] of it must be a torch.optim"),
+    "a parameter of another model": (_foreign, "PlanError", "that the model lacks"),
+    "alone, and lacks some": (
+        lambda model: AdamW(split(model)[0]), "PlanError", "zc.compile(model, [first, second])"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_before_anything_changes(what: str) -> None:
+    make, kind, text = REFUSED[what]
+    model = CASE.model()
+    given = make(model)
+    before, hooks = weights(model), [len(p._backward_hooks or ()) for p in model.parameters()]
+    found = message_of(lambda: zc.compile(model, given, backend="eager"))
+    assert found[0] == kind and text in found[1], found
+    assert all(torch.equal(before[n], w) for n, w in weights(model).items())
+    assert [len(p._backward_hooks or ()) for p in model.parameters()] == hooks
+    zc.compile(model, AdamW(model.parameters()), backend="eager")  # as if nothing had been
+
+
+def _differ(rank: int, world_size: int) -> tuple[str, str]:
+    model = CASE.model()
+    matrices, rest = split(model)
+    given = [AdamW(matrices), AdamW(rest)] if rank == 0 else [AdamW(matrices[1:]), AdamW([*rest, matrices[0]])]
+    return message_of(lambda: zc.compile(model, given, backend="eager"))
+
+
+def test_ranks_that_share_out_parameters_differently() -> None:
+    for kind, text in run_ranks(_differ, 2):
+        assert kind == "RankMismatchError" and "blocks.0.attention.qkv.weight of optimizer 0" in text
+
+
+# --- zero_grad of one ---
+
+
+def _zero_one(rank: int, world_size: int, stage: int, how: str) -> dict[str, Any]:
+    """Clears the first optimizer's gradients between two backwards, in one of many ways."""
+    model, twin = CASE.model(), CASE.model().double()
+    given, plain = two_adamw(model), two_adamw(twin)
+    model, optimizers = zc.compile(model, given, stage=stage, backend="eager", bucket_nbytes=8192)
+
+    def clear(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+        if how == "its zero_grad":
+            optimizer.zero_grad()
+        elif how == "zeros":
+            optimizer.zero_grad(set_to_none=False)
+        elif how == "its class's":
+            type(optimizer).zero_grad(optimizer)
+        else:
+            for param in params:
+                param.grad = None
+
+    for step in range(4):
+        for r in range(world_size):
+            (CASE.loss(twin, CASE.batch(r, step, 0)) / world_size).backward()
+        CASE.loss(model, CASE.batch(rank, step, 0)).backward()
+        if step % 2 == 0:
+            clear(plain[0], split(twin)[0])
+            clear(optimizers[0], split(model)[0])
+            continue
+        for mine, its in zip(optimizers, plain, strict=True):
+            mine.step()
+            its.step()
+        model.zero_grad()
+        twin.zero_grad()
+    shown = [p.grad is None for p in model.parameters()]
+    return {"error": worst(weights(model), weights(twin)), "none": all(shown)}
+
+
+@pytest.mark.parametrize("how", ["its zero_grad", "zeros", "its class's", "by hand"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_clearing_one_leaves_the_others(stage: int, how: str) -> None:
+    for seen in run_ranks(_zero_one, 2, stage, how):
+        assert seen["error"][0] < 2e-5, seen["error"]
+        assert seen["none"]
+
+
+def _memory(rank: int, world_size: int) -> tuple[int, int, int]:
+    model = CASE.model()
+    model, (first, second) = zc.compile(model, two_adamw(model), backend="eager", bucket_nbytes=8192)
+    buffers = zc.registry.sharded(model).runtime.buffers
+    CASE.loss(model, CASE.batch(rank, 0, 0)).backward()
+    first.step()
+    second.step()
+    held = [sum(a.nbytes for a in buffers.acc)]
+    for optimizer in (first, second):
+        optimizer.zero_grad()
+        held.append(sum(a.nbytes for a in buffers.acc))
+    assert not buffers._has_ring
+    return held[0], held[1], held[2]
+
+
+def test_the_accumulators_of_what_is_cleared_go() -> None:
+    for both, one, none in run_ranks(_memory, 2):
+        assert both > one > none == 0
+
+
+# --- GradScaler, hooks, recompile ---
+
+
+def _scaler(rank: int, world_size: int, stage: int) -> dict[str, Any]:
+    """An infinite gradient in one optimizer's parameters alone: that one skips its step, on every rank."""
+    model, twin = CASE.model(), CASE.model().double()
+    model, optimizers = zc.compile(model, two_adamw(model), stage=stage, backend="eager", bucket_nbytes=8192)
+    plain = two_adamw(twin)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
+    moved = []
+    for step in range(3):
+        for r in range(world_size):
+            (CASE.loss(twin, CASE.batch(r, step, 0)) / world_size).backward()
+        loss = CASE.loss(model, CASE.batch(rank, step, 0))
+        if step == 1 and rank == 1:
+            loss = loss + (model.head.weight.flatten()[0] * torch.inf)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizers[0])
+        before = weights(model)
+        for k, (mine, its) in enumerate(zip(optimizers, plain, strict=True)):
+            scaler.step(mine)
+            if not (step == 1 and k == 1):
+                its.step()
+        scaler.update()
+        moved.append([not torch.equal(before[n], w) for n, w in weights(model).items() if "blocks" in n or "head" in n])
+        for mine, its in zip(optimizers, plain, strict=True):
+            mine.zero_grad()
+            its.zero_grad()
+    return {"error": worst(weights(model), weights(twin)), "scale": scaler.get_scale()}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_grad_scaler_skips_one_of_them(stage: int) -> None:
+    for seen in run_ranks(_scaler, 2, stage):
+        assert seen["error"][0] < 2e-5, seen["error"]
+        assert seen["scale"] == 32.0
+
+
+def _grows(rank: int, world_size: int, stage: int) -> dict[str, Any]:
+    """A frozen block joins the second optimizer, a new parameter the first, between two updates."""
+    models = CASE.model(), CASE.model().double()
+    made = []
+    for model in models:
+        model.blocks[1].requires_grad_(False)
+        matrices = [p for n, p in model.named_parameters() if p.requires_grad and is_matrix(n, p)]
+        rest = [p for n, p in model.named_parameters() if p.requires_grad and not is_matrix(n, p)]
+        made.append([AdamW(matrices, lr=1e-3), SGD(rest, lr=1e-2, momentum=0.9)])
+    (model, twin), (given, plain) = models, made
+    model, optimizers = zc.compile(model, given, stage=stage, backend="eager", bucket_nbytes=8192)
+    for step in range(4):
+        if step == 2:
+            for one, its in ((model, optimizers), (twin, plain)):
+                one.blocks[1].requires_grad_(True)
+                named = list(one.blocks[1].named_parameters())
+                its[0].add_param_group({"params": [p for _, p in named if p.dim() == 2], "lr": 2e-3})
+                its[1].add_param_group({"params": [p for _, p in named if p.dim() != 2]})
+            zc.recompile(model)
+        for r in range(world_size):
+            (CASE.loss(twin, CASE.batch(r, step, 0)) / world_size).backward()
+        CASE.loss(model, CASE.batch(rank, step, 0)).backward()
+        for mine, its in zip(optimizers, plain, strict=True):
+            mine.step()
+            its.step()
+            mine.zero_grad()
+            its.zero_grad()
+    raised = message_of(lambda: optimizers[1].add_param_group({"params": [next(iter(model.parameters()))]}))
+    return {"error": worst(weights(model), weights(twin)), "raised": raised}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_recompile_with_add_param_group(stage: int) -> None:
+    for seen in run_ranks(_grows, 2, stage):
+        assert seen["error"][0] < 2e-5, seen["error"]
+        assert seen["raised"][0] == "PlanError" and "which has its place" in seen["raised"][1]
+
+
+def test_disk_offload_takes_one_optimizer(tmp_path: Any) -> None:
+    model = CASE.model()
+    with pytest.raises(zc.PlanError, match="offload='disk' takes one optimizer, and was given AdamW, AdamW"):
+        zc.compile(model, two_adamw(model), backend="eager", offload="disk", offload_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_closing_gives_both_back() -> None:
+    model = CASE.model()
+    model, optimizers = zc.compile(model, two_adamw(model), backend="eager")
+    CASE.loss(model, CASE.batch(0, 0, 0)).backward()
+    zc.close(model)
+    for optimizer in optimizers:
+        with pytest.raises(zc.ZcError, match="has let go"):
+            optimizer.step()
+    zc.compile(model, two_adamw(model), backend="eager")

@@ -1,0 +1,67 @@
+"""``optimizer.step(closure)``: the closure runs once, where the gradients can still be finished behind it.
+
+torch's optimizers call it first of all. Here that is done before the step: the closure's backward goes the way of
+every other, the gradients are finished, and the optimizer gets a function that returns the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zc.errors import PlanError, ZcError
+from zc.optim.kinds import is_known
+from zc.optim.probe import num_closure_calls
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Closures:
+    """Of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._name = type(optimizer).__name__
+        self._num_calls = 1 if is_known(optimizer) else None
+        self._is_tried = self._num_calls is not None
+
+    def run(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Calls the closure among the arguments of ``step`` (the optimizer is the first); the arguments to go on with,
+        None where there is none.
+
+        Raises PlanError where the optimizer does not call its closure exactly once; nothing has changed.
+        """
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            return None
+        if not self._is_tried:
+            self._num_calls, self._is_tried = num_closure_calls(optimizer), True
+        if self._num_calls != 1:
+            times = "can't be tried on small data" if self._num_calls is None else f"calls it {self._num_calls} times"
+            raise PlanError(
+                f"{self._name}.step was given a closure, and {times}: zc finishes the gradients between the closure "
+                "and the update, so it takes optimizers that call it once. Call the closure yourself, then step()"
+            )
+        with torch.enable_grad():
+            loss = closure()
+        answer = self._once(lambda: loss)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": answer}
+        return (args[0], answer, *args[2:]), kwargs
+
+    def _once(self, answer: Callable[[], Any]) -> Callable[[], Any]:
+        asked = False
+
+        def call() -> Any:
+            nonlocal asked
+            if asked:
+                raise ZcError(
+                    f"{self._name}.step called its closure a second time, behind an update of this rank's weights: zc "
+                    "takes optimizers that call it once"
+                )
+            asked = True
+            return answer()
+
+        return call

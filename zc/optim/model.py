@@ -1,0 +1,142 @@
+"""What zc keeps for a compiled model: its optimizers' slices, and the gradients that its parameters show.
+
+    ShardedModel          the gradients of all parameters: param.grad, norms, clipping; weights that were written
+      ShardedOptimizer    one of the caller's optimizers on its slices; it has the buckets of its parameters alone
+      ShardedOptimizer    ...
+
+Gradients are finished for all parameters together, at the first ``step()``. An update installs, updates and publishes
+one optimizer's buckets; what another one has not used yet stays, and goes on adding up as in PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zc import torch_private
+from zc.errors import PlanError
+from zc.offload.disk import DiskState
+from zc.optim.grad_shards import GradShards
+from zc.optim.optimizer import ShardedOptimizer
+from zc.optim.param_writes import ParamWrites
+from zc.optim.sharded_grad import ShardedGrad
+from zc.planning.layout import Rule
+from zc.planning.plan import Bucket
+
+if TYPE_CHECKING:
+    from zc.engine.runtime import Runtime
+
+
+class ShardedModel:
+    """Of one model on one rank. ``given``: the optimizer, or the list, tuple or dict of them, as the caller has it."""
+
+    def __init__(self, runtime: Runtime, given: Any, optimizers: Sequence[Optimizer], rules: Sequence[Rule]) -> None:
+        self.runtime, self.given = runtime, given
+        self.grads: dict[str, ShardedGrad] = {}
+        self.grad_shards = GradShards(runtime)
+        self._writes = ParamWrites(runtime)
+        self.optimizers = [
+            ShardedOptimizer(k, runtime, optimizer, rule, self.grad_shards, self._writes)
+            for k, (optimizer, rule) in enumerate(zip(optimizers, rules, strict=True))
+        ]
+        self.adopt(runtime.plan.buckets)
+        runtime.on_final = self._show
+        runtime.on_backward = self._after_backward
+        runtime.on_cleared = self._let_go
+        runtime.slices_cleared = lambda: [o.number for o in self.optimizers if o.are_cleared()]
+        runtime.may_be_cleared = lambda: any(o.is_one_cleared() for o in self.optimizers)
+        runtime.is_shown = lambda name, grad: grad is self.grads[name]
+        for optimizer in self.optimizers:
+            optimizer.start()
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """The parameters in these buckets show their gradients, and become slices of their optimizers."""
+        self.grad_shards.adopt(buckets)
+        self.grads.update(
+            {
+                s.name: ShardedGrad(self.grad_shards, s.name, self.runtime.params[s.name])
+                for b in buckets
+                for s in b.slots
+            }
+        )
+        for optimizer in self.optimizers:
+            optimizer.adopt([b for b in buckets if b.optimizer == optimizer.number])
+        self._writes.adopt(buckets)
+
+    def optimizer_of(self, bucket: Bucket) -> ShardedOptimizer:
+        return self.optimizers[bucket.optimizer]
+
+    @property
+    def disk(self) -> DiskState | None:
+        """Where the state is, with offload="disk"."""
+        return self.optimizers[0].disk
+
+    def flush_state(self) -> None:
+        """See `zc.flush_state`."""
+        if self.disk is None:
+            raise PlanError("zc.flush_state is for offload='disk', and this model was compiled without")
+        self.runtime.streams.synchronize()
+        self.disk.flush(self._writes.take_over)
+
+    def _after_backward(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.stand_in()
+        self._show()
+
+    def _show(self) -> None:
+        """``param.grad`` of every parameter with a gradient becomes its ShardedGrad."""
+        self.grad_shards.changed()
+        self._writes.check_places()
+        for bucket in self.runtime.plan.buckets:
+            for slot, is_known in zip(bucket.slots, self.runtime.rounds.known[bucket.index], strict=True):
+                param = self.runtime.params[slot.name]
+                if is_known and param.grad is None:
+                    param.grad = self.grads[slot.name]
+                elif not is_known and param.grad is self.grads[slot.name]:
+                    param.grad = None  # of gradients that were dropped when this backward had begun
+
+    def _let_go(self, number: int | None) -> None:
+        """No gradient is left of one optimizer, or of all, wherever somebody could look for one. Autograd may be adding
+        to a ``param.grad`` at this moment: inside a backward those go at its end."""
+        self.grad_shards.changed()
+        chosen = self.optimizers if number is None else [self.optimizers[number]]
+        slots = [slot for bucket in self.runtime.plan.of_optimizer(number) for slot in bucket.slots]
+        params: list[nn.Parameter] = []
+        if torch_private.current_graph_task() == -1:
+            params = [self.runtime.params[slot.name] for slot in slots]
+        with torch_private.without_torch_function():  # sooner done: parameters may be watched (engine/pending.py)
+            for optimizer in chosen:
+                optimizer.forget_given()
+                for held in optimizer.slices.values():
+                    held.grad = None
+            for param in params:
+                param.grad = None
+
+    def publish_all(self) -> None:
+        """All weights anew from all masters, after these were loaded; the caller may read them."""
+        everything = tuple(b.index for b in self.runtime.plan.buckets)
+        steps = [(o.offload, tuple(b.index for b in o.buckets)) for o in self.optimizers if o.offload is not None]
+        for step, buckets in steps:
+            step.publish_all(buckets)
+        if not steps:
+            self.runtime.weights.publish(everything)
+            self.runtime.weights.synchronize()
+        self._writes.remember()
+
+    def take_over_writes(self) -> None:
+        """What the caller has written into parameters since the last update is in the masters. See `ParamWrites`."""
+        self._writes.take_over()
+        self._writes.remember()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears all shards."""
+        self.grad_shards.changed()
+        self.runtime.clear(set_to_none=set_to_none)
+
+    def let_go(self) -> None:
+        """The optimizers have no parameter, no state and no hook of ours any more."""
+        for optimizer in self.optimizers:
+            optimizer.let_go()
