@@ -15,11 +15,15 @@ from torch import Tensor
 TOLERANCES = {"float64": 1e-6, "float32": 2e-4, "bfloat16 on the wire": 0.02, "bfloat16": 0.1}
 
 
+def _some_are_alone(program: Program) -> bool:
+    """Some rank has backwards that others have not."""
+    return any(len(set(op.args.get("reps", [0]))) > 1 for op in program.ops)
+
+
 def _nobody_has_told(program: Program) -> bool:
     """Ranks differ, and some backward was held back, or ran on some ranks alone: nothing may have told them of each
     other's gradients before one is read. (DDP's would be each rank's own, or it hangs.)"""
-    alone = any(op.args.get("quiet") or len(set(op.args.get("reps", [0]))) > 1 for op in program.ops)
-    return program.ranks_differ and alone
+    return program.ranks_differ and (_some_are_alone(program) or any(op.args.get("quiet") for op in program.ops))
 
 
 # (class, words) of refusals, and when a program may get one
@@ -28,6 +32,8 @@ REFUSALS = (
     ("ZcError", "ranks have a param.grad on different parameters", _nobody_has_told),
     # cleared through the optimizer's own tensors, which no param.grad shows until the next backward, then clipped
     ("ZcError", "was set to None (zero_grad) since", lambda p: p.clears & {"class", "slices"}),
+    # the same, on a rank that had no backward yet: its optimizer's tensors had no .grad whose loss could be noticed
+    ("RankMismatchError", "what the gradients hold", lambda p: p.clears & {"class", "slices"} and _some_are_alone(p)),
 )  # fmt: skip
 
 
@@ -77,6 +83,10 @@ def judge(program: Program, outcomes: list[Outcome | None], wanted: Wanted, died
         matching = [error for _, error in errors if error[0] == kind and words in error[1]]
         if len(matching) == program.world_size and applies(program):
             return Verdict("refused", f"{kind}: {words}")
+    # a rank that has a param.grad asks for its norm, another has none to ask for and leaves the loop
+    asks = _some_are_alone(program) and any(op.kind == "norms" for op in program.ops)
+    if asks and 0 < len(errors) < program.world_size and all(error[0] == "RankLostError" for _, error in errors):
+        return Verdict("refused", "RankLostError: a norm of gradients that some ranks lack")
     if errors:
         rank, (kind, text, trace) = errors[0]
         others = "; ".join(f"rank {r}: {e[0]}: {e[1][:200]}" for r, e in errors[1:])
