@@ -20,6 +20,7 @@ from zc.compiler import backend as compiler
 from zc.config import Config
 from zc.copies import mark
 from zc.engine import param_grads
+from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
 from zc.engine.runtime import Runtime
 from zc.engine.streams import Streams, make_streams
@@ -31,7 +32,6 @@ from zc.optim.optimizer import ShardedOptimizer
 from zc.planning.layout import Rule
 from zc.planning.plan import Plan
 from zc.prepare import broadcast_rest, check_host, check_wire, fill, fingerprint, open_state_file, plan_of
-from zc.ranks.buffer_sync import BufferSync, has_buffers
 from zc.ranks.comm import Group, check_initialized
 from zc.registry import COMPILED, sharded
 
@@ -88,7 +88,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         verify: False skips the proof of each schedule, and explain says so.
         write_in_place: weight gradients are made in their place in the bucket; False: made apart, then copied there.
             Stage 2 has the same bits either way. docs/decisions.md has what it costs and gains.
-        broadcast_buffers: buffers are rank 0's before a forward, as under DDP (`zc.ranks.buffer_sync`). False: each
+        broadcast_buffers: buffers are rank 0's before a forward, as under DDP (`zc.engine.buffer_sync`). False: each
             rank goes on with its own; where buffers never change (masks, frequencies) that is the same, and sends
             nothing.
         dump_dir: a folder for each graph before and after every pass, and the schedule as Python.
@@ -142,14 +142,13 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     buffers = Buffers(plan, ranks.rank)
     streams = make_streams(device)
     runtime = Runtime(config, plan, buffers, ranks, streams, params)
-    runtime.state_file = file
     for note in filter(None, map(note_of, optimizers)) if ranks.world_size > 1 else ():
         runtime.say_once(note)
     if not verify:
         runtime.say_once("verify=False: schedules run without their proof")
     broadcast_rest(model, params, ranks)
     fill(runtime, plan.buckets)
-    sharded = ShardedModel(runtime, optimizer, optimizers, rules)
+    sharded = ShardedModel(runtime, optimizer, optimizers, rules, file)
     runtime.install_hooks()
     COMPILED[model] = sharded
     for each in sharded.optimizers:

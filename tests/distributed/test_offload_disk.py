@@ -333,8 +333,9 @@ def test_state_that_was_loaded_moves_to_the_file_and_new_state_is_announced(tmp_
     model, optimizer = build(offload="disk", offload_dir=tmp_path)
     train(model, optimizer, 0, range(1))
     optimizer.load_state_dict(optimizer.state_dict())
-    file = zc.registry.sharded(model).runtime.state_file
-    assert file is not None
+    disk = zc.registry.sharded(model).disk
+    assert disk is not None
+    file = disk.file
     spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in map(file.tensor, file.regions)]
 
     def outside() -> int:

@@ -13,8 +13,8 @@ from torch import fx
 from zc import torch_private
 
 if TYPE_CHECKING:
+    from zc.engine.core import Core
     from zc.engine.program import Segment
-    from zc.engine.runtime import Runtime
 
 
 def interpret(gm: fx.GraphModule) -> Segment:
@@ -27,14 +27,14 @@ def interpret(gm: fx.GraphModule) -> Segment:
 
 
 def segment_compiler(
-    runtime: Runtime, kwargs: dict[str, Any], *, is_backward: bool
+    runtime: Core, kwargs: dict[str, Any], *, is_backward: bool
 ) -> Callable[[fx.GraphModule], Segment]:
     if runtime.config.backend == "aot_eager":
         return interpret
     return partial(compile_segment, runtime, {**kwargs, "is_backward": is_backward})
 
 
-def compile_segment(runtime: Runtime, kwargs: dict[str, Any], gm: fx.GraphModule) -> Segment:
+def compile_segment(runtime: Core, kwargs: dict[str, Any], gm: fx.GraphModule) -> Segment:
     """Inductor on one segment. Identical segments (layers of one shape) are compiled once.
 
     Relies on ``compile_fx_inner(gm, example_inputs, **kwargs)``; on its returning a boxed callable; and on

@@ -42,7 +42,7 @@ from zc.schedule.nodes import put
 from zc.schedule.spec import Gather, Publish
 
 if TYPE_CHECKING:
-    from zc.engine.runtime import Runtime
+    from zc.engine.core import Core
 
 _GATHER = (place_on_streams.PASS, insert_events.PASS, verify.PASS)
 _FORWARD = (cut_forward.PASS, outline_segments.PASS, *_GATHER)
@@ -72,7 +72,7 @@ def publish_graph(plan: Plan) -> fx.Graph:
 class WeightGather:
     """The gathers of one model on one rank, and the compiled forward graphs that wait for them."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Core) -> None:
         self._runtime = weakref.ref(runtime)
         self._programs: dict[tuple[int, ...], Program] = {}
         self._is_open = False  # a gather may be in flight that the home stream has not waited for
@@ -122,7 +122,7 @@ class WeightGather:
             runtime.say_once(f"overlap_gather: {self._unseen}: step() waits for the weights wherever that is so")
             self.synchronize()
 
-    def _why_unseen(self, runtime: Runtime) -> str | None:
+    def _why_unseen(self, runtime: Core) -> str | None:
         """Through what new weights might be read unseen, and which; None: nothing."""
         others = sorted({type(p).__name__ for p in runtime.params.values() if not can_be_watched(p)})
         if others:
@@ -211,7 +211,7 @@ class WeightGather:
         chosen = [p for p in passes if self._found().config.verify or p.name != "verify"]
         return [p._replace(requires=frozenset()) for p in chosen]
 
-    def _found(self) -> Runtime:
+    def _found(self) -> Core:
         runtime = self._runtime()
         assert runtime is not None, "the model of these parameters is gone"
         return runtime

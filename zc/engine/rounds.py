@@ -105,6 +105,11 @@ class Rounds:
         self._num_taken = end
         return self._made.is_same
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward that reduces has begun, and not ended."""
+        return self._made is not None
+
     def differs(self) -> bool:
         """Whether another rank has proposed something else for this backward."""
         return self._made is not None and not self._made.is_same()

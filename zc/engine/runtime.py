@@ -8,9 +8,9 @@ or at the end of the backward, in plan order: the same on every rank, and nobody
 
 from __future__ import annotations
 
+import enum
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,30 +20,37 @@ from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
 from zc.engine import param_grads
+from zc.engine.backwards import Backwards
 from zc.engine.buffers import Buffers
+from zc.engine.core import Core
+from zc.engine.deposits import Deposits
 from zc.engine.flushes import Flushes
-from zc.engine.ledger import Ledger
-from zc.engine.ops import Acc, GradientOps
+from zc.engine.listener import Listener
+from zc.engine.ops import Acc
 from zc.engine.overlap_gather import WeightGather
 from zc.engine.program import Program
 from zc.engine.rounds import Rounds, num_flags
 from zc.engine.streams import Streams, ThreadStreams
 from zc.errors import UncoveredGradientError, ZcError
 from zc.log import log
-from zc.passes.pipeline import pipeline
 from zc.planning.plan import Bucket, Plan
 from zc.ranks.agreement import Agreement
 from zc.ranks.comm import Group
 
 if TYPE_CHECKING:
     from zc.config import Config
-    from zc.engine.program import Segment
-    from zc.offload.disk_file import StateFile
 
 
-class Runtime:
-    """State of one compiled model on one rank. Made by `zc.compile`; the module and the optimizer know it, nobody
-    else."""
+class Phase(enum.Enum):
+    """Where this rank is between two updates."""
+
+    OPEN = "gradients may come and go"
+    FAILED = "a backward has raised, and the accumulators may hold some of it"
+    FINAL = "the gradients are finished, and nothing has come since"
+
+
+class Runtime(Core):
+    """The gradients of one compiled model on one rank. The module and the optimizers know it, nobody else."""
 
     def __init__(
         self,
@@ -54,9 +61,7 @@ class Runtime:
         streams: Streams,
         params: dict[str, nn.Parameter],
     ) -> None:
-        self.config, self.plan, self.buffers, self.group, self.streams = config, plan, buffers, group, streams
-        self.params = params
-        self.ops = GradientOps(plan, buffers, group)
+        super().__init__(config, plan, buffers, group, streams, params)
         self.ops.on_deposit = self._keep
         if group.world_size > 1:
             group.watch(plan, torch_private.default_store())
@@ -64,41 +69,16 @@ class Runtime:
             streams.wait_for = group.check.wait_event  # a stream's thread may wait for a rank that never comes
         self.agreement = Agreement(group, num_flags(plan))
         self.rounds = Rounds(plan, self.ops, self.agreement)
-        self.passes = pipeline(in_place=config.write_in_place, prove=config.verify)
         self.flushes = Flushes(self.passes, self.ops)
-        self.programs: list[Program] = []  # of compiled backward graphs, for explain
-        self.forwards: list[Program] = []  # of compiled forward graphs (overlap_gather)
         self.weights = WeightGather(self)
-        self.compiled_segments: dict[str, Segment] = {}  # by canonical text
-        self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
-        self.ledger = Ledger()
-        self.ledger.breaks_before = torch_private.graph_breaks()
-        self.num_skipped = 0  # steps that a GradScaler left out
-        self.frozen: dict[str, nn.Parameter] = {}  # not in the plan; one that asks for a gradient needs zc.recompile
-        self.is_boundary = True
-        # buffers: rank 0 sends them before it waits for another rank at a boundary; the others take them behind it
-        self.before_meeting: Callable[[], None] = lambda: None
-        self.after_meeting: Callable[[], None] = lambda: None
-        self.on_final: Callable[[], None] = lambda: None  # the optimizer's: hands out the slices' gradients
-        self.on_backward: Callable[[], None] = lambda: None  # the optimizer's: shows the sharded gradients
-        # the optimizers': no parameter and no slice (of one of them, by its number; None: of all) has a .grad
-        self.on_cleared: Callable[[int | None], None] = lambda optimizer: None
-        self.slices_cleared: Callable[[], list[int]] = list  # the optimizers': of which the caller has done so
-        self.may_be_cleared: Callable[[], bool] = lambda: False  # the same by a look at one slice of each
-        self.host_programs: list[Callable[[], list[Program]]] = []  # the optimizers': updates in host memory
-        self._updated: set[int] = set()  # optimizers, since the ledger's step was closed
-        self.state_file: StateFile | None = None  # offload="disk"
-        self.host_updates: list[str] = []  # how they are done, for explain
-        self.is_shown: Callable[[str, Tensor], bool] = lambda name, grad: False
+        self.listeners: list[Listener] = []
         self.hooks: list[RemovableHandle] = []  # on parameters
-        self._pending: dict[int, dict[int, Tensor]] = {}  # bucket -> slot -> what is kept (zc/engine/rounds.py)
+        self._backwards = Backwards()
+        self._deposits = Deposits()
+        self._phase = Phase.OPEN
         self._done: set[int] = set()  # buckets that this backward has reduced
-        # autograd's graph tasks whose end will call us; the engine holds the callback, so one that raised lets go of it
-        self._open_tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
-        self._has_round = False  # the backward that runs reduces, and has begun
-        self._has_failed = False  # a backward has raised, and the accumulators may hold some of it
-        self._final = False
         self._is_home = True  # no gradient is on its way: all streams that carry them were joined since the last one
+        self._updated: set[int] = set()  # optimizers, since the ledger's step was closed
 
     def grow(self, plan: Plan, params: dict[str, nn.Parameter]) -> None:
         """Takes in ``plan``, whose first buckets are the present ones, and the parameters of the others. Schedules that
@@ -121,22 +101,19 @@ class Runtime:
         """Called by whatever brings a gradient, ``program`` or a hook, in autograd's thread: makes sure that the end of
         this backward is ours."""
         param_grads.refuse_compiled_autograd()
-        self._final = self._is_home = False
-        task = torch_private.current_graph_task()
-        if task in self._open_tasks and self._open_tasks[task]() is not None:
+        self._is_home = False
+        self._reopen()
+        if self._backwards.is_entered():
             return
         param_grads.refuse_accumulate_hooks(self.params)
         self._drop_failed()
-        if not self._open_tasks:  # not inside another one (reentrant checkpointing), which has yet to show its own
+        if not self._backwards:  # not inside another one (reentrant checkpointing), which has yet to show its own
             self._notice_cleared()
-        callback = partial(self.end_backward, task)
-        self._open_tasks[task] = weakref.ref(callback)
-        torch_private.queue_callback(callback)
+        self._backwards.enter(self._end_backward)
         # inside another backward, of which nothing has come yet, is no round of its own: other ranks may have none
         may_wait = not self.plan.placement.reduces_every_backward
-        is_inner = may_wait and not self._has_round and torch_private.is_inside_another_backward()
-        if self.current_plan.reduces and not self._has_round and not is_inner:
-            self._has_round = True
+        is_new = self.current_plan.reduces and not self.rounds.is_open
+        if is_new and not (may_wait and torch_private.is_inside_another_backward()):
             if program is None:
                 self.rounds.begin("hooks", None, is_boundary=self.is_boundary)
             else:
@@ -157,7 +134,7 @@ class Runtime:
     def receive_eager(self, bucket: int, slot: int, param: nn.Parameter) -> None:
         """The post-accumulate-grad hook: the gradient leaves ``param.grad`` for the plan."""
         grad = param.grad
-        if grad is None or self.is_shown(self.plan.buckets[bucket].slots[slot].name, grad):
+        if grad is None or self.shows(self.plan.buckets[bucket].slots[slot].name, grad):
             return  # nothing came, or it was added to a ShardedGrad, which has called `receive`
         param.grad = None
         self.receive(bucket, slot, grad)
@@ -175,103 +152,89 @@ class Runtime:
         self._keep(bucket, slot, grad)
         self._flush_ready()
 
+    def shows(self, name: str, grad: Tensor) -> bool:
+        """Whether ``grad`` of parameter ``name`` was put there by a listener, not by autograd or the caller."""
+        return any(listener.shows(name, grad) for listener in self.listeners)
+
+    def may_be_cleared(self) -> bool:
+        """Whether the caller may have taken the gradients of an optimizer's own tensors, by a look at few."""
+        return any(listener.may_be_cleared() for listener in self.listeners)
+
     def _keep(self, bucket: int, slot: int, grad: Tensor) -> None:
-        # lifetime: until the bucket is reduced, or written into a partial sum: at the end of this backward, or, where
-        # ranks differ, at the latest at the boundary
         self.ops.touched[bucket][slot] = True
-        arrived = self._pending.setdefault(bucket, {})
-        grad = grad.detach()
-        if slot in arrived:  # in fp32: a second part must not be rounded to the first one's dtype
-            grad = arrived[slot].to(self.plan.buckets[bucket].acc_dtype) + grad
-        arrived[slot] = grad
+        self._deposits.add(self.plan.buckets[bucket], slot, grad)
 
     def _flush_ready(self) -> None:
         ready = []
         for bucket in self.plan.buckets:
             if bucket.index in self._done:
                 continue
-            if len(self._pending.get(bucket.index, ())) < len(bucket.slots):
+            if not self._deposits.is_full(bucket):
                 break  # later ones wait: one order on every rank
             ready.append(bucket.index)
         self._flush(ready, reduce=self.current_plan.reduces)
 
-    def end_backward(self, task: int) -> None:
+    def _end_backward(self) -> None:
         """Autograd's final callback. What is still deposited is written, with zeros where nothing came."""
-        self._open_tasks.pop(task, None)
-        if self._open_tasks:
-            return  # inside another backward (reentrant checkpointing), whose end is yet to come
         keeps_grads = self.plan.placement.gradient_in_ring
         if not keeps_grads or self.plan.world_size == 1:  # stage 1 keeps a partial sum; one rank has nobody to ask
-            self._flush(sorted(self._pending), reduce=keeps_grads)
+            self._flush(sorted(self._deposits.buckets), reduce=keeps_grads)
         if keeps_grads and self.rounds.differs():
             self.say_once(
                 "ranks were to reduce other buckets in one backward, or have other numbers of backwards: the gradients "
                 "of such a backward are whole to its end, or to the update, as without ZeRO-2"
             )
-        self._reduce_kept(self.rounds.left(self._pending), is_final=self.is_boundary)
+        self._reduce_kept(self.rounds.left(self._deposits.buckets), is_final=self.is_boundary)
         self._done.clear()
-        self._reduce_kept(self.rounds.end(self._pending), is_final=self.is_boundary)
-        for arrived in self._pending.values():  # to the boundary; what came may be the caller's (backward(gradient=))
-            arrived.update({slot: grad.clone() for slot, grad in arrived.items()})
-        self._has_round = False
+        self._reduce_kept(self.rounds.end(self._deposits.buckets), is_final=self.is_boundary)
+        self._deposits.own()
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
-        self.on_backward()
+        for listener in self.listeners:
+            listener.backward_ended()
 
     def _drop_failed(self) -> None:
         """Of a backward that raised, whose end never came, nothing goes on: what waits for its bucket is dropped here,
         what is in the accumulators by `_notice_cleared`."""
-        failed = [task for task, callback in self._open_tasks.items() if callback() is None]
-        if not failed:
+        if not self._backwards.drop_failed():
             return
-        for task in failed:
-            del self._open_tasks[task]
-        if self._open_tasks:
+        if self._backwards:
             raise ZcError("a backward inside another one raised and was caught: their gradients can't be told apart")
-        self._pending.clear()
+        self._deposits.clear()
         self._done.clear()
         self._cut_short()
-        self._has_failed = True
+        self._phase = Phase.FAILED
 
     def _cut_short(self) -> None:
         """What all ranks have agreed to reduce in a backward that has not come to its end on this one: others wait."""
         check = self.group.check
-        if self._has_round and check is not None and not check.has_failed:
+        if check is not None and not check.has_failed:
             self._reduce_kept(self.rounds.cut_short(), is_final=self.is_boundary)
-        self._has_round = False
 
     def _flush(self, buckets: Sequence[int], *, reduce: bool) -> None:
         is_agreed = self.rounds.is_agreed(buckets) if reduce else None
         # a microbatch in no_sync that reduces (stage 2) still leaves the way to host memory to the boundary
         is_final = reduce and self.is_boundary
         for index in buckets:
-            self.flushes.get("flush", index, is_final, self.plan)(self._take(index), self.streams, is_agreed)
+            self._write(index, is_final, is_agreed)
             if reduce:
                 self._done.add(index)
 
-    def _take(self, index: int) -> list[object]:
-        """What was deposited for one bucket: a gradient a slot, None where nothing came."""
-        arrived = self._pending.pop(index, {})
-        return [arrived.get(slot) for slot in range(len(self.plan.buckets[index].slots))]
+    def _write(self, index: int, is_final: bool, is_agreed: Callable[[], bool] | None = None) -> None:
+        """What waits for one bucket goes into its schedule."""
+        grads = self._deposits.take(self.plan.buckets[index])
+        self.flushes.get("flush", index, is_final, self.plan)(grads, self.streams, is_agreed)
 
     # --- boundaries ---
 
     @property
     def is_final(self) -> bool:
         """Whether the gradients are finished, and nothing has come since."""
-        return self._final
+        return self._phase is Phase.FINAL
 
-    @property
-    def current_plan(self) -> Plan:
-        return self.plan if self.is_boundary else self.plan.microbatch()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self.is_boundary = self.is_boundary, False
-        try:
-            yield
-        finally:
-            self.is_boundary = before
+    def _reopen(self) -> None:
+        if self.is_final:
+            self._phase = Phase.OPEN
 
     def finish_gradients(self, *, by_grad: bool = False) -> None:
         """The boundary: afterwards every rank's shard holds the mean over ranks of the sum over backward calls.
@@ -280,18 +243,21 @@ class Runtime:
         where these had not shown the same ones.
         """
         self.weights.synchronize()
-        param_grads.check(self.params, self.frozen, self.is_shown)
+        param_grads.check(self.params, self.frozen, self.shows)
         self._drop_failed()
         self._notice_cleared()
-        if self._final:
+        if self.is_final:
             return
-        self.before_meeting()
+        for listener in self.listeners:
+            listener.before_meeting()
         self.streams.join_home()
         self._meet(by_grad)
-        self.after_meeting()
+        for listener in self.listeners:
+            listener.after_meeting()
         self._land()
-        self._final = self._is_home = True
-        self.on_final()
+        self._phase, self._is_home = Phase.FINAL, True
+        for listener in self.listeners:
+            listener.gradients_finished()
 
     def _land(self) -> None:
         """With offload: what no boundary backward has copied to host memory (microbatches in no_sync, partial
@@ -303,17 +269,12 @@ class Runtime:
                 self.flushes.get("land", bucket.index, True, self.plan)([], self.streams)
         self.streams.join_home()
 
-    def wait_for_host_memory(self) -> None:
-        """Before the calling thread itself reads or writes what copies may still be on their way to."""
-        if self.plan.offload is not None:
-            self.streams.synchronize()
-
     def _meet(self, by_grad: bool) -> None:
         """All ranks are at the boundary: one small exchange on the host says which parameters have a gradient on any of
         them, and which buckets some rank has yet to reduce."""
         if self.plan.world_size == 1:
             return
-        kept = {k for k, state in enumerate(self.ops.state) if state is Acc.PARTIAL} | self._pending.keys()
+        kept = {k for k, state in enumerate(self.ops.state) if state is Acc.PARTIAL} | self._deposits.buckets
         shown = [list(flags) for flags in self.rounds.known]
         *flags, is_asked = self.rounds.meet(kept, by_grad=by_grad)
         if is_asked and not self.rounds.showed_one_set:
@@ -327,7 +288,7 @@ class Runtime:
         something; a model that was called twice may have proposed a bucket twice."""
         if self.plan.placement.gradient_in_ring:
             for index in buckets:
-                self.flushes.get("flush", index, is_final, self.plan)(self._take(index), self.streams)
+                self._write(index, is_final)
             return
         for k, index in enumerate(buckets):
             if k == 0 or index in buckets[:k]:
@@ -341,14 +302,16 @@ class Runtime:
         """Whatever way the caller has dropped gradients by since: ``param.grad = None``, the stock model.zero_grad(),
         the zero_grad of the optimizer's class, its own tensors' ``.grad``. Raises ZcError where some of what is left
         is mixed with a backward that raised."""
-        for optimizer in self.slices_cleared():
-            self.clear(set_to_none=True, optimizer=optimizer)
+        for listener in self.listeners:
+            for optimizer in listener.cleared_optimizers():
+                self.clear(set_to_none=True, optimizer=optimizer)
         gone = param_grads.cleared(self.plan, self.rounds.known, self.params)
         num_left = sum(map(sum, self.rounds.known)) - len(gone)
-        if num_left == 0 and (gone or self._has_failed):
+        has_failed = self._phase is Phase.FAILED
+        if num_left == 0 and (gone or has_failed):
             self.clear(set_to_none=True)
             return
-        if self._has_failed:
+        if has_failed:
             raise ZcError(
                 f"a backward raised, and {num_left} parameter(s) still have the gradients of backwards before it, to "
                 "which it may have added: call optimizer.zero_grad() before you go on"
@@ -356,11 +319,11 @@ class Runtime:
         if not gone:
             return
         self.streams.join_home()
-        self._final = False
+        self._reopen()
         self.wait_for_host_memory()
         for bucket, slot in gone:
             self.rounds.known[bucket][slot] = False
-            self._pending.get(bucket, {}).pop(slot, None)
+            self._deposits.drop(bucket, slot)
             self.ops.forget(bucket, slot)
 
     def clear(self, *, set_to_none: bool, optimizer: int | None = None) -> None:
@@ -372,15 +335,16 @@ class Runtime:
         if not set_to_none:
             self.wait_for_host_memory()
         for bucket in buckets:
-            self._pending.pop(bucket.index, None)
+            self._deposits.drop(bucket.index)
         if len(buckets) == len(self.plan.buckets):  # what a backward that raised has left goes with all of them
-            self._open_tasks.clear()
+            self._backwards.clear()
             self._done.clear()
-            self._has_failed = False
-        self._final = False
+            self._phase = Phase.OPEN
+        self._reopen()
         self.rounds.clear(buckets, set_to_none=set_to_none)
         if set_to_none:
-            self.on_cleared(optimizer)  # before the memory goes: their views would keep it
+            for listener in self.listeners:
+                listener.gradients_cleared(optimizer)
         self.ops.clear(buckets, set_to_none=set_to_none)
 
     def full_grad(self, index: int) -> dict[str, Tensor | None]:
@@ -400,7 +364,7 @@ class Runtime:
         return {s.name: flat[s.offset : s.stop].view(s.shape).clone() if touched else None for s, touched in pairs}
 
     def after_update(self, optimizer: int) -> None:
-        self._final = False  # the next step meets the other ranks again, whether or not this one has a backward before
+        self._reopen()  # the next step meets the other ranks again, whether or not this one has a backward before
         unused = self.ledger.unused(self.programs, self.plan.of_optimizer(optimizer), self.ops.touched)
         if unused:
             self.say_once(unused)
@@ -416,14 +380,6 @@ class Runtime:
         self.ledger.close_step(exposed_s, self.group.take_nbytes_sent())
         log.debug("step %d is done", self.ledger.num_steps)
         self.ops.close_step()
-
-    def say_once(self, note: str) -> None:
-        """Records a fallback or a condition for explain, and warns the first time."""
-        if note not in self.notes:
-            self.notes.append(note)
-            import warnings
-
-            warnings.warn(f"zc: {note}", stacklevel=3)
 
     def install_hooks(self) -> None:
         self._install_hooks(self.plan.buckets)

@@ -27,7 +27,7 @@ from zc.offload.disk_file import Region, StateFile, place
 from zc.planning.plan import Plan
 
 if TYPE_CHECKING:
-    from zc.engine.runtime import Runtime
+    from zc.engine.core import Core
 
 
 def state_keys(optimizer: Optimizer) -> list[str]:
@@ -97,7 +97,7 @@ class DiskState:
     """The optimizer's state of ``slices`` (by name) in ``file``."""
 
     def __init__(
-        self, runtime: Runtime, file: StateFile, optimizer: Optimizer, slices: Mapping[str, nn.Parameter]
+        self, runtime: Core, file: StateFile, optimizer: Optimizer, slices: Mapping[str, nn.Parameter]
     ) -> None:
         self.runtime, self.file, self.optimizer, self.slices = runtime, file, optimizer, slices
         self.num_updates = 0

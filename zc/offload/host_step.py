@@ -39,7 +39,8 @@ from zc.schedule.nodes import put
 from zc.schedule.spec import CastParam, CopyToDevice, Gather, Publish, Update
 
 if TYPE_CHECKING:
-    from zc.engine.runtime import Runtime
+    from zc.engine.core import Core
+    from zc.offload.disk_file import StateFile
 
 
 FUSED = ("Adam", "AdamW", "SGD")  # torch has one pass over a parameter for these on the CPU
@@ -71,7 +72,14 @@ class HostStep:
     alone, so that buckets may be updated one after the other."""
 
     def __init__(
-        self, runtime: Runtime, optimizer: Optimizer, slices: Mapping[str, nn.Parameter], *, by_bucket: bool
+        self,
+        runtime: Core,
+        number: int,
+        optimizer: Optimizer,
+        slices: Mapping[str, nn.Parameter],
+        file: StateFile | None,
+        *,
+        by_bucket: bool,
     ) -> None:
         self.runtime, self.optimizer, self._by_bucket = runtime, optimizer, by_bucket
         plan = runtime.plan
@@ -81,7 +89,6 @@ class HostStep:
         self._is_done = False
         self._next: dict[int, int] = {}  # bucket -> the one updated behind it
         self._shadow: Optimizer | None = None
-        file = runtime.state_file
         self.disk = DiskState(runtime, file, optimizer, slices) if file is not None else None
         self.num_threads = torch.get_num_threads()
         if plan.buckets[0].device.type == "cpu":
@@ -92,9 +99,13 @@ class HostStep:
             prefer_fused(optimizer)
         fused = "fused " if any(group.get("fused") for group in optimizer.param_groups) else ""
         how = "bucket by bucket as gradients land" if by_bucket else "all at once, after the last gradient has landed"
-        runtime.host_updates.append(f"{fused}{type(optimizer).__name__}, {how}, {self.num_threads} thread(s) a rank")
-        self._name = "update" if len(runtime.host_updates) == 1 else f"update_of_{len(runtime.host_updates) - 1}"
-        runtime.host_programs.append(lambda: list(self._programs.values()))
+        self.how = f"{fused}{type(optimizer).__name__}, {how}, {self.num_threads} thread(s) a rank"  # for explain
+        self._name = f"update_of_{number}" if number else "update"
+
+    @property
+    def programs(self) -> list[Program]:
+        """The schedules that have run so far, for explain."""
+        return list(self._programs.values())
 
     def before(self, changed: tuple[int, ...], own: RemovableHandle) -> None:
         """The optimizer's step begins. Bucket by bucket where that can't be seen; then nothing is left to the step

@@ -65,7 +65,7 @@ class GradShards:
         """The gradient of ``name`` is complete, and there. Raises ZcError where it has been set to None."""
         runtime = self.runtime
         grad = runtime.params[name].grad
-        if not runtime.is_final or grad is None or not runtime.is_shown(name, grad) or runtime.may_be_cleared():
+        if not runtime.is_final or grad is None or not runtime.shows(name, grad) or runtime.may_be_cleared():
             runtime.finish_gradients(by_grad=True)
         if not self._is_touched(name):
             raise ZcError(f"the gradient of {name} was set to None (zero_grad) since: take param.grad anew")

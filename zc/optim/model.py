@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc import torch_private
+from zc.engine.listener import Listener
 from zc.errors import PlanError
 from zc.offload.disk import DiskState
 from zc.optim.grad_shards import GradShards
@@ -28,12 +29,20 @@ from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
+    from zc.offload.disk_file import StateFile
 
 
-class ShardedModel:
+class ShardedModel(Listener):
     """Of one model on one rank. ``given``: the optimizer, or the list, tuple or dict of them, as the caller has it."""
 
-    def __init__(self, runtime: Runtime, given: Any, optimizers: Sequence[Optimizer], rules: Sequence[Rule]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        given: Any,
+        optimizers: Sequence[Optimizer],
+        rules: Sequence[Rule],
+        file: StateFile | None,
+    ) -> None:
         self.runtime, self.given = runtime, given
         self.grads: dict[str, ShardedGrad] = {}
         self.grad_shards = GradShards(runtime)
@@ -43,14 +52,9 @@ class ShardedModel:
             for k, (optimizer, rule) in enumerate(zip(optimizers, rules, strict=True))
         ]
         self.adopt(runtime.plan.buckets)
-        runtime.on_final = self._show
-        runtime.on_backward = self._after_backward
-        runtime.on_cleared = self._let_go
-        runtime.slices_cleared = lambda: [o.number for o in self.optimizers if o.are_cleared()]
-        runtime.may_be_cleared = lambda: any(o.is_one_cleared() for o in self.optimizers)
-        runtime.is_shown = lambda name, grad: grad is self.grads[name]
+        runtime.listeners.append(self)
         for optimizer in self.optimizers:
-            optimizer.start()
+            optimizer.start(file)
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """The parameters in these buckets show their gradients, and become slices of their optimizers."""
@@ -81,7 +85,19 @@ class ShardedModel:
         self.runtime.streams.synchronize()
         self.disk.flush(self._writes.take_over)
 
-    def _after_backward(self) -> None:
+    def shows(self, name: str, grad: Tensor) -> bool:
+        return grad is self.grads[name]
+
+    def cleared_optimizers(self) -> list[int]:
+        return [o.number for o in self.optimizers if o.are_cleared()]
+
+    def may_be_cleared(self) -> bool:
+        return any(o.is_one_cleared() for o in self.optimizers)
+
+    def gradients_finished(self) -> None:
+        self._show()
+
+    def backward_ended(self) -> None:
         for optimizer in self.optimizers:
             optimizer.stand_in()
         self._show()
@@ -98,19 +114,18 @@ class ShardedModel:
                 elif not is_known and param.grad is self.grads[slot.name]:
                     param.grad = None  # of gradients that were dropped when this backward had begun
 
-    def _let_go(self, number: int | None) -> None:
-        """No gradient is left of one optimizer, or of all, wherever somebody could look for one. Autograd may be adding
-        to a ``param.grad`` at this moment: inside a backward those go at its end."""
+    def gradients_cleared(self, optimizer: int | None) -> None:
+        """Autograd may be adding to a ``param.grad`` at this moment: inside a backward those go at its end."""
         self.grad_shards.changed()
-        chosen = self.optimizers if number is None else [self.optimizers[number]]
-        slots = [slot for bucket in self.runtime.plan.of_optimizer(number) for slot in bucket.slots]
+        chosen = self.optimizers if optimizer is None else [self.optimizers[optimizer]]
+        slots = [slot for bucket in self.runtime.plan.of_optimizer(optimizer) for slot in bucket.slots]
         params: list[nn.Parameter] = []
         if torch_private.current_graph_task() == -1:
             params = [self.runtime.params[slot.name] for slot in slots]
         with torch_private.without_torch_function():  # sooner done: parameters may be watched (engine/pending.py)
-            for optimizer in chosen:
-                optimizer.forget_given()
-                for held in optimizer.slices.values():
+            for each in chosen:
+                each.forget_given()
+                for held in each.slices.values():
                     held.grad = None
             for param in params:
                 param.grad = None

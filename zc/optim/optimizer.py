@@ -28,6 +28,7 @@ from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
+    from zc.offload.disk_file import StateFile
 
 
 class ShardedOptimizer:
@@ -53,11 +54,13 @@ class ShardedOptimizer:
         self.offload: HostStep | None = None
         self._handles: tuple[RemovableHandle, ...] = ()
 
-    def start(self) -> None:
-        """The slices are there: from here on the caller's ``step()`` updates them."""
+    def start(self, file: StateFile | None) -> None:
+        """The slices are there: from here on the caller's ``step()`` updates them. ``file``: with offload="disk"."""
         if self.runtime.plan.offload is not None:
             by_bucket = is_elementwise(self.optimizer)
-            self.offload = HostStep(self.runtime, self.optimizer, self.slices, by_bucket=by_bucket)
+            self.offload = HostStep(
+                self.runtime, self.number, self.optimizer, self.slices, file, by_bucket=by_bucket
+            )
         self._handles = (
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),

@@ -20,13 +20,13 @@ from zc.kernels import adopt_writes
 from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
-    from zc.engine.runtime import Runtime
+    from zc.engine.core import Core
 
 
 class ParamWrites:
     """Compares the parameters with their places, and with the masters."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Core) -> None:
         self._runtime = runtime
         self._places: dict[str, tuple[int, Bucket]] = {}  # address of each parameter that has elements
         self._versions: dict[str, int] = {}

@@ -23,6 +23,7 @@ from zc.schedule.nodes import summary, text
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
+    from zc.offload.host_step import HostStep
 
 
 MANY_PAGE_FAULTS = 4096  # a step; each takes 2 to 3 us
@@ -55,6 +56,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     if format not in ("text", "html"):
         raise PlanError(f"format must be 'text' or 'html', got {format!r}")
     runtime = sharded(model).runtime
+    on_host = [o.offload for o in sharded(model).optimizers if o.offload is not None]
     nbytes = persistent_nbytes(model)
     sections = {
         "plan": f"stage {runtime.plan.placement.stage}, rank {runtime.group.rank} of {runtime.group.world_size}, "
@@ -69,13 +71,13 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
         "notes": "\n".join(runtime.notes) or "none",
     }
     if runtime.plan.offload is not None:
-        sections["offload"] = _offload(runtime)
+        sections["offload"] = _offload(runtime, on_host)
     single = [p for p in runtime.flushes.programs if p.num_runs]
     if single:
         sections["schedules of what came in through hooks, and at the end"] = "\n".join(
             f"{p.name}: {_verdict(p)}" for p in single
         )
-    updates = [program for programs in runtime.host_programs for program in programs()]
+    updates = [program for step in on_host for program in step.programs]
     shown = (*runtime.forwards, *runtime.programs, *runtime.weights.programs, *updates)
     for program in shown:
         sections[f"schedule {program.name}"] = f"{_verdict(program)}\n{text(program.graph)}"
@@ -87,23 +89,23 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     return Explanation(sections, written)
 
 
-def _offload(runtime: Runtime) -> str:
+def _offload(runtime: Runtime, on_host: list[HostStep]) -> str:
     plan, moved = runtime.plan, runtime.ops.nbytes_of_last_step
     assert plan.offload is not None
     shard, whole = (sum(n) for n in zip(*((b.layout.numel_shard, b.numel) for b in plan.buckets), strict=True))
     size = plan.buckets[0].acc_dtype.itemsize
     kept = shard if plan.placement.gradient_in_ring else whole
     here, there = ("in use", "instead") if plan.offload.accumulates_on_host else ("instead", "in use")
-    file = runtime.state_file
+    disk = on_host[0].disk
     return "\n".join(
         [
-            f"optimizer state: {f'{file.path}, {file.nbytes:,} bytes' if file is not None else 'in memory'}",
+            f"optimizer state: {f'{disk.file.path}, {disk.file.nbytes:,} bytes' if disk is not None else 'in memory'}",
             f"offload_accumulate='cpu' ({here}): {size * kept:,} bytes go to the host a backward, and as many come "
             "back from the second one of an update on; none stay on the device",
             f"offload_accumulate='device' ({there}): {size * kept:,} bytes stay on the device, {size * shard:,} go to "
             "the host an update (a backward, where microbatches are not declared with zc.no_sync)",
             "over the bus in the last step: " + ", ".join(f"{way} {nbytes:,} bytes" for way, nbytes in moved.items()),
-            f"update: {'; '.join(runtime.host_updates) or 'none yet'}",
+            f"update: {'; '.join(step.how for step in on_host)}",
         ]
     )
 

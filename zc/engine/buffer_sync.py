@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from zc.engine.listener import Listener
 from zc.errors import RankMismatchError
 from zc.ranks.watch import Work
 
@@ -33,12 +34,12 @@ def has_buffers(model: nn.Module) -> bool:
     return any(buffer.numel() for buffer in model.buffers())
 
 
-class BufferSync:
+class BufferSync(Listener):
     """Of one model on one rank; made once all ranks have the same buffers. The runtime holds it."""
 
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self._model, self._runtime = weakref.ref(model), weakref.ref(runtime)
-        runtime.before_meeting, runtime.after_meeting = self.before_meeting, self.after_meeting
+        runtime.listeners.append(self)
         self._shapes = {name: (tuple(b.shape), b.dtype) for name, b in model.named_buffers()}
         self._is_due = False  # DDP would broadcast before the next forward
         self._has_ended = False  # rank 0 is at the boundary of this update

@@ -1,0 +1,77 @@
+"""What all parts of a compiled model share on one rank: its plan, its memory, its streams, its ranks, and its notes.
+
+A part that needs no more than this takes a `Core`. What knows the state of a backward or an update is the `Runtime`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from zc import torch_private
+from zc.engine.buffers import Buffers
+from zc.engine.ledger import Ledger
+from zc.engine.ops import GradientOps
+from zc.engine.program import Program
+from zc.engine.streams import Streams
+from zc.passes.pipeline import pipeline
+from zc.planning.plan import Plan
+from zc.ranks.comm import Group
+
+if TYPE_CHECKING:
+    from zc.config import Config
+    from zc.engine.program import Segment
+
+
+class Core:
+    """Made by `zc.compile`; `zc.recompile` gives it a larger plan."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        buffers: Buffers,
+        group: Group,
+        streams: Streams,
+        params: dict[str, nn.Parameter],
+    ) -> None:
+        self.config, self.plan, self.buffers, self.group, self.streams = config, plan, buffers, group, streams
+        self.params = params  # in the plan, by name
+        self.frozen: dict[str, nn.Parameter] = {}  # not in the plan; one that asks for a gradient needs zc.recompile
+        self.ops = GradientOps(plan, buffers, group)
+        self.passes = pipeline(in_place=config.write_in_place, prove=config.verify)
+        self.programs: list[Program] = []  # of compiled backward graphs, for explain
+        self.forwards: list[Program] = []  # of compiled forward graphs (overlap_gather)
+        self.compiled_segments: dict[str, Segment] = {}  # by canonical text
+        self.ledger = Ledger()
+        self.ledger.breaks_before = torch_private.graph_breaks()
+        self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
+        self.num_skipped = 0  # steps that a GradScaler left out
+        self.is_boundary = True
+
+    @property
+    def current_plan(self) -> Plan:
+        return self.plan if self.is_boundary else self.plan.microbatch()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.is_boundary = self.is_boundary, False
+        try:
+            yield
+        finally:
+            self.is_boundary = before
+
+    def wait_for_host_memory(self) -> None:
+        """Before the calling thread itself reads or writes what copies may still be on their way to."""
+        if self.plan.offload is not None:
+            self.streams.synchronize()
+
+    def say_once(self, note: str) -> None:
+        """Records a fallback or a condition for explain, and warns the first time."""
+        if note not in self.notes:
+            self.notes.append(note)
+            warnings.warn(f"zc: {note}", stacklevel=3)
