@@ -2,11 +2,14 @@
 # (Triton resolves the annotations of a kernel's parameters as types of its own, so they have none.)
 """Segments: pieces of a flat buffer, each filled from one gradient, in one launch whatever their number.
 
-A table on the device (_tables.py) has one row of int64, 96 bytes, for a segment. A program finds its segment, then
-moves one block of it::
+A table on the device has one row of int64, 96 bytes, for a segment, so that a launch serves any number of them. A column
+holds the first program of each row, ascending: a program finds its row by a binary search over it (log2 of the rows, in
+L1 after a processor's first program), then moves one block of the segment::
 
     column    0    1       2      3              4      5..7         8..11
               ptr  offset  numel  first_program  kind   sizes[1:4]   strides (elements)
+The idea of a table instead of a launch a tensor: apex / PyTorch multi_tensor_apply; here without its limit of 4 KB of
+arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zc.kernels._tables import find_row, to_device
 from zc.kernels._triton import cdiv, constexpr, jit, on_device, tl
 
 NUM_COLUMNS = 12
@@ -162,3 +164,24 @@ def move_segments(table, out, num_segments, scale, BLOCK: constexpr,
         _move(ptr, out, start, numel, kind, row, scale, tl.bfloat16, BLOCK, ADD, SCALED)
     else:
         _move(ptr, out, start, numel, kind, row, scale, tl.float16, BLOCK, ADD, SCALED)
+
+
+def to_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """[len(rows), columns] int64: all that goes to the device, from pinned memory, without a synchronisation."""
+    return torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+@jit
+def find_row(table, num_rows, program, FIRST_PROGRAM: constexpr, COLUMNS: constexpr):
+    """The last row whose first program, in column FIRST_PROGRAM, is not after ``program``.
+
+    A row without programs has the first program of the row behind it, so it is never the last.
+    """
+    low = 0
+    high = num_rows - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_before = tl.load(table + middle * COLUMNS + FIRST_PROGRAM) <= program
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle - 1)
+    return table + low * COLUMNS

@@ -16,7 +16,7 @@ from torch import Tensor
 from zc.kernels._check import check_flats
 from zc.kernels._chunks import ranges, runs, scratch_like
 from zc.kernels._private import copy_all_
-from zc.kernels._tables import find_row, to_device
+from zc.kernels._segments import find_row, to_device
 from zc.kernels._triton import cdiv, constexpr, jit, on_device, tl, use_triton
 
 __all__ = ["sums_of_squares", "sums_of_squares_reference", "sums_of_squares_triton"]

@@ -14,7 +14,7 @@ from torch import nn
 
 import zc
 from zc.ranks.agreement import Agreement
-from zc.ranks.watch import FOLD, Journal
+from zc.ranks.journal import FOLD, Journal
 
 STEPS = 3
 

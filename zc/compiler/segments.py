@@ -27,14 +27,14 @@ def interpret(gm: fx.GraphModule) -> Segment:
 
 
 def segment_compiler(
-    runtime: Core, kwargs: dict[str, Any], *, is_backward: bool
+    core: Core, kwargs: dict[str, Any], *, is_backward: bool
 ) -> Callable[[fx.GraphModule], Segment]:
-    if runtime.config.backend == "aot_eager":
+    if core.config.backend == "aot_eager":
         return interpret
-    return partial(compile_segment, runtime, {**kwargs, "is_backward": is_backward})
+    return partial(compile_segment, core, {**kwargs, "is_backward": is_backward})
 
 
-def compile_segment(runtime: Core, kwargs: dict[str, Any], gm: fx.GraphModule) -> Segment:
+def compile_segment(core: Core, kwargs: dict[str, Any], gm: fx.GraphModule) -> Segment:
     """Inductor on one segment. Identical segments (layers of one shape) are compiled once.
 
     Relies on ``compile_fx_inner(gm, example_inputs, **kwargs)``; on its returning a boxed callable; and on
@@ -42,8 +42,8 @@ def compile_segment(runtime: Core, kwargs: dict[str, Any], gm: fx.GraphModule) -
     that the next segment was traced with (2.11 to 2.15).
     """
     key = canonical_key(gm)
-    if key is not None and key in runtime.compiled_segments:
-        return runtime.compiled_segments[key]
+    if key is not None and key in core.compiled_segments:
+        return core.compiled_segments[key]
     output = gm.graph.output_node()
     outputs: Any = output.args[0]
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
@@ -54,7 +54,7 @@ def compile_segment(runtime: Core, kwargs: dict[str, Any], gm: fx.GraphModule) -
     with torch_private.apart_from_the_whole(gm.meta["donated"]):
         compiled: Segment = torch_private.compile_inner(gm, example_inputs, **passed)
     if key is not None:
-        runtime.compiled_segments[key] = compiled  # pure code, no state: layers of one shape can share it
+        core.compiled_segments[key] = compiled  # pure code, no state: layers of one shape can share it
     return compiled
 
 

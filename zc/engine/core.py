@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from zc import torch_private
+from zc.engine.bound_ops import ProgramOps
 from zc.engine.buffers import Buffers
 from zc.engine.ledger import Ledger
-from zc.engine.ops import GradientOps
 from zc.engine.program import Program
 from zc.engine.streams import Streams
 from zc.passes.pipeline import pipeline
@@ -42,7 +42,7 @@ class Core:
         self.config, self.plan, self.buffers, self.group, self.streams = config, plan, buffers, group, streams
         self.params = params  # in the plan, by name
         self.frozen: dict[str, nn.Parameter] = {}  # not in the plan; one that asks for a gradient needs zc.recompile
-        self.ops = GradientOps(plan, buffers, group)
+        self.ops = ProgramOps(plan, buffers, group)
         self.passes = pipeline(in_place=config.write_in_place, prove=config.verify)
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
         self.forwards: list[Program] = []  # of compiled forward graphs (overlap_gather)

@@ -18,14 +18,14 @@ from zc.passes.debt import Debt
 from zc.planning.plan import Plan
 
 if TYPE_CHECKING:
-    from zc.engine.ops import GradientOps
+    from zc.engine.bound_ops import ProgramOps
 
 
 class Flushes:
     """The schedules of one model: ``flush`` writes deposited gradients (an input a slot), ``reduce`` reduces the
     partial sum that acc_flat holds, ``land`` copies a reduced gradient to host memory."""
 
-    def __init__(self, passes: Sequence[Pass], ops: GradientOps) -> None:
+    def __init__(self, passes: Sequence[Pass], ops: ProgramOps) -> None:
         self._passes, self._ops = passes, ops
         self._programs: dict[tuple[str, int, bool], Program] = {}
 

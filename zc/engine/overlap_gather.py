@@ -72,8 +72,8 @@ def publish_graph(plan: Plan) -> fx.Graph:
 class WeightGather:
     """The gathers of one model on one rank, and the compiled forward graphs that wait for them."""
 
-    def __init__(self, runtime: Core) -> None:
-        self._runtime = weakref.ref(runtime)
+    def __init__(self, core: Core) -> None:
+        self._core = weakref.ref(core)
         self._programs: dict[tuple[int, ...], Program] = {}
         self._is_open = False  # a gather may be in flight that the home stream has not waited for
         self._pending = Pending(self.synchronize)
@@ -89,21 +89,21 @@ class WeightGather:
     def publish(self, buckets: Sequence[int]) -> None:
         """flat_param <- all ranks' masters of ``buckets``, cast to param_dtype; afterwards the home stream may read
         them, or, with overlap_gather, what has waited for them may."""
-        runtime = self._found()
-        if runtime.plan.overlap_gather:  # now, since a gather that is on its way holds views of its own
-            self._unseen = self._why_unseen(runtime)
+        core = self._found()
+        if core.plan.overlap_gather:  # now, since a gather that is on its way holds views of its own
+            self._unseen = self._why_unseen(core)
         for index in buckets:
-            bucket = runtime.plan.buckets[index]
+            bucket = core.plan.buckets[index]
             if bucket.has_master:
-                shard = runtime.buffers.part(runtime.buffers.flat_param[index], bucket)
-                shard.copy_(runtime.buffers.master_shard[index].detach())
-        self._program(tuple(buckets))([], runtime.streams)
-        self._is_open = runtime.plan.overlap_gather
+                shard = core.buffers.part(core.buffers.flat_param[index], bucket)
+                shard.copy_(core.buffers.master_shard[index].detach())
+        self._program(tuple(buckets))([], core.streams)
+        self._is_open = core.plan.overlap_gather
         # the parameters changed behind autograd's back (their storage is flat_param): a backward through a forward from
         # before this step must fail as it does in PyTorch
         for index in buckets:
-            for slot in runtime.plan.buckets[index].slots:
-                torch.autograd.graph.increment_version(runtime.params[slot.name])
+            for slot in core.plan.buckets[index].slots:
+                torch.autograd.graph.increment_version(core.params[slot.name])
 
     def count_sharing(self) -> None:
         """New buckets are ready: flat_param is new memory, which nobody but the parameters and zc can hold yet."""
@@ -115,20 +115,20 @@ class WeightGather:
         be seen, the step itself waits, and says so."""
         if not self._is_open:
             return
-        runtime = self._found()
+        core = self._found()
         if self._unseen is None:
-            self._pending.leave(runtime.params.values())
+            self._pending.leave(core.params.values())
         else:
-            runtime.say_once(f"overlap_gather: {self._unseen}: step() waits for the weights wherever that is so")
+            core.say_once(f"overlap_gather: {self._unseen}: step() waits for the weights wherever that is so")
             self.synchronize()
 
-    def _why_unseen(self, runtime: Core) -> str | None:
+    def _why_unseen(self, core: Core) -> str | None:
         """Through what new weights might be read unseen, and which; None: nothing."""
-        others = sorted({type(p).__name__ for p in runtime.params.values() if not can_be_watched(p)})
+        others = sorted({type(p).__name__ for p in core.params.values() if not can_be_watched(p)})
         if others:
             return f"parameters of class {', '.join(others)} can't be watched"
-        flat_param = runtime.buffers.flat_param
-        for bucket, flat, known in zip(runtime.plan.buckets, flat_param, self._num_sharing, strict=True):
+        flat_param = core.buffers.flat_param
+        for bucket, flat, known in zip(core.plan.buckets, flat_param, self._num_sharing, strict=True):
             if torch_private.num_sharing(flat) > known:
                 first, last = bucket.slots[0].name, bucket.slots[-1].name
                 return (
@@ -152,25 +152,25 @@ class WeightGather:
         self, graph: fx.Graph, compile_segment: Callable[[fx.GraphModule], Segment]
     ) -> Callable[[list[Any]], tuple[Any, ...]]:
         """A forward graph as a schedule. Its parameters' placeholders name their buffer in ``meta["buffer"]``."""
-        runtime = self._found()
+        core = self._found()
         program = build(
             graph,
-            runtime.plan,
+            core.plan,
             self._proved(_FORWARD),
-            runtime.ops,
+            core.ops,
             compile_segment,
-            name=f"forward_{len(runtime.forwards)}",
-            dump_dir=runtime.config.dump_dir,
+            name=f"forward_{len(core.forwards)}",
+            dump_dir=core.config.dump_dir,
         )
-        runtime.forwards.append(program)
+        core.forwards.append(program)
         # weak: Dynamo keeps ``run``, see `zc.compiler.backend.make_backend`
         this, known = weakref.proxy(self), weakref.proxy(program)
 
         def run(args: list[Any]) -> tuple[Any, ...]:
-            runtime = this._found()
-            outputs = known(args, runtime.streams)
+            core = this._found()
+            outputs = known(args, core.streams)
             # its last nodes publish every bucket of its plan, which zc.recompile may have extended since
-            this._is_open = this._is_open and known.plan is not runtime.plan
+            this._is_open = this._is_open and known.plan is not core.plan
             return outputs
 
         return run
@@ -201,10 +201,10 @@ class WeightGather:
         """Gathers these buckets; None: publishes all."""
         key = (-1,) if buckets is None else buckets
         if key not in self._programs:
-            runtime = self._found()
-            graph = publish_graph(runtime.plan) if buckets is None else gather_graph(runtime.plan, buckets)
+            core = self._found()
+            graph = publish_graph(core.plan) if buckets is None else gather_graph(core.plan, buckets)
             name = "publish" if buckets is None else f"gather_{len(self._programs)}"
-            self._programs[key] = build(graph, runtime.plan, self._proved(_GATHER), runtime.ops, name=name)
+            self._programs[key] = build(graph, core.plan, self._proved(_GATHER), core.ops, name=name)
         return self._programs[key]
 
     def _proved(self, passes: Sequence[Pass]) -> list[Pass]:
@@ -212,6 +212,6 @@ class WeightGather:
         return [p._replace(requires=frozenset()) for p in chosen]
 
     def _found(self) -> Core:
-        runtime = self._runtime()
-        assert runtime is not None, "the model of these parameters is gone"
-        return runtime
+        core = self._core()
+        assert core is not None, "the model of these parameters is gone"
+        return core

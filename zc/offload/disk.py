@@ -97,14 +97,14 @@ class DiskState:
     """The optimizer's state of ``slices`` (by name) in ``file``."""
 
     def __init__(
-        self, runtime: Core, file: StateFile, optimizer: Optimizer, slices: Mapping[str, nn.Parameter]
+        self, core: Core, file: StateFile, optimizer: Optimizer, slices: Mapping[str, nn.Parameter]
     ) -> None:
-        self.runtime, self.file, self.optimizer, self.slices = runtime, file, optimizer, slices
+        self.core, self.file, self.optimizer, self.slices = core, file, optimizer, slices
         self.num_updates = 0
         self._place: dict[tuple[str, str], Tensor] = {}
         keys = {name.split("/")[1] for name in file.regions} - {"master_shard"}
-        rank = runtime.group.rank
-        for bucket in runtime.plan.buckets:
+        rank = core.group.rank
+        for bucket in core.plan.buckets:
             start, _ = bucket.layout.shard_range(rank)
             for slot in bucket.slots:
                 if slot.name in slices:
@@ -116,24 +116,24 @@ class DiskState:
 
     def _take_up(self) -> None:
         """What an earlier run has flushed, on all ranks or on none."""
-        found, group = self.file.found, self.runtime.group
+        found, group = self.file.found, self.core.group
         number = found["flush"] if found is not None else -1
         low, high = group.max_on_host([-number, number])
         if found is None or -low != high:
             self.file.found = None
             if self.file.was_left or -low != high:
                 why = "on some ranks it is not complete" if -low != high else "it is not complete"
-                self.runtime.say_once(f"offload_dir: {why}, so state of an earlier run in it is not used")
+                self.core.say_once(f"offload_dir: {why}, so state of an earlier run in it is not used")
             self.file.begin_update()
             return
         self.num_updates = found["num_updates"]
-        for bucket in self.runtime.plan.buckets:
+        for bucket in self.core.plan.buckets:
             if bucket.has_master:
-                self.runtime.buffers.master_shard[bucket.index].copy_(self.file.tensor(f"{bucket.index}/master_shard"))
+                self.core.buffers.master_shard[bucket.index].copy_(self.file.tensor(f"{bucket.index}/master_shard"))
         for name, items in found["state"].items():
             param = self.slices[name]
             self.optimizer.state[param] = {key: self._restored(name, key, item) for key, item in items.items()}
-        self.runtime.say_once(f"offload_dir: state after update {self.num_updates:,} taken up")
+        self.core.say_once(f"offload_dir: state after update {self.num_updates:,} taken up")
 
     def _restored(self, name: str, key: str, item: Any) -> Any:
         if item == "file":
@@ -154,7 +154,7 @@ class DiskState:
 
     def settle(self, bucket: int) -> None:
         """State tensors that the optimizer has made in memory (a first update, load_state_dict) move to the file."""
-        for slot in self.runtime.plan.buckets[bucket].slots:
+        for slot in self.core.plan.buckets[bucket].slots:
             param = self.slices.get(slot.name)
             state = self.optimizer.state.get(param) if param is not None else None
             for key, item in list((state or {}).items()):
@@ -162,7 +162,7 @@ class DiskState:
                     continue
                 place = self._place.get((slot.name, key))
                 if place is None or item.dtype != place.dtype or item.shape != place.shape:
-                    self.runtime.say_once(
+                    self.core.say_once(
                         f"offload='disk': the state {key} was not there when the file was made; it stays in memory"
                     )
                 elif item.data_ptr() != place.data_ptr() and item.numel():
@@ -172,24 +172,24 @@ class DiskState:
 
     def flush(self, prepare: Callable[[], None]) -> None:
         """See `zc.flush_state`. ``prepare`` brings the masters up to what the caller has written into parameters."""
-        runtime, rank = self.runtime, self.runtime.group.rank
+        core, rank = self.core, self.core.group.rank
         failure: Exception | None = None
-        (number,) = runtime.group.max_on_host([secrets.randbits(62) if rank == 0 else 0])
+        (number,) = core.group.max_on_host([secrets.randbits(62) if rank == 0 else 0])
         try:
             prepare()
             self.file.begin_update()
-            for bucket in runtime.plan.buckets:
+            for bucket in core.plan.buckets:
                 self.settle(bucket.index)
                 if bucket.has_master:
-                    self.file.tensor(f"{bucket.index}/master_shard").copy_(runtime.buffers.master_shard[bucket.index])
-            dtypes = {s.name: b.param_dtype for b in runtime.plan.buckets for s in b.slots}
-            weights = {n: checksum(p, dtypes[n]) for n, p in runtime.params.items()} if rank == 0 else {}
+                    self.file.tensor(f"{bucket.index}/master_shard").copy_(core.buffers.master_shard[bucket.index])
+            dtypes = {s.name: b.param_dtype for b in core.plan.buckets for s in b.slots}
+            weights = {n: checksum(p, dtypes[n]) for n, p in core.params.items()} if rank == 0 else {}
             state = {name: self._saved(name, param) for name, param in self.slices.items()}
             facts = {"flush": number, "num_updates": self.num_updates, "weights": weights}
             self.file.flush({**facts, "state": {name: items for name, items in state.items() if items}})
         except (OSError, PlanError, ZcError) as error:
             failure = error
-        runtime.group.agree_on(failure)
+        core.group.agree_on(failure)
 
     def _saved(self, name: str, param: nn.Parameter) -> dict[str, Any]:
         saved: dict[str, Any] = {}

@@ -73,7 +73,7 @@ class HostStep:
 
     def __init__(
         self,
-        runtime: Core,
+        core: Core,
         number: int,
         optimizer: Optimizer,
         slices: Mapping[str, nn.Parameter],
@@ -81,21 +81,21 @@ class HostStep:
         *,
         by_bucket: bool,
     ) -> None:
-        self.runtime, self.optimizer, self._by_bucket = runtime, optimizer, by_bucket
-        plan = runtime.plan
+        self.core, self.optimizer, self._by_bucket = core, optimizer, by_bucket
+        plan = core.plan
         self._slices = [[slices[s.name] for s in b.slots if s.name in slices] for b in plan.buckets]
         self._programs: dict[tuple[tuple[int, ...], bool], Program] = {}
         self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
         self._is_done = False
         self._next: dict[int, int] = {}  # bucket -> the one updated behind it
         self._shadow: Optimizer | None = None
-        self.disk = DiskState(runtime, file, optimizer, slices) if file is not None else None
+        self.disk = DiskState(core, file, optimizer, slices) if file is not None else None
         self.num_threads = torch.get_num_threads()
         if plan.buckets[0].device.type == "cpu":
             saves = "only the optimizer's state leaves it" if file is not None else "so it saves no memory here"
-            runtime.say_once(f"offload: parameters are in host memory already, {saves}")
+            core.say_once(f"offload: parameters are in host memory already, {saves}")
         else:
-            self.num_threads = num_threads(runtime.group.world_size)
+            self.num_threads = num_threads(core.group.world_size)
             prefer_fused(optimizer)
         fused = "fused " if any(group.get("fused") for group in optimizer.param_groups) else ""
         how = "bucket by bucket as gradients land" if by_bucket else "all at once, after the last gradient has landed"
@@ -115,7 +115,7 @@ class HostStep:
         if self.disk is not None:
             self.disk.begin_update()
         if not self._is_done:
-            self.runtime.wait_for_host_memory()
+            self.core.wait_for_host_memory()
             return
         self._make_shadow()
         self._run(changed, with_update=True)
@@ -159,13 +159,13 @@ class HostStep:
             return
         key = (buckets, with_update)
         if key not in self._programs:
-            graph = step_graph(self.runtime.plan, buckets, with_update=with_update)
-            passes = [p for p in _PASSES if self.runtime.config.verify or p.name != "verify"]
+            graph = step_graph(self.core.plan, buckets, with_update=with_update)
+            passes = [p for p in _PASSES if self.core.config.verify or p.name != "verify"]
             name = f"{self._name}_{len(self._programs)}"
-            self._programs[key] = build(graph, self.runtime.plan, passes, self, name=name)
+            self._programs[key] = build(graph, self.core.plan, passes, self, name=name)
         self._next = dict(itertools.pairwise(buckets))
-        self._programs[key]([], self.runtime.streams)
-        self.runtime.streams.join_home()
+        self._programs[key]([], self.core.streams)
+        self.core.streams.join_home()
 
     # --- the operations ---
 
@@ -191,21 +191,21 @@ class HostStep:
             self.disk.settle(bucket)
 
     def cast_param(self, bucket: int, dst: str, src: str) -> None:
-        record = self.runtime.plan.buckets[bucket]
-        self.runtime.buffers.named(dst, record).copy_(self.runtime.buffers.named(src, record).detach())
+        record = self.core.plan.buckets[bucket]
+        self.core.buffers.named(dst, record).copy_(self.core.buffers.named(src, record).detach())
 
     def copy_to_device(self, bucket: int, dst: str, src: str) -> None:
-        record = self.runtime.plan.buckets[bucket]
-        out, given = self.runtime.buffers.named(dst, record), self.runtime.buffers.named(src, record)
-        self.runtime.ops.move(out, given, "to_device")
+        record = self.core.plan.buckets[bucket]
+        out, given = self.core.buffers.named(dst, record), self.core.buffers.named(src, record)
+        self.core.ops.move(out, given, "to_device")
 
     def gather(self, bucket: int, buffer: str) -> None:
-        self.runtime.ops.gather(bucket, buffer)
+        self.core.ops.gather(bucket, buffer)
 
     def publish(self, bucket: int, buffer: str) -> None:
         # a backward through a forward from before this step must fail as it does in PyTorch
-        for slot in self.runtime.plan.buckets[bucket].slots:
-            torch.autograd.graph.increment_version(self.runtime.params[slot.name])
+        for slot in self.core.plan.buckets[bucket].slots:
+            torch.autograd.graph.increment_version(self.core.params[slot.name])
 
 
 @contextmanager

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 class ParamWrites:
     """Compares the parameters with their places, and with the masters."""
 
-    def __init__(self, runtime: Core) -> None:
-        self._runtime = runtime
+    def __init__(self, core: Core) -> None:
+        self._core = core
         self._places: dict[str, tuple[int, Bucket]] = {}  # address of each parameter that has elements
         self._versions: dict[str, int] = {}
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """The parameters of these buckets are views of flat_param, which never moves, from now on."""
         for bucket in buckets:
-            flat = self._runtime.buffers.flat_param[bucket.index]
+            flat = self._core.buffers.flat_param[bucket.index]
             for slot in bucket.slots:
                 if slot.numel > 0:
                     self._places[slot.name] = flat.data_ptr() + slot.offset * flat.element_size(), bucket
@@ -42,12 +42,12 @@ class ParamWrites:
 
     def remember(self) -> None:
         """Parameters and masters agree now."""
-        self._versions = {name: torch_private.version(param) for name, param in self._runtime.params.items()}
+        self._versions = {name: torch_private.version(param) for name, param in self._core.params.items()}
 
     def check_places(self) -> None:
         """Raises ZcError for a parameter that has left its bucket."""
         for name, (address, bucket) in self._places.items():
-            param = self._runtime.params[name]
+            param = self._core.params[name]
             if param.data_ptr() != address:
                 raise ZcError(
                     f"parameter {name} has left its bucket, so no update would reach it: it is {param.dtype} on "
@@ -62,7 +62,7 @@ class ParamWrites:
         Raises ZcError for a parameter that has left its bucket; nothing has changed.
         """
         self.check_places()
-        plan, buffers = self._runtime.plan, self._runtime.buffers
+        plan, buffers = self._core.plan, self._core.buffers
         for bucket in plan.buckets:
             if not bucket.has_master and plan.offload is None:
                 continue  # the master is the parameter's own storage
@@ -73,5 +73,5 @@ class ParamWrites:
 
     def _is_counted(self, bucket: Bucket) -> bool:
         """Whether autograd has seen a write since `remember`."""
-        params = self._runtime.params
+        params = self._core.params
         return any(torch_private.version(params[slot.name]) != self._versions[slot.name] for slot in bucket.slots)

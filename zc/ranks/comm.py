@@ -20,7 +20,8 @@ from torch import Tensor
 from zc.errors import PlanError, RankMismatchError
 from zc.planning.plan import Plan
 from zc.ranks.groups import Groups
-from zc.ranks.watch import Entry, RankCheck, Work
+from zc.ranks.journal import Entry
+from zc.ranks.watch import RankCheck, Work
 from zc.ranks.works import Several, Watched
 
 # What is exchanged under a bucket's number. On CPU the position in this list is part of the message's tag.

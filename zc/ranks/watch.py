@@ -23,45 +23,20 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 import weakref
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from zc.errors import RankLostError, RankMismatchError, ZcError
+from zc.ranks.journal import Entry, Journal, collective_of_the_caller
 
 TICK_S = 1.0  # between two looks at the store; an exchange that takes longer is a stall
 SLICE_S = 0.5  # how often a waiting thread looks whether the watch has found something
 LOST_CONNECTION_S = 6.0  # patience with a silent rank once the network has reported an error
-FOLD = 4096  # exchanges of one update that a rank can still name
-Entry = tuple[str, int]
-
-
-class Journal(NamedTuple):
-    """``epoch``: updates that all ranks have agreed on; what was started since: ``folded`` entries, of which only the
-    checksum ``sums`` is left, and ``entries``."""
-
-    epoch: int
-    entries: list[Entry]
-    folded: int = 0
-    sums: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.folded + len(self.entries)
-
-    def with_entry(self, entry: Entry) -> Journal:
-        """One more. The older half of a full list is folded, at the same entries on every rank: a loop that never steps
-        must not fill the memory."""
-        self.entries.append(entry)
-        if len(self.entries) < 2 * FOLD:
-            return self
-        sums = zlib.crc32(repr(self.entries[:FOLD]).encode(), self.sums)
-        return Journal(self.epoch, self.entries[FOLD:], self.folded + FOLD, sums)
 
 
 class Work(Protocol):
@@ -303,19 +278,6 @@ class RankCheck:
         self._failure = (kind, text)
         self.on_failure()
         self._failed.set()
-
-
-def collective_of_the_caller() -> str | None:
-    """The call into torch.distributed that the main thread is in, and the line that made it."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    inside = None
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
-            inside = inside if frame.f_code.co_name == "wrapper" else frame.f_code.co_name  # a decorator of torch's
-        elif inside is not None:
-            return f"torch.distributed.{inside} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
-        frame = frame.f_back
-    return None
 
 
 def _watch(check: weakref.ref[RankCheck], stop: threading.Event, tick: float) -> None:

@@ -8,7 +8,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from zc.ranks.watch import Entry, RankCheck, Work
+from zc.ranks.journal import Entry
+from zc.ranks.watch import RankCheck, Work
 
 
 class Several:
