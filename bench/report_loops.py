@@ -1,7 +1,7 @@
 """The loops of the public reports that zc was created from, and what one process in float64 makes of them.
 
-DS#7579 (multi-task losses, ZeRO-2 with offload: buckets that stay empty), PR#7985 (the boundary microbatch that missed
-the reduction) and DS#8061 (many producers of one bucket).
+deepspeed#7579 (multi-task losses, ZeRO-2 with offload: buckets that stay empty), deepspeed#7985 (the boundary
+microbatch that missed the reduction) and deepspeed#8061 (many producers of one bucket).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class MultiTask(nn.Module):
-    """A trunk and a head for each task (DS#7579)."""
+    """A trunk and a head for each task (deepspeed#7579)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class MultiTask(nn.Module):
 
 
 class Probe(nn.Sequential):
-    """The model of PR#7985's probe."""
+    """The model of deepspeed#7985's probe."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
@@ -80,7 +80,7 @@ class Loop:
 
 
 def _tasks(name: str, backwards: tuple[tuple[int, ...], ...], **options: Any) -> Loop:
-    return Loop("DS#7579", name, MultiTask, task_batch, task_loss, backwards, **options)
+    return Loop("deepspeed#7579", name, MultiTask, task_batch, task_loss, backwards, **options)
 
 
 APART, SUMMED = ((0,), (1,), (2,)), ((0, 1, 2),)
@@ -92,9 +92,10 @@ LOOPS = (
     _tasks("a backward a task, ZeRO-2", APART, stage=2),
     _tasks("a backward a task, ZeRO-1", APART, stage=1),
     _tasks("a backward a task, ZeRO-1, no overlap", APART, stage=1, overlap=False),
-    Loop("PR#7985", "4 microbatches, bf16 model, fp32 accumulation, ZeRO-1", Probe, probe_batch, probe_loss,
+    Loop("deepspeed#7985", "4 microbatches, bf16 model, fp32 accumulation, ZeRO-1", Probe, probe_batch, probe_loss,
          ((),) * 4, stage=1, dtype=torch.bfloat16),
-    Loop("DS#8061", "compiled, ZeRO-2, overlap_comm, on a CPU", MultiTask, task_batch, task_loss, SUMMED, stage=2,
+    Loop("deepspeed#8061", "compiled, ZeRO-2, overlap_comm, on a CPU", MultiTask, task_batch, task_loss, SUMMED,
+         stage=2,
          compiled=True),
 )  # fmt: skip
 

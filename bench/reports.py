@@ -223,14 +223,17 @@ one process in float64: 1 is right, 0 means that the part never moved. *off by*:
 `bench/results/reports.csv`. Do not edit.
 """  # noqa: E501
 TEXTS = {
-    "DS#7579": "Several tasks an iteration, a trunk and a head each. With DeepSpeed's documented loop (engine.step() "
+    "deepspeed#7579":
+        "Several tasks an iteration, a trunk and a head each. With DeepSpeed's documented loop (engine.step() "
     "behind each backward) a head that only an earlier backward of an iteration uses must still be updated. The "
     "report's own loop calls step() once an iteration; DeepSpeed counts microbatches by its calls, so three iterations "
     "are one update there. Each runs with overlap (DeepSpeed: overlap_comm, contiguous_gradients, buckets of 50 M "
     "elements, as reported) but for the row that says so.",
-    "PR#7985": "The boundary microbatch must be accumulated before the reduction. Both systems compute in bf16 and are "
+    "deepspeed#7985":
+        "The boundary microbatch must be accumulated before the reduction. Both systems compute in bf16 and are "
     "compared by their fp32 masters, so bf16's rounding of activations is what is left.",
-    "DS#8061": "The race needs several GPU streams: a CPU runs each system's copies in order, so this row only shows "
+    "deepspeed#8061":
+        "The race needs several GPU streams: a CPU runs each system's copies in order, so this row only shows "
     "that the loop is right without them. What zc proves of its streams is in docs/proof.md, and tests/proof rebuilds "
     "the report under adversarial interleavings.",
 }

@@ -2,9 +2,9 @@
 # (Triton resolves the annotations of a kernel's parameters as types of its own, so they have none.)
 """Segments: pieces of a flat buffer, each filled from one gradient, in one launch whatever their number.
 
-A table on the device has one row of int64, 96 bytes, for a segment, so that a launch serves any number of them. A column
-holds the first program of each row, ascending: a program finds its row by a binary search over it (log2 of the rows, in
-L1 after a processor's first program), then moves one block of the segment::
+A table on the device has one row of int64, 96 bytes, for a segment, so that a launch serves any number of them. A
+column holds the first program of each row, ascending: a program finds its row by a binary search over it (log2 of the
+rows, in L1 after a processor's first program), then moves one block of the segment::
 
     column    0    1       2      3              4      5..7         8..11
               ptr  offset  numel  first_program  kind   sizes[1:4]   strides (elements)

@@ -4,7 +4,7 @@
 
 Bytes moved: every row read once, [S] fp32 written once (read once more with ``add``): S * (W * wire bytes + 4 or 8).
 128-bit accesses where rows, their stride and ``out`` are aligned to 16 elements, as zc.planning.layout makes them.
-The idea (all-to-all, then a local sum in fp32): DESIGN.md section 6.
+The idea, an all-to-all and then a local sum in fp32, is in docs/decisions.md.
 """
 
 from __future__ import annotations

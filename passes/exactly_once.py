@@ -10,7 +10,7 @@ names, and what it leaves there. Bucket 2 in stage 2::
     accumulate(2, "acc[2]", "recv[0]")                 recv[0]: rows -> nothing; acc[2]: sum -> total
 
 So an overwritten gradient that was not sent, rows that no accumulate took, a second reduction of one bucket are faults
-(PR#7985, DS#7981, DS#7366). On top of the table:
+(deepspeed#7985, deepspeed#7981, deepspeed#7366). On top of the table:
 
 - Whoever takes a ``gradient`` takes a whole one: what flatten_cast or accumulate_cast (with spans) and wgrad_into have
   written covers each element of the bucket once, padding included, and each slot as the plan lays it out.

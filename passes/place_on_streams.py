@@ -10,7 +10,7 @@ Placeholders, getitems and the output have no stream and are left alone. Without
 what crosses the bus stays on copy and what the processor does on host: the processor must be able to wait for one copy.
 
 `spread_producers(n)` is the same pass with the producers dealt in turn over n compute streams, so that a bucket is
-really filled from several (DS#8061)::
+really filled from several (deepspeed#8061)::
 
     segment("segment_0", %x)                                  compute | segment("segment_0", %x)
     segment("segment_1", %y)                           ->   compute.1 | segment("segment_1", %y)

@@ -90,7 +90,8 @@ class GPT(nn.Module):
 
 
 class Heads(nn.Module):
-    """A trunk and a head for each task; ``forward(x, tasks)`` uses only the heads of ``tasks`` (DS#7579's model)."""
+    """A trunk and a head for each task; ``forward(x, tasks)`` uses only the heads of ``tasks`` (deepspeed#7579's
+    model)."""
 
     def __init__(self, dim: int = 16, num_tasks: int = 3) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ def batch_norm() -> Stack:
 
 
 def probe() -> Stack:
-    """The model of PR#7985's probe, in bf16."""
+    """The model of deepspeed#7985's probe, in bf16."""
     return Stack(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16()
 
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def recompile(model: nn.Module) -> None:
-    """Plans the parameters that have become trainable since `compile` (``requires_grad_(True)``, DS#5639), between two
-    updates, on all ranks. Everything else keeps its place: weights, optimizer state, and schedules. A parameter that
-    was frozen since needs no call, it just gets no gradient.
+    """Plans the parameters that have become trainable since `compile` (``requires_grad_(True)``, deepspeed#5639),
+    between two updates, on all ranks. Everything else keeps its place: weights, optimizer state, and schedules. A
+    parameter that was frozen since needs no call, it just gets no gradient.
 
     One optimizer must hold the new parameters: from its construction on, or by ``optimizer.add_param_group`` before
     this call.

@@ -116,7 +116,8 @@ class NormBlock(nn.Module):
 
 
 class NormStack(nn.Module):
-    """147 parameter tensors, 146 of them vectors: as in DS#7886, where a step costs what its tensors' number does."""
+    """147 parameter tensors, 146 of them vectors: as in deepspeed#7886, where a step costs what its tensors' number
+    does."""
 
     def __init__(self, vocab: int, width: int, layers: int = 24) -> None:
         super().__init__()

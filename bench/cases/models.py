@@ -88,7 +88,7 @@ class GPT(nn.Module):
 
 
 DECODERS = {
-    # the report's (PR#7985): Qwen3's shape, 64 M parameters
+    # the report's (deepspeed#7985): Qwen3's shape, 64 M parameters
     "qwen3-64m": {"layers": 15, "width": 512, "heads": 8, "kv_heads": 4, "hidden": 1536, "qk_norm": True, "tied": True},
     "llama-0.3b": {"layers": 16, "width": 1024, "heads": 16, "kv_heads": 8, "hidden": 4096},
     "llama-1.3b": {"layers": 24, "width": 2048, "heads": 16, "kv_heads": 8, "hidden": 5632},

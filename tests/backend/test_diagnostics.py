@@ -1,4 +1,4 @@
-"""zc.explain answers "why is this bucket empty", and says it before anybody asks (DS#7579)."""
+"""zc.explain answers "why is this bucket empty", and says it before anybody asks (deepspeed#7579)."""
 
 from __future__ import annotations
 

@@ -128,8 +128,7 @@ def test_compiled_equals_eager_in_float64(stage: int) -> None:
 
 
 def test_aot_cache_is_off_around_our_compile_only(tmp_path, monkeypatch) -> None:
-    """A plain entry in the AOTAutograd cache would run in place of our schedule: its key ignores the hook
-    (TORCH.md)."""
+    """A plain entry in the AOTAutograd cache would run in place of our schedule: its key ignores the hook."""
     from torch._functorch import config
 
     before = config.enable_autograd_cache

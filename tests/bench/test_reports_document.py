@@ -23,7 +23,7 @@ def test_every_loop_has_rows_of_both_systems_and_zcs_are_right() -> None:
 
 def test_a_loop_that_did_not_end_has_its_reason() -> None:
     row = dict.fromkeys(reports.COLUMNS, "") | {
-        "report": "DS#8061",
+        "report": "deepspeed#8061",
         "loop": "x",
         "system": "a",
         "reason": "not at its end",

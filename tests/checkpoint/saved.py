@@ -32,7 +32,7 @@ def narrow_mlp() -> nn.Module:
 
 
 class Vocabulary(nn.Module):
-    """GPT-2's vocabulary, which no number of ranks divides (DS#5105)."""
+    """GPT-2's vocabulary, which no number of ranks divides (deepspeed#5105)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def load_and_train(rank: int, world_size: int, job: Job, path: Path, again: Path
 
 
 def poison_padding(model: nn.Module) -> None:
-    """NaN in every element of the masters that belongs to no parameter (DS#5105: padding came back as data)."""
+    """NaN in every element of the masters that belongs to no parameter (deepspeed#5105: padding came back as data)."""
     runtime = sharded(model).runtime
     for bucket, master in zip(runtime.plan.buckets, runtime.buffers.master_shard, strict=True):
         start, stop = bucket.layout.shard_range(runtime.group.rank)

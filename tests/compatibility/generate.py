@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT, RESULTS = ROOT / "docs" / "compatibility.md", Path(__file__).with_name("results.csv")
 TITLES = {
-    1: "Multi-task loops (DS#7579)",
+    1: "Multi-task loops (deepspeed#7579)",
     2: "Between a forward and the next",
     3: "Inside the model, and several models",
     4: "Parameters",

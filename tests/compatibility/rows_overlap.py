@@ -1,5 +1,5 @@
 """The loops that read parameters in ways of their own, with overlap_gather=True: step() returns before the updated
-weights are there (MLM#950). The comm stream is slowed down, so that whoever does not wait reads old weights."""
+weights are there (megatron-lm#950). The comm stream is slowed down, so that whoever does not wait reads old weights."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ row(5, "checkpointing, selective (context_fn)", make=Selective)(plain)
 
 
 class TiedInCheckpoints(nn.Module):
-    """One layer inside two checkpoints and outside of them ("computed twice": DS#988, DS#7780)."""
+    """One layer inside two checkpoints and outside of them ("computed twice": deepspeed#988, deepspeed#7780)."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def overflow(s: Script) -> None:
         s.optimizer.zero_grad()
         s.synchronize()
         same = all(torch.equal(b, p) for b, p in zip(before, s.model.parameters(), strict=True))
-        assert same == (step in (1, 2)), f"step {step}: a skipped step changes nothing (DS#8432)"
+        assert same == (step in (1, 2)), f"step {step}: a skipped step changes nothing (deepspeed#8432)"
     s.note("scale", scaler.get_scale())
     if s.is_zc:
         assert "no rank takes that step" in zc.explain(s.model).sections["notes"], "a skipped step is announced (I10)"

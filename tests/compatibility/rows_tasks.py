@@ -1,4 +1,4 @@
-"""Item 1: several tasks an iteration, a shared trunk and a head each (DS#7579)."""
+"""Item 1: several tasks an iteration, a shared trunk and a head each (deepspeed#7579)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Each microbatch enters the accumulator exactly once, in fp32, before the reduction: PR#7985 and its relatives."""
+"""Each microbatch enters the accumulator exactly once, in fp32, before the reduction: deepspeed#7985 and its
+relatives."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ import zc
 from zc.engine.ops import GradientOps
 from zc.ranks.comm import EXCHANGES
 
-# --- PR#7985's probe ---
+# --- deepspeed#7985's probe ---
 
 
 def _probe_batches(rank: int) -> list[Tensor]:
@@ -78,8 +79,8 @@ def _probe(
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_pr_7985_probe(stage: int, backend: str, declared: bool) -> None:
-    """PR#7985: after the boundary the ranks' accumulators differed by 3.80 %. They must agree exactly, and hold the
-    mean of what plain PyTorch computes in bf16, added without further rounding: 1e-6 is fp32's (measured 2e-9).
+    """deepspeed#7985: after the boundary the ranks' accumulators differed by 3.80 %. They must agree exactly, and hold
+    the mean of what plain PyTorch computes in bf16, added without further rounding: 1e-6 is fp32's (measured 2e-9).
     bf16's own, 4e-3, is what is left to the float64 oracle."""
     for across, to_plain, to_exact in run_ranks(_probe, 2, stage, backend, declared, False):
         assert across == 0.0
@@ -112,7 +113,7 @@ def _count_in_bf16(rank: int, world_size: int, stage: int, backend: str, declare
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_256_and_1_is_257(stage: int) -> None:
-    """PT#196996, PT#160279, PT#106395 (INVARIANTS I11): bf16 has 8 bits, there 256 + 1 is 256, and 300 ones stop at
+    """pytorch#196996, pytorch#160279, pytorch#106395: bf16 has 8 bits, there 256 + 1 is 256, and 300 ones stop at
     256."""
     for backend in ("eager", "aot_eager"):
         for declared in (True, False):
@@ -121,7 +122,7 @@ def test_256_and_1_is_257(stage: int) -> None:
     assert (torch.tensor(256.0, dtype=torch.bfloat16) + 1).item() == 256.0, "the control: bf16 can't count on"
 
 
-# --- PR#7985's table ---
+# --- deepspeed#7985's table ---
 
 
 def _qwen3() -> nn.Module:
@@ -182,8 +183,8 @@ def _table_losses(rank: int, world_size: int, per_device: int, how: str, dtype: 
 
 @pytest.mark.parametrize("how", ["1", "2"])
 def test_pr_7985_table(how: str) -> None:
-    """PR#7985: with global batch 64 and 10 steps, (2 x 16) and (8 x 4) ended 0.103 apart in loss; DDP's own ways to
-    split it end 0.0002 apart. How a batch is split into microbatches must not matter, and both must end where DDP
+    """deepspeed#7985: with global batch 64 and 10 steps, (2 x 16) and (8 x 4) ended 0.103 apart in loss; DDP's own ways
+    to split it end 0.0002 apart. How a batch is split into microbatches must not matter, and both must end where DDP
     does."""
     many = run_ranks(_table_losses, 2, 2, how, None, timeout=120)[0]
     few = run_ranks(_table_losses, 2, 8, how, None, timeout=120)[0]
@@ -203,7 +204,7 @@ def test_pr_7985_table_in_bf16() -> None:
     assert abs(many[-1] - exact[-1]) < 5e-3, (many[-1], exact[-1])
 
 
-# --- DS#7579 and DS#7981: several tasks ---
+# --- deepspeed#7579 and deepspeed#7981: several tasks ---
 
 
 def _tasks_losses(model: nn.Module, batch: Any, tasks: tuple[int, ...]) -> list[Tensor]:
@@ -251,8 +252,8 @@ def _multi_task(rank: int, world_size: int, stage: int, backend: str, how: str, 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ds_7579_every_task_updates_its_head(stage: int, backend: str, how: str) -> None:
-    """DS#7579 and what lives on of it: heads that only a non-boundary microbatch uses were never updated (update to
-    oracle 0.0, 0.0, 1.2), without a word. Here every ratio is 1."""
+    """deepspeed#7579 and what lives on of it: heads that only a non-boundary microbatch uses were never updated (update
+    to oracle 0.0, 0.0, 1.2), without a word. Here every ratio is 1."""
     for seen in run_ranks(_multi_task, 2, stage, backend, how, False):
         assert seen["worst"][0] < 2e-6, seen["worst"]
         assert all(abs(ratio - 1.0) < 1e-4 for ratio in seen["ratio"].values()), seen["ratio"]
@@ -289,9 +290,9 @@ def _what_is_sent(rank: int, world_size: int, stage: int, backend: str, declared
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_declared_microbatches_send_nothing_in_stage_1(backend: str) -> None:
-    """DS#7366 (a reduction on every microstep), PT#187732 (none from iteration 2 on): one reduction a bucket and
-    update with no_sync, in every update; without it and in stage 2 one a bucket and backward. The order is the same
-    on every rank (INVARIANTS I7)."""
+    """deepspeed#7366 (a reduction on every microstep), pytorch#187732 (none from iteration 2 on): one reduction a
+    bucket and update with no_sync, in every update; without it and in stage 2 one a bucket and backward. The order is
+    the same on every rank."""
     for stage, declared, backwards in ((1, True, 1), (1, False, 4), (2, True, 4), (2, False, 4)):
         found = run_ranks(_what_is_sent, 2, stage, backend, declared)
         assert found[0] == found[1]
@@ -323,7 +324,7 @@ def _one_rank(rank: int, world_size: int, stage: int, declared: bool) -> float:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_group_of_one_rank_is_plain_pytorch(stage: int) -> None:
-    """MLM#6660: gradients were multiplied by 2^N where a group had one member."""
+    """megatron-lm#6660: gradients were multiplied by 2^N where a group had one member."""
     for declared in (True, False):
         assert run_ranks(_one_rank, 1, stage, declared)[0] < 1e-6
 

@@ -40,7 +40,7 @@ CASES = [pytest.param(*c, marks=pytest.mark.check if c in SMOKE else ()) for c i
 @pytest.mark.parametrize(("world_size", "backend", "stage", "loop"), CASES)
 def test_the_same_weights_as_ddp(world_size: int, backend: str, stage: int, loop: str) -> None:
     """The promise of the first line of the README. Accumulation: each microbatch enters exactly once, declared or not
-    (INVARIANTS I5: DS#6550, DS#7718, DS#7981, PT#73784, PT#187732)."""
+    (deepspeed#6550, deepspeed#7718, deepspeed#7981, pytorch#73784, pytorch#187732)."""
     microbatches, declared = LOOPS[loop]
     run = Run("gpt_tied", stage=stage, backend=backend, microbatches=microbatches, declared=declared)
     error, name = against_ddp(world_size, run)
@@ -55,14 +55,15 @@ MODELS = [name for name in NAMES if name not in ("gpt_tied", "probe", "mixed_dty
 @pytest.mark.parametrize("case", MODELS)
 def test_every_kind_of_model(case: str, backend: str, stage: int) -> None:
     """Graph breaks, eager parts, unused and frozen parameters, heads, checkpointing, BatchNorm: none may change a
-    number (INVARIANTS I6: the result does not depend on how many hooks fire: DS#988, DS#627, PT#81296, HF#18330)."""
+    number (the result does not depend on how many hooks fire: deepspeed#988, deepspeed#627, pytorch#81296,
+    transformers#18330)."""
     error, name = against_ddp(2, Run(case, stage=stage, backend=backend, microbatches=2, updates=5))
     assert error < TOLERANCE, name
 
 
 @pytest.mark.parametrize("case", ["graph_break", "partly_eager", "unused", "batch_norm"])
 def test_every_kind_of_model_under_inductor(case: str) -> None:
-    """The same schedules with Inductor's segments: its fusions must not reach over a gradient's write (TORCH.md)."""
+    """The same schedules with Inductor's segments: its fusions must not reach over a gradient's write."""
     error, name = against_ddp(2, Run(case, backend="inductor", microbatches=2, updates=5))
     assert error < TOLERANCE, name
 
@@ -78,7 +79,7 @@ def test_native_reduction(world_size: int, stage: int) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_clipping_and_momentum(backend: str) -> None:
-    """The norm is that of the mean gradient over all elements once (INVARIANTS I9), so clipped runs agree as well; at
+    """The norm is that of the mean gradient over all elements once, so clipped runs agree as well; at
     0.1 every update is clipped."""
     error, name = against_ddp(2, Run("gpt_tied", backend=backend, updates=10, max_norm=0.1, make_optimizer=sgd))
     assert error < TOLERANCE, name
@@ -100,7 +101,7 @@ def test_a_buffer_in_host_memory_needs_no_group_of_the_gpu() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_without_overlap_and_with_one_ring_buffer(stage: int) -> None:
-    """DS#5606, DS#7805 (INVARIANTS I2): with one buffer every bucket waits for the one before it to be read."""
+    """deepspeed#5606, deepspeed#7805: with one buffer every bucket waits for the one before it to be read."""
     for options in ({"overlap": False}, {"num_buffers": 1}, {"bucket_nbytes": 1}):
         run = Run("gpt_tied", stage=stage, backend="aot_eager", updates=5, make_optimizer=adamw, options=options)
         error, name = against_ddp(2, run)

@@ -85,7 +85,7 @@ def test_unknown_options_list_the_valid_ones(option: dict[str, Any], words: list
 
 
 def test_stage_1_does_not_round_what_it_summed() -> None:
-    """PR#7985: a narrower reduce_dtype would round the fp32 sum of microbatches, so stage 1 says no."""
+    """deepspeed#7985: a narrower reduce_dtype would round the fp32 sum of microbatches, so stage 1 says no."""
     refused(zc.PlanError, "stage 1", "torch.bfloat16", stage=1, reduce_dtype=torch.bfloat16)
 
 
@@ -210,7 +210,7 @@ def test_an_optimizer_with_a_parameter_that_the_model_lacks() -> None:
 
 
 def test_an_optimizer_that_lacks_a_parameter() -> None:
-    """DS#5639: a layer that was unfrozen after the optimizer was made never updates."""
+    """deepspeed#5639: a layer that was unfrozen after the optimizer was made never updates."""
     model = mlp()
     refused(zc.PlanError, "lacks", "2.weight", "requires_grad_", model=model, optimizer=AdamW(model[0].parameters()))
 
@@ -287,7 +287,7 @@ def _differ(rank: int, world_size: int, what: str) -> dict[str, Any]:
     ],
 )
 def test_ranks_that_differ(what: str, words: list[str]) -> None:
-    """DS#2343, DS#545, PT#150074 (INVARIANTS I7): named on every rank, in seconds, not a hang in some later
+    """deepspeed#2343, deepspeed#545, pytorch#150074: named on every rank, in seconds, not a hang in some later
     collective."""
     for seen in run_ranks(_differ, 2, what, timeout=60):
         kind, text = seen["raised"]
@@ -304,8 +304,7 @@ def _one_rank_is_refused(rank: int, world_size: int) -> tuple[str, str]:
 
 
 def test_an_error_on_one_rank_is_an_error_on_all() -> None:
-    """Local checks come before the first collective; the ranks that pass them must not wait for ever (INVARIANTS
-    I7)."""
+    """Local checks come before the first collective; the ranks that pass them must not wait for ever."""
     found = run_ranks(_one_rank_is_refused, 2, timeout=60)
     assert found[1][0] == "PlanError" and found[0][0] in ("RankMismatchError", "PlanError")
 
@@ -363,7 +362,7 @@ def _compiled_autograd(rank: int, world_size: int, how: str, backend: str) -> tu
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("how", ["flag", "context"])
 def test_compiled_autograd_is_refused_or_harmless(how: str, backend: str) -> None:
-    """Compiled autograd traces through the backward's side effects and drops them (TORCH.md): zeros would be trained
+    """Compiled autograd traces through the backward's side effects and drops them: zeros would be trained
     with. Around the backward it is refused; the flag alone does not reach a plain ``loss.backward()``."""
     for kind, text, error in run_ranks(_compiled_autograd, 2, how, backend):
         if how == "context":

@@ -59,8 +59,8 @@ def same(world_size: int, backend: str, runs: list[dict[str, Any]]) -> list[int]
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_bucket_size_overlap_and_ring(stage: int, backend: str) -> None:
-    """DS#6351 (the bucket size changed convergence), DS#5606, DS#7805 (a bucket overwritten while it was read),
-    DS#8061 (an overlap that read too early): INVARIANTS I1, I2."""
+    """deepspeed#6351 (the bucket size changed convergence), deepspeed#5606, deepspeed#7805 (a bucket overwritten while
+    it was read), deepspeed#8061 (an overlap that read too early)."""
     runs = [
         {"bucket_nbytes": 64 * 2**10},
         {"bucket_nbytes": 2**20},

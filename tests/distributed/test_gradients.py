@@ -59,7 +59,7 @@ def _error(rank: int, world_size: int, run: Run, double: bool, fault: str = "") 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("case", [n for n in NAMES if n not in ("mixed_dtypes", "probe")])
 def test_float64_models_agree_with_the_oracle(case: str, backend: str) -> None:
-    """Mean over ranks, sum over backwards (INVARIANTS I14: HF#34191, HF#34242). In float64 nothing can hide in
+    """Mean over ranks, sum over backwards (transformers#34191, transformers#34242). In float64 nothing can hide in
     rounding: what is left is 1e-16 times the depth of the sums, so 1e-12 shows even a single lost or doubled
     element."""
     for stage in (1, 2):
@@ -80,7 +80,8 @@ def test_fp32_gradients_within_1e_6(stage: int, backend: str) -> None:
 
 @pytest.mark.parametrize("fault", ["twice", "first bucket lost"])
 def test_the_oracle_notices_a_broken_accumulation(fault: str) -> None:
-    """Negative controls: DS#7981 lost all but the last, MLM#6357 added twice. Each must be far outside 1e-12.
+    """Negative controls: deepspeed#7981 lost all but the last, megatron-lm#6357 added twice. Each must be far outside
+    1e-12.
 
     What was never written holds whatever lay in its memory, NaN as well, which compares as neither: far outside."""
     for error, _ in run_ranks(_error, 2, Run("gpt_tied"), True, fault):
@@ -122,7 +123,8 @@ def _param_grad(rank: int, world_size: int, stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_param_grad_is_sharded_and_says_so(stage: int) -> None:
     """HF scripts clip with torch.nn.utils.clip_grad_norm_(model.parameters()); a None or a zero there would switch
-    clipping off in silence (DS#5241, DS#7302). What can't work on a shard raises and says what to call."""
+    clipping off in silence (deepspeed#5241, deepspeed#7302). What can't work on a shard raises and says what to
+    call."""
     for seen in run_ranks(_param_grad, 2, stage):
         assert all(grad is None for grad in seen["before"] + seen["cleared"])
         assert seen["unused"] is None, "as in PyTorch: nothing came"
@@ -150,8 +152,8 @@ def _norms(rank: int, world_size: int, stage: int, backend: str) -> tuple[float,
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_norm_is_the_one_process_norm(world_size: int, stage: int) -> None:
-    """DS#7302, PT#149768, PT#88955: replicas or a tied weight counted twice give a norm that is wrong by a few per
-    cent (INVARIANTS I9). A second call sees the clipped gradients."""
+    """deepspeed#7302, pytorch#149768, pytorch#88955: replicas or a tied weight counted twice give a norm that is wrong
+    by a few per cent. A second call sees the clipped gradients."""
     for found, again, wanted in run_ranks(_norms, world_size, stage, "eager"):
         assert found == pytest.approx(wanted, rel=1e-6)
         assert again == pytest.approx(min(0.5, wanted), rel=1e-4)
@@ -226,14 +228,14 @@ ENTRIES = [
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("how", ENTRIES)
 def test_the_entry_point_does_not_matter(how: str, backend: str) -> None:
-    """DS#7352 (direct and non-scalar backward were not reduced), PT#109774 (the inner function was called, and the
-    wrapper never synchronised): INVARIANTS I6. What does not go through the compiled module comes in by hooks."""
+    """deepspeed#7352 (direct and non-scalar backward were not reduced), pytorch#109774 (the inner function was called,
+    and the wrapper never synchronised). What does not go through the compiled module comes in by hooks."""
     for stage in (1, 2):
         for error, name in run_ranks(_entry, 2, stage, backend, how):
             assert error < 1e-6, (stage, name)
 
 
-# --- TORCH.md's silent bypasses ---
+# --- what goes past a compiled backward in silence ---
 
 
 def _explained(rank: int, world_size: int, case: str, backend: str) -> dict[str, str]:
@@ -290,7 +292,7 @@ def _two_models(rank: int, world_size: int, backend: str, stage: int) -> list[tu
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_two_models_of_one_class(stage: int) -> None:
-    """Without identity guards the second model's gradients go into the first one's buckets (TORCH.md)."""
+    """Without identity guards the second model's gradients go into the first one's buckets."""
     for found in run_ranks(_two_models, 2, "aot_eager", stage):
         assert all(error < 1e-6 for error, _ in found), found
 
@@ -327,4 +329,4 @@ def test_nn_module_is_all_that_is_needed() -> None:
     assert same_model is model and same_optimizer is optimizer
     assert type(model) is kind and list(model.state_dict()) == keys
     assert all(isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad for p in model.parameters())
-    assert model.head.weight is model.embed.weight, "tied weights stay one object (MLM#656)"
+    assert model.head.weight is model.embed.weight, "tied weights stay one object (megatron-lm#656)"

@@ -23,7 +23,7 @@ FORMS = ("backward per task", "summed", "accumulated")
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """DS#7579's optimizer, with a larger step so that a lost gradient shows at once."""
+    """deepspeed#7579's optimizer, with a larger step so that a lost gradient shows at once."""
     return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
 
 
@@ -82,9 +82,9 @@ def ddp_run(rank: int, world_size: int, form: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_ds7579_the_reported_script(form: str) -> None:
-    """DS#7579 (buckets that stay empty under ZeRO-2 + offload + overlap, in silence): every form of the loop, buckets
-    of 50 M elements and of 500, overlap on and off, both stages, both places to accumulate: DDP's weights, bitwise
-    those without offload, and every bucket filled, which explain says."""
+    """deepspeed#7579 (buckets that stay empty under ZeRO-2 + offload + overlap, in silence): every form of the loop,
+    buckets of 50 M elements and of 500, overlap on and off, both stages, both places to accumulate: DDP's weights,
+    bitwise those without offload, and every bucket filled, which explain says."""
     options: list[dict[str, Any]] = []
     for stage, backend, nbytes in ((2, "aot_eager", LARGE), (2, "eager", SMALL), (1, "eager", SMALL)):
         base = {"stage": stage, "backend": backend, "bucket_nbytes": nbytes}
@@ -140,9 +140,9 @@ def test_bitwise_the_same_whichever_stream_is_late(stage: int) -> None:
 def with_a_fault(rank: int, world_size: int, fault: str, mode: str) -> tuple[float, float]:
     """Job: the gradient norm and a head's update, with one link of the chain to host memory broken on purpose."""
     kept = GradientOps.copy_to_host, GradientOps.copy_to_device, GradientOps.stage_shard
-    if fault == "every copy is dropped":  # DS#7579, DS#6550
+    if fault == "every copy is dropped":  # deepspeed#7579, deepspeed#6550
         GradientOps.copy_to_host = lambda self, bucket, dst, src: None  # type: ignore[method-assign]
-    if fault == "only the last microbatch":  # DS#7981: the sum so far is not fetched
+    if fault == "only the last microbatch":  # deepspeed#7981: the sum so far is not fetched
         GradientOps.copy_to_device = lambda self, bucket, dst, src: self.buffers.named(  # type: ignore[method-assign]
             dst, self.plan.buckets[bucket]
         ).zero_()
@@ -177,8 +177,8 @@ def one_process_norm() -> float:
 
 @pytest.mark.parametrize("mode", ["cpu", "device"])
 def test_ds7981_ds6550_every_microbatch_counts_and_the_norm_is_ddps(mode: str) -> None:
-    """DS#7981 (offload kept only the last microbatch: heads that it does not use are never updated), DS#6550, DS#7967
-    (gradients dropped), DS#7302 (the norm): INVARIANTS I5, I9. With the negative controls."""
+    """deepspeed#7981 (offload kept only the last microbatch: heads that it does not use are never updated),
+    deepspeed#6550, deepspeed#7967 (gradients dropped), deepspeed#7302 (the norm). With the negative controls."""
     wanted = one_process_norm()
     for norm, moved in run_ranks(with_a_fault, 2, "none", mode):
         assert norm == pytest.approx(wanted, rel=1e-6) and moved > 0.005  # Adam moves each weight by lr

@@ -1,4 +1,4 @@
-"""Public reports of norms and gradients that went wrong with offload (INVARIANTS I5, I9), each with what it looks like
+"""Public reports of norms and gradients that went wrong with offload, each with what it looks like
 when the code under it is broken."""
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def edited(rank: int, world_size: int, mode: str, fault: str | None) -> tuple[fl
     """Job: the norm, the norm after one gradient was scaled by hand, and whether the update took the scaled one."""
     model, optimizer = build(offload_accumulate=mode)
     shards = zc.registry.sharded(model).grad_shards
-    if fault == "the norm is kept":  # DS#7302
+    if fault == "the norm is kept":  # deepspeed#7302
         shards._norms = type("Stale", (dict,), {"clear": lambda self: None})()
-    if fault == "host memory is not told":  # DS#7292: clipped on one copy, updated from the other
+    if fault == "host memory is not told":  # deepspeed#7292: clipped on one copy, updated from the other
         shards.scale_grad = lambda name, factor: [shard.mul_(factor) for shard in shards.copies(name)[1:]]
     for task in range(TASKS):
         x, y = data(rank, task)
@@ -68,7 +68,8 @@ def edited(rank: int, world_size: int, mode: str, fault: str | None) -> tuple[fl
 
 @pytest.mark.parametrize("mode", ["cpu", "device"])
 def test_ds7302_the_norm_is_that_of_the_gradients_as_they_are_now(mode: str) -> None:
-    """DS#7302, DS#7292: with offload, gradients that the script had changed were reported with their old norm."""
+    """deepspeed#7302, deepspeed#7292: with offload, gradients that the script had changed were reported with their old
+    norm."""
     grads = one_process((0, 1, 2))
     changed = {n: g * (0.0 if n == "heads.0.bias" else 0.5) for n, g in grads.items()}
     for first, second, stays in run_ranks(edited, 2, mode, None):
@@ -108,7 +109,8 @@ def unused(rank: int, world_size: int, mode: str, fault: str | None) -> tuple[fl
 
 @pytest.mark.parametrize("mode", ["cpu", "device"])
 def test_ds5241_a_parameter_that_is_not_used_counts_as_nothing(mode: str) -> None:
-    """DS#5241, DS#707: offload's norm failed, or became -1, where a trainable parameter had no gradient in a step."""
+    """deepspeed#5241, deepspeed#707: offload's norm failed, or became -1, where a trainable parameter had no gradient
+    in a step."""
     wanted = joint(one_process((1, 2)))
     for norm, moved in run_ranks(unused, 2, mode, None):
         assert norm == pytest.approx(wanted, rel=1e-6) and moved == 0.0

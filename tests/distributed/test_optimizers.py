@@ -95,7 +95,7 @@ def _groups(rank: int, world_size: int, stage: int, backend: str, when: str) -> 
 @pytest.mark.parametrize("when", ["never", "before", "after"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_param_groups_and_schedulers(stage: int, when: str) -> None:
-    """Per-group options stay per parameter although buckets cut across groups (DS#966, MLM#844: INVARIANTS I8), and a
+    """Per-group options stay per parameter although buckets cut across groups (deepspeed#966, megatron-lm#844), and a
     scheduler made before or after zc.compile drives the same object."""
     for seen in run_ranks(_groups, 2, stage, "eager", when):
         assert seen["error"][0] < 2e-5, seen["error"]
@@ -165,8 +165,8 @@ def _other(rank: int, world_size: int, make: Callable[[nn.Module], Optimizer], s
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("make", [nesterov, amsgrad, foreach_off, fused, row_normalized])
 def test_optimizers_equal_their_unsharded_run(make: Callable[[nn.Module], Optimizer]) -> None:
-    """DS#7807, DS#8090, DS#8141: an optimizer that reads a whole matrix got a slice of it (INVARIANTS I8). One that
-    zc does not know keeps its parameters whole."""
+    """deepspeed#7807, deepspeed#8090, deepspeed#8141: an optimizer that reads a whole matrix got a slice of it. One
+    that zc does not know keeps its parameters whole."""
     for error, name in run_ranks(_other, 2, make, 2):
         assert error < 2e-5, name
 
@@ -195,7 +195,7 @@ def _unused(rank: int, world_size: int, stage: int, backend: str) -> dict[str, A
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_parameter_without_gradient_is_left_alone(stage: int, backend: str) -> None:
-    """Zeros in place of None would let weight decay shrink it and momentum move it; PyTorch skips it (DS#5639's
+    """Zeros in place of None would let weight decay shrink it and momentum move it; PyTorch skips it (deepspeed#5639's
     opposite)."""
     for seen in run_ranks(_unused, 2, stage, backend):
         assert seen["moved"] == ["first.weight", "first.bias", "last.weight", "last.bias"]
@@ -278,7 +278,7 @@ def _skipped(rank: int, world_size: int, stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_skipped_update_leaves_nothing(stage: int) -> None:
-    """DS#8432, DS#8415 (INVARIANTS I10): one skipped step must change no state, and zero_grad must clear the
+    """deepspeed#8432, deepspeed#8415: one skipped step must change no state, and zero_grad must clear the
     shards."""
     assert all(seen["same"] for seen in run_ranks(_skipped, 2, stage))
 
@@ -403,6 +403,6 @@ def _padding(rank: int, world_size: int, stage: int) -> bool:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_padding_stays_zero(stage: int) -> None:
-    """DS#5105: padding came back as data. No update may write what belongs to no parameter, or a norm would count
-    it."""
+    """deepspeed#5105: padding came back as data. No update may write what belongs to no parameter, or a norm would
+    count it."""
     assert all(run_ranks(_padding, 2, stage))

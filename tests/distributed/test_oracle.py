@@ -34,7 +34,7 @@ def _ddp_gradients(rank: int, world_size: int, name: str, fault: str) -> tuple[f
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("mixed_dtypes", "probe")])
 def test_ddp_and_the_float64_oracle_agree(name: str) -> None:
-    """Mean over ranks, sum over backwards (INVARIANTS I14): both oracles must mean the same, to float64 rounding."""
+    """Mean over ranks, sum over backwards: both oracles must mean the same, to float64 rounding."""
     for error, where in run_ranks(_ddp_gradients, 2, name, "none"):
         assert error < 1e-12, where
 

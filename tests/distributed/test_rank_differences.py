@@ -109,7 +109,7 @@ DIFFERENCES = [
 
 @pytest.mark.parametrize(("what", "stage", "backend", "options", "words"), DIFFERENCES)
 def test_ranks_out_of_step(what: str, stage: int, backend: str, options: dict[str, Any], words: list[str]) -> None:
-    """DS#2343, MLM#1150, PT#150074 (INVARIANTS I7)."""
+    """deepspeed#2343, megatron-lm#1150, pytorch#150074."""
     found = run_ranks(differ, 2, what, stage, backend, options, timeout=90)
     for kind, text, seconds in found:
         assert kind == "RankMismatchError", (kind, text)

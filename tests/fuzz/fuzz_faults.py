@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def loses_microbatches() -> Iterator[None]:
-    """What a block of zc.no_sync ends with, no gradient outlives: PR#7985's fault, from the other side."""
+    """What a block of zc.no_sync ends with, no gradient outlives: deepspeed#7985's fault, from the other side."""
     import zc
 
     whole = zc.no_sync

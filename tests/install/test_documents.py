@@ -31,6 +31,15 @@ def test_links_and_paths_resolve(document: Path) -> None:
         assert (ROOT / name).exists(), f"{document.name}: {name}"
 
 
+def test_references_can_be_followed() -> None:
+    """Names of papers that are not in the repository, and a project's issue by letters that nobody knows."""
+    unknown = re.compile(r"INVARIANTS|DESIGN\.md|TORCH\.md|HOUSE\.md|STYLE\.md|TOPOLOGY\.md|\b(?:DS|PR|PT|HF|MLM)#\d")
+    for path in [*DOCUMENTS, *SOURCES]:
+        if path != Path(__file__).resolve():
+            found = [line.strip() for line in path.read_text().splitlines() if unknown.search(line)]
+            assert not found, f"{path.relative_to(ROOT)}: {found[:3]}"
+
+
 def _anchors(text: str) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", text, flags=re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -58,7 +58,7 @@ def test_into_fp32_nothing_is_rounded_to_half_precision(half: torch.dtype, batch
 
 
 def test_added_it_is_a_sum_in_fp32() -> None:
-    """256 + 1 is 257 (INVARIANTS I11)."""
+    """256 + 1 is 257."""
     out = torch.full((1,), 256.0)
     matmul_into(out, torch.ones(1, 1), torch.ones(1, 1), add=True)
     assert out.item() == 257.0

@@ -180,7 +180,7 @@ def test_contract(step: Pass, stage: int) -> None:
 
 
 def test_the_whole_pipeline_gives_one_text_whatever_the_hash_seed() -> None:
-    """Ranks are other processes: nothing may depend on set order or addresses (INVARIANTS I7)."""
+    """Ranks are other processes: nothing may depend on set order or addresses."""
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from graphs import chain, plan_for\n"

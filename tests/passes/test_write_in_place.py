@@ -163,7 +163,7 @@ def test_adding_before_the_accumulator_is_opened_is_a_fault() -> None:
 
 
 def test_a_part_that_comes_after_the_reduction_is_a_fault() -> None:
-    """PR#7985, for one slot: what is added after the launch reaches no other rank."""
+    """deepspeed#7985, for one slot: what is added after the launch reaches no other rank."""
     graph, plan, made = parts()
     launch = next(n for n in graph.nodes if n.target is launch_reduce)
     launch.append(made[-1])

@@ -77,7 +77,7 @@ def check_all(layout: FlatLayout, shapes: Shapes, align: int) -> None:
 def test_every_element_has_one_place_and_one_owner(
     make: Callable[..., FlatLayout], shapes: Shapes, world_size: int, align: int
 ) -> None:
-    """INVARIANTS I8 and I9 start here: an element that is owned twice is counted twice in the norm."""
+    """An element that is owned twice is counted twice in the norm."""
     layout = make(shapes, world_size, align)
     check_all(layout, shapes, align)
     assert layout.numel_padding == layout.numel_padded - sum(math.prod(s) for _, s in shapes) >= 0
@@ -95,7 +95,7 @@ def test_padding_of_the_tight_layout_is_bounded(shapes: Shapes, world_size: int,
 @given(shapes=shapes_of, world_size=world_sizes, align=aligns)
 @settings(max_examples=60, deadline=None)
 def test_the_whole_layout_never_cuts_a_parameter(shapes: Shapes, world_size: int, align: int) -> None:
-    """DS#7807, DS#8090, DS#8141: Muon ran on matrices that a shard's boundary had cut (INVARIANTS I8)."""
+    """deepspeed#7807, deepspeed#8090, deepspeed#8141: Muon ran on matrices that a shard's boundary had cut."""
     layout = whole_layout(shapes, world_size, align)
     for slot in layout.slots:
         owners = [r for r in range(world_size) if layout.owned(slot, r) == (slot.offset, slot.stop)]

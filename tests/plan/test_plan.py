@@ -56,7 +56,7 @@ def test_every_parameter_is_in_one_bucket_of_its_kind(
     reduce_dtype: torch.dtype | None,
     rule: Rule,
 ) -> None:
-    """A parameter in no bucket never updates (DS#5639), one in two is counted twice."""
+    """A parameter in no bucket never updates (deepspeed#5639), one in two is counted twice."""
     plan = plan_of(
         specs, world_size=world_size, bucket_nbytes=bucket_nbytes, placement=PLACEMENTS[stage],
         reduce_dtype=reduce_dtype, rule=rule,
@@ -71,7 +71,7 @@ def test_every_parameter_is_in_one_bucket_of_its_kind(
         nbytes = sum(math.prod(m.shape) * m.dtype.itemsize for m in members)
         assert nbytes <= bucket_nbytes or sum(1 for m in members if math.prod(m.shape)) == 1
         assert bucket.numel == bucket.layout.numel_padded and bucket.layout.world_size == world_size
-        # fp32 or wider in the accumulator, whatever came first (INVARIANTS I11)
+        # fp32 or wider in the accumulator, whatever came first
         assert bucket.acc_dtype == (F64 if bucket.param_dtype == F64 else F32)
         assert bucket.has_master == (bucket.param_dtype == BF16)
         for start in (slot.offset for slot in bucket.slots):
@@ -144,7 +144,7 @@ def test_the_default_bucket_of_a_small_model_is_25_mib() -> None:
 
 
 def test_what_travels_is_the_sum_in_stage_1_and_single_gradients_in_stage_2() -> None:
-    """PR#7985 (INVARIANTS I5, I11): stage 1 sends an fp32 sum of microbatches; rounding it loses what was kept."""
+    """deepspeed#7985: stage 1 sends an fp32 sum of microbatches; rounding it loses what was kept."""
     specs = [ParamSpec("w", (4, 4), BF16, CPU)]
     assert plan_of(specs, placement=PLACEMENTS[1]).buckets[0].reduce_dtype == F32
     assert plan_of(specs, placement=PLACEMENTS[2]).buckets[0].reduce_dtype == BF16
@@ -152,7 +152,8 @@ def test_what_travels_is_the_sum_in_stage_1_and_single_gradients_in_stage_2() ->
 
 
 def test_the_stage_table() -> None:
-    """ZeRO's definition (arXiv:1910.02054, 5.1 and 5.2) as data. DS#7366 reduced on every microstep without need."""
+    """ZeRO's definition (arXiv:1910.02054, 5.1 and 5.2) as data. deepspeed#7366 reduced on every microstep without
+    need."""
     assert [p.gradient for p in PLACEMENTS.values()] == [Between.PARTIAL, Between.SHARD]
     assert [p.reduces_every_backward for p in PLACEMENTS.values()] == [False, True]
     specs = [ParamSpec("w", (4, 4), F32, CPU)]
@@ -193,7 +194,7 @@ for rule in (Rule(), Rule(whole=True)):
 
 
 def test_the_plan_is_the_same_in_every_process() -> None:
-    """DS#2343, MLM#950 (INVARIANTS I7): ranks that disagree about a bucket send each other's bytes to the wrong place.
+    """deepspeed#2343, megatron-lm#950: ranks that disagree about a bucket send each other's bytes to the wrong place.
 
     A set or a dict keyed by objects somewhere in the planning would order buckets by hash, which differs by process.
     """

@@ -138,7 +138,7 @@ def encoder_decoder(b: Builder) -> list[fx.Node]:
 
 
 def independent(b: Builder) -> list[fx.Node]:
-    """Heads side by side: producers that nothing orders but the bucket they fill (DS#8061)."""
+    """Heads side by side: producers that nothing orders but the bucket they fill (deepspeed#8061)."""
     x = b.placeholder("tangent")
     for index in range(len(b.plan.buckets)):
         grads = [b.segment([x], 1)[0] for _ in b.plan.buckets[index].slots]

@@ -126,8 +126,9 @@ def edited(graph: fx.Graph, kind: object, how: str, plan: object) -> list[str]:
 @pytest.mark.parametrize("kind", [copy_to_host, accumulate, update, copy_to_device], ids=lambda k: k.__name__)
 @pytest.mark.parametrize("mode", ["cpu", "device"])
 def test_ds7981_ds6550_each_microbatch_lands_once(mode: str, kind: object, how: str) -> None:
-    """DS#7981 (offload kept only the last microbatch), DS#6550, DS#7967 (gradients dropped), PR#7985: a copy or a sum
-    that is missing, done twice or of another bucket is a fault, whatever the streams do. INVARIANTS I5."""
+    """deepspeed#7981 (offload kept only the last microbatch), deepspeed#6550, deepspeed#7967 (gradients dropped),
+    deepspeed#7985: a copy or a sum that is missing, done twice or of another bucket is a fault, whatever the streams
+    do."""
     plan = make(3, offload=mode)
     graph = step_of(plan) if kind is update or (kind, mode) == (copy_to_device, "device") else schedule("mlp", plan)
     if kind is copy_to_device and mode == "cpu" and how == "double":
@@ -137,7 +138,7 @@ def test_ds7981_ds6550_each_microbatch_lands_once(mode: str, kind: object, how: 
 
 
 def test_a_sum_is_not_taken_before_it_is_reduced() -> None:
-    """PR#7985's order of things, on the way to host memory: the snapshot before the accumulation."""
+    """deepspeed#7985's order of things, on the way to host memory: the snapshot before the accumulation."""
     plan = make(2, offload="device")
     graph, _ = copy_graph(schedule("mlp", plan))
     total = next(n for n in steps(graph) if n.target is accumulate)
@@ -146,8 +147,8 @@ def test_a_sum_is_not_taken_before_it_is_reduced() -> None:
 
 
 def test_pt180665_the_copy_outlives_what_it_reads() -> None:
-    """PT#180665 (a block freed before its device-to-host copy ran), MLM#6187: the next bucket may not take the staging
-    buffer while it is still being copied. INVARIANTS I3."""
+    """pytorch#180665 (a block freed before its device-to-host copy ran), megatron-lm#6187: the next bucket may not take
+    the staging buffer while it is still being copied."""
     plan = make(3, ring=1, offload="device")
     graph = schedule("mlp", plan)
     verify(graph, plan)
@@ -161,7 +162,7 @@ def test_pt180665_the_copy_outlives_what_it_reads() -> None:
     new.erase_node(before)
     with pytest.raises(RaceError, match=r"staging\[0\] is read by copy_to_host .* written by stage_shard"):
         verify(new, plan)
-    intact, broken = Case("zc", plan, (graph, graph)), Case("PT#180665", plan, (new, new))
+    intact, broken = Case("zc", plan, (graph, graph)), Case("pytorch#180665", plan, (new, new))
     late = adversary.last(COPY)
     assert not any(t.isnan().any() for t in simulation.run(intact, late).values())
     assert not simulation.same(simulation.run(intact, late), simulation.run(broken, late))
@@ -169,9 +170,9 @@ def test_pt180665_the_copy_outlives_what_it_reads() -> None:
 
 @pytest.mark.parametrize("mode", ["cpu", "device"])
 def test_ds7965_ds8036_gradients_outlive_every_stream_that_has_yet_to_read_them(mode: str) -> None:
-    """DS#7965 (NaN at step 3), DS#8036, DS#8186: with offload a gradient's memory was given away while another stream
-    still had to read it. Each gradient made on a stream of its own is released after its last reader; one that is
-    released as soon as it is there is rejected by name, and NaN where the reader is late. INVARIANTS I3."""
+    """deepspeed#7965 (NaN at step 3), deepspeed#8036, deepspeed#8186: with offload a gradient's memory was given away
+    while another stream still had to read it. Each gradient made on a stream of its own is released after its last
+    reader; one that is released as soon as it is there is rejected by name, and NaN where the reader is late."""
     plan = make(3, ring=2, offload=mode)
     graph = schedule("mlp", plan, 3)
     verify(graph, plan)
@@ -192,8 +193,8 @@ def test_ds7965_ds8036_gradients_outlive_every_stream_that_has_yet_to_read_them(
 
 
 def test_pt181218_mlm6187_weights_on_their_way_up_are_not_overwritten() -> None:
-    """PT#181218, MLM#6187 (what a queued copy still reads is given to somebody else), on the way back: with one buffer
-    for the cast, the next bucket's cast waits until this one's weights are on the device. INVARIANTS I3."""
+    """pytorch#181218, megatron-lm#6187 (what a queued copy still reads is given to somebody else), on the way back:
+    with one buffer for the cast, the next bucket's cast waits until this one's weights are on the device."""
     plan = make(3, ring=1, offload="cpu", dtype=torch.bfloat16)
     backward, step = schedule("mlp", plan), step_of(plan)
     verify(step, plan)

@@ -58,7 +58,8 @@ def single_stream_wait(graph: fx.Graph) -> fx.Graph:
 
 
 def test_ds8061_one_wait_for_many_producers() -> None:
-    """DS#8061, PR#8080: gradients written on several streams, the reducer waited for one of them: NaN from step 1."""
+    """deepspeed#8061, deepspeed#8080: gradients written on several streams, the reducer waited for one of them: NaN
+    from step 1."""
     plan = make(1, slots=3)
     graph = three_producers(plan)
     assert len({stream_of(n) for n in steps(graph) if n.target is wgrad_into}) == 3
@@ -72,7 +73,7 @@ def test_ds8061_one_wait_for_many_producers() -> None:
     races = examine(faulty, plan).races
     named = [race for race in races if "written by wgrad_into" in race and "read by launch_reduce" in race]
     assert len(named) == 2, "both producers that nobody waits for are named"
-    intact, broken = Case("zc", plan, (graph, graph)), Case("DS#8061", plan, (faulty, faulty))
+    intact, broken = Case("zc", plan, (graph, graph)), Case("deepspeed#8061", plan, (faulty, faulty))
     order = adversary.last("compute.1")  # one of the producers that nobody waits for
     assert not any(t.isnan().any() for t in simulation.run(intact, order).values())
     assert simulation.run(broken, order)["acc[0]"].isnan().any(), "the reduction sent what nobody had written"
@@ -81,7 +82,7 @@ def test_ds8061_one_wait_for_many_producers() -> None:
 
 
 def reverse_wait(graph: fx.Graph) -> fx.Graph:
-    """What the fix of DS#8061 added: the compute of bucket 1 waits for the collective of bucket 0."""
+    """What the fix of deepspeed#8061 added: the compute of bucket 1 waits for the collective of bucket 0."""
     new, _ = copy_graph(graph)
     done = next(n for n in steps(new) if n.target is wait_reduce)
     with new.inserting_after(done):
@@ -93,7 +94,8 @@ def reverse_wait(graph: fx.Graph) -> fx.Graph:
 
 
 def test_ds8364_a_wait_that_nothing_needs() -> None:
-    """DS#8364: compute of bucket N+1 stalled behind the collective of bucket N, though it writes another buffer."""
+    """deepspeed#8364: compute of bucket N+1 stalled behind the collective of bucket N, though it writes another
+    buffer."""
     plan = make(2, ring=2)
     graph = schedule("mlp", plan)
     stalled = reverse_wait(graph)
@@ -102,7 +104,7 @@ def test_ds8364_a_wait_that_nothing_needs() -> None:
     with pytest.raises(RaceError, match=r"redundant wait: compute waits for stall"):
         verify(stalled, plan)
     reference = simulation.run(Case("zc", plan, (graph,)), adversary.in_order)
-    assert simulation.same(reference, simulation.run(Case("DS#8364", plan, (stalled,)), adversary.last(COMM)))
+    assert simulation.same(reference, simulation.run(Case("deepspeed#8364", plan, (stalled,)), adversary.last(COMM)))
 
 
 def test_ds8364_with_one_buffer_the_same_wait_is_needed() -> None:
@@ -115,7 +117,7 @@ def test_ds8364_with_one_buffer_the_same_wait_is_needed() -> None:
 
 
 def test_ds5606_nothing_touches_what_is_in_flight() -> None:
-    """DS#5606, on one stream even: the bucket is overwritten between launch and completion."""
+    """deepspeed#5606, on one stream even: the bucket is overwritten between launch and completion."""
     plan = make(2, ring=1, overlap=False)
     graph = schedule("mlp", plan)
     new, where = copy_graph(graph)
@@ -130,7 +132,8 @@ def test_ds5606_nothing_touches_what_is_in_flight() -> None:
 
 
 def test_pr7985_and_its_kind_each_gradient_once() -> None:
-    """PR#7985, DS#7981, DS#7366, DS#6550: accumulate dropped, doubled, or of another bucket."""
+    """deepspeed#7985, deepspeed#7981, deepspeed#7366, deepspeed#6550: accumulate dropped, doubled, or of another
+    bucket."""
     plan = make(3, ring=2)
     graph = schedule("mlp", plan)
 
@@ -159,7 +162,7 @@ def test_pr7985_and_its_kind_each_gradient_once() -> None:
 
 
 def test_mlm950_waiting_for_nothing_is_named() -> None:
-    """MLM#950: the wait is there, and the record it needs is not."""
+    """megatron-lm#950: the wait is there, and the record it needs is not."""
     plan = make(1)
     new, _ = copy_graph(schedule("mlp", plan))
     for node in list(steps(new)):

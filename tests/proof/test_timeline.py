@@ -1,4 +1,4 @@
-"""The picture tells the story: where DS#8364 stalls, and where it doesn't."""
+"""The picture tells the story: where deepspeed#8364 stalls, and where it doesn't."""
 
 from __future__ import annotations
 

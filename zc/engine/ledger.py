@@ -65,7 +65,7 @@ class Ledger:
         self, programs: Iterable[Program], buckets: Sequence[Bucket], touched: Sequence[Sequence[bool]]
     ) -> str | None:
         """The parameters of ``buckets`` that no backward of this step has reached, on any rank, each named once:
-        DS#7579 ran on for days like that. ``touched``: by bucket and slot, whether some rank has a gradient."""
+        deepspeed#7579 ran on for days like that. ``touched``: by bucket and slot, whether some rank has a gradient."""
         if all(all(touched[bucket.index]) for bucket in buckets):
             return None
         arrived = self.arrived(programs, self.step)

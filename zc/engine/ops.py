@@ -3,7 +3,7 @@
 Accumulators know whether they are empty: the first write after zero_grad overwrites, it does not add, so that nothing
 has to be zeroed. In stage 1 an accumulator goes EMPTY -> PARTIAL (this rank's own sum) -> REDUCED (this rank's slice
 holds the mean over ranks; the rest is spent). A further backward before zero_grad, which nobody has declared with
-`zc.no_sync`, moves the reduced slice aside first, and the next reduction adds it: reduction is linear (INVARIANTS I5).
+`zc.no_sync`, moves the reduced slice aside first, and the next reduction adds it: reduction is linear.
 """
 
 from __future__ import annotations

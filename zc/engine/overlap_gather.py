@@ -9,7 +9,7 @@ As a rule ``optimizer.step()`` ends with all of it done::
 
 With ``overlap_gather`` it ends with the gathers launched, in the order in which modules were registered, and the next
 forward, a schedule as well, waits for each bucket where it first reads it (PyTorch FSDP's and Megatron's
-overlap_param_gather have the idea; MLM#950 is what a forgotten wait does)::
+overlap_param_gather have the idea; megatron-lm#950 is what a forgotten wait does)::
 
        comm | gather(1, "gathered[1]")                  compute | wait_event("done/gathered[1]")
        comm | record_event("done/gathered[1]")    ...   compute | segment("segment_0", %primals_1, %primals_9)

@@ -3,7 +3,7 @@
 Gradients come in by two ways and no other: through a compiled schedule, or through the parameter's
 post-accumulate-grad hook (eager code, and the whole of backend="eager"). Whatever does not fill a bucket inside one
 compiled graph is *deposited*, and a bucket is reduced when all its slots have arrived and all earlier buckets are done,
-or at the end of the backward, in plan order: the same on every rank, and nobody counts hooks (INVARIANTS I6, I7).
+or at the end of the backward, in plan order: the same on every rank, and nobody counts hooks.
 """
 
 from __future__ import annotations

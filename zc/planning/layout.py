@@ -7,7 +7,7 @@ A layout of W = 2 ranks (S = P / W), ``a`` and ``b`` parameters, ``.`` padding::
     |<----- rank 0 owns S ----->|<---- rank 1 owns S --->|
 
 `flat_layout` packs tightly: a shard's edge may cut a parameter, which elementwise optimizers never notice.
-`whole_layout` keeps every parameter on one rank, for optimizers that read a whole matrix (Muon; INVARIANTS I8).
+`whole_layout` keeps every parameter on one rank, for optimizers that read a whole matrix (Muon).
 The idea of one noun for the layout: Megatron-LM's megatron_fsdp; the flat shard: ZeRO (arXiv:1910.02054).
 """
 

@@ -153,7 +153,7 @@ def make_plan(
     buckets of several follow each other as their last gradients come in.
 
     ``reduce_dtype`` None: the parameters' own dtype where every backward is reduced (a gradient has no more bits than
-    that), the accumulator's where a sum is reduced (PR#7985: rounding the sum would lose what fp32 has kept).
+    that), the accumulator's where a sum is reduced (deepspeed#7985: rounding the sum would lose what fp32 has kept).
     """
     groups: dict[tuple[torch.dtype, torch.device], list[ParamSpec]] = {}
     for spec in reversed(params):

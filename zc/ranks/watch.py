@@ -1,4 +1,4 @@
-"""Ranks that get out of step: found, named on every rank, never waited for without end (INVARIANTS I7).
+"""Ranks that get out of step: found, named on every rank, never waited for without end.
 
 What may differ, and whether that is an error, `zc/ranks/agreement.py` decides before the ranks reduce anything: an
 exchange of gradients starts where all have announced it. This file is for the rest, for ranks that come to different
