@@ -169,6 +169,13 @@ class Rounds:
             self.known[bucket.index] = [False] * len(bucket.slots)
         self._made = None
 
+    def forget(self, gone: Collection[Where]) -> None:
+        """The gradients of some parameters were dropped. What all ranks announced before goes with nothing announced
+        behind it, as for `clear`."""
+        self._agreement.num_cleared += 1
+        for bucket, slot in gone:
+            self.known[bucket][slot] = False
+
     def meet(self, kept: Collection[int], *, by_grad: bool) -> list[int]:
         """The boundary: the largest over the ranks of what `num_flags` has. Raises RankMismatchError where ranks hold
         sums of other gradients."""

@@ -321,8 +321,8 @@ class Runtime(Core):
         self.streams.join_home()
         self._reopen()
         self.wait_for_host_memory()
+        self.rounds.forget(gone)
         for bucket, slot in gone:
-            self.rounds.known[bucket][slot] = False
             self._deposits.drop(bucket, slot)
             self.ops.forget(bucket, slot)
 
