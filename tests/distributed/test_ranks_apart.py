@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import zc
-from zc.engine import ops
+from zc.engine.bound_ops import KeepingOps
 from zc.engine.ops import Acc
 
 STEPS = 4
@@ -171,13 +171,13 @@ def under_ddp(rank: int, world_size: int, name: str) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def counted_keeps() -> Iterator[list[int]]:
     """[number]: runs of schedules whose gradients were all kept."""
-    count, init = [0], ops.KeepingOps.__init__
+    count, init = [0], KeepingOps.__init__
 
     def counting(self: Any, *args: Any) -> None:
         count[0] += 1
         init(self, *args)
 
-    with mock.patch.object(ops.KeepingOps, "__init__", counting):
+    with mock.patch.object(KeepingOps, "__init__", counting):
         yield count
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from zc.engine.bound_ops import BoundOps, Spans
 from zc.engine.buffers import Buffers
 from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, scatter_into
 from zc.log import log
@@ -32,9 +33,6 @@ class Acc(enum.Enum):
     EMPTY = "empty"
     PARTIAL = "partial"
     REDUCED = "reduced"
-
-
-Spans = Sequence[tuple[int, int]]  # elements [start, stop)
 
 
 def _overwrite(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], spans: Spans | None) -> None:
@@ -268,71 +266,3 @@ class GradientOps:
     def set_touched(self, flags: Sequence[int]) -> None:
         items = iter(flags)
         self.touched = [[bool(next(items)) for _ in bucket.slots] for bucket in self.plan.buckets]
-
-
-class BoundOps:
-    """The operations together with the segments of one schedule: what the generated code calls."""
-
-    def __init__(self, ops: GradientOps, segments: dict[str, Segment]) -> None:
-        self._ops, self._segments = ops, segments
-        self.flatten_cast, self.accumulate_cast, self.deposit = ops.flatten_cast, ops.accumulate_cast, ops.deposit
-        self.launch_reduce, self.wait_reduce, self.accumulate = ops.launch_reduce, ops.wait_reduce, ops.accumulate
-        self.wgrad_into, self.stage_shard = ops.wgrad_into, ops.stage_shard
-        self.copy_to_host, self.copy_to_device = ops.copy_to_host, ops.copy_to_device
-        self.gather, self.publish = ops.gather, ops.publish
-
-    def segment(self, key: str, args: list[Any]) -> Sequence[Any]:
-        return self._segments[key](args)
-
-    def reducing_if(self, is_agreed: Callable[[], bool]) -> BoundOps:
-        """The same, for one run whose reductions stay away where ranks don't agree on them. ``is_agreed`` is asked on
-        the comm stream, before each; where gradients pass through the ring at once, by the host."""
-        if self._ops.plan.placement.gradient_in_ring:
-            return self if is_agreed() else KeepingOps(self._ops, self._segments)
-        return AgreedOps(self._ops, self._segments, is_agreed)
-
-
-class KeepingOps(BoundOps):
-    """Nothing is written into the ring, which must be free again: each gradient is deposited (stage 2)."""
-
-    def __init__(self, ops: GradientOps, segments: dict[str, Segment]) -> None:
-        super().__init__(ops, segments)
-        self.launch_reduce = self.wait_reduce = self.accumulate = _nothing
-        self.stage_shard = self.copy_to_host = self.copy_to_device = _nothing
-        self.flatten_cast, self.wgrad_into = self._deposit_all, self._deposit_made
-
-    def _deposit_all(
-        self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor | None], spans: Spans | None = None
-    ) -> None:
-        for slot, grad in zip(slots, grads, strict=True):
-            if grad is not None:
-                self.deposit(bucket, slot, grad)
-
-    def _deposit_made(
-        self, bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Tensor, how: str = "mm"
-    ) -> None:
-        record = self._ops.plan.buckets[bucket]
-        out = torch.empty(stop - start, dtype=record.reduce_dtype, device=record.device)
-        (matmul_into if how == "mm" else scatter_into)(out, *inputs, add=False)
-        self.deposit(bucket, slot, out.view(record.slots[slot].shape))
-
-
-def _nothing(*args: Any, **kwargs: Any) -> Any:
-    return None
-
-
-class AgreedOps(BoundOps):
-    """Without agreement what a run has written stays a partial sum (stage 1), and the boundary reduces it."""
-
-    def __init__(self, ops: GradientOps, segments: dict[str, Segment], is_agreed: Callable[[], bool]) -> None:
-        super().__init__(ops, segments)
-        self.launch_reduce, self.wait_reduce, self.accumulate = (
-            _if(is_agreed, op) for op in (ops.launch_reduce, ops.wait_reduce, ops.accumulate)
-        )
-        if ops.buffers.acc:  # host memory takes reduced gradients only; where it has the accumulators it takes all
-            self.stage_shard = _if(is_agreed, ops.stage_shard)
-            self.copy_to_host = _if(is_agreed, ops.copy_to_host)
-
-
-def _if(is_agreed: Callable[[], bool], operation: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: operation(*args) if is_agreed() else None
