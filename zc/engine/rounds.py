@@ -12,12 +12,14 @@ What a rank has beyond the agreed order it *keeps*: stage 1 as a partial sum in 
 is early enough; stage 2, whose ring has no place for a sum, as the whole gradients, by reference. A backward whose
 proposals differ has then the memory of one without ZeRO-2, so stage 2 reduces at its end, on all ranks, in plan order,
 what any of them keeps; and where that end is not everyone's (ranks have different numbers of backwards), the boundary
-does.
+does. A backward outside of no_sync waits at its end until all ranks are at such an end, or at the boundary: as under
+DDP, they may come to it by different numbers of microbatches in no_sync.
 
-So a backward makes as many announcements as on every other rank, whatever it turns out to bring, and nobody waits
-inside a backward for what another rank sends only behind a collective of the caller's: what DDP's loops may do, these
-may. A guess that is wrong costs overlap, no number. In stage 1 only the comm stream waits for the others' proposals; in
-stage 2 the host does, once a backward, before it writes the first bucket: what is in the ring must be reduced.
+So while ranks agree, a backward makes as many announcements as on every other rank, whatever it turns out to bring, and
+nobody waits inside a backward for what another rank sends only behind a collective of the caller's: what DDP's loops
+may do, these may. A guess that is wrong costs overlap, no number. In stage 1 only the comm stream waits for the others'
+proposals; in stage 2 the host does, once a backward, before it writes the first bucket: what is in the ring must be
+reduced.
 
 **At its end** a parameter that only another rank used gets its ``.grad`` too, as in DDP with find_unused_parameters, so
 that stock clipping sums the same gradients everywhere. Nothing is exchanged for that where every rank has said at the
@@ -41,12 +43,6 @@ if TYPE_CHECKING:
 Where = tuple[int, int]  # bucket, slot
 
 
-def num_flags(plan: Plan) -> int:
-    """What ranks tell each other: which parameters have a gradient, which buckets one that is kept, and whether a
-    ``param.grad`` is asked."""
-    return sum(len(bucket.slots) for bucket in plan.buckets) + len(plan.buckets) + 1
-
-
 class Rounds:
     """The rounds of one compiled model, one a backward that reduces."""
 
@@ -67,7 +63,6 @@ class Rounds:
         """Takes in ``plan``, whose first buckets are the present ones."""
         self.known += [[False] * len(b.slots) for b in plan.buckets[len(self.plan.buckets) :]]
         self.plan = plan
-        self._agreement.numel_flags = num_flags(plan)
         self._habits.clear()
 
     def begin(
@@ -177,8 +172,8 @@ class Rounds:
             self.known[bucket][slot] = False
 
     def meet(self, kept: Collection[int], *, by_grad: bool) -> list[int]:
-        """The boundary: the largest over the ranks of what `num_flags` has. Raises RankMismatchError where ranks hold
-        sums of other gradients."""
+        """The boundary: the largest over the ranks of what they tell each other. Raises RankMismatchError where ranks
+        hold sums of other gradients."""
         flags = [*self._flags(kept=kept)[:-1], int(by_grad)]
         met = self._agreement.meet(flags, zlib.crc32(repr(self.known).encode()))
         self.showed_one_set = met.shows_one_set()
@@ -190,6 +185,8 @@ class Rounds:
         self.known = [[bool(next(items)) or flag for flag in flags] for flags in self.known]
 
     def _flags(self, brings: frozenset[Where] = frozenset(), kept: Collection[int] = ()) -> list[int]:
+        """What ranks tell each other: which parameters have a gradient, which buckets one that is kept, and whether a
+        ``param.grad`` is asked."""
         flags = self._ops.touched_flags()
         if brings:
             at = list(itertools.accumulate((len(b.slots) for b in self.plan.buckets), initial=0))

@@ -29,7 +29,7 @@ from zc.engine.listener import Listener
 from zc.engine.ops import Acc
 from zc.engine.overlap_gather import WeightGather
 from zc.engine.program import Program
-from zc.engine.rounds import Rounds, num_flags
+from zc.engine.rounds import Rounds
 from zc.engine.streams import Streams, ThreadStreams
 from zc.errors import UncoveredGradientError, ZcError
 from zc.log import log
@@ -67,7 +67,7 @@ class Runtime(Core):
             group.watch(plan, torch_private.default_store())
         if group.check is not None and isinstance(streams, ThreadStreams):
             streams.wait_for = group.check.wait_event  # a stream's thread may wait for a rank that never comes
-        self.agreement = Agreement(group, num_flags(plan))
+        self.agreement = Agreement(group)
         self.rounds = Rounds(plan, self.ops, self.agreement)
         self.flushes = Flushes(self.passes, self.ops)
         self.weights = WeightGather(self)

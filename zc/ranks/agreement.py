@@ -99,16 +99,15 @@ class Announcement:
 class Agreement:
     """The announcements of one compiled model."""
 
-    def __init__(self, group: Group, numel_flags: int) -> None:
-        self.group, self.numel_flags = group, numel_flags
+    def __init__(self, group: Group) -> None:
+        self.group = group
         # by optimizer: numbers of the announcements whose reductions the sums of its parameters hold
         self.held: dict[int, list[int]] = {}
         self.num_cleared = 0  # times that gradients were dropped since the last boundary: no pair across one
         self._count = 0
 
-    def announce(self, what: str, flags: Sequence[int] | None = None, shown: int = 0) -> Announcement:
+    def announce(self, what: str, flags: Sequence[int], shown: int = 0) -> Announcement:
         self._count += 1
-        flags = flags if flags is not None else [0] * self.numel_flags
         return Announcement(self, self._count, what, flags, shown)
 
     def meet(self, flags: Sequence[int], shown: int = 0) -> Announcement:
