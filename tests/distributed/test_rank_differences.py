@@ -79,6 +79,12 @@ def differ(rank: int, world_size: int, what: str, stage: int, backend: str, opti
             if other:
                 dist.barrier()  # this rank is done; the others will never come here
             train_step(model, optimizer, 0)
+        elif what == "a backward behind the boundary":  # which the other rank has passed
+            task_loss(model, 0).backward()
+            zc.clip_grad_norm_(model, 1.0)
+            if not other:
+                task_loss(model, 0).backward()
+            zc.clip_grad_norm_(model, 1.0)
         elif what == "no clipping":
             for _ in range(2):
                 task_loss(model, 0, 1, 2).backward()
@@ -102,6 +108,7 @@ DIFFERENCES = [
     ("a backward that raises", 1, "eager", {}, ["some rank has cleared its gradients"]),
     ("a backward that raises", 2, "eager", {}, ["some rank has cleared its gradients"]),
     ("a batch less", 2, "eager", {}, ["torch.distributed.barrier", "test_rank_differences.py"]),
+    ("a backward behind the boundary", 1, "eager", {}, ["reduce buckets", "norms of gradients"]),
     ("no clipping", 1, "eager", {}, ["the sum over ranks of", "norms", "gather weights"]),
     ("another norm", 2, "eager", {}, ["what was exchanged since the last update", "largest", "sum"]),
 ]

@@ -32,7 +32,8 @@ REFUSALS = (
     ("ZcError", "ranks have a param.grad on different parameters", _nobody_has_told),
     # cleared through the optimizer's own tensors, which no param.grad shows until the next backward, then clipped
     ("ZcError", "was set to None (zero_grad) since", lambda p: p.clears & {"class", "slices"}),
-    # the same, on a rank that had no backward yet: its optimizer's tensors had no .grad whose loss could be noticed
+    ("RankMismatchError", "ranks are out of step", _some_are_alone),
+    # cleared so on a rank that had no backward yet: its optimizer's tensors had no .grad whose loss could be noticed
     ("RankMismatchError", "what the gradients hold", lambda p: p.clears & {"class", "slices"} and _some_are_alone(p)),
 )  # fmt: skip
 

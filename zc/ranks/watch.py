@@ -199,7 +199,7 @@ class RankCheck:
             "beat": self._beat,
             "epoch": journal.epoch,
             "journal": [list(journal.entries), journal.folded, journal.sums],
-            "waits": bool(self._waits),
+            "waits": {self._words(entry): now - since for entry, since in list(self._waits.values())},
             "elsewhere": self._elsewhere and [self._elsewhere[0], now - self._elsewhere[1]],
         }
         self._store.set(f"state/{self.rank}", json.dumps(state))
@@ -224,17 +224,20 @@ class RankCheck:
         self._find_deadlock(states)
 
     def _find_deadlock(self, states: dict[int, dict[str, Any]]) -> None:
-        """Every rank stands in an exchange of zc's, or in a collective that its script has called: a rank that has left
-        the loop early (fewer batches) and stands in a barrier is no reason to wait."""
-        elsewhere = {r: s["elsewhere"] for r, s in states.items() if s.get("elsewhere")}
-        standing = all(s.get("waits") or r in elsewhere for r, s in states.items())
-        if standing and elsewhere and all(seconds > self.timeout for _, seconds in elsewhere.values()):
-            places = "; ".join(f"rank {r} stands in {place}" for r, (place, _) in elsewhere.items())
-            waits = ", ".join(self._words(entry) for entry, _ in list(self._waits.values()))
+        """Every rank stands in an exchange of zc's, or in a collective that its script has called, and no two in the
+        same: a rank that has left the loop early (fewer batches) and stands in a barrier is no reason to wait, nor is
+        one that has passed the boundary of an update at which the others have yet to arrive."""
+        now = time.monotonic()
+        places = {self.rank: {self._words(entry): now - since for entry, since in list(self._waits.values())}}
+        for rank, state in states.items():
+            places[rank] = state.get("waits") or dict([state["elsewhere"]] if state.get("elsewhere") else [])
+        stands = all(place and min(place.values()) > self.timeout for place in places.values())
+        if stands and not set.intersection(*(set(place) for place in places.values())):
+            shown = "; ".join(f"rank {rank} stands in {', '.join(place)}" for rank, place in places.items())
             self._fail(
                 RankMismatchError,
-                f"ranks are out of step, for {self.timeout:.0f} s now: {places}; rank {self.rank} in {waits} "
-                f"(after {self._journal.total} exchanges since the last update)",
+                f"ranks are out of step, for {self.timeout:.0f} s now: {shown} (rank {self.rank} after "
+                f"{self._journal.total} exchanges since the last update)",
             )
 
     def _differs(self, rank: int, theirs: Journal) -> bool:
