@@ -93,7 +93,7 @@ class WeightGather:
         for index in buckets:
             bucket = runtime.plan.buckets[index]
             if bucket.has_master:
-                shard = runtime.buffers.part(runtime.buffers.flat_param[index], bucket)
+                shard = runtime.buffers.owned(runtime.buffers.flat_param[index], bucket)
                 shard.copy_(runtime.buffers.master_shard[index].detach())
         self._program(tuple(buckets))([], runtime.streams)
         self._is_open = runtime.plan.overlap_gather
