@@ -232,8 +232,9 @@ class Buffers:
             "acc": acc,
             "flat_grad": flat_grad * self._num_flat_grads,
             "recv": recv,
-            "whole_grad": self.nbytes_whole_grad(),
         }
+        if any(b.layout.owners is not None for b in self.plan.buckets):
+            found["whole_grad"] = self.nbytes_whole_grad()
         if self.plan.offload is not None:
             found.update(staging=_nbytes(self._staging), host=_nbytes(self.host), param=_nbytes(self._param))
         return found

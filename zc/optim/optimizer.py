@@ -22,6 +22,7 @@ from zc.offload.host_step import HostStep
 from zc.optim.closures import Arguments, Closures
 from zc.optim.grad_shards import GradShards
 from zc.optim.kinds import is_elementwise
+from zc.optim.nesting import Nesting
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_grad import SliceGrad
 from zc.planning.layout import Rule, Slot
@@ -48,7 +49,7 @@ class ShardedOptimizer:
         self._slice_grads: dict[str, SliceGrad] = {}
         self._given: dict[str, Tensor | None] = {}  # what each slice has as .grad, by zc
         self.grad_shards, self._writes = grad_shards, writes
-        self._closures = Closures(optimizer)
+        self._closures, self._nesting = Closures(optimizer), Nesting()
         self._zeroed: set[str] = set()  # slices that a loop over all of them has made zeros so far
         # each group's parameters, the same on every rank, trainable ones by name: for checkpoints
         self.members: list[list[str | Tensor]] = []
@@ -203,6 +204,8 @@ class ShardedOptimizer:
             self.grad_shards.zero_slices([slot.name for bucket in self.buckets for slot in bucket.slots])
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        if not self._nesting.begins():
+            return None
         found = self._closures.run(optimizer, args, kwargs)
         if self._zeroed:
             name = next(name for name in self.slices if name not in self._zeroed)
@@ -219,6 +222,8 @@ class ShardedOptimizer:
         return found
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._nesting.ends():
+            return
         if self.offload is not None:
             self.offload.after(self._changed())
         else:

@@ -34,9 +34,10 @@ def held(made: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[st
         "acc": 0 if made.offload is not None and made.offload.accumulates_on_host else acc,
         "flat_grad": ring * whole if in_ring else 0,
         "recv": 0 if made.world_size == 1 else whole if made.reduce == "exact" else shard,
-        "whole_grad": heaviest(made, ragged, lambda b: b.acc_dtype.itemsize) if apart else 0,
         "optimizer_state": state if made.offload is None else 0,
     }
+    if ragged and apart:  # during an update
+        device["whole_grad"] = heaviest(made, ragged, lambda b: b.acc_dtype.itemsize)
     if made.offload is None:
         return device, {}, {}
     sizes = [made.numel_on_host(b) * b.acc_dtype.itemsize for b in made.buckets]
