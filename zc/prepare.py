@@ -25,9 +25,15 @@ if TYPE_CHECKING:
 
 
 def plan_of(
-    params: dict[str, nn.Parameter], config: Config, world_size: int, owners: Mapping[str, int], rules: Sequence[Rule]
+    params: dict[str, nn.Parameter],
+    config: Config,
+    world_size: int,
+    owners: Mapping[str, int],
+    rules: Sequence[Rule],
+    behind: Plan | None = None,
 ) -> Plan:
-    """The plan for ``params`` under ``config``. ``owners``: the number of each one's optimizer, which has a rule."""
+    """The plan for ``params`` under ``config``. ``owners``: the number of each one's optimizer, which has a rule.
+    ``behind``: the plan that it goes on."""
     specs = [
         ParamSpec(name, tuple(p.shape), config.param_dtype or p.dtype, p.device, owners[name])
         for name, p in params.items()
@@ -44,6 +50,7 @@ def plan_of(
         overlap_gather=config.overlap_gather,
         rules=rules,
         offload=config.host,
+        behind=behind,
     )
 
 
@@ -123,7 +130,7 @@ def fill(runtime: Runtime, buckets: Sequence[Bucket]) -> None:
     ranks, buffers = runtime.group, runtime.buffers
     for bucket in buckets:
         flat, master = buffers.flat_param[bucket.index], buffers.master_shard[bucket.index]
-        start, _ = bucket.layout.shard_range(ranks.rank)
+        start, _ = bucket.layout.owned_range(ranks.rank)
         for slot in bucket.slots:
             param = runtime.params[slot.name]
             given = param.detach().contiguous()

@@ -10,7 +10,9 @@ import collections
 import contextlib
 import inspect
 import itertools
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -309,6 +311,12 @@ def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     made = object.__new__(type(optimizer))
     made.__setstate__({**kept, "state": collections.defaultdict(dict), "param_groups": []})
     return made
+
+
+def step_frame() -> types.FrameType:
+    """From a function that a step hook of an optimizer calls: the frame of the step that runs the hook. Relies on pre-
+    and post-hooks being called by one frame, that of torch's wrapper around ``step`` (2.11 to 2.15)."""
+    return sys._getframe(3)
 
 
 def has_later_step_hook(optimizer: torch.optim.Optimizer, own: RemovableHandle) -> bool:

@@ -147,3 +147,53 @@ def _lbfgs(rank: int, world_size: int) -> tuple[str, str]:
 def test_lbfgs_is_refused_by_name() -> None:
     for kind, text in run_ranks(_lbfgs, 2):
         assert kind == "PlanError" and "LBFGS" in text and "closure several times" in text
+
+
+class Child(torch.optim.SGD):
+    """Its step goes on behind its parent's, which torch has wrapped as well where there is an SGD."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in (p for p in group["params"] if p.grad is not None):
+                    param.sub_(0.05 * param.grad)
+        return loss
+
+
+def _nested(rank: int, world_size: int, stage: int, by_closure: bool) -> tuple[DIFFERS_MOST, int]:
+    case = CASES["mlp"]
+    model, twin = case.model(), case.model().double()
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.15)
+    model, optimizer = zc.compile(model, Child(model.parameters(), lr=0.1), stage=stage, backend="eager")
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            loss = case.loss(model, case.batch(rank, step, 0))
+            loss.backward()
+            return loss
+
+        if step == 1:  # a step that raised leaves no trace
+            message_of(lambda: optimizer.step(lambda: 1 / 0))
+        if by_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+        optimizer.zero_grad()
+        for r in range(world_size):
+            batch = tuple(t.double() for t in case.batch(r, step, 0))
+            (case.loss(twin, batch) / world_size).backward()
+        plain.step()
+        plain.zero_grad()
+    return worst(weights(model), weights(twin)), zc.registry.sharded(model).runtime.ledger.num_steps
+
+
+@pytest.mark.parametrize("by_closure", [True, False])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_step_inside_a_step_is_one_update(stage: int, by_closure: bool) -> None:
+    for error, num_steps in run_ranks(_nested, 2, stage, by_closure):
+        assert error[0] < 2e-6, error
+        assert num_steps == 3

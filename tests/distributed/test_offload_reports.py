@@ -89,7 +89,7 @@ def unused(rank: int, world_size: int, mode: str, fault: str | None) -> tuple[fl
     try:
         nn.functional.mse_loss(model(data(rank, 0)[0], (0,))[0], data(rank, 0)[1]).backward()
         if fault == "gradients are not cleared":
-            GradientOps.clear = lambda self, set_to_none: None  # type: ignore[method-assign]
+            GradientOps.clear = lambda self, buckets, set_to_none: None  # type: ignore[method-assign]
         with torch.no_grad():
             optimizer.param_groups[0]["lr"] = 0.0
         optimizer.step()

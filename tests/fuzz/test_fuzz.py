@@ -75,7 +75,7 @@ KEPT = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_what_it_has_found_before_is_right(name: str, request: pytest.FixtureRequest) -> None:
-    """Small programs that were wrong at commit 3bc0d56 (one_dropped: 951e339); those of features that are open still are."""
+    """Small programs that were wrong at commit 3bc0d56, one_dropped at 951e339; those of open features still are."""
     if KEPT[name] in fuzz_draw.OPEN:
         request.applymarker(pytest.mark.xfail(strict=True, reason=f"{KEPT[name]} is open"))
     program = Program.from_json((Path(__file__).parent / "kept" / f"{name}.json").read_text())

@@ -59,7 +59,7 @@ def test_every_parameter_is_in_one_bucket_of_its_kind(
     """A parameter in no bucket never updates (deepspeed#5639), one in two is counted twice."""
     plan = plan_of(
         specs, world_size=world_size, bucket_nbytes=bucket_nbytes, placement=PLACEMENTS[stage],
-        reduce_dtype=reduce_dtype, rule=rule,
+        reduce_dtype=reduce_dtype, rules=[rule],
     )  # fmt: skip
     by_name = {spec.name: spec for spec in specs}
     assert sorted(slot.name for b in plan.buckets for slot in b.slots) == sorted(by_name)
@@ -126,8 +126,8 @@ def test_the_default_bucket_of_a_large_model_costs_launches_not_memory(rule: Rul
     """1.3 B parameters in 25 MiB are 99 buckets (qkv, out, up, down and the norms make 4 a layer), each of
     which costs the host time in every backward. The ring is as large as the embedding in any case."""
     specs = _transformer(24, 2048, 32768)
-    usual = plan_of(specs, bucket_nbytes=25 * 2**20, rule=rule)
-    default = plan_of(specs, bucket_nbytes=None, rule=rule)
+    usual = plan_of(specs, bucket_nbytes=25 * 2**20, rules=[rule])
+    default = plan_of(specs, bucket_nbytes=None, rules=[rule])
     assert len(usual.buckets) == 99 and len(default.buckets) == 38
     assert _ring(default) == _ring(usual)
     total = sum(math.prod(spec.shape) * 2 for spec in specs)
@@ -188,7 +188,7 @@ dtypes = [torch.float32, torch.bfloat16]
 specs = [ParamSpec(f"layer{k}.weight", (k % 5, 7), dtypes[k % 2], torch.device("cpu")) for k in range(40)]
 for rule in (Rule(), Rule(whole=True)):
     plan = make_plan(specs, world_size=3, placement=PLACEMENTS[2], reduce="exact", reduce_dtype=None, bucket_nbytes=300,
-                     num_buffers=2, overlap=True, rule=rule)
+                     num_buffers=2, overlap=True, rules=[rule])
     print(repr(plan)); print(plan)
 """
 

@@ -195,6 +195,29 @@ def test_a_bare_copy() -> None:
     assert len(optimizer._optimizer_step_pre_hooks) == 1 and optimizer.param_groups[0]["params"] == [param]
 
 
+@contract("step_frame", "step hooks being called by the frame of torch's wrapper around step")
+def test_hooks_of_one_step_have_one_frame() -> None:
+    frames: list[Any] = []
+
+    def seen() -> None:
+        frames.append(torch_private.step_frame())
+
+    class Parent(torch.optim.SGD):
+        pass
+
+    class Child(Parent):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    Parent([nn.Parameter(torch.ones(2))], lr=0.1)  # from now on its step is wrapped
+    optimizer = Child([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen())
+    optimizer.register_step_post_hook(lambda *_: seen())
+    optimizer.step()
+    outer, inner, inner_end, outer_end = frames
+    assert outer is outer_end and inner is inner_end and outer is not inner
+
+
 class _Watching(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

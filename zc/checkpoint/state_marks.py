@@ -110,6 +110,7 @@ def _digest(plan: Plan) -> str:
     """Of what decides which elements a rank owns."""
     found = hashlib.sha256(str(plan.world_size).encode())
     for bucket in plan.buckets:
+        layout = bucket.layout
         for slot in bucket.slots:
-            found.update(f"{slot.name} {slot.shape} {slot.offset} {bucket.layout.numel_shard}\n".encode())
+            found.update(f"{slot.name} {slot.shape} {slot.offset} {layout.numel_shard} {layout.owners}\n".encode())
     return found.hexdigest()[:16]

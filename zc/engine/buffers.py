@@ -4,7 +4,8 @@ Bytes that a rank holds, by element of P (docs/design.md has the table by stage)
 to the ``zero_grad`` that sets gradients to None, the others always::
 
     flat_param    P * param_dtype    the parameters' own storage, whole on every rank
-    master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype
+    master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype; of an optimizer that reads whole
+                                     parameters those that the rank owns, as its optimizer state (`zc.planning.layout`)
     acc           S (stage 2) or P (stage 1) * acc_dtype
     ring          num_buffers flat_grad and one recv, in reduce_dtype, sized for the largest bucket
 
@@ -56,7 +57,7 @@ class Buffers:
         self.cuts: dict[int, dict[str, list[Tensor]]] = {}
         memory = HostMemory(plan.buckets[0].device) if plan.offload is not None and plan.buckets else None
         for bucket in plan.buckets:
-            start, stop = bucket.layout.shard_range(rank)
+            start, stop = bucket.layout.owned_range(rank)
             self.flat_param.append(torch.zeros(bucket.numel, dtype=bucket.param_dtype, device=bucket.device))
             if memory is not None:
                 self.master_shard.append(memory.zeros(stop - start, bucket.acc_dtype))
@@ -142,7 +143,7 @@ class Buffers:
         if memory is None:
             return [], []
         largest = max(plan.numel_on_host(b) * b.acc_dtype.itemsize for b in plan.buckets)
-        cast = max((b.layout.numel_shard * b.param_dtype.itemsize for b in plan.buckets if b.has_master), default=0)
+        cast = max((self.numel_owned(b) * b.param_dtype.itemsize for b in plan.buckets if b.has_master), default=0)
         device = plan.buckets[0].device
         staging = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(plan.num_staging)]
         return staging, [memory.zeros(cast, torch.uint8) for _ in range(plan.num_staging if cast else 0)]
@@ -153,6 +154,23 @@ class Buffers:
             return tensor
         start, stop = bucket.layout.shard_range(self.rank)
         return tensor[start:stop]
+
+    def owned(self, flat: Tensor, bucket: Bucket) -> Tensor:
+        """What this rank updates of ``flat`` [P]: its part [S], or its run of whole parameters."""
+        start, stop = bucket.layout.owned_range(self.rank)
+        return flat[start:stop]
+
+    def numel_owned(self, bucket: Bucket) -> int:
+        start, stop = bucket.layout.owned_range(self.rank)
+        return stop - start
+
+    def room_for_whole(self, bucket: Bucket) -> Tensor:
+        """[elements of this rank's run]: where the gradients of its whole parameters come together for an update. In
+        stage 1 that is their place in acc_flat, of which a reduction has left this rank's shard alone."""
+        acc = self.acc[bucket.index] if self.acc and not self.host else None
+        if acc is not None and acc.numel() == bucket.numel:
+            return self.owned(acc, bucket)
+        return _room(self.numel_owned(bucket), bucket.acc_dtype, bucket.device)
 
     def acc_shard(self, bucket: Bucket) -> Tensor:
         """[S]: the reduced gradient that the update reads, once the bucket is reduced (and has landed in host
@@ -166,8 +184,8 @@ class Buffers:
     def named(self, name: str, bucket: Bucket) -> Tensor:
         """The tensor behind a buffer of the schedule: ``flat_grad[i]`` [P], ``recv[i]`` [P] or [S], ``acc[b]``.
 
-        With offload ``staging[i]`` and ``host[b]`` [S] or [P], ``master[b]`` [S], ``param[i]`` [S], and of
-        ``flat_param[b]`` this rank's part [S].
+        With offload ``staging[i]`` and ``host[b]`` [S] or [P], and of what this rank updates ``master[b]``,
+        ``param[i]`` and its part of ``flat_param[b]``.
         """
         match Buffer.named(name):
             case Buffer("acc", index):
@@ -177,17 +195,24 @@ class Buffers:
             case Buffer("master", index):
                 return self.master_shard[index]
             case Buffer("flat_param", index):
-                return self.part(self.flat_param[index], bucket)
+                return self.owned(self.flat_param[index], bucket)
             case Buffer("staging", index):
                 return _view(self._staging[index], self.plan.numel_on_host(bucket), bucket.acc_dtype)
             case Buffer("param", index):
-                return _view(self._param[index], bucket.layout.numel_shard, bucket.param_dtype)
+                return _view(self._param[index], self.numel_owned(bucket), bucket.param_dtype)
             case Buffer("flat_grad", index):
                 return _view(self._flat_grad[index], bucket.numel, bucket.reduce_dtype)
             case Buffer("recv", index):
                 numel = bucket.numel if self.plan.reduce == "exact" else bucket.layout.numel_shard
                 return _view(self._recv[index], numel, bucket.reduce_dtype)
         raise AssertionError(f"{name} has no tensor of its own")
+
+    def nbytes_whole_grad(self) -> int:
+        """Of `room_for_whole` of all buckets, where that is memory of its own; during an update."""
+        if self.plan.world_size == 1 or (not self.plan.placement.gradient_in_ring and not self.host):
+            return 0
+        whole = [b for b in self.plan.buckets if b.layout.owners is not None]
+        return sum(self.numel_owned(b) * b.acc_dtype.itemsize for b in whole)
 
     def nbytes(self) -> dict[str, int]:
         """Bytes on this rank while it has gradients, each storage once; those that come and go by their sizes, the
@@ -203,6 +228,8 @@ class Buffers:
             "flat_grad": flat_grad * self._num_flat_grads,
             "recv": recv,
         }
+        if any(b.layout.owners is not None for b in self.plan.buckets):
+            found["whole_grad"] = self.nbytes_whole_grad()
         if self.plan.offload is not None:
             found.update(staging=_nbytes(self._staging), host=_nbytes(self.host), param=_nbytes(self._param))
         return found

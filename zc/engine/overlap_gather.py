@@ -95,7 +95,7 @@ class WeightGather:
         for index in buckets:
             bucket = core.plan.buckets[index]
             if bucket.has_master:
-                shard = core.buffers.part(core.buffers.flat_param[index], bucket)
+                shard = core.buffers.owned(core.buffers.flat_param[index], bucket)
                 shard.copy_(core.buffers.master_shard[index].detach())
         self._program(tuple(buckets))([], core.streams)
         self._is_open = core.plan.overlap_gather

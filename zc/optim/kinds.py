@@ -81,7 +81,7 @@ def rule_of(optimizer: Optimizer) -> Rule:
         return Rule()
     if cls in _DECLARED:
         return Rule(block=_DECLARED[cls])
-    return Rule(whole=True)
+    return Rule(whole=True, cost="newton_schulz" if _is_torchs(cls, ("Muon",)) else "elements")
 
 
 def try_out(optimizer: Optimizer, world_size: int, device: torch.device) -> None:

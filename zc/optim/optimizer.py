@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -21,6 +22,7 @@ from zc.offload.host_step import HostStep
 from zc.optim.closures import Arguments, Closures
 from zc.optim.grad_shards import GradShards
 from zc.optim.kinds import is_elementwise
+from zc.optim.nesting import Nesting
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_grad import SliceGrad
 from zc.planning.layout import Rule, Slot
@@ -48,7 +50,8 @@ class ShardedOptimizer:
         self._slice_grads: dict[str, SliceGrad] = {}
         self._given: dict[str, Tensor | None] = {}  # what each slice has as .grad, by zc
         self.grad_shards, self._writes = grad_shards, writes
-        self._closures = Closures(optimizer)
+        self._closures, self._nesting = Closures(optimizer), Nesting()
+        self._zeroed: set[str] = set()  # slices that a loop over all of them has made zeros so far
         # each group's parameters, the same on every rank, trainable ones by name: for checkpoints
         self.members: list[list[str | Tensor]] = []
         self.offload: HostStep | None = None
@@ -89,11 +92,11 @@ class ShardedOptimizer:
         names = {id(params[name]): name for name in slots}
         for name, (bucket, slot) in slots.items():
             self._make_slice(name, bucket, slot)
-        if not self.slices and slots:
-            # torch's GradScaler fails where an optimizer has no gradient at all, as a rank that owns nothing; and who
-            # clears the optimizer's own tensors is seen by theirs
-            name, (bucket, slot) = next(iter(slots.items()))
-            self._make_slice(name, bucket, slot, is_empty=True)
+        # torch's GradScaler fails where an optimizer has no gradient at all, as a rank that owns nothing, and asks once
+        # for each dtype, which all ranks must do; and who clears the optimizer's own tensors is seen by theirs
+        for name, (bucket, slot) in slots.items():
+            if all(held.dtype != bucket.acc_dtype for held in self.slices.values()):
+                self._make_slice(name, bucket, slot, is_empty=True)
         groups = self.optimizer.param_groups
         self.members += [list(group["params"]) for group in groups[len(self.members) :]]
         self.members = [[names.get(id(m), m) for m in members] for members in self.members]
@@ -109,12 +112,11 @@ class ShardedOptimizer:
                 if state and name in self.slices:  # a fresh one, made by the optimizer's __init__ (Adagrad)
                     self.optimizer.state[self.slices[name]] = self._slice_state(*slots[name], state)
             group["params"] = kept
-        shards = self.grad_shards
-        self._slice_grads.update({n: SliceGrad(shards, n, self.slices[n]) for n in slots if n in self.slices})
+        self._slice_grads.update({n: SliceGrad(self, n, self.slices[n]) for n in slots if n in self.slices})
 
     def _make_slice(self, name: str, bucket: Bucket, slot: Slot, is_empty: bool = False) -> None:
         rank, buffers = self.runtime.group.rank, self.runtime.buffers
-        start, _ = bucket.layout.shard_range(rank)
+        start, _ = bucket.layout.owned_range(rank)
         first, stop = (start, start) if is_empty else bucket.layout.owned(slot, rank)
         if first == stop and not is_empty:
             return
@@ -137,15 +139,23 @@ class ShardedOptimizer:
     def _install(self) -> None:
         """Gives each slice its gradient for the update; None where no rank had one, and then the optimizer leaves it
         alone."""
+        whole: dict[int, Tensor] = {}
+        if self.rule.whole:
+            self.runtime.wait_for_host_memory()
+            whole = self.runtime.ops.gather_whole(self._changed())
         for bucket in self.buckets:
             flags = self.runtime.ops.touched[bucket.index]
-            parts = self.grad_shards.of(bucket) if any(flags) else {}
+            parts = self.grad_shards.of(bucket) if any(flags) and not self.rule.whole else {}
             for slot, touched in zip(bucket.slots, flags, strict=True):
-                if slot.name in self.slices:
-                    part = parts.get(slot.name)
-                    if touched and part is None and not self.rule.whole:  # the slice without elements
-                        part = [self.slices[slot.name].detach().clone()]
-                    self._give(slot.name, part[0] if touched and part is not None else None)
+                if slot.name not in self.slices:
+                    continue
+                held, grad = self.slices[slot.name], None
+                if touched and not self.rule.whole:
+                    grad = parts[slot.name][0] if slot.name in parts else torch.zeros_like(held)  # no element of it
+                elif touched and held.numel() == slot.numel:
+                    first = slot.offset - bucket.layout.owned_range(self.runtime.group.rank)[0]
+                    grad = whole[bucket.index][first : first + slot.numel].view(slot.shape)
+                self._give(slot.name, grad)
 
     def stand_in(self) -> None:
         """Outside of an update whatever is done to the optimizer's own gradients has to come to us."""
@@ -178,9 +188,35 @@ class ShardedOptimizer:
     def forget_given(self) -> None:
         """The slices have no gradient of zc's any more."""
         self._given.clear()
+        self._zeroed.clear()
+
+    # --- what the slices' stand-ins are asked (`SliceOwner`) ---
+
+    def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None:
+        """torch's GradScaler, with the slices of one dtype. Gradients are still where they were reduced, so this rank
+        unscales its parts of all the optimizer's parameters of that dtype, whoever updates them."""
+        dtypes = {self.slices[name].dtype for name in names}
+        together = [s.name for b in self.buckets if b.acc_dtype in dtypes for s in b.slots]
+        self.grad_shards.unscale(together, found_inf, inverse)
+
+    def zero_slices(self, names: Sequence[str]) -> None:
+        """The zero_grad(set_to_none=False) of the optimizer's class, with all slices or one after the other."""
+        self._zeroed.update(names)
+        if self._zeroed >= self.slices.keys():
+            self._zeroed.clear()
+            self.grad_shards.zero_slices([slot.name for bucket in self.buckets for slot in bucket.slots])
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        if not self._nesting.begins():
+            return None
         found = self._closures.run(optimizer, args, kwargs)
+        if self._zeroed:
+            name = next(name for name in self.slices if name not in self._zeroed)
+            raise ZcError(
+                f"some of the optimizer's own gradients were made zeros, and that of {name} was not: they are this "
+                "rank's slices, and ranks have other ones. Use optimizer.zero_grad(), or param.grad.zero_() of the "
+                "model's parameters"
+            )
         self.runtime.finish_gradients()
         self._writes.take_over()
         self._install()
@@ -189,6 +225,8 @@ class ShardedOptimizer:
         return found
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._nesting.ends():
+            return
         if self.offload is not None:
             self.offload.after(self._changed())
         else:

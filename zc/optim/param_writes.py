@@ -67,7 +67,7 @@ class ParamWrites:
             if not bucket.has_master and plan.offload is None:
                 continue  # the master is the parameter's own storage
             master: Tensor = buffers.master_shard[bucket.index]
-            given = buffers.part(buffers.flat_param[bucket.index], bucket)
+            given = buffers.owned(buffers.flat_param[bucket.index], bucket)
             if given.device == master.device or self._is_counted(bucket):
                 adopt_writes(master, given.to(master.device))
 

@@ -28,8 +28,13 @@ class GradOwner(Protocol):
     def scale_grad(self, name: str, factor: Tensor | float) -> None: ...
     def zero_grad_of(self, name: str) -> None: ...
     def full_grad_of(self, name: str) -> Tensor: ...
-    def zero_slices(self, names: Sequence[str]) -> None: ...
     def add_grad(self, name: str, grad: Tensor) -> None: ...
+
+
+class SliceOwner(Protocol):
+    """What a SliceGrad asks of its optimizer."""
+
+    def zero_slices(self, names: Sequence[str]) -> None: ...
     def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None: ...
 
 
@@ -88,10 +93,10 @@ class SliceGrad(Tensor):
     """
 
     param_name: str
-    _owner: weakref.ref[GradOwner]
+    _owner: weakref.ref[SliceOwner]
 
     @staticmethod
-    def __new__(cls, owner: GradOwner, name: str, param: nn.Parameter) -> SliceGrad:
+    def __new__(cls, owner: SliceOwner, name: str, param: nn.Parameter) -> SliceGrad:
         made = torch_private.make_wrapper(cls, param)
         made.param_name, made._owner = name, weakref.ref(owner)
         return made

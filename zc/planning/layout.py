@@ -6,16 +6,24 @@ A layout of W = 2 ranks (S = P / W), ``a`` and ``b`` parameters, ``.`` padding::
     |aaaaaaaaaaaa..|bbbbbbbbbbbbbbbbbbbbbbbbbbb..........|
     |<----- rank 0 owns S ----->|<---- rank 1 owns S --->|
 
-`flat_layout` packs tightly: a shard's edge may cut a parameter, which elementwise optimizers never notice.
-`whole_layout` keeps every parameter on one rank, for optimizers that read a whole matrix (Muon).
+`flat_layout` packs tightly: a shard's edge may cut a parameter, which elementwise optimizers never notice, and each
+rank updates its shard. `whole_layout` is for optimizers that read a whole matrix (Muon): gradients are
+reduced into the same equal shards, but a rank updates a run of whole parameters, of any length or none. What of a run
+lies in other ranks' shards goes to its owner before an update, and back behind it::
+
+    |aaaaaaaaaaaa.|bbbbbbbbbbbb.|cccccccccccccccccccccccc|
+    |<------ rank 0 ----->|<------ rank 1 ----->|  2  ...    shards of equal length: what is reduced where
+    |<---- owner 0 ------------>|<------ owner 2 ------->|    runs: what is updated where; rank 1 has none
+
 The idea of one noun for the layout: Megatron-LM's megatron_fsdp; the flat shard: ZeRO (arXiv:1910.02054).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 ALIGN_NBYTES = 128  # a GPU's memory transaction; also keeps 16-byte vector accesses aligned for every slot
 
@@ -24,12 +32,14 @@ ALIGN_NBYTES = 128  # a GPU's memory transaction; also keeps 16-byte vector acce
 class Rule:
     """What an optimizer's update allows of the layout of its parameters.
 
-    ``whole``: it may read whole parameters, so each has one owner. Else a cut may stand at any multiple of ``block``
-    elements: those of a block share something, as the scale of 8-bit state does.
+    ``whole``: it may read whole parameters, so each has one owner; what its update costs is an entry of
+    `zc.planning.ownership.COSTS`. Else a cut may stand at any multiple of ``block`` elements: those of a block share
+    something, as the scale of 8-bit state does.
     """
 
     whole: bool = False
     block: int = 1
+    cost: str = "elements"
 
 
 @dataclass(frozen=True)
@@ -51,15 +61,18 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Slots of one bucket, ascending in offset, and the padded size P = ``numel_padded``, a multiple of W slots."""
+    """Slots of one bucket, ascending in offset, and the padded size P = ``numel_padded``, a multiple of W slots.
+    ``owners``: where each rank updates whole parameters, which rank each slot's is, ascending; None: each rank updates
+    its shard."""
 
     slots: tuple[Slot, ...]
     numel_padded: int
     world_size: int
+    owners: tuple[int, ...] | None = None
 
     @property
     def numel_shard(self) -> int:
-        """S, the elements that each rank owns."""
+        """S, the elements that each rank reduces."""
         return self.numel_padded // self.world_size
 
     @property
@@ -67,19 +80,54 @@ class FlatLayout:
         return self.numel_padded - sum(slot.numel for slot in self.slots)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """Elements [start, stop) of the flat buffer that ``rank`` owns."""
+        """Elements [start, stop) of the flat buffer whose gradients ``rank`` reduces."""
         return rank * self.numel_shard, (rank + 1) * self.numel_shard
 
+    @cached_property
+    def runs(self) -> dict[int, tuple[int, int]]:
+        """By rank that owns something, ascending: elements [start, stop) of its parameters, alignment counted. They
+        follow each other from element 0 on."""
+        assert self.owners is not None
+        starts: dict[int, int] = {}
+        for slot, rank in zip(self.slots, self.owners, strict=True):
+            if slot.numel:
+                starts.setdefault(rank, slot.offset)
+        stops = [*list(starts.values())[1:], max((slot.stop for slot in self.slots), default=0)]
+        return {rank: (start, stop) for (rank, start), stop in zip(starts.items(), stops, strict=False)}
+
+    def owned_range(self, rank: int) -> tuple[int, int]:
+        """Elements [start, stop) of the flat buffer that ``rank`` updates."""
+        return self.shard_range(rank) if self.owners is None else self.runs.get(rank, (0, 0))
+
     def owned(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """The part of ``slot`` that ``rank`` updates."""
-        return self.in_shard(slot, rank)
+        """The part of ``slot`` that ``rank`` updates, as [start, stop) inside the flat buffer; empty where start ==
+        stop."""
+        return _within(slot, *self.owned_range(rank))
 
     def in_shard(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """The part of ``slot`` that ``rank`` owns, as [start, stop) inside the flat buffer; empty where start ==
-        stop."""
+        """The part of ``slot`` in the shard of ``rank``, in the same way."""
+        return _within(slot, *self.shard_range(rank))
+
+    def of_shard(self, rank: int) -> list[tuple[int, int, int]]:
+        """(owner, start, stop): whose the elements of ``rank``'s shard are, ascending; padding at the end has none."""
         start, stop = self.shard_range(rank)
-        first = min(max(slot.offset, start), stop)
-        return first, max(first, min(slot.stop, stop))
+        return [(owner, *found) for owner, run in self.runs.items() if (found := _overlap(run, (start, stop)))]
+
+    def of_run(self, rank: int) -> list[tuple[int, int, int]]:
+        """(rank of the shard, start, stop): where the gradients of what ``rank`` updates are reduced, ascending."""
+        start, stop = self.runs.get(rank, (0, 0))
+        shards = range(start // self.numel_shard, -(-stop // self.numel_shard))
+        return [(k, max(start, self.shard_range(k)[0]), min(stop, self.shard_range(k)[1])) for k in shards]
+
+
+def _within(slot: Slot, start: int, stop: int) -> tuple[int, int]:
+    first = min(max(slot.offset, start), stop)
+    return first, max(first, min(slot.stop, stop))
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | tuple[()]:
+    start, stop = max(one[0], other[0]), min(one[1], other[1])
+    return (start, stop) if start < stop else ()
 
 
 def align_up(numel: int, multiple: int) -> int:
@@ -96,27 +144,22 @@ def flat_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, 
     return FlatLayout(tuple(slots), align_up(max(offset, 1), world_size * align), world_size)
 
 
-def layout_of(rule: Rule, shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, align: int) -> FlatLayout:
-    """The layout of one bucket under ``rule``. ``align``: elements."""
+def layout_of(
+    rule: Rule,
+    shapes: Sequence[tuple[str, tuple[int, ...]]],
+    world_size: int,
+    align: int,
+    owners: Mapping[str, int],
+) -> FlatLayout:
+    """The layout of one bucket under ``rule``. ``align``: elements; ``owners``: of parameters that stay whole."""
     if rule.whole:
-        return whole_layout(shapes, world_size, align)
+        return whole_layout(shapes, world_size, align, owners)
     return flat_layout(shapes, world_size, math.lcm(align, rule.block))
 
 
-def whole_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, align: int) -> FlatLayout:
-    """Keeps each parameter inside one rank's shard: largest first onto the least loaded rank (LPT, Graham 1969).
-
-    S is the heaviest rank's load, so P grows past the sum of the parameters where they don't divide evenly; the plan
-    says by how much.
-    """
-    loads = [0] * world_size
-    where: dict[str, tuple[int, int]] = {}
-    for name, shape in sorted(shapes, key=lambda item: (-math.prod(item[1]), item[0])):
-        rank = min(range(world_size), key=lambda r: (loads[r], r))
-        where[name] = (rank, loads[rank])
-        loads[rank] += align_up(math.prod(shape), align)
-    numel_shard = align_up(max(1, *loads), align)
-    slots = [Slot(name, tuple(shape), where[name][0] * numel_shard + where[name][1]) for name, shape in shapes]
-    # zero-element parameters share an offset with their neighbour: the name keeps the order the same on every rank
-    slots.sort(key=lambda slot: (slot.offset, slot.numel, slot.name))
-    return FlatLayout(tuple(slots), numel_shard * world_size, world_size)
+def whole_layout(
+    shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, align: int, owners: Mapping[str, int]
+) -> FlatLayout:
+    """The same, each rank's parameters behind one another, in the order of the ranks; ``owners`` says whose each is."""
+    packed = flat_layout(sorted(shapes, key=lambda item: owners[item[0]]), world_size, align)
+    return replace(packed, owners=tuple(owners[slot.name] for slot in packed.slots))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from zc.planning.plan import Bucket, Plan
 
@@ -12,59 +12,102 @@ STATES = {"Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop":
 
 
 def held(made: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Persistent bytes (on the device, on the host, on a disk) of a rank, by kind: `zc.engine.buffers.Buffers`, without
-    making any. State is counted with the shard's padding, of which it has none. ``num_states``: of each optimizer, the
-    tensors of a parameter's size that it keeps."""
+    """Bytes (device, host, disk) of a rank by kind: as `zc.engine.buffers.Buffers`, without making any. State is
+    counted with the shard's padding, of which it has none. ``num_states``: of each optimizer, the tensors of a
+    parameter's size that it keeps. Of what ranks own in unequal parts (whole parameters), the largest part."""
 
-    def total(numel_of: str, dtype_of: str, buckets: tuple[Bucket, ...] = made.buckets) -> int:
-        sizes = {"P": [b.numel for b in buckets], "S": [b.layout.numel_shard for b in buckets]}[numel_of]
-        return sum(n * getattr(b, dtype_of).itemsize for n, b in zip(sizes, buckets, strict=True))
+    def total(numel_of: str, dtype_of: str) -> int:
+        sizes = {"P": [b.numel for b in made.buckets], "S": [b.layout.numel_shard for b in made.buckets]}[numel_of]
+        return sum(n * getattr(b, dtype_of).itemsize for n, b in zip(sizes, made.buckets, strict=True))
 
     cast = tuple(b for b in made.buckets if b.has_master)
+    ragged = tuple(b for b in made.buckets if b.layout.owners is not None)
     whole = max(b.numel * b.reduce_dtype.itemsize for b in made.buckets)
     shard = max(b.layout.numel_shard * b.reduce_dtype.itemsize for b in made.buckets)
     in_ring, ring = made.placement.gradient_in_ring, min(made.num_buffers, len(made.buckets))
     acc = total("S" if in_ring else "P", "acc_dtype")
-    state = sum(count * total("S", "acc_dtype", made.of_optimizer(k)) for k, count in enumerate(num_states))
+    state = heaviest(made, made.buckets, lambda b: num_states[b.optimizer] * b.acc_dtype.itemsize)
+    apart = made.world_size > 1 and (in_ring or made.offload is not None)
     device = {
         "flat_param": total("P", "param_dtype"),
-        "master_shard": total("S", "acc_dtype", cast) if made.offload is None else 0,
+        "master_shard": heaviest(made, cast, lambda b: b.acc_dtype.itemsize) if made.offload is None else 0,
         "acc": 0 if made.offload is not None and made.offload.accumulates_on_host else acc,
         "flat_grad": ring * whole if in_ring else 0,
         "recv": 0 if made.world_size == 1 else whole if made.reduce == "exact" else shard,
         "optimizer_state": state if made.offload is None else 0,
     }
+    if ragged and apart:  # during an update
+        device["whole_grad"] = heaviest(made, ragged, lambda b: b.acc_dtype.itemsize)
     if made.offload is None:
         return device, {}, {}
     sizes = [made.numel_on_host(b) * b.acc_dtype.itemsize for b in made.buckets]
     device["staging"] = made.num_staging * max(sizes)
-    casts = max((b.layout.numel_shard * b.param_dtype.itemsize for b in cast), default=0)
+    casts = max((heaviest(made, [b], lambda b: b.param_dtype.itemsize) for b in cast), default=0)
     host = {
-        "master_shard": total("S", "acc_dtype"),
+        "master_shard": heaviest(made, made.buckets, lambda b: b.acc_dtype.itemsize),
         "host": sum(sizes),
         "param": made.num_staging * casts,
         "optimizer_state": 0 if made.offload.state_on_disk else state,
     }
-    disk = {"optimizer_state": state, "master_shard": total("S", "acc_dtype", cast)}
+    disk = {"optimizer_state": state, "master_shard": total_of(cast)}
     return device, host, disk if made.offload.state_on_disk else {}
 
 
+def total_of(buckets: Sequence[Bucket]) -> int:
+    """Of the masters of these buckets' shards."""
+    return sum(b.layout.numel_shard * b.acc_dtype.itemsize for b in buckets)
+
+
+def heaviest(made: Plan, buckets: Sequence[Bucket], nbytes: Callable[[Bucket], int]) -> int:
+    """The largest sum over ``buckets`` that a rank has of what it updates, at ``nbytes`` an element."""
+    equal = sum(b.layout.numel_shard * nbytes(b) for b in buckets if b.layout.owners is None)
+    return equal + max(_by_rank((b for b in buckets if b.layout.owners is not None), nbytes).values(), default=0)
+
+
+def _by_rank(buckets: Iterable[Bucket], nbytes: Callable[[Bucket], int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for bucket in buckets:
+        for rank, (start, stop) in bucket.layout.runs.items():
+            found[rank] = found.get(rank, 0) + (stop - start) * nbytes(bucket)
+    return found
+
+
+def moved(made: Plan, dtype_of: str) -> tuple[int, int]:
+    """Bytes that a rank sends of what it has reduced to those that update it, and of what it has updated back to the
+    shards: of each the most that one rank sends."""
+    whole = [b for b in made.buckets if b.layout.owners is not None]
+    if not whole or made.world_size == 1:
+        return 0, 0
+    owned = _by_rank(whole, lambda b: getattr(b, dtype_of).itemsize)
+    kept: dict[int, int] = {}  # a rank's own elements in its own shard
+    for bucket in whole:
+        for rank, (start, stop) in bucket.layout.runs.items():
+            low, high = bucket.layout.shard_range(rank)
+            inside = max(0, min(stop, high) - max(start, low)) * getattr(bucket, dtype_of).itemsize
+            kept[rank] = kept.get(rank, 0) + inside
+    reduced = sum(b.layout.numel_shard * getattr(b, dtype_of).itemsize for b in whole)
+    least = min(kept.values()) if len(kept) == made.world_size else 0
+    return reduced - least, max(owned[rank] - kept[rank] for rank in owned)
+
+
 def sent(made: Plan, microbatches: int) -> dict[str, int]:
-    """Bytes that a rank sends in a step: W - 1 of W parts of each bucket, for each reduction and for the gather."""
+    """Bytes that a rank sends in a step: W - 1 of W parts of each bucket, for each reduction and for the gather; and
+    what goes to the owners of whole parameters and back."""
     num = microbatches if made.placement.reduces_every_backward else 1
     others, world_size = made.world_size - 1, made.world_size
     reduced = sum(b.numel // world_size * others * b.reduce_dtype.itemsize for b in made.buckets)
     return {
-        "gradients": num * reduced,
-        "parameters": sum(b.layout.numel_shard * others * b.param_dtype.itemsize for b in made.buckets),
+        "gradients": num * reduced + moved(made, "acc_dtype")[0],
+        "parameters": sum(b.layout.numel_shard * others * b.param_dtype.itemsize for b in made.buckets)
+        + moved(made, "param_dtype")[1],
     }
 
 
 def copied(made: Plan, microbatches: int) -> dict[str, int]:
-    """Bytes over the bus in a step, by direction."""
+    """Bytes over the bus in a step, by direction; what the owners of whole parameters exchange is not counted."""
     if made.offload is None:
         return {"to host": 0, "to device": 0}
-    up = sum(b.layout.numel_shard * b.param_dtype.itemsize for b in made.buckets)
+    up = heaviest(made, made.buckets, lambda b: b.param_dtype.itemsize)
     shard = sum(b.layout.numel_shard * b.acc_dtype.itemsize for b in made.buckets)
     if not made.offload.accumulates_on_host:
         return {"to host": shard, "to device": up}

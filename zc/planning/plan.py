@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, Slot, layout_of
+from zc.planning.ownership import COSTS, assign
 from zc.planning.placement import Offload, Placement
 
 # What a bucket takes by default: PyTorch DDP's 25 MiB, which overlaps well; more where that would make more than some
@@ -129,6 +130,7 @@ class Plan:
         rows = [
             f"bucket {b.index}: {len(b.slots)} parameters, P={b.numel} S={b.layout.numel_shard} "
             f"padding={b.layout.numel_padding} {b.param_dtype}->{b.reduce_dtype}->{b.acc_dtype} {b.device}"
+            + (f" updated by ranks {', '.join(map(str, b.layout.runs))}" if b.layout.owners is not None else "")
             for b in self.buckets
         ]
         return "\n".join([f"stage {self.placement.stage}, W={self.world_size}, reduce={self.reduce}", *rows])
@@ -147,10 +149,12 @@ def make_plan(
     rules: Sequence[Rule] = (Rule(),),
     offload: Offload | None = None,
     overlap_gather: bool = False,
+    behind: Plan | None = None,
 ) -> Plan:
     """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes``
     bytes; None: `default_nbytes` of its dtype and device. ``rules``: of each optimizer, what its layout must keep;
-    buckets of several follow each other as their last gradients come in.
+    buckets of several follow each other as their last gradients come in. ``behind``: a plan whose owners have their
+    load already.
 
     ``reduce_dtype`` None: the parameters' own dtype where every backward is reduced (a gradient has no more bits than
     that), the accumulator's where a sum is reduced (deepspeed#7985: rounding the sum would lose what fp32 has kept).
@@ -158,6 +162,7 @@ def make_plan(
     groups: dict[tuple[torch.dtype, torch.device], list[ParamSpec]] = {}
     for spec in reversed(params):
         groups.setdefault((spec.dtype, spec.device), []).append(spec)
+    owners = _owners(params[::-1], rules, world_size, behind)
     buckets: list[Bucket] = []
     for (dtype, device), specs in groups.items():
         acc_dtype = torch.promote_types(dtype, torch.float32)
@@ -170,12 +175,33 @@ def make_plan(
             chunks += _split([spec for spec in specs if spec.optimizer == number], nbytes)
         for members in sorted(chunks, key=lambda members: arrival[members[-1].name]):
             number, shapes = members[0].optimizer, [(spec.name, spec.shape) for spec in members]
-            layout = layout_of(rules[number], shapes, world_size, align)
+            layout = layout_of(rules[number], shapes, world_size, align, owners)
             buckets.append(Bucket(len(buckets), layout, dtype, wire, acc_dtype, device, number))
     packed = tuple(buckets)
     return Plan(
         packed, world_size, placement, reduce, num_buffers, overlap, offload=offload, overlap_gather=overlap_gather
     )
+
+
+def _owners(specs: Sequence[ParamSpec], rules: Sequence[Rule], world_size: int, behind: Plan | None) -> dict[str, int]:
+    """The rank that updates each parameter of an optimizer that reads whole ones."""
+    found: dict[str, int] = {}
+    for number, rule in enumerate(rules):
+        if not rule.whole:
+            continue
+        cost, taken = COSTS[rule.cost], dict[int, tuple[float, int]]()
+        for bucket in behind.buckets if behind is not None else ():
+            for slot, rank in zip(bucket.slots, bucket.layout.owners or (), strict=False):
+                load, count = taken.get(rank, (0.0, 0))
+                is_its = bucket.optimizer == number  # other optimizers' costs have other units
+                taken[rank] = (load + (cost(slot.shape) if is_its else 0.0), count + slot.numel)
+        for spec in specs:
+            if spec.name in found:
+                load, count = taken.get(found[spec.name], (0.0, 0))
+                taken[found[spec.name]] = (load, count + math.prod(spec.shape))
+        shapes = [(spec.name, spec.shape) for spec in specs if spec.optimizer == number]
+        found.update(assign(shapes, cost, world_size, taken))
+    return found
 
 
 def default_nbytes(sizes: Sequence[int]) -> int:

@@ -7,7 +7,8 @@ it. (The ring's wire bytes: Thakur et al., 2005; ZeRO's volumes: arXiv:1910.0205
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +17,12 @@ from torch import nn
 from zc.checks import trainable
 from zc.config import Config
 from zc.errors import PlanError
-from zc.planning.nbytes import STATES, copied, held, sent
+from zc.planning.layout import Rule
+from zc.planning.nbytes import STATES, copied, heaviest, held, sent
 from zc.planning.plan import ParamSpec, Plan, make_plan
 
 MAX_WORLD_SIZE = 4096
+RULES = {"Muon": Rule(whole=True, cost="newton_schulz")}  # of the others: equal shards
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def plan(
     num_buffers: int = 2,
     offload: str | None = None,
     offload_accumulate: str = "cpu",
-    optimizer: str = "AdamW",
+    optimizer: str | Mapping[str, str] = "AdamW",
     microbatches: int = 1,
     compute_seconds: float | None = None,
     bus_bandwidth: float | None = None,
@@ -99,7 +102,9 @@ def plan(
     Needs no process group, GPU or memory: the model may be on the meta device. Nothing is changed.
 
     Args:
-        optimizer: class name of a torch optimizer, for the size of its state.
+        optimizer: class name of a torch optimizer, for the size of its state and the layout that it asks for. Several:
+            names of parameters, or patterns of them as of files (``"*.weight"``), to class names; the first that fits
+            counts: ``{"embed*": "AdamW", "*norm*": "AdamW", "*.weight": "Muon", "*": "AdamW"}``.
         microbatches: backwards an update, all but the last declared with `zc.no_sync`.
         compute_seconds: forward and backward of all microbatches, without communication.
         bus_bandwidth: bytes/s between device and pinned host memory, each way.
@@ -122,8 +127,6 @@ def plan(
         raise PlanError(f"world_size must be a whole number from 1 to {MAX_WORLD_SIZE}, got {world_size!r}")
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise PlanError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
-    if optimizer not in STATES:
-        raise PlanError(f"optimizer must be one of {', '.join(STATES)}, got {optimizer!r}")
     rates = {"bus_bandwidth": bus_bandwidth, "wire_bandwidth": wire_bandwidth, "host_bandwidth": host_bandwidth,
              "device_bandwidth": device_bandwidth, "disk_bandwidth": disk_bandwidth,
              "compute_seconds": compute_seconds}  # fmt: skip
@@ -133,23 +136,45 @@ def plan(
     params = trainable(model)
     if not params:
         raise PlanError(f"{type(model).__name__} has no trainable parameter (requires_grad is False for all)")
-    specs = [ParamSpec(n, tuple(p.shape), param_dtype or p.dtype, p.device) for n, p in params.items()]
+    classes, owners = _optimizers(params, optimizer)
+    specs = [ParamSpec(n, tuple(p.shape), param_dtype or p.dtype, p.device, owners[n]) for n, p in params.items()]
     made = make_plan(
         specs, world_size=world_size, placement=config.placement, reduce=reduce, reduce_dtype=reduce_dtype,
         bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True, offload=config.host,
+        rules=[RULES.get(name, Rule()) for name in classes],
     )  # fmt: skip
-    return estimate(made, optimizer, microbatches, offload, rates)
+    return estimate(made, classes, microbatches, offload, rates)
+
+
+def _optimizers(params: Mapping[str, nn.Parameter], given: str | Mapping[str, str]) -> tuple[list[str], dict[str, int]]:
+    """The class names, and which of them each parameter has."""
+    by_pattern = {"*": given} if isinstance(given, str) else dict(given)
+    for name in by_pattern.values():
+        if name not in STATES:
+            raise PlanError(f"optimizer must be one of {', '.join(STATES)}, got {name!r}")
+    classes = list(dict.fromkeys(by_pattern.values()))
+    owners: dict[str, int] = {}
+    for name, param in params.items():
+        pattern = next((p for p in by_pattern if p == name or fnmatch.fnmatchcase(name, p)), None)
+        if pattern is None:
+            raise PlanError(f'parameter {name} fits none of the patterns {", ".join(by_pattern)}: add "*" as the last')
+        if by_pattern[pattern] == "Muon" and param.dim() != 2:
+            raise PlanError(
+                f"torch.optim.Muon takes matrices, and {name} is {tuple(param.shape)} (pattern {pattern!r}): give it "
+                f'to another one, as in optimizer={{"{name}": "AdamW", ..., "*": "Muon"}}'
+            )
+        owners[name] = classes.index(by_pattern[pattern])
+    return classes, owners
 
 
 def estimate(
-    made: Plan, optimizer: str, microbatches: int, offload: str | None, rates: Mapping[str, float | None]
+    made: Plan, optimizers: Sequence[str], microbatches: int, offload: str | None, rates: Mapping[str, float | None]
 ) -> Estimate:
-    """The same for a plan that exists."""
-    device, host, disk = held(made, [STATES[optimizer]])
+    """The same for a plan that exists. ``optimizers``: the class name of each."""
+    device, host, disk = held(made, [STATES[name] for name in optimizers])
     wire, bus = sent(made, microbatches), copied(made, microbatches)
-    shards = sum(b.layout.numel_shard * b.acc_dtype.itemsize for b in made.buckets)
     # gradient, master and each state are read, the last two written: 28 bytes an fp32 element with two states
-    update = shards * (3 + 2 * STATES[optimizer])
+    update = heaviest(made, made.buckets, lambda b: b.acc_dtype.itemsize * (3 + 2 * STATES[optimizers[b.optimizer]]))
     memory = rates["host_bandwidth"] if made.offload is not None else rates["device_bandwidth"]
     parts = {
         "compute": (rates["compute_seconds"], 1.0),
@@ -163,6 +188,16 @@ def estimate(
     floor = {name: amount / rate for name, (amount, rate) in parts.items() if amount and rate is not None}
     numel = sum(slot.numel for b in made.buckets for slot in b.slots)
     return Estimate(
-        made.world_size, made.placement.stage, offload, numel, len(made.buckets), device, host, disk, wire, bus,
-        update, floor,
+        made.world_size,
+        made.placement.stage,
+        offload,
+        numel,
+        len(made.buckets),
+        device,
+        host,
+        disk,
+        wire,
+        bus,
+        update,
+        floor,
     )

@@ -1,0 +1,269 @@
+"""Optimizers that read whole parameters: each has one owner, gradients come to it and weights go out again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from loops import message_of
+from oracle import weights, worst
+from pairs import CASE, MAKE, Loop, WideMuon, is_matrix, on_ranks, reference, split, torch_muon
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+
+import zc
+from zc.engine.ops import GradientOps
+from zc.ranks.works import Several
+from zc.registry import sharded
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+class AuxMuon(WideMuon):
+    """One optimizer with groups of two kinds, as SingleDeviceMuonWithAuxAdam has them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        kept = self.param_groups
+        self.param_groups = [group for group in kept if group["matrix"]]
+        super().step()
+        self.param_groups = kept
+        for group in (group for group in kept if not group["matrix"]):
+            for param in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[param].setdefault("exp_avg", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+                square = self.state[param].setdefault("exp_avg_sq", torch.zeros_like(param))
+                square.lerp_(param.grad.square(), 0.05)
+                param.sub_(1e-3 * mean / (square.sqrt() + 1e-3))
+
+
+def aux_muon(model: nn.Module) -> list[Optimizer]:
+    matrices, rest = split(model)
+    return [AuxMuon([{"params": rest, "matrix": False}, {"params": matrices, "matrix": True}])]
+
+
+def bits(rank: int, world_size: int, make: Any, stage: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Every rank has the same batch, so that means over 2 and 4 ranks are exact: one process's bits must come out."""
+    twin, model = CASE.model(), CASE.model()
+    alone = make(twin)
+    given = make(model)
+    model, optimizers = zc.compile(model, given, stage=stage, backend="eager", bucket_nbytes=8192, **options)
+    for step in range(3):
+        for one, its in ((twin, alone), (model, optimizers)):
+            CASE.loss(one, CASE.batch(0, step, 0)).backward()
+            for optimizer in its:
+                optimizer.step()
+                optimizer.zero_grad()
+    zc.synchronize(model)
+    mine = weights(twin)
+    plan = sharded(model).runtime.plan
+    return {
+        "differ": [n for n, w in weights(model).items() if not torch.equal(w, mine[n])],
+        "runs": [dict(b.layout.runs) for b in plan.buckets if b.layout.owners is not None],
+        "padding": sum(b.layout.numel_padding for b in plan.buckets),
+        "slots": sum(len(b.slots) for b in plan.buckets),
+        "buckets": len(plan.buckets),
+    }
+
+
+@pytest.mark.parametrize("make", [torch_muon, aux_muon])
+@pytest.mark.parametrize(
+    ("world_size", "stage", "options"),
+    [(2, 1, {}), (2, 2, {}), (4, 2, {"reduce": "native"}), (4, 1, {}), (2, 2, {"offload": "cpu"}),
+     (2, 1, {"offload": "cpu"}), (2, 1, {"offload": "cpu", "offload_accumulate": "device"}),
+     (4, 2, {"overlap_gather": True})],
+)  # fmt: skip
+def test_the_bits_of_a_single_process(world_size: int, stage: int, options: dict[str, Any], make: Any) -> None:
+    """bf16 iteration and all: an optimizer sees whole gradients, weights and states, and none of the ranks."""
+    found = run_ranks(bits, world_size, make, stage, options)
+    for seen in found:
+        assert not seen["differ"]
+        assert seen["runs"] == found[0]["runs"]
+        # nothing but alignment: 32 elements a parameter, and a rank's shard of a bucket
+        assert seen["padding"] <= 32 * seen["slots"] + 32 * world_size * seen["buckets"]
+    assert len({rank for runs in found[0]["runs"] for rank in runs}) == world_size, "each rank updates something"
+
+
+def test_what_travels_is_what_others_own() -> None:
+    """Bytes by hand: of this rank's shard of a bucket what others own goes to them, fp32; and back as much."""
+    found = run_ranks(_exact_moves, 3)
+    for seen in found:
+        assert seen["to owners"] == seen["wanted to"] and seen["from owners"] == seen["wanted from"]
+    assert sum(seen["to owners"] for seen in found) == sum(seen["from owners"] for seen in found) > 0
+
+
+def _exact_moves(rank: int, world_size: int) -> dict[str, int]:
+    model = CASE.model()
+    matrices, rest = split(model)
+    model, optimizers = zc.compile(model, [WideMuon(matrices), AdamW(rest)], backend="eager", bucket_nbytes=20000)
+    CASE.loss(model, CASE.batch(rank, 0, 0)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    runtime = sharded(model).runtime
+    sent = runtime.ledger.last.nbytes_sent
+    out = back = 0
+    for bucket in (b for b in runtime.plan.buckets if b.layout.owners is not None):
+        start, stop = bucket.layout.shard_range(rank)
+        for slot, owner in zip(bucket.slots, bucket.layout.owners or (), strict=True):
+            mine = set(range(slot.offset, slot.stop)) & set(range(start, stop))
+            out += 4 * len(mine) * (owner != rank)
+            back += 4 * (slot.numel - len(mine)) * (owner == rank)
+    return {"to owners": sent["to owners"], "from owners": sent["from owners"], "wanted to": out, "wanted from": back}
+
+
+def _memory(rank: int, world_size: int) -> dict[str, Any]:
+    model = CASE.model()
+    matrices, rest = split(model)
+    model, optimizers = zc.compile(
+        model, [WideMuon(matrices), AdamW(rest)], backend="eager", param_dtype=torch.bfloat16, bucket_nbytes=8192
+    )
+    CASE.loss(model, CASE.batch(rank, 0, 0)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    held = sharded(model)
+    own = sum(p.numel() for p in optimizers[0].param_groups[0]["params"])
+    state = sum(s["momentum_buffer"].numel() for s in optimizers[0].state.values())
+    buckets = held.optimizers[0].buckets
+    masters = sum(held.runtime.buffers.master_shard[b.index].numel() for b in buckets)
+    return {"own": own, "state": state, "masters": masters, "all": sum(p.numel() for p in matrices)}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_masters_and_state_are_what_a_rank_owns(world_size: int) -> None:
+    found = run_ranks(_memory, world_size)
+    assert sum(seen["own"] for seen in found) == found[0]["all"], "each parameter on one rank"
+    for seen in found:
+        assert seen["state"] == seen["own"] == seen["masters"], "no padding: matrices of multiples of 32 elements"
+        assert seen["own"] <= 1.1 * seen["all"] / world_size
+
+
+def _few(rank: int, world_size: int, stage: int) -> Any:
+    """Two matrices on four ranks: two ranks own nothing, and step all the same, under a GradScaler too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 24, bias=False), nn.GELU(), nn.Linear(24, 16, bias=False))
+    twin = nn.Sequential(nn.Linear(16, 24, bias=False), nn.GELU(), nn.Linear(24, 16, bias=False)).double()
+    twin.load_state_dict(model.state_dict())
+    plain = WideMuon(twin.parameters())
+    model, optimizer = zc.compile(model, WideMuon(model.parameters()), stage=stage, backend="eager")
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+
+    def data(r: int, step: int) -> torch.Tensor:
+        return torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + r))
+
+    for step in range(4):
+        for r in range(world_size):
+            (twin(data(r, step).double()).square().mean() / world_size).backward()
+        loss = model(data(rank, step)).square().mean()
+        if step == 1 and rank == 3:  # a rank that owns nothing
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step != 1:
+            plain.step()
+        plain.zero_grad(set_to_none=False)
+        if step % 2:
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            type(optimizer).zero_grad(optimizer, set_to_none=False)  # asks each slice by itself
+    return worst(weights(model), weights(twin)), scaler.get_scale(), len(optimizer.state)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_that_own_nothing(stage: int) -> None:
+    found = run_ranks(_few, 4, stage)
+    for error, scale, _ in found:
+        assert error[0] < 2e-5 and scale == 8.0
+    assert sorted(num for _, _, num in found) == [0, 0, 1, 1]
+
+
+def _one_slice(rank: int, world_size: int) -> tuple[str, str]:
+    model = CASE.model()
+    model, optimizers = zc.compile(model, torch_muon(model), backend="eager")
+    CASE.loss(model, CASE.batch(rank, 0, 0)).backward()
+    optimizers[0].param_groups[0]["params"][0].grad.zero_()
+    return message_of(optimizers[0].step)
+
+
+def test_one_slice_made_zeros_by_hand_is_named() -> None:
+    for kind, text in run_ranks(_one_slice, 2):
+        assert kind == "ZcError" and "param.grad.zero_() of the model's parameters" in text
+
+
+def _nothing_moves(rank: int, world_size: int, stage: int, fault: str) -> float:
+    """Breaks one of the two exchanges."""
+    kept = GradientOps.gather_whole, zc.ranks.comm.Group.exchange
+    loop = Loop(updates=3)
+    twin, _, _ = reference(loop, world_size, torch.float64)
+    model = CASE.model()
+    model, optimizers = zc.compile(model, MAKE["WideMuon"](model), stage=stage, backend="eager", bucket_nbytes=8192)
+    try:
+        if fault != "none":
+            exchange = kept[1]
+
+            def broken(self: Any, received: Any, sent: Any, what: str, bucket: int) -> Any:
+                done = exchange(self, received, sent, what, bucket)
+                if what == fault:
+                    done.wait()
+                    for source, piece in received:
+                        if source != self.rank:
+                            piece.mul_(1.01)
+                    return Several([])  # gloo's receive can be waited for once
+                return done
+
+            zc.ranks.comm.Group.exchange = broken  # type: ignore[method-assign]
+        on_ranks(loop, model, optimizers, rank)
+    finally:
+        zc.ranks.comm.Group.exchange = kept[1]  # type: ignore[method-assign]
+    return worst(weights(model), weights(twin))[0]
+
+
+@pytest.mark.parametrize("fault", ["none", "to owners", "from owners"])
+def test_both_exchanges_matter(fault: str) -> None:
+    """The negative control: what comes from other ranks a hundredth too large is seen."""
+    for error in run_ranks(_nothing_moves, 3, 2, fault):
+        assert error < 2e-5 if fault == "none" else error > 1e-4
+
+
+def _grows(rank: int, world_size: int) -> dict[str, Any]:
+    """zc.recompile: the new matrices go where there is room, and everything else stays."""
+    model = CASE.model()
+    model.blocks[1].requires_grad_(False)
+    matrices = [p for n, p in model.named_parameters() if is_matrix(n, p) and p.requires_grad]
+    rest = [p for n, p in model.named_parameters() if not is_matrix(n, p) and p.requires_grad]
+    model, optimizers = zc.compile(model, [Muon(matrices), AdamW(rest)], backend="eager", bucket_nbytes=8192)
+    before = sharded(model).runtime.plan
+    model.blocks[1].requires_grad_(True)
+    named = list(model.blocks[1].named_parameters())
+    optimizers[0].add_param_group({"params": [p for _, p in named if p.dim() == 2]})
+    optimizers[1].add_param_group({"params": [p for _, p in named if p.dim() != 2]})
+    zc.recompile(model)
+    plan = sharded(model).runtime.plan
+    own = torch.zeros(world_size)
+    own[rank] = sum(p.numel() for g in optimizers[0].param_groups for p in g["params"])
+    dist.all_reduce(own)
+    return {"same": plan.buckets[: len(before.buckets)] == before.buckets, "own": own.tolist()}
+
+
+def test_recompile_goes_on_from_what_ranks_own() -> None:
+    for seen in run_ranks(_grows, 2):
+        assert seen["same"] and max(seen["own"]) <= 1.1 * sum(seen["own"]) / 2
+
+
+def test_an_unknown_optimizer_with_groups_of_two_kinds() -> None:
+    for error in run_ranks(_aux, 3):
+        assert error[0] < 2e-5, error
+
+
+def _aux(rank: int, world_size: int) -> Any:
+    MAKE["aux"] = aux_muon
+    loop = dataclasses.replace(Loop("aux", updates=4, max_norm=0.5), every=(1,))
+    twin, _, _ = reference(loop, world_size, torch.float64)
+    model = CASE.model()
+    model, optimizers = zc.compile(model, aux_muon(model), stage=1, backend="aot_eager", bucket_nbytes=8192)
+    on_ranks(loop, model, optimizers, rank)
+    return worst(weights(model), weights(twin))

@@ -1,0 +1,69 @@
+"""Which rank updates which parameter, where an optimizer reads whole ones: decided once over the whole model.
+
+Largest first onto the least loaded rank (LPT; Graham, 1969), by what an update costs, as long as a rank's elements
+stay below 1.1 of their mean: state is memory. Neighbours of one shape go to different ranks, so most of a bucket's
+gradients are reduced where they are wanted. With more ranks than parameters some own nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+Shape = tuple[int, ...]
+ROOM = 1.1  # of the mean number of elements a rank, if no parameter is larger
+
+
+def elements(shape: Shape) -> float:
+    """An elementwise update, or one that nothing is known of."""
+    return float(math.prod(shape))
+
+
+def newton_schulz(shape: Shape) -> float:
+    """FLOPs of one of Muon's iterations on [m, n], m <= n: the Gram matrix and its product with it, 2 m m n each, and
+    the Gram matrix squared, 2 m m m (Jordan et al., Muon, 2024). What is no matrix counts as its first dimension by
+    the rest."""
+    if len(shape) < 2 or 0 in shape:
+        return float(math.prod(shape))
+    m, n = sorted((shape[0], math.prod(shape[1:])))
+    return 4.0 * m * m * n + 2.0 * m * m * m
+
+
+COSTS: dict[str, Callable[[Shape], float]] = {"elements": elements, "newton_schulz": newton_schulz}
+
+
+def assign(
+    shapes: Sequence[tuple[str, Shape]],
+    cost: Callable[[Shape], float],
+    world_size: int,
+    taken: Mapping[int, tuple[float, int]],
+) -> dict[str, int]:
+    """Parameter -> the rank that updates it. ``taken``: cost and elements that ranks have already.
+
+    Takes as long for 4,096 ranks as for as many ranks as there are parameters: no more can own one.
+    """
+    numel = {name: math.prod(shape) for name, shape in shapes}
+    total = sum(numel.values()) + sum(count for _, count in taken.values())
+    limit = max(ROOM * total / world_size, float(max(numel.values(), default=0)))
+    loads = dict(taken)
+    for rank in range(world_size):
+        if len(loads) >= len(taken) + len(shapes):
+            break
+        loads.setdefault(rank, (0.0, 0))
+    heap = [(load, count, rank) for rank, (load, count) in loads.items()]
+    heapq.heapify(heap)
+    found: dict[str, int] = {}
+    for name, shape in sorted(shapes, key=lambda item: -cost(item[1])):  # stable: neighbours stay neighbours
+        passed = []
+        while heap and heap[0][1] + numel[name] > limit:
+            passed.append(heapq.heappop(heap))
+        # where it fits nowhere, onto the rank with the fewest elements
+        chosen = heapq.heappop(heap) if heap else min(passed, key=lambda item: (item[1], item[0], item[2]))
+        if chosen in passed:
+            passed.remove(chosen)
+        load, count, rank = chosen
+        found[name] = rank
+        for item in (*passed, (load + cost(shape), count + numel[name], rank)):
+            heapq.heappush(heap, item)
+    return found
