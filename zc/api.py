@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.checkpoint import state_marks
-from zc.checks import check, check_module, owners
+from zc.checks import check, check_initialized, check_module, owners
 from zc.compiler import backend as compiler
 from zc.config import Config
 from zc.copies import mark
@@ -32,7 +32,7 @@ from zc.optim.optimizer import ShardedOptimizer
 from zc.planning.layout import Rule
 from zc.planning.plan import Plan
 from zc.prepare import broadcast_rest, check_host, check_wire, fill, fingerprint, open_state_file, plan_of
-from zc.ranks.comm import Group, check_initialized
+from zc.ranks.comm import Group
 from zc.registry import COMPILED, sharded
 
 

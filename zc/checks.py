@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -171,3 +173,13 @@ def _is_fresh(state: dict[str, Any]) -> bool:
 def _some(names: Iterable[str], at_most: int = 5) -> str:
     shown = list(names)
     return ", ".join(shown[:at_most]) + (f" and {len(shown) - at_most} more" if len(shown) > at_most else "")
+
+
+def check_initialized() -> None:
+    """Raises where torchrun started several ranks and nobody has called init_process_group: each would train alone."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size.isdigit() and int(world_size) > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise PlanError(
+            f"WORLD_SIZE is {world_size} (torchrun), but no process group is initialised: call "
+            "torch.distributed.init_process_group() before zc.compile"
+        )

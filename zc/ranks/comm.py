@@ -8,7 +8,6 @@ their order, and the comm stream's thread must not race with the program's own c
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from zc.planning.plan import Plan
 from zc.ranks.groups import Groups
 from zc.ranks.journal import Entry
 from zc.ranks.watch import RankCheck, Work
-from zc.ranks.works import Several, Watched
+from zc.ranks.works import Several, Watched, issued
 
 # What is exchanged under a bucket's number. On CPU the position in this list is part of the message's tag.
 EXCHANGES = ("reduce", "gather weights", "gather gradient", "to owners", "from owners")
@@ -53,11 +52,6 @@ def _joined(pieces: Sequence[tuple[int, Tensor]]) -> Tensor | None:
     first, numel = pieces[0][1], sum(piece.numel() for _, piece in pieces)
     assert pieces[-1][1].data_ptr() + pieces[-1][1].nbytes == first.data_ptr() + numel * first.element_size()
     return first.as_strided((numel,), (1,), first.storage_offset())
-
-
-def _started(work: Any) -> Any:
-    assert work is not None, "this rank is a member of the group"
-    return work
 
 
 class Group:
@@ -196,10 +190,10 @@ class Group:
             return self._watched_data(work, entry)  # type: ignore[no-any-return]
         tag = len(EXCHANGES) * bucket + EXCHANGES.index(what)
         others = [(rank, piece) for rank, piece in received if rank != self.rank]
-        started = [_started(dist.irecv(piece, group_src=rank, group=self.data, tag=tag)) for rank, piece in others]
+        started = [issued(dist.irecv(piece, group_src=rank, group=self.data, tag=tag)) for rank, piece in others]
         for rank, piece in sorted(sent, key=lambda item: (item[0] - self.rank) % self.world_size):
             if rank != self.rank:
-                started.append(_started(dist.isend(piece, group_dst=rank, group=self.data, tag=tag)))
+                started.append(issued(dist.isend(piece, group_dst=rank, group=self.data, tag=tag)))
         mine = [[piece for rank, piece in pieces if rank == self.rank] for pieces in (received, sent)]
         for out, given in zip(*mine, strict=True):
             if out.data_ptr() != given.data_ptr():
@@ -215,8 +209,8 @@ class Group:
         started = []
         for distance in range(1, self.world_size):  # all start with their neighbour: nobody is asked by all at once
             source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
-            started.append(_started(dist.irecv(received[source], group_src=source, group=self.data, tag=tag)))
-            started.append(_started(dist.isend(sent[target], group_dst=target, group=self.data, tag=tag)))
+            started.append(issued(dist.irecv(received[source], group_src=source, group=self.data, tag=tag)))
+            started.append(issued(dist.isend(sent[target], group_dst=target, group=self.data, tag=tag)))
         return self._watched(Several(started), entry)  # type: ignore[no-any-return]
 
     def sum_(self, value: Tensor) -> None:
@@ -247,8 +241,8 @@ class Group:
         started = []
         for peer in range(self.world_size):
             if peer != self.rank:
-                started.append(_started(dist.irecv(rows[peer], group_src=peer, group=self.control, tag=1)))
-                started.append(_started(dist.isend(row, group_dst=peer, group=self.control, tag=1)))
+                started.append(issued(dist.irecv(rows[peer], group_src=peer, group=self.control, tag=1)))
+                started.append(issued(dist.isend(row, group_dst=peer, group=self.control, tag=1)))
         self._watched(Several(started), "zc.compile or zc.close").wait()
         return rows
 
@@ -256,12 +250,12 @@ class Group:
         """From rank 0, in host memory, to all others, who `receive` them in this order; nobody waits. The caller
         holds the tensors until it has waited for the work."""
         others = range(1, self.world_size)
-        sent = [_started(dist.isend(t, group_dst=r, group=self.control)) for r in others for t in tensors]
+        sent = [issued(dist.isend(t, group_dst=r, group=self.control)) for r in others for t in tensors]
         return self._watched(Several(sent), what)  # type: ignore[no-any-return]
 
     def receive(self, tensor: Tensor, what: str) -> None:
         """What rank 0 sends next. ``what`` says in an error what this rank waited for."""
-        work = _started(dist.irecv(tensor, group_src=0, group=self.control))
+        work = issued(dist.irecv(tensor, group_src=0, group=self.control))
         self._watched(Several([work]), what).wait()
 
     def max_on_host(self, values: Sequence[int]) -> list[int]:
@@ -302,13 +296,3 @@ class Group:
                 there = theirs[k] if k < len(theirs) else "(nothing)"
                 if here != there:
                     raise RankMismatchError(f"{what} differs between ranks: rank 0 has {here}, rank {rank} has {there}")
-
-
-def check_initialized() -> None:
-    """Raises where torchrun started several ranks and nobody has called init_process_group: each would train alone."""
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    if world_size.isdigit() and int(world_size) > 1 and not (dist.is_available() and dist.is_initialized()):
-        raise PlanError(
-            f"WORLD_SIZE is {world_size} (torchrun), but no process group is initialised: call "
-            "torch.distributed.init_process_group() before zc.compile"
-        )
