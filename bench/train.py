@@ -28,8 +28,8 @@ from bench.network import NETWORKS
 from bench.network.paced import init_paced
 from bench.report.progress import Progress
 from bench.resume import Resume
-from bench.systems import AdamW, Options, System
-from bench.systems.peers import SYSTEMS
+from bench.systems import AdamW, MuonAndAdamW, Options, System
+from bench.systems.peers import SYSTEMS, TAKE_SEVERAL
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,6 +56,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=6e-4, help="at the end of the warm-up")
     add("--warmup", type=int, default=20, help="steps of linear warm-up, before the cosine")
     add("--weight-decay", type=float, default=0.1)
+    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for the matrices in blocks")
     add("--clip", type=float, default=1.0, help="largest gradient norm; 0: neither clip nor measure it")
     add("--seed", type=int, default=0)
     add("--eval-batches", type=int, default=32, help="held-out batches over all ranks together; 0: no held-out loss")
@@ -78,6 +79,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--param-dtype is zc's: --system {args.system} keeps no fp32 masters")
     if args.offload and args.system not in ("zc", "deepspeed"):
         parser.error(f"--offload is zc's and DeepSpeed's: --system {args.system} keeps its state on the device")
+    if args.optimizer != "adamw" and (args.system not in TAKE_SEVERAL or args.checkpoints is not None):
+        parser.error(f"--optimizer {args.optimizer} is for {', '.join(TAKE_SEVERAL)}, without --checkpoints")
     if args.save_every and (args.system != "zc" or args.checkpoints is None):
         parser.error("--save-every needs --system zc and --checkpoints FOLDER")
     return args
@@ -112,10 +115,25 @@ def model_of(args: argparse.Namespace, device: torch.device) -> nn.Module:
     return make_model(args.model, sizes, args.seed, device)
 
 
-def system_of(args: argparse.Namespace, model: nn.Module) -> tuple[System, LambdaLR]:
+class Schedules:
+    """The learning rate of every optimizer."""
+
+    def __init__(self, args: argparse.Namespace, system: System) -> None:
+        self.first, *self.others = (
+            LambdaLR(optimizer, lambda step: warmup_cosine(step, args.warmup, args.steps))
+            for optimizer in system.optimizers
+        )
+
+    def step(self) -> None:
+        for scheduler in (self.first, *self.others):
+            scheduler.step()
+
+
+def system_of(args: argparse.Namespace, model: nn.Module) -> tuple[System, Schedules]:
     """The model under the system that the flags name, and its learning rate's schedule."""
-    system = SYSTEMS[args.system](model, AdamW(args.lr, args.weight_decay), options_of(args))
-    return system, LambdaLR(system.optimizer, lambda step: warmup_cosine(step, args.warmup, args.steps))
+    kind = MuonAndAdamW if args.optimizer == "muon" else AdamW
+    system = SYSTEMS[args.system](model, kind(args.lr, args.weight_decay), options_of(args))
+    return system, Schedules(args, system)
 
 
 def held_out_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]], rank: int, world_size: int) -> float:
@@ -152,7 +170,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     system, scheduler = system_of(args, model)
     setup_s = time.perf_counter() - started
 
-    resume = Resume(args, model, system.optimizer, scheduler) if args.checkpoints is not None else None
+    resume = Resume(args, model, system.optimizer, scheduler.first) if args.checkpoints is not None else None
     first = resume.first_step() if resume is not None else 0
     losses, norms, step_s, host_s = [], [], [], []
     peaks = [0]

@@ -27,6 +27,7 @@ class Case(NamedTuple):
 # once, so that the losses of the gate's first steps depend on the updates.
 COMMON = ("--clip", "0", "--eval-batches", "0", "--lr", "3e-4", "--warmup", "1", "--settle", "3", "--quiet")
 BF16_TOLERANCE = 3e-2
+MUON_TOLERANCE = 1e-2  # torch's Newton-Schulz is bf16, whatever the weights are
 GPT_30M = ("--vocab", "8192", "--layers", "8", "--width", "512", "--heads", "8")
 GA1, GA4 = ("--seq", "256", "--batch", "2"), ("--seq", "128", "--batch", "1", "--accum", "4")
 TINY = ("--vocab", "512", "--seq", "64", "--layers", "2", "--width", "64", "--heads", "4", "--batch", "2")
@@ -46,6 +47,7 @@ CASES = {
     "gpt30m-fp32-1k": Case((*GPT_30M, "--seq", "256", "--batch", "4")),
     "gpt30m-bf16": Case((*GPT_30M, *GA1, *BF16), BF16_TOLERANCE),
     "gpt30m-bf16-ga4": Case((*GPT_30M, *GA4, *BF16), BF16_TOLERANCE),
+    "gpt30m-muon": Case((*GPT_30M, *GA1, "--optimizer", "muon"), MUON_TOLERANCE),
     "qwen3-64m": Case(("--model", "qwen3-64m", "--vocab", "32768", "--seq", "256", "--batch", "1")),
     "norms-147": Case(("--model", "norms-147", *NORMS)),
     "gpt30m-ga16": Case((*GPT_30M, "--seq", "64", "--batch", "1", "--accum", "16")),

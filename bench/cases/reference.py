@@ -35,6 +35,8 @@ def digest_of(case: Case, args: argparse.Namespace, corpus: data.Corpus) -> str:
     """What the losses depend on, device and dtype excepted: cases that differ in those share a reference."""
     names = ("model", "vocab", "seq", "layers", "width", "heads", "batch", "accum", "lr", "warmup", "weight_decay")
     key = {n: getattr(args, n) for n in names} | {"ranks": case.ranks, "steps": args.steps, "seed": args.seed}
+    if args.optimizer != "adamw":
+        key["optimizer"] = args.optimizer
     text = hashlib.sha256(corpus.train.numpy().tobytes()).hexdigest()
     return hashlib.sha256(json.dumps([key, text]).encode()).hexdigest()[:16]
 
@@ -43,13 +45,21 @@ def compute(case: Case, args: argparse.Namespace, corpus: data.Corpus) -> list[f
     """Mean loss over ranks and microbatches, nats a token, of NUM_LOSSES steps."""
     sizes = GPTConfig(args.vocab, args.seq, args.layers, args.width, args.heads)
     model = make_model(args.model, sizes, args.seed).double()
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
+    named = dict(model.named_parameters())
+    muons = [p for n, p in named.items() if args.optimizer == "muon" and n.startswith("blocks.") and p.dim() == 2]
+    rest = [p for p in named.values() if all(p is not m for m in muons)]
+    decayed = [p for p in rest if p.dim() >= 2]
+    others = [p for p in rest if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), foreach=False)
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), foreach=False)
+    ]
+    if muons:
+        decay = args.weight_decay
+        optimizers.append(torch.optim.Muon(muons, lr=args.lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
     losses = []
     for step in range(NUM_LOSSES):
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = args.lr * _factor(step, args.warmup, args.steps)
         total = 0.0
         for micro in range(args.accum):
@@ -67,8 +77,9 @@ def compute(case: Case, args: argparse.Namespace, corpus: data.Corpus) -> list[f
                 if step < NUM_LOSSES - 1:
                     loss.backward()
         losses.append(total)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     return losses
 
 

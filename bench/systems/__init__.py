@@ -3,7 +3,7 @@ stand in bench/systems/peers.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,29 @@ class AdamW:
 
 
 @dataclass(frozen=True)
+class MuonAndAdamW(AdamW):
+    """Muon for the matrices inside blocks, AdamW for the rest. ``match_rms_adamw`` lets both have one learning rate
+    (Liu et al., Muon is Scalable for LLM Training, arXiv:2502.16982)."""
+
+    def make_several(self, model: nn.Module) -> list[Optimizer]:
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        matrices = [p for n, p in named if n.startswith("blocks.") and p.dim() == 2]
+        known = {id(p) for p in matrices}
+        rest = [p for _, p in named if id(p) not in known]
+        groups = [
+            {"params": [p for p in rest if p.dim() >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        muon = torch.optim.Muon(matrices, lr=self.lr, weight_decay=self.weight_decay, adjust_lr_fn="match_rms_adamw")
+        return [muon, torch.optim.AdamW(groups, **self.options())]
+
+
+def optimizers_of(model: nn.Module, given: AdamW) -> list[Optimizer]:
+    """What the systems train with that take any of torch's optimizers."""
+    return given.make_several(model) if isinstance(given, MuonAndAdamW) else [given.make(model)]
+
+
+@dataclass(frozen=True)
 class Options:
     """What the command line says about the system."""
 
@@ -59,7 +82,7 @@ class System:
     """A model ready to train, and what differs between systems."""
 
     model: nn.Module  # call it for the loss
-    optimizer: Optimizer  # its groups hold the learning rate
+    optimizer: Optimizer  # its groups hold the learning rate; the first one of several
     clip: Callable[[float], Tensor]  # max_norm -> the norm before, 0-d
     persistent_nbytes: Callable[[], dict[str, int]]  # by kind, after the first step; reckoned, not measured
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext  # around a step's backwards but the last
@@ -67,13 +90,20 @@ class System:
     backward: Callable[[Tensor, bool], None] = _backward  # of one microbatch; whether it is the step's last
     step: Callable[[], None] | None = None  # update and clear the gradients; None: the optimizer's own two calls
     unseen_nbytes: int = 0  # lasting buffers that no Python object holds (DDP's buckets)
+    others: Sequence[Optimizer] = ()  # behind the first
 
     def update(self) -> None:
         if self.step is not None:
             self.step()
             return
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return [self.optimizer, *self.others]
 
 
 def autocast(options: Options, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
@@ -86,10 +116,10 @@ def autocast(options: Options, model: nn.Module) -> Callable[[], AbstractContext
 def zc(model: nn.Module, adamw: AdamW, options: Options) -> System:
     import zc as _zc  # here, so that the other systems run without it
 
-    optimizer = adamw.make(model)
+    optimizers = optimizers_of(model, adamw)
     _zc.compile(
         model,
-        optimizer,
+        optimizers if len(optimizers) > 1 else optimizers[0],
         stage=options.stage,
         param_dtype=options.param_dtype or options.compute_dtype,
         bucket_nbytes=options.bucket_nbytes,
@@ -101,7 +131,8 @@ def zc(model: nn.Module, adamw: AdamW, options: Options) -> System:
     )
     return System(
         model,
-        optimizer,
+        optimizers[0],
+        others=optimizers[1:],
         no_sync=lambda: _zc.no_sync(model),
         clip=lambda max_norm: _zc.clip_grad_norm_(model, max_norm),
         persistent_nbytes=lambda: _zc.persistent_nbytes(model),
@@ -109,13 +140,19 @@ def zc(model: nn.Module, adamw: AdamW, options: Options) -> System:
 
 
 def stock(
-    wrapped: nn.Module, model: nn.Module, optimizer: Optimizer, options: Options, *, unseen_nbytes: int = 0
+    wrapped: nn.Module,
+    model: nn.Module,
+    optimizer: Optimizer,
+    options: Options,
+    *,
+    unseen_nbytes: int = 0,
+    others: Sequence[Optimizer] = (),
 ) -> System:
     """Systems whose loop is PyTorch's own; compiled unless the backend is eager."""
 
     def persistent_nbytes() -> dict[str, int]:
         params = sum(p.nbytes for p in model.parameters())
-        states = (v for state in optimizer.state.values() for v in state.values())
+        states = (v for o in (optimizer, *others) for state in o.state.values() for v in state.values())
         nbytes = {"params": params, "gradients": params}
         if unseen_nbytes:
             nbytes["buckets"] = unseen_nbytes
@@ -130,6 +167,7 @@ def stock(
         clip=lambda max_norm: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm),
         persistent_nbytes=persistent_nbytes,
         unseen_nbytes=unseen_nbytes,
+        others=others,
     )
 
 
@@ -147,15 +185,18 @@ def wrap_in_ddp(model: nn.Module, options: Options, *, view: bool) -> Distribute
 def ddp(model: nn.Module, adamw: AdamW, options: Options) -> System:
     """DDP; compiled as its documentation says, the wrapper, so that graphs are cut at its buckets."""
     wrapped, nbytes = wrap_in_ddp(model, options, view=False), sum(p.nbytes for p in model.parameters())
-    return stock(wrapped, model, adamw.make(model), options, unseen_nbytes=nbytes)
+    first, *others = optimizers_of(model, adamw)
+    return stock(wrapped, model, first, options, unseen_nbytes=nbytes, others=others)
 
 
 def ddp_view(model: nn.Module, adamw: AdamW, options: Options) -> System:
     """DDP whose gradients are views of its buckets: its smallest memory. The buckets outlive the gradients, and stay
     visible from Python, since the optimizer has looked at the views."""
-    return stock(wrap_in_ddp(model, options, view=True), model, adamw.make(model), options)
+    first, *others = optimizers_of(model, adamw)
+    return stock(wrap_in_ddp(model, options, view=True), model, first, options, others=others)
 
 
 def local(model: nn.Module, adamw: AdamW, options: Options) -> System:
     """Each rank for itself: the floor for a step's time. Its losses are not those of the others."""
-    return stock(model, model, adamw.make(model), options)
+    first, *others = optimizers_of(model, adamw)
+    return stock(model, model, first, options, others=others)

@@ -173,3 +173,4 @@ SYSTEMS: dict[str, Callable[[nn.Module, AdamW, Options], System]] = {
     "deepspeed": deepspeed,
     "deepcompile": deepcompile,
 }
+TAKE_SEVERAL = ("zc", "ddp", "ddp-view", "local")  # optimizers

@@ -20,6 +20,7 @@ import rows_optimizers
 import rows_overlap
 import rows_params
 import rows_precision
+import rows_several
 import rows_state
 import rows_structure
 import rows_tasks
@@ -37,7 +38,7 @@ from zc.schedule.buffer import COMM
 
 TABLE = (
     rows_tasks, rows_loops, rows_backward, rows_structure, rows_conv, rows_params, rows_precision, rows_optimizers,
-    rows_state, rows_left, rows_overlap,
+    rows_state, rows_left, rows_overlap, rows_several,
 )  # fmt: skip
 
 

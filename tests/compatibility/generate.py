@@ -27,6 +27,7 @@ TITLES = {
     6: "param.grad, optimizers, schedulers",
     7: "Gradients that are dropped, and ranks that differ",
     10: "With overlap_gather=True",
+    11: "Several optimizers, and whole parameters",
 }
 HEAD = """# Training loops: right, or refused with a reason
 

@@ -60,8 +60,10 @@ class Script:
         return F.mse_loss(self.model(x), y)
 
     def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in several(self.optimizer):
+            optimizer.step()
+        for optimizer in several(self.optimizer):
+            optimizer.zero_grad()
 
     def note(self, name: str, value: Any) -> None:
         """A number that must be the same on both sides."""
@@ -77,8 +79,8 @@ class Script:
 
     def reduced(self) -> None:
         """From here on gradients are read: DDP has averaged them by now, zc does so by itself."""
-        if not self.is_zc:
-            average(self.optimizer)
+        for optimizer in () if self.is_zc else several(self.optimizer):
+            average(optimizer)
 
     def grad(self, param: nn.Parameter) -> Tensor:
         """The whole mean gradient."""
@@ -93,11 +95,19 @@ class Script:
             make_plain(model, optimizer)
 
 
-def make_plain(model: nn.Module, optimizer: Optimizer) -> None:
+def several(optimizer: Any) -> list[Optimizer]:
+    """One, or those in a list, tuple or dict."""
+    if isinstance(optimizer, Optimizer):
+        return [optimizer]
+    return list(optimizer.values() if isinstance(optimizer, dict) else optimizer)
+
+
+def make_plain(model: nn.Module, optimizer: Any) -> None:
     """The oracle: data parallelism written out, in two lines of plain PyTorch and no bucket, stage or dtype."""
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.data, 0)
-    optimizer.register_step_pre_hook(lambda *_: average(optimizer))
+    for each in several(optimizer):
+        each.register_step_pre_hook(lambda *_, each=each: average(each))
 
 
 @torch.no_grad()
@@ -135,7 +145,7 @@ class Row:
     item: int
     loop: Loop
     make: Callable[[], nn.Module] = mlp
-    optimizer: Callable[[Iterable[Any]], Optimizer] = adamw
+    optimizer: Callable[[Iterable[Any]], Any] = adamw  # one, or several in a list, tuple or dict
     refused: Mapping[str, str] = field(default_factory=dict)
     tolerance: float = 2e-5
     oracle_dtype: torch.dtype = torch.float64

@@ -1,0 +1,247 @@
+"""Item 11: several optimizers for one model, and optimizers that read whole parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from models import Stack
+from pairs import WideMuon
+from rows import STEPS, Loop, Row, Script, add, plain, row
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
+
+import zc
+
+
+def stack() -> nn.Module:
+    return Stack(nn.Linear(16, 24), nn.GELU(), nn.LayerNorm(24), nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 16))
+
+
+def _split(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    found = list(params)
+    return [p for p in found if p.dim() == 2], [p for p in found if p.dim() != 2]
+
+
+def pair(params: Iterable[Any]) -> list[Optimizer]:
+    """A Muon with its iteration in the parameters' dtype, and AdamW."""
+    matrices, rest = _split(params)
+    return [WideMuon(matrices, lr=1e-2), AdamW(rest, lr=1e-3, eps=1e-4, weight_decay=0.1)]
+
+
+def named_pair(params: Iterable[Any]) -> dict[str, Optimizer]:
+    return dict(zip(("matrices", "rest"), pair(params), strict=True))
+
+
+def torch_pair(params: Iterable[Any]) -> tuple[Optimizer, ...]:
+    matrices, rest = _split(params)
+    return torch.optim.Muon(matrices, lr=1e-2), AdamW(rest, lr=1e-3, eps=1e-4)
+
+
+def adamws(params: Iterable[Any]) -> list[Optimizer]:
+    matrices, rest = _split(params)
+    return [AdamW(matrices, lr=1e-3, eps=1e-4), AdamW(rest, lr=3e-3, eps=1e-4)]
+
+
+def _row(name: str) -> Callable[[Loop], Loop]:
+    return row(11, name, make=stack, optimizer=pair)
+
+
+add(Row("Muon-like in fp32, and AdamW: a list", 11, plain, make=stack, optimizer=pair))
+add(Row("Muon-like in fp32, and AdamW: a dict", 11, plain, make=stack, optimizer=named_pair))
+add(Row("torch.optim.Muon and AdamW: a tuple", 11, plain, make=stack, optimizer=torch_pair, tolerance=2e-2,
+        note="torch's Muon iterates in bf16"))  # fmt: skip
+add(Row("two AdamW", 11, plain, make=stack, optimizer=adamws))
+add(Row("two optimizers, overlap_gather", 11, plain, make=stack, optimizer=pair, options={"overlap_gather": True}))
+add(Row("two optimizers, offload", 11, plain, make=stack, optimizer=pair, options={"offload": "cpu"}))
+add(Row("two optimizers, native reduction", 11, plain, make=stack, optimizer=pair, options={"reduce": "native"}))
+
+
+@_row("clipping over all parameters, a scheduler each")
+def clipped(s: Script) -> None:
+    muon, adamw = s.optimizer
+    moves = [lr_scheduler.StepLR(muon, 2), lr_scheduler.LambdaLR(adamw, lambda k: 1 / (k + 1))]
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.reduced()
+        s.note(f"norm {step}", torch.nn.utils.clip_grad_norm_(s.model.parameters(), 0.05))
+        s.update()
+        for scheduler in moves:
+            scheduler.step()
+
+
+@_row("microbatches declared with no_sync, two optimizers")
+def microbatches(s: Script) -> None:
+    for step in range(STEPS):
+        with s.no_sync():
+            s.loss(step, 0).backward()
+        s.loss(step, 1).backward()
+        s.update()
+
+
+def _every(first: int, second: int) -> Callable[[Script], None]:
+    def loop(s: Script) -> None:
+        for step in range(6):
+            s.loss(step).backward()
+            for optimizer, every in zip(s.optimizer, (first, second), strict=True):
+                if (step + 1) % every == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    return loop
+
+
+add(Row("the second steps in every second update", 11, _every(1, 2), make=stack, optimizer=pair))
+add(Row("the first steps in every third update", 11, _every(3, 1), make=stack, optimizer=pair))
+
+
+@_row("one optimizer's gradients are cleared, the other's go on adding up")
+def cleared(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step, 0).backward()
+        s.optimizer[0].zero_grad()
+        s.loss(step, 1).backward()
+        s.update()
+
+
+@_row("model.zero_grad and zeros, two optimizers")
+def by_model(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        for optimizer in s.optimizer:
+            optimizer.step()
+        if step % 2:
+            s.model.zero_grad()
+        else:
+            for optimizer in s.optimizer:
+                optimizer.zero_grad(set_to_none=False)
+
+
+@_row("a GradScaler over two optimizers")
+def scaled(s: Script) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(STEPS):
+        scaler.scale(s.loss(step)).backward()
+        for optimizer in s.optimizer:
+            scaler.unscale_(optimizer)
+        for optimizer in s.optimizer:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in s.optimizer:
+            optimizer.zero_grad()
+
+
+@_row("step(closure) of the first, step() of the second")
+def closure(s: Script) -> None:
+    for step in range(STEPS):
+
+        def evaluate(step: int = step) -> Tensor:
+            loss = s.loss(step)
+            loss.backward()
+            s.reduced()
+            return loss
+
+        s.note(f"loss {step}", s.optimizer[0].step(evaluate))
+        s.optimizer[1].step()
+        for optimizer in s.optimizer:
+            optimizer.zero_grad()
+
+
+@_row("hooks around the steps of both")
+def hooks(s: Script) -> None:
+    calls: list[int] = []
+    for k, optimizer in enumerate(s.optimizer):
+        optimizer.register_step_post_hook(lambda *_, k=k: calls.append(k))
+    plain(s)
+    s.note("calls", torch.tensor(calls))
+
+
+@_row("each optimizer's own state_dict goes back")
+def states(s: Script) -> None:
+    for step in range(2):
+        s.loss(step).backward()
+        s.update()
+    kept = [copy.deepcopy(o.state_dict()) for o in s.optimizer]
+    for step in range(2, 4):
+        s.loss(step).backward()
+        s.update()
+    for optimizer, state in zip(s.optimizer, kept, strict=True):
+        optimizer.load_state_dict(state)
+    for step in range(4, 6):
+        s.loss(step).backward()
+        s.update()
+
+
+@_row("zc.save and zc.load in the middle, two optimizers")
+def saved(s: Script) -> None:
+    import tempfile
+    from pathlib import Path
+
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.update()
+        if s.is_zc and step == 2:
+            found = [tempfile.mkdtemp()]
+            torch.distributed.broadcast_object_list(found)
+            path = zc.save(Path(found[0]) / "step", s.model, s.optimizer).wait()
+            with torch.no_grad():
+                s.model[0].weight.zero_()
+            zc.load(path, s.model, s.optimizer)
+
+
+@_row("zc.recompile, the new parameters in either optimizer")
+def recompiled(s: Script) -> None:
+    for step in range(STEPS):
+        if step == 2:
+            s.model.add_module("more", nn.Linear(16, 16).to(s.dtype))
+            with torch.no_grad():
+                nn.init.constant_(s.model.more.bias, 0.1)
+                s.model.more.weight.copy_(torch.eye(16))
+            s.optimizer[0].add_param_group({"params": [s.model.more.weight]})
+            s.optimizer[1].add_param_group({"params": [s.model.more.bias]})
+            if s.is_zc:
+                zc.recompile(s.model)
+        s.loss(step).backward()
+        s.update()
+
+
+class Mixed(WideMuon):
+    """Groups of two kinds in one optimizer (a MuonWithAuxAdam)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                if group["matrix"]:
+                    x = param.grad / (param.grad.norm() + 1e-7)
+                    param.sub_(0.05 * (1.5 * x - 0.5 * x @ x.T @ x))
+                else:
+                    mean = self.state[param].setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+                    param.sub_(0.05 * mean)
+
+
+def mixed(params: Iterable[Any]) -> Optimizer:
+    matrices, rest = _split(params)
+    return Mixed([{"params": matrices, "matrix": True}, {"params": rest, "matrix": False}])
+
+
+add(Row("one optimizer with groups of two kinds", 11, plain, make=stack, optimizer=mixed))
+
+
+def _in_two(params: Iterable[Any]) -> list[Optimizer]:
+    matrices, rest = _split(params)
+    return [AdamW(matrices), SGD([*rest, matrices[0]], lr=0.1)]
+
+
+def _in_none(params: Iterable[Any]) -> list[Optimizer]:
+    matrices, rest = _split(params)
+    return [AdamW(matrices[1:]), SGD(rest, lr=0.1)]
+
+
+for _name, _make, _text in (
+    ("a parameter in two optimizers", _in_two, "PlanError: 0.weight is in two optimizers"),
+    ("a parameter in no optimizer", _in_none, "PlanError: none of the 2 optimizers has 1 trainable"),
+):
+    add(Row(_name, 11, plain, make=stack, optimizer=_make, refused={"always": _text}))
