@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from zc.checkpoint.shards import ShardOf
-from zc.checkpoint.state import (
-    Owned,
-    Target,
-    check_groups,
-    check_names,
-    flat_items,
-    groups_of,
-    groups_of_one,
-    others,
-    owned,
-)
+from zc.checkpoint.state import Owned, flat_items, groups_of, groups_of_one, others, owned
+from zc.checkpoint.target import Target, check_groups, check_names
 from zc.errors import CheckpointError
 from zc.optim.given import parts_of
 

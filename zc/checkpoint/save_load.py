@@ -27,7 +27,8 @@ from zc.checkpoint.folders import Unfinished, latest, partial_of
 from zc.checkpoint.plain_state import from_plain
 from zc.checkpoint.saving import Saving, cause_of, channel_of
 from zc.checkpoint.shards import ShardOf
-from zc.checkpoint.state import Target, check_groups, commit, flat_items, make_target, state_of
+from zc.checkpoint.state import flat_items, state_of
+from zc.checkpoint.target import Target, check_groups, commit, make_target
 from zc.errors import CheckpointError, PlanError, ZcError
 from zc.optim.given import Optimizers, listed
 from zc.registry import sharded

@@ -1,0 +1,212 @@
+"""Where a checkpoint is read to: beside the live state, compared by name and shape, and then taken over."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from zc.checkpoint.shards import ShardOf
+from zc.checkpoint.state import Path, groups_of, others, owned
+from zc.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from zc.optim.model import ShardedModel
+
+
+@dataclass
+class Target:
+    """Where a checkpoint is read to, beside the live state. ``items`` by DCP's key, ``paths`` says what each is."""
+
+    where: str
+    items: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    has_optimizer: bool = True
+
+    def add(self, path: Path, value: Any) -> None:
+        key = ".".join(map(str, path))
+        self.items[key], self.paths[key] = value, path
+
+    def under(self, *prefix: Any) -> Iterator[tuple[Path, Any]]:
+        """Paths below ``prefix`` and their values."""
+        for key, path in self.paths.items():
+            if path[: len(prefix)] == prefix:
+                yield path[len(prefix) :], self.items[key]
+
+    def groups(self) -> list[dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        for (number, option, *deeper), value in self.under("optimizer", "param_groups"):
+            if deeper:  # a list of tensors
+                found.setdefault(number, {}).setdefault(option, []).append(value)
+            else:
+                found.setdefault(number, {})[option] = value
+        return [found[number] for number in sorted(found)]
+
+    def extra(self) -> Any:
+        for _, value in self.under("extra"):
+            return torch.load(io.BytesIO(value.numpy().tobytes()), weights_only=True)
+        return {}
+
+
+def make_target(model: nn.Module, held: ShardedModel, metadata: Metadata, where: str) -> Target:
+    """Room for this rank's part of the checkpoint. Raises CheckpointError where names or shapes are not the model's."""
+    if not metadata.planner_data:
+        raise CheckpointError(f"{where} was not written by DCP's default planner: its keys have no paths")
+    entries: dict[Path, Any] = {tuple(metadata.planner_data[k]): md for k, md in metadata.state_dict_metadata.items()}
+    target = Target(where)
+    mine = owned(held)
+    rest = others(model, held)
+    check_names(model, held, {path[1] for path in entries if path[0] == "model"}, where)
+
+    for path, entry in entries.items():
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        if path[0] == "model" and path[1] in mine:
+            own = mine[path[1]]
+            _check_tensor(path, entry, own.slot.shape, torch.float32, where)
+            if own.slot.numel:
+                target.add(path, own.part(torch.empty(own.numel, dtype=own.dtype)))
+        elif path[0] == "model" and path[1] in rest:
+            current = rest[path[1]]
+            if isinstance(current, Tensor):
+                _check_tensor(path, entry, tuple(current.shape), current.dtype, where)
+                target.add(path, torch.empty(current.shape, dtype=current.dtype))
+            else:
+                target.add(path, _room(entry) if is_tensor else None)
+        elif path[:2] == ("optimizer", "state"):
+            if path[2] not in mine:
+                raise CheckpointError(
+                    f"{where} has optimizer state for {path[2]}, which is not a trainable parameter here"
+                )
+            own = mine[path[2]]
+            if own.slice is None:
+                continue
+            if is_tensor and tuple(entry.size) == own.slot.shape:
+                target.add(path, own.part(torch.empty(own.numel, dtype=entry.properties.dtype)))
+            elif is_tensor and entry.size.numel() != 1 and own.numel != own.slot.numel:
+                raise CheckpointError(
+                    f"{where}: optimizer state {path[3]} of {path[2]} has shape {tuple(entry.size)}, the parameter "
+                    f"{own.slot.shape}: it can't be cut like the parameter"
+                )
+            else:
+                target.add(path, _room(entry) if is_tensor else None)
+        elif path[:2] == ("optimizer", "param_groups"):
+            target.add(path, _room(entry) if is_tensor else None)
+    target.has_optimizer = any(path[0] == "optimizer" for path in entries)
+    ranks = [path for path in entries if path[0] == "extra"]
+    rank = held.runtime.group.rank if len(ranks) == held.runtime.group.world_size else 0
+    if ("extra", f"rank_{rank}") in entries:
+        target.add(("extra", f"rank_{rank}"), _room(entries["extra", f"rank_{rank}"]))
+    return target
+
+
+def _room(entry: TensorStorageMetadata) -> Tensor:
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+
+def check_names(model: nn.Module, held: ShardedModel, found: set[str], where: str) -> None:
+    wanted = set(owned(held)) | set(others(model, held))
+    missing = sorted(wanted - found)
+    extra = sorted(found - wanted - set(model.state_dict()))  # a tied weight's second name may be there
+    if missing or extra:
+        parts = [
+            f"{len(names)} {kind} ({_some(names)})" for kind, names in (("missing", missing), ("extra", extra)) if names
+        ]
+        raise CheckpointError(f"{where} is of another model than this {type(model).__name__}: {' and '.join(parts)}")
+
+
+def _check_tensor(path: Path, entry: Any, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> None:
+    found = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else type(entry).__name__
+    if found != shape:
+        raise CheckpointError(f"{where}: {'.'.join(map(str, path[1:]))} has shape {found}, the model's is {shape}")
+    if entry.properties.dtype.is_floating_point != dtype.is_floating_point:
+        raise CheckpointError(f"{where}: {path[1]} is {entry.properties.dtype}, the model's is {dtype}")
+
+
+def check_groups(held: ShardedModel, target: Target) -> None:
+    """The checkpoint's parameter groups must be this optimizer's: same members, and every option that it has."""
+    if not target.has_optimizer:
+        return
+    theirs, ours, where = target.groups(), groups_of(held), target.where
+    if len(theirs) != len(ours):
+        raise CheckpointError(f"{where} has {len(theirs)} parameter groups, the optimizer {len(ours)}")
+    names = [type(each.optimizer).__name__ for each in held.optimizers for _ in each.members]
+    for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
+        if their.get("params") != our["params"]:
+            differing = sorted(set(their.get("params") or ()) ^ set(our["params"])) or ["the order"]
+            raise CheckpointError(f"{where}: parameter group {number} has other members: {_some(differing)}")
+        lacking = sorted(set(our) - set(their) - {"initial_lr"})
+        if lacking:
+            raise CheckpointError(
+                f"{where}: parameter group {number} lacks {_some(lacking)}: another optimizer than {names[number]}?"
+            )
+
+
+@torch.no_grad()
+def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
+    """Takes over what `target` holds, which was checked, and gathers the weights. Collective."""
+    held.zero_grad()
+    mine, rest = owned(held), others(model, held)
+    plain: dict[str, Any] = {}
+    for (name, *deeper), value in target.under("model"):
+        if name in mine:
+            own = mine[name]
+            if own.slice is not None:
+                local = value.local if isinstance(value, ShardOf) else value.reshape(-1)
+                own.slice.view(-1).copy_(local)
+        elif isinstance(rest.get(name), Tensor):
+            rest[name].copy_(value)
+        else:
+            _set(plain, (name, *deeper), value)
+    if plain:
+        model.load_state_dict(plain, strict=False)  # extra states of modules
+    held.publish_all()
+
+    states: dict[str, dict[str, Any]] = {}
+    for path, value in target.under("optimizer", "state"):
+        _set(states, path, value)
+    for name, own in mine.items():
+        if own.slice is None:
+            continue
+        optimizer = own.optimizer.optimizer
+        optimizer.state.pop(own.slice, None)
+        if name in states:
+            group = next(g for g in optimizer.param_groups if any(p is own.slice for p in g["params"]))
+            optimizer.state[own.slice] = {k: _placed(k, v, own.slice, group) for k, v in states[name].items()}
+    groups = [group for each in held.optimizers for group in each.optimizer.param_groups]
+    for group, loaded in zip(groups, target.groups(), strict=False):
+        for key, value in loaded.items():
+            if key != "params":
+                current = group.get(key)
+                if isinstance(current, Tensor):
+                    current.copy_(value if isinstance(value, Tensor) else torch.as_tensor(value))
+                else:
+                    group[key] = value
+    if held.disk is not None:
+        held.disk.file.begin_update()  # what it holds of an earlier run no longer belongs to these masters
+        for bucket in held.runtime.plan.buckets:
+            held.disk.settle(bucket.index)
+
+
+def _placed(key: str, value: Any, slice_: nn.Parameter, group: Mapping[str, Any]) -> Any:
+    """A state where the optimizer expects it: beside its slice. A step count stays on the host, unless the update runs
+    as one kernel and reads it there (as in ``torch.optim.Optimizer.load_state_dict``)."""
+    if isinstance(value, ShardOf):
+        return value.local.view(slice_.shape).to(slice_.device)
+    if isinstance(value, Tensor) and (key != "step" or group.get("fused") or group.get("capturable")):
+        return value.to(slice_.device)
+    return value
+
+
+def _set(tree: dict[Any, Any], path: Path, value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def _some(names: list[str], at_most: int = 5) -> str:
+    return ", ".join(names[:at_most]) + (f" and {len(names) - at_most} more" if len(names) > at_most else "")
