@@ -14,31 +14,32 @@ from harness import run_ranks
 from loops import message_of
 from oracle import weights, worst
 from pairs import CASE, MAKE, Loop, on_ranks, plain, reference, train, two_adamw, wide_muon
+from tiers import full_only
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import zc
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-FIRST = Loop(updates=3, max_norm=0.5, scheduled=True)
+FIRST = Loop(updates=3, microbatches=2, max_norm=0.5, scheduled=True)
 THEN = dataclasses.replace(FIRST, first=3, updates=3)
 NONE = Loop(updates=0)
 
 
-def _first(rank: int, world_size: int, folder: str, loop: Loop, stage: int) -> None:
+def _first(rank: int, world_size: int, folder: str, loop: Loop, stage: int, backend: str) -> None:
     model = CASE.model()
-    model, optimizers = zc.compile(model, MAKE[loop.make](model), stage=stage, backend="eager", bucket_nbytes=8192)
+    model, optimizers = zc.compile(model, MAKE[loop.make](model), stage=stage, backend=backend, bucket_nbytes=8192)
     on_ranks(loop, model, optimizers, rank)
     zc.save(Path(folder) / "ck", model, optimizers, extra={"update": loop.updates})
 
 
-def _then(rank: int, world_size: int, folder: str, loop: Loop, stage: int, before: int) -> Any:
+def _then(rank: int, world_size: int, folder: str, loop: Loop, stage: int, backend: str, before: int) -> Any:
     """Goes on on another number of ranks; the oracle's batches are those of as many ranks before and after."""
     dtype = torch.float32 if loop.make == "Muon" else torch.float64
     twin, plain_ones, _ = reference(dataclasses.replace(FIRST, make=loop.make), before, dtype)
     plain(loop, twin, plain_ones, world_size)
     model = CASE.model()
-    model, optimizers = zc.compile(model, MAKE[loop.make](model), stage=stage, backend="eager", bucket_nbytes=4096)
+    model, optimizers = zc.compile(model, MAKE[loop.make](model), stage=stage, backend=backend, bucket_nbytes=4096)
     extra = zc.load(Path(folder) / "ck", model, optimizers)
     assert extra == {"update": 3}
     on_ranks(loop, model, optimizers, rank)
@@ -51,8 +52,28 @@ def test_another_number_of_ranks_goes_on(
     before: int, after: int, stage: int, make: str, tolerance: float, tmp_path: Path
 ) -> None:
     """Masters, momenta, Adam's moments and both schedules: one process's weights afterwards."""
-    run_ranks(_first, before, str(tmp_path), dataclasses.replace(FIRST, make=make), stage)
-    for error in run_ranks(_then, after, str(tmp_path), dataclasses.replace(THEN, make=make), 3 - stage, before):
+    _resumes(before, after, stage, 3 - stage, "eager", make, tolerance, tmp_path)
+
+
+CELLS = [(w, s, b) for w in (2, 3) for s in (1, 2) for b in ("eager", "aot_eager", "inductor")]
+
+
+@full_only
+@pytest.mark.parametrize(("make", "tolerance"), [("WideMuon", 2e-5), ("Muon", 0.02)])
+@pytest.mark.parametrize(("before", "stage", "backend"), CELLS)
+def test_another_number_of_ranks_goes_on_everywhere(
+    before: int, stage: int, backend: str, make: str, tolerance: float, tmp_path: Path
+) -> None:
+    """Clipping, a scheduler each, accumulation, and half of the way on another number of ranks."""
+    _resumes(before, 5 - before, stage, stage, backend, make, tolerance, tmp_path)
+
+
+def _resumes(
+    before: int, after: int, stage: int, then: int, backend: str, make: str, tolerance: float, folder: Path
+) -> None:
+    first, later = (dataclasses.replace(loop, make=make) for loop in (FIRST, THEN))
+    run_ranks(_first, before, str(folder), first, stage, backend)
+    for error in run_ranks(_then, after, str(folder), later, then, backend, before):
         assert error[0] < tolerance, error
 
 

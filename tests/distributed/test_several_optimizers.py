@@ -336,6 +336,21 @@ def test_recompile_with_add_param_group(stage: int) -> None:
         assert seen["raised"][0] == "PlanError" and "which has its place" in seen["raised"][1]
 
 
+def _explained(rank: int, world_size: int) -> str:
+    model = CASE.model()
+    model, optimizers = zc.compile(model, wide_muon(model), backend="eager")
+    on_ranks(Loop(updates=1), model, optimizers, rank)
+    return zc.explain(model).sections["optimizers"]
+
+
+def test_explain_says_who_updates_what() -> None:
+    found = run_ranks(_explained, 2)
+    numel = sum(p.numel() for p in split(CASE.model())[0])
+    for text in found:
+        assert text.startswith("0: WideMuon, buckets ") and f" {numel:,} elements; this rank updates 4 whole" in text
+        assert "1: AdamW, buckets " in text and "an equal shard" in text
+
+
 def test_disk_offload_takes_one_optimizer(tmp_path: Any) -> None:
     model = CASE.model()
     with pytest.raises(zc.PlanError, match="offload='disk' takes one optimizer, and was given AdamW, AdamW"):

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
 import zc
-from zc.engine.ops import GradientOps
 from zc.ranks.works import Several
 from zc.registry import sharded
 
@@ -141,6 +140,40 @@ def test_masters_and_state_are_what_a_rank_owns(world_size: int) -> None:
         assert seen["own"] <= 1.1 * seen["all"] / world_size
 
 
+def _planned(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    model = CASE.model()
+    options = {"param_dtype": torch.bfloat16, "bucket_nbytes": 8192, **options}
+    model, optimizers = zc.compile(model, torch_muon(model), stage=stage, backend="eager", **options)
+    for step in range(2):
+        CASE.loss(model, CASE.batch(rank, step, 0)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return zc.persistent_nbytes(model), dict(sharded(model).runtime.ledger.last.nbytes_sent)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": "cpu"}], ids=["none", "cpu"])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 2)])
+def test_zc_plan_says_what_the_heaviest_rank_holds_and_sends(
+    world_size: int, stage: int, options: dict[str, Any]
+) -> None:
+    """To the byte; only states have no padding."""
+    rest = ("embed*", "position*", "head*", "*norm*", "*bias")
+    names = {**dict.fromkeys(rest, "AdamW"), "*": "Muon"}
+    found = zc.plan(
+        CASE.model(), world_size=world_size, stage=stage, param_dtype=torch.bfloat16, bucket_nbytes=8192,
+        optimizer=names, **options,
+    )  # fmt: skip
+    claimed = {**found.device, **found.host}
+    ranks = run_ranks(_planned, world_size, stage, options)
+    for kind, nbytes in claimed.items():
+        held = max(seen.get(kind, 0) for seen, _ in ranks)
+        assert 0.9 * nbytes <= held <= nbytes if kind == "optimizer_state" else held == nbytes, kind
+    sent = [(s["reduce"] + s["to owners"], s["gather weights"] + s["from owners"]) for _, s in ranks]
+    assert max(out for out, _ in sent) == found.wire["gradients"]
+    assert max(back for _, back in sent) == found.wire["parameters"]
+
+
 def _few(rank: int, world_size: int, stage: int) -> Any:
     """Two matrices on four ranks: two ranks own nothing, and step all the same, under a GradScaler too."""
     torch.manual_seed(0)
@@ -196,17 +229,15 @@ def test_one_slice_made_zeros_by_hand_is_named() -> None:
 
 def _nothing_moves(rank: int, world_size: int, stage: int, fault: str) -> float:
     """Breaks one of the two exchanges."""
-    kept = GradientOps.gather_whole, zc.ranks.comm.Group.exchange
+    kept = zc.ranks.comm.Group.exchange
     loop = Loop(updates=3)
     twin, _, _ = reference(loop, world_size, torch.float64)
     model = CASE.model()
     model, optimizers = zc.compile(model, MAKE["WideMuon"](model), stage=stage, backend="eager", bucket_nbytes=8192)
     try:
         if fault != "none":
-            exchange = kept[1]
-
             def broken(self: Any, received: Any, sent: Any, what: str, bucket: int) -> Any:
-                done = exchange(self, received, sent, what, bucket)
+                done = kept(self, received, sent, what, bucket)
                 if what == fault:
                     done.wait()
                     for source, piece in received:
@@ -218,7 +249,7 @@ def _nothing_moves(rank: int, world_size: int, stage: int, fault: str) -> float:
             zc.ranks.comm.Group.exchange = broken  # type: ignore[method-assign]
         on_ranks(loop, model, optimizers, rank)
     finally:
-        zc.ranks.comm.Group.exchange = kept[1]  # type: ignore[method-assign]
+        zc.ranks.comm.Group.exchange = kept  # type: ignore[method-assign]
     return worst(weights(model), weights(twin))[0]
 
 

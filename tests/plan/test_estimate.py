@@ -78,6 +78,25 @@ def test_stage_1_moves_partial_sums() -> None:
     assert kept.wire["gradients"] == 4 * numel * 3 // 4, "once an update, whatever the microbatches"
 
 
+def test_muon_and_a_mapping_of_names() -> None:
+    """By hand: 4 matrices of 1 Mi elements, bf16, on 2 ranks: each has 2, one moment; in one bucket of equal shards
+    nothing moves. With 3 ranks one has 2, and its master and moment are 8 bytes each of them."""
+    mi = 2**20
+    found = zc.plan(meta_linear(), world_size=2, param_dtype=BF16, optimizer="Muon")
+    assert dict(found.device) == {
+        "flat_param": 8 * mi, "master_shard": 8 * mi, "acc": 8 * mi, "flat_grad": 8 * mi, "recv": 8 * mi,
+        "optimizer_state": 8 * mi, "whole_grad": 8 * mi,
+    }  # fmt: skip
+    assert dict(found.wire) == {"gradients": 4 * mi, "parameters": 4 * mi} and found.update_nbytes == 20 * 2 * mi
+    three = zc.plan(meta_linear(), world_size=3, param_dtype=BF16, optimizer="Muon", stage=1)
+    assert three.device["optimizer_state"] == three.device["master_shard"] == 8 * mi
+    assert "whole_grad" not in three.device, "stage 1 has room in its accumulator"
+    mixed = zc.plan(meta_linear(), world_size=2, optimizer={"[01].weight": "AdamW", "*": "Muon"})
+    assert mixed.num_buckets == 2 and mixed.device["optimizer_state"] == (2 * 4 + 4) * mi
+    with pytest.raises(PlanError, match=r"torch.optim.Muon takes matrices, and bias is \(4,\)"):
+        zc.plan(nn.Linear(4, 4), world_size=2, optimizer={"weight": "Muon", "*": "Muon"})
+
+
 def test_the_floor_is_the_slowest_part() -> None:
     found = zc.plan(
         meta_linear(), world_size=2, offload="cpu", compute_seconds=0.001, bus_bandwidth=1e9, wire_bandwidth=1e12,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zc.engine.buffers import Buffers
+from zc.engine.owners import spread
 from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, scatter_into
 from zc.log import log
 from zc.planning.plan import Bucket, Plan
@@ -28,11 +29,6 @@ class Acc(enum.Enum):
     EMPTY = "empty"
     PARTIAL = "partial"
     REDUCED = "reduced"
-
-
-def _pieces(flat: Tensor, first: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, Tensor]]:
-    """(rank, view) of elements [start, stop) of a bucket, of which ``flat`` has those from ``first`` on."""
-    return [(rank, flat[start - first : stop - first]) for rank, start, stop in pieces]
 
 
 Spans = Sequence[tuple[int, int]]  # elements [start, stop)
@@ -207,39 +203,11 @@ class GradientOps:
     def gather(self, bucket: int, buffer: str) -> None:
         log.debug("bucket %d: its weights are gathered", bucket)
         flat, record = self.buffers.flat_param[bucket], self.plan.buckets[bucket]
-        if record.layout.owners is not None:  # first every owner's to the shards that they lie in
-            self.group.exchange(
-                _pieces(flat, 0, record.layout.of_shard(self.group.rank)),
-                _pieces(flat, 0, record.layout.of_run(self.group.rank)),
-                "from owners",
-                bucket,
-            ).wait()
+        if record.layout.owners is not None:
+            spread(self.buffers, self.group, record)
         work = self.group.all_gather(flat, self.buffers.part(flat, record), "gather weights", bucket)
         if work is not None:
             work.wait()
-
-    def gather_whole(self, buckets: Sequence[int]) -> dict[int, Tensor]:
-        """By bucket, the gradients of the whole parameters that this rank updates, which are finished: from the shards
-        into which they were reduced. All ranks call it for the same buckets; all streams are joined.
-
-        In the accumulator's dtype, a copy in host memory where the update is done there.
-        """
-        rank, found, works = self.group.rank, dict[int, Tensor](), []
-        for bucket in buckets:
-            record = self.plan.buckets[bucket]
-            shard = self.buffers.acc_shard(record)
-            if self.group.world_size == 1:
-                found[bucket] = self.buffers.owned(shard, record)
-                continue
-            shard, whole = shard.to(record.device), self.buffers.room_for_whole(record)
-            received = _pieces(whole, record.layout.owned_range(rank)[0], record.layout.of_run(rank))
-            sent = _pieces(shard, record.layout.shard_range(rank)[0], record.layout.of_shard(rank))
-            works.append(self.group.exchange(received, sent, "to owners", bucket))
-            found[bucket] = whole
-        for work in works:
-            work.wait()
-        on_host = self.plan.offload is not None
-        return {bucket: whole.cpu() if on_host else whole for bucket, whole in found.items()}
 
     def publish(self, bucket: int, buffer: str) -> None:
         """Nothing to do: the node stands for the home stream's right to read, and its waits give it that."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from zc.engine.owners import gather_whole
 from zc.errors import ZcError
 from zc.offload.disk import DiskState
 from zc.offload.host_step import HostStep
@@ -142,7 +143,8 @@ class ShardedOptimizer:
         whole: dict[int, Tensor] = {}
         if self.rule.whole:
             self.runtime.wait_for_host_memory()
-            whole = self.runtime.ops.gather_whole(self._changed())
+            runtime = self.runtime
+            whole = gather_whole(runtime.plan, runtime.buffers, runtime.group, self._changed())
         for bucket in self.buckets:
             flags = self.runtime.ops.touched[bucket.index]
             parts = self.grad_shards.of(bucket) if any(flags) and not self.rule.whole else {}

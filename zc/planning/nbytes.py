@@ -85,9 +85,12 @@ def moved(made: Plan, dtype_of: str) -> tuple[int, int]:
             low, high = bucket.layout.shard_range(rank)
             inside = max(0, min(stop, high) - max(start, low)) * getattr(bucket, dtype_of).itemsize
             kept[rank] = kept.get(rank, 0) + inside
-    reduced = sum(b.layout.numel_shard * getattr(b, dtype_of).itemsize for b in whole)
-    least = min(kept.values()) if len(kept) == made.world_size else 0
-    return reduced - least, max(owned[rank] - kept[rank] for rank in owned)
+    reduced = dict.fromkeys(range(made.world_size), 0)
+    for bucket in whole:
+        end, shard = max((stop for _, stop in bucket.layout.runs.values()), default=0), bucket.layout.numel_shard
+        for rank in range(-(-end // shard)):  # padding behind the last run is nobody's
+            reduced[rank] += (min(end, (rank + 1) * shard) - rank * shard) * getattr(bucket, dtype_of).itemsize
+    return max(n - kept.get(r, 0) for r, n in reduced.items()), max(owned[rank] - kept[rank] for rank in owned)
 
 
 def sent(made: Plan, microbatches: int) -> dict[str, int]:

@@ -20,6 +20,7 @@ from zc.errors import PlanError, RankMismatchError
 from zc.planning.plan import Plan
 from zc.ranks.groups import Groups
 from zc.ranks.journal import Entry
+from zc.ranks.pieces import joined, keep_own, lengths
 from zc.ranks.watch import RankCheck, Work
 from zc.ranks.works import Several, Watched, issued
 
@@ -43,15 +44,6 @@ def host_backend(group: dist.ProcessGroup | None) -> str:
 def _all_gather() -> Any:
     # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def _joined(pieces: Sequence[tuple[int, Tensor]]) -> Tensor | None:
-    """1-D pieces that follow each other in memory as one; None where there is none."""
-    if not pieces:
-        return None
-    first, numel = pieces[0][1], sum(piece.numel() for _, piece in pieces)
-    assert pieces[-1][1].data_ptr() + pieces[-1][1].nbytes == first.data_ptr() + numel * first.element_size()
-    return first.as_strided((numel,), (1,), first.storage_offset())
 
 
 class Group:
@@ -179,13 +171,8 @@ class Group:
         entry = self._begin(what, bucket, 0)
         self._nbytes_sent[what] += sum(piece.nbytes for rank, piece in sent if rank != self.rank)
         if not self._by_pairs:
-            splits = [[0] * self.world_size, [0] * self.world_size]
-            for k, pieces in enumerate((received, sent)):
-                for rank, piece in pieces:
-                    splits[k][rank] = piece.numel()
-            out, given = (_joined(pieces) for pieces in (received, sent))
-            like = next(piece for _, piece in (*received, *sent, (0, torch.empty(0))))
-            out, given = (like.new_empty(0) if part is None else part for part in (out, given))
+            out, given = joined(received, sent), joined(sent, received)
+            splits = lengths(received, self.world_size), lengths(sent, self.world_size)
             work = dist.all_to_all_single(out, given, splits[0], splits[1], group=self.data, async_op=True)
             return self._watched_data(work, entry)  # type: ignore[no-any-return]
         tag = len(EXCHANGES) * bucket + EXCHANGES.index(what)
@@ -194,10 +181,7 @@ class Group:
         for rank, piece in sorted(sent, key=lambda item: (item[0] - self.rank) % self.world_size):
             if rank != self.rank:
                 started.append(issued(dist.isend(piece, group_dst=rank, group=self.data, tag=tag)))
-        mine = [[piece for rank, piece in pieces if rank == self.rank] for pieces in (received, sent)]
-        for out, given in zip(*mine, strict=True):
-            if out.data_ptr() != given.data_ptr():
-                out.copy_(given)
+        keep_own(received, sent, self.rank)
         return self._watched(Several(started), entry)  # type: ignore[no-any-return]
 
     def _pairs(self, received: list[Tensor], sent: list[Tensor], entry: Entry) -> Work:

@@ -70,6 +70,9 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
         + f"\n{'total':>16}: {sum(nbytes.values()):,}",
         "notes": "\n".join(runtime.notes) or "none",
     }
+    kinds = [type(each.optimizer).__name__ for each in sharded(model).optimizers]
+    if len(kinds) > 1 or any(b.layout.owners is not None for b in runtime.plan.buckets):
+        sections["optimizers"] = _optimizers(runtime, kinds)
     if runtime.plan.offload is not None:
         sections["offload"] = _offload(runtime, on_host)
     single = [p for p in runtime.flushes.programs if p.num_runs]
@@ -87,6 +90,23 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     graphs = {f"schedule {p.name}": (p.graph, p.plan) for p in (*shown, *single)}
     written.write_text(page(f"zc: {type(model).__name__}", sections, graphs))
     return Explanation(sections, written)
+
+
+def _optimizers(runtime: Runtime, kinds: list[str]) -> str:
+    """Of each: its buckets, and what this rank updates."""
+    rows, rank = [], runtime.group.rank
+    for number, kind in enumerate(kinds):
+        buckets = runtime.plan.of_optimizer(number)
+        numel = sum(s.numel for b in buckets for s in b.slots)
+        pairs = [(b.layout.owned(s, rank), s) for b in buckets for s in b.slots]
+        mine = sum(stop - start for (start, stop), _ in pairs)
+        whole = any(b.layout.owners is not None for b in buckets)
+        share = f"{sum(stop > start for (start, stop), _ in pairs)} whole parameters" if whole else "an equal shard"
+        rows.append(
+            f"{number}: {kind}, buckets {', '.join(str(b.index) for b in buckets) or 'none'}, {numel:,} elements; this "
+            f"rank updates {share}, {mine:,} elements"
+        )
+    return "\n".join(rows)
 
 
 def _offload(runtime: Runtime, on_host: list[HostStep]) -> str:

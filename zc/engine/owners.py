@@ -1,0 +1,50 @@
+"""Whole parameters between the ranks that reduce their gradients and the rank that updates them (`zc.planning.layout`).
+
+Both exchanges send an element once at most: before an update reduced gradients go to their owners (`gather_whole`), and
+behind it new weights go to the shards that they lie in (`spread`), from where they are gathered as all others are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zc.engine.buffers import Buffers
+from zc.planning.plan import Bucket, Plan
+from zc.ranks.comm import Group
+
+
+def gather_whole(plan: Plan, buffers: Buffers, group: Group, buckets: Sequence[int]) -> dict[int, Tensor]:
+    """By bucket, [elements of this rank's run]: the gradients of the parameters that it updates, in the accumulator's
+    dtype, in host memory where the update is done there. They are finished, all streams are joined, and all ranks call
+    it for the same buckets."""
+    rank, found, works = group.rank, dict[int, Tensor](), []
+    for index in buckets:
+        bucket = plan.buckets[index]
+        shard = buffers.acc_shard(bucket)
+        if group.world_size == 1:
+            found[index] = buffers.owned(shard, bucket)
+            continue
+        shard, whole = shard.to(bucket.device), buffers.room_for_whole(bucket)
+        received = _pieces(whole, bucket.layout.owned_range(rank)[0], bucket.layout.of_run(rank))
+        sent = _pieces(shard, bucket.layout.shard_range(rank)[0], bucket.layout.of_shard(rank))
+        works.append((group.exchange(received, sent, "to owners", index), sent))  # lifetime of what is sent: the wait
+        found[index] = whole
+    for work, _ in works:
+        work.wait()
+    on_host = plan.offload is not None
+    return {index: whole.cpu() if on_host else whole for index, whole in found.items()}
+
+
+def spread(buffers: Buffers, group: Group, bucket: Bucket) -> None:
+    """Of flat_param: what this rank has updated goes to the ranks in whose shards it lies, theirs come into its shard.
+    On the current stream."""
+    flat, layout = buffers.flat_param[bucket.index], bucket.layout
+    received, sent = _pieces(flat, 0, layout.of_shard(group.rank)), _pieces(flat, 0, layout.of_run(group.rank))
+    group.exchange(received, sent, "from owners", bucket.index).wait()
+
+
+def _pieces(flat: Tensor, first: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, Tensor]]:
+    """(rank, view) of elements [start, stop) of a bucket, of which ``flat`` has those from ``first`` on."""
+    return [(rank, flat[start - first : stop - first]) for rank, start, stop in pieces]
