@@ -7,12 +7,16 @@ behind it new weights go to the shards that they lie in (`spread`), from where t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from zc.engine.buffers import Buffers
 from zc.planning.plan import Bucket, Plan
-from zc.ranks.comm import Group
+
+if TYPE_CHECKING:
+    from zc.ranks.comm import Group
+
 
 
 def gather_whole(plan: Plan, buffers: Buffers, group: Group, buckets: Sequence[int]) -> dict[int, Tensor]:
