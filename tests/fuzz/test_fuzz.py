@@ -53,7 +53,8 @@ def test_a_fixed_sample_of_programs_is_right() -> None:
     [("loses_microbatches", {"forward", "backward", "micro"}, "quiet"), ("clips_too_little", {"clip"}, "how")],
 )
 def test_a_planted_fault_is_found_and_made_small(fault: str, kinds: set[str], option: str) -> None:
-    without = frozenset((*fuzz_draw.OPEN, "aot_eager", "inductor", "offload", "overlap_gather"))
+    # where ranks differ, the fault is most often a wait until patience ends: slow, and no wrong number
+    without = frozenset((*fuzz_draw.OPEN, "differ", "aot_eager", "inductor", "offload", "overlap_gather"))
     programs = [fuzz_draw.draw(seed, without) for seed in range(12)]
     prepare = f"fuzz_faults.{fault}"
     wrong = [(programs[k], v) for k, v in sorted(verdicts(programs, prepare=prepare)) if not v.is_fine]
