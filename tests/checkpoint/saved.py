@@ -135,7 +135,7 @@ def poison_padding(model: nn.Module) -> None:
     """NaN in every element of the masters that belongs to no parameter (DS#5105: padding came back as data)."""
     runtime = sharded(model).runtime
     for bucket, master in zip(runtime.plan.buckets, runtime.buffers.master_shard, strict=True):
-        start, stop = bucket.layout.shard_range(runtime.group.rank)
+        start, stop = bucket.layout.owned_range(runtime.group.rank)
         used = torch.zeros(stop - start, dtype=torch.bool)
         for slot in bucket.slots:
             first, last = bucket.layout.owned(slot, runtime.group.rank)
