@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import inspect
 import itertools
 import sys
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 _T = TypeVar("_T", bound=torch.Tensor)
@@ -300,17 +302,36 @@ def apart_from_the_whole(donated: Sequence[int]) -> Iterator[None]:
 
 
 def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same class and options without parameters, state and hooks: to try an update, or to take one by hand. What
-    else the object has it shares with the original.
+    """The same class and options without parameters, state and hooks: to try an update. What else the object has it
+    shares with the original, but for lists, dicts, sets and small tensors, which are copies.
 
     Relies on hooks standing in attributes that begin with ``_optimizer_``, on schedulers setting ``step`` on the object
     itself, and on ``Optimizer.__setstate__`` making what is missing (torch 2.11 to 2.15).
     """
     own = {"state", "param_groups", "step", "zero_grad", "add_param_group", "_opt_called"}
-    kept = {k: v for k, v in vars(optimizer).items() if k not in own and not k.startswith("_optimizer_")}
+    found = {k: v for k, v in vars(optimizer).items() if k not in own and not k.startswith("_optimizer_")}
+    kept = {k: copy.copy(v) if isinstance(v, (list, dict, set)) else v for k, v in found.items()}
+    kept |= {k: v.clone() for k, v in found.items() if isinstance(v, torch.Tensor) and v.numel() <= 4096}
     made = object.__new__(type(optimizer))
     made.__setstate__({**kept, "state": collections.defaultdict(dict), "param_groups": []})
     return made
+
+
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, found: Callable[[str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self._found(op_name(func))
+        return func(*args, **(kwargs or {}))
+
+
+def watching_collectives(found: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, ``found`` is told of each collective before it starts, by its operator's name, and may raise. Relies on
+    torch.distributed's collectives being operators of the namespace c10d, which dispatch modes see (2.11 to 2.15)."""
+    return _Watching(found)
 
 
 def step_frame() -> types.FrameType:

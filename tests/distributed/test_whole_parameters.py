@@ -214,6 +214,29 @@ def test_ranks_that_own_nothing(stage: int) -> None:
     assert sorted(num for _, _, num in found) == [0, 0, 1, 1]
 
 
+class Gathering(WideMuon):
+    """Shares out its parameters by itself, as the first Muon did: each rank updates every other one and gathers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for k, param in enumerate(group["params"]):
+                if k % dist.get_world_size() == dist.get_rank() and param.grad is not None:
+                    param.sub_(group["lr"] * param.grad)
+                dist.broadcast(param.data, k % dist.get_world_size())
+
+
+def _gathers(rank: int, world_size: int) -> tuple[str, str]:
+    model = CASE.model()
+    return message_of(lambda: zc.compile(model, Gathering(model.parameters()), backend="eager"))
+
+
+def test_an_optimizer_that_communicates_by_itself_is_refused() -> None:
+    """Ranks hold different parameters under zc: its own exchange would mix them up."""
+    for kind, text in run_ranks(_gathers, 2):
+        assert kind == "PlanError" and "Gathering exchanges tensors between ranks in its own step" in text, text
+
+
 def _one_slice(rank: int, world_size: int) -> tuple[str, str]:
     model = CASE.model()
     model, optimizers = zc.compile(model, torch_muon(model), backend="eager")

@@ -186,13 +186,31 @@ def test_a_bare_copy() -> None:
     optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
     optimizer.register_step_post_hook(lambda *_: calls.append("post"))
     made: Any = torch_private.bare_copy(optimizer)
-    assert type(made) is Own and made.extra == [1] and made.param_groups == [] and not made.state
+    assert type(made) is Own and made.extra == [1] and made.extra is not optimizer.extra
+    assert made.param_groups == [] and not made.state
     made.param_groups = [{**optimizer.param_groups[0], "params": [other]}]
     other.grad = torch.ones(2)
     made.step()
     assert other.tolist() == [0.5, 0.5] and param.tolist() == [1.0, 1.0] and not calls
     assert not getattr(optimizer, "_opt_called", False) and scheduler.last_epoch == 0
     assert len(optimizer._optimizer_step_pre_hooks) == 1 and optimizer.param_groups[0]["params"] == [param]
+
+
+@contract("watching_collectives", "collectives being operators of c10d")
+def test_collectives_are_seen(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    seen: list[str] = []
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with torch_private.watching_collectives(seen.append):
+            dist.all_reduce(torch.ones(2))
+            dist.all_gather([torch.ones(2)], torch.ones(2))
+            torch.ones(2).add_(1)
+    finally:
+        dist.destroy_process_group()
+    assert len(seen) == 2 and "allreduce" in seen[0] and "allgather" in seen[1]
 
 
 @contract("step_frame", "step hooks being called by the frame of torch's wrapper around step")

@@ -23,6 +23,12 @@ from zc.errors import PlanError
 STEPS = 3
 ROWS, COLUMNS = 54, 256  # three slices of at least 4,096 elements: what 8-bit optimizers leave alone is smaller
 CLOSE = 1e-4  # of the largest change; beside it rounding: a vector's tail may be summed in another order
+
+
+class Communicates(Exception):
+    """An update started a collective of its own."""
+
+
 Outcome = dict[str, Tensor]  # of one parameter: its change under "", and its states
 
 
@@ -40,6 +46,8 @@ def check_elementwise(optimizer: Optimizer, block: int, device: torch.device) ->
         try:
             (whole,) = _updated(optimizer, group, [value], [grads], seed=1)
             (again,) = _updated(optimizer, group, [value], [grads], seed=2)
+        except Communicates as error:
+            raise PlanError(_of_its_own(name, error)) from None
         except Exception as error:
             raise PlanError(f"{where} can't be tried on small data: {type(error).__name__}: {error}") from error
         if _differs(whole, again) is not None:
@@ -68,7 +76,8 @@ def check_elementwise(optimizer: Optimizer, block: int, device: torch.device) ->
 
 
 def check_independent(optimizer: Optimizer, device: torch.device) -> None:
-    """Raises PlanError where the update of one parameter depends on the others: each rank owns other parameters.
+    """Raises PlanError where the update of one parameter depends on the others, or on other ranks: each rank owns other
+    parameters.
 
     A class that can't be tried (it wraps another optimizer, takes no small data, draws random numbers) passes.
     """
@@ -81,6 +90,8 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
             again = _updated(optimizer, group, [first, second], [first_grads, second_grads], seed=2)
             apart = _updated(optimizer, group, [first], [first_grads], seed=1)
             apart += _updated(optimizer, group, [second], [second_grads], seed=1)
+        except Communicates as error:
+            raise PlanError(_of_its_own(type(optimizer).__name__, error)) from None
         except Exception:  # noqa: BLE001  (it may want a closure, or other shapes: then nothing is known)
             return
         if any(_differs(a, b) is not None for a, b in zip(joint, again, strict=True)):
@@ -110,6 +121,13 @@ def num_closure_calls(optimizer: Optimizer) -> int | None:
     except Exception:  # noqa: BLE001  (nothing is known of it then)
         return None
     return count
+
+
+def _of_its_own(name: str, error: Communicates) -> str:
+    return (
+        f"{name} exchanges tensors between ranks in its own step ({error}): under zc ranks update different "
+        "parameters, and zc exchanges them. Use its variant for a single process"
+    )
 
 
 def _data(shape: tuple[int, int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
@@ -143,7 +161,11 @@ def _updated(
     for param in params if made else ():
         tried.state[param] = {key: _like(item, group["params"][0], param) for key, item in made.items()}
     devices = [params[0].device] if params[0].device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+
+    def refuse(collective: str) -> None:
+        raise Communicates(collective)
+
+    with torch.random.fork_rng(devices=devices), torch_private.watching_collectives(refuse):
         torch.manual_seed(seed)
         for k in range(len(grads[0])):
             for param, own in zip(params, grads, strict=True):
