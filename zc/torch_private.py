@@ -324,7 +324,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self._found(op_name(func))
+            self._found(func.name().split("::")[-1].split(".")[0])
         return func(*args, **(kwargs or {}))
 
 
