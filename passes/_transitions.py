@@ -17,9 +17,11 @@ from zc.schedule.spec import Op
 
 # What a buffer holds. Of gradients: SUM of the backwards before; GRADIENT, that of this backward (in an accumulator
 # added to SUM); FLIGHT and ROWS, all ranks' parts on their way and there; SENT, a partial sum that has left; TOTAL, the
-# mean over ranks added; LANDED, in host memory. Of weights: OLD, NEW, CAST, GATHERED, PUBLISHED.
+# mean over ranks added; LANDED, in host memory. Of weights: OLD, NEW, CAST, SPREAD, GATHERED, PUBLISHED. Of what other
+# ranks read where it lies: OFFERED by this rank, OPEN by all, READ here, RETURNED by this rank.
 NOTHING, SUM, GRADIENT, FLIGHT, ROWS = "nothing", "sum", "gradient", "rows in flight", "rows"
 SENT, TOTAL, LANDED = "sent sum", "total", "landed total"
+OFFERED, OPEN, READ, RETURNED = "offered rows", "open rows", "read rows", "returned rows"
 OLD, NEW, CAST, GATHERED, PUBLISHED = "old weights", "new weights", "cast weights", "gathered weights", "weights"
 
 AT_ENTRY = {"acc": SUM, "host": SUM, "master": OLD, "flat_param": OLD, "gathered": OLD}  # all others: NOTHING
@@ -31,7 +33,7 @@ AT_EXIT = {  # all others: NOTHING
 
 class Row(NamedTuple):
     """One field of an operation: in a buffer of one of ``kinds`` it needs one of ``needs``, and ``leaves`` this;
-    ``when``: under plans of which this is true (`facts_of`)."""
+    ``when``: under plans of which these are true (`facts_of`)."""
 
     field: str
     kinds: str
@@ -59,6 +61,29 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("dst", "acc staging", (SUM,), TOTAL, "ring"),
         Row("dst", "acc staging", (SENT,), TOTAL, "partial"),
     ),
+    spec.SignalFull: (
+        Row("buffer", "flat_grad", (GRADIENT,), OFFERED, "ring"),
+        Row("buffer", "acc staging", (GRADIENT, SUM), OFFERED, "partial"),
+        Row("buffer", "flat_param", (NEW,), OFFERED, "offload"),
+        Row("buffer", "flat_param", (OLD,), OFFERED, "device"),
+        Row("buffer", "gathered", (OLD,), OFFERED),
+    ),
+    spec.AwaitFull: (Row("buffer", "flat_grad acc staging flat_param gathered", (OFFERED,), OPEN),),
+    spec.ReduceRows: (
+        Row("src", "flat_grad", (OPEN,), READ, "ring"),
+        Row("src", "acc staging", (OPEN,), SENT, "partial"),
+        Row("dst", "acc staging", (SUM,), TOTAL, "ring"),
+        Row("dst", "acc staging", (SENT,), TOTAL, "partial"),
+    ),
+    spec.SignalFree: (
+        Row("buffer", "flat_grad flat_param gathered", (READ,), RETURNED),
+        Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
+    ),
+    spec.AwaitFree: (
+        Row("buffer", "flat_grad", (RETURNED,), NOTHING),
+        Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
+        Row("buffer", "flat_param gathered", (RETURNED,), GATHERED),
+    ),
     spec.StageShard: (
         Row("src", "acc", (TOTAL, SUM), LANDED),
         Row("src", "acc", (GRADIENT,), LANDED, "alone"),
@@ -74,10 +99,15 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
     ),
     spec.Update: (Row("dst", "master", (OLD,), NEW), Row("src", "host", (SUM,), SUM)),
     spec.CastParam: (Row("src", "master", (OLD, NEW), CAST), Row("dst", "param", (NOTHING,), CAST)),
+    spec.Spread: (
+        Row("buffer", "flat_param", (NEW,), NEW, "offload"),
+        Row("buffer", "flat_param gathered", (OLD,), OLD, "device"),
+    ),
     spec.Gather: (
-        Row("buffer", "flat_param", (NEW,), GATHERED, "offload"),
-        Row("buffer", "flat_param", (OLD,), GATHERED, "on device"),
-        Row("buffer", "gathered", (OLD,), GATHERED),
+        Row("buffer", "flat_param gathered", (OPEN,), READ, "memory"),
+        Row("buffer", "flat_param", (NEW,), GATHERED, "messages offload"),
+        Row("buffer", "flat_param", (OLD,), GATHERED, "messages device"),
+        Row("buffer", "gathered", (OLD,), GATHERED, "messages"),
     ),
     spec.Publish: (
         Row("buffer", "flat_param", (GATHERED,), PUBLISHED),
@@ -90,15 +120,16 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
 def facts_of(plan: Plan | None) -> frozenset[str]:
     """What is true of a plan, as ``Row.when`` names it; without a plan, all of it."""
     if plan is None:
-        return frozenset(("", "ring", "partial", "alone", "offload", "on device"))
+        return frozenset(("ring", "partial", "alone", "offload", "device", "memory", "messages"))
     where = "ring" if plan.placement.gradient_in_ring else "partial"
     alone = {"alone"} if plan.world_size == 1 else set()
-    return frozenset({"", where, "on device" if plan.offload is None else "offload"} | alone)
+    ways = {"device" if plan.offload is None else "offload", "memory" if plan.reads_weights else "messages"}
+    return frozenset({where} | ways | alone)
 
 
 def rows_for(kind: type[Op], field: str, buffer: Buffer, facts: frozenset[str]) -> list[Row]:
     """The rows that speak of this buffer in this field, under plans with these facts."""
-    return [r for r in TABLE[kind] if r.field == field and buffer.kind in r.kinds.split() and r.when in facts]
+    return [r for r in TABLE[kind] if r.field == field and buffer.kind in r.kinds.split() and facts.issuperset(r.when.split())]
 
 
 def fields_of(kind: type[Op]) -> Iterable[str]:

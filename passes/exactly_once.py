@@ -170,11 +170,11 @@ class _Ledger:
                 self.faults.append(f"{node.name} writes bucket {bucket}, slot {slot}: the graph has no such gradient")
             elif isinstance(op_of(node), Deposit) and bucket in whole:
                 self.faults.append(f"{node.name} leaves slot {slot} to a flush; all of bucket {bucket} is owed here")
-        for what, kind, owed in (
-            ("reduced", spec.Accumulate, debt.reductions(plan)),
-            ("copied to host memory", spec.CopyToHost, debt.landings(plan)),
+        for what, kinds, owed in (
+            ("reduced", (spec.Accumulate, spec.ReduceRows), debt.reductions(plan)),
+            ("copied to host memory", (spec.CopyToHost,), debt.landings(plan)),
         ):
-            done = self.done.get(kind, set())
+            done = set[int]().union(*(self.done.get(kind, ()) for kind in kinds))
             self.faults += [f"bucket {b} is owed whole, and never {what}" for b in sorted(owed - done)]
             self.faults += [f"bucket {b} is {what}, and not owed whole" for b in sorted(done - owed)]
 

@@ -32,9 +32,19 @@ from zc.passes.reduce_buckets import is_complete
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import change, ops, put
-from zc.schedule.spec import Accumulate, CopyToDevice, CopyToHost, LaunchReduce, StageShard, WaitReduce, Write, renamed
+from zc.schedule.spec import (
+    Accumulate,
+    CopyToDevice,
+    CopyToHost,
+    LaunchReduce,
+    ReduceRows,
+    StageShard,
+    WaitReduce,
+    Write,
+    renamed,
+)
 
-_Link = Write | LaunchReduce | WaitReduce | Accumulate
+_Link = Write | LaunchReduce | WaitReduce | Accumulate | ReduceRows
 _Chain = list[tuple[fx.Node, _Link]]
 
 
@@ -50,7 +60,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
         for k, chain in enumerate(chains):
             last, op = chain[-1]
             writes = [op for _, op in chain if isinstance(op, Write)]
-            if isinstance(op, Accumulate) or (plan.world_size == 1 and is_complete(writes, plan)):
+            if isinstance(op, Accumulate | ReduceRows) or (plan.world_size == 1 and is_complete(writes, plan)):
                 insert_landing(new, plan, last, op.bucket, k)
     return new
 

@@ -9,6 +9,7 @@ from zc.passes import (
     outline_segments,
     place_on_streams,
     reduce_buckets,
+    signal_peers,
     tag_gradients,
     verify,
     write_in_place,
@@ -21,8 +22,8 @@ def pipeline(*, in_place: bool, prove: bool = True) -> tuple[Pass, ...]:
     passes = [tag_gradients.PASS, bucket_gradients.PASS]
     if in_place:
         passes.append(write_in_place.PASS)
-    passes += [reduce_buckets.PASS, offload_gradients.PASS, outline_segments.PASS, place_on_streams.PASS]
-    passes.append(insert_events.PASS)
+    passes += [reduce_buckets.PASS, offload_gradients.PASS, signal_peers.PASS]
+    passes += [outline_segments.PASS, place_on_streams.PASS, insert_events.PASS]
     if prove:
         passes.append(verify.PASS)
     return tuple(passes)

@@ -54,7 +54,9 @@ def _stream(op: Op, plan: Plan) -> str:
             return COPY
         case spec.Update() | spec.CastParam():
             return HOST
-        case spec.LaunchReduce() | spec.WaitReduce() | spec.Accumulate() | spec.StageShard() | spec.Gather():
+        case spec.LaunchReduce() | spec.WaitReduce() | spec.Accumulate() | spec.StageShard():
+            return COMM if plan.overlap else COMPUTE
+        case spec.ReduceRows() | spec.Signal() | spec.Spread() | spec.Gather():
             return COMM if plan.overlap else COMPUTE
         case _:
             return COMPUTE

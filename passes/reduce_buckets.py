@@ -8,6 +8,8 @@ Stage 2, bucket 2 in ring buffer 0::
                                                   wait_reduce(2, %w, "recv[0]", "flat_grad[0]")
                                                   accumulate(2, "acc[2]", "recv[0]")
 
+Where ranks read each other's memory, ``reduce_rows(2, "acc[2]", "flat_grad[0]")`` is all of it.
+
 Stage 1 sends acc_flat itself. A write that fills only a part of its bucket is left alone: it is reduced at the
 boundary. With one rank there is nothing to send: stage 2 accumulates from the flat_grad, stage 1 is done.
 """
@@ -22,7 +24,7 @@ from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import op_of, ops, put
-from zc.schedule.spec import Accumulate, LaunchReduce, WaitReduce, Write
+from zc.schedule.spec import Accumulate, LaunchReduce, ReduceRows, WaitReduce, Write
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -59,6 +61,10 @@ def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, r
             with graph.inserting_after(after):
                 put(graph, Accumulate(bucket, acc, src))
         return
+    if plan.reads_rows:
+        with graph.inserting_after(after):
+            put(graph, ReduceRows(bucket, acc, src))
+        return
     with graph.inserting_after(after):
         work = put(graph, LaunchReduce(bucket, dst, src))
     with graph.inserting_after(work):
@@ -69,7 +75,7 @@ def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, r
 
 def _is_reduced(write: fx.Node) -> bool:
     """Whether a reduction follows already: a second run of the pass then changes nothing."""
-    return isinstance(op_of(write.next), LaunchReduce | Accumulate)
+    return isinstance(op_of(write.next), LaunchReduce | Accumulate | ReduceRows)
 
 
 PASS = Pass("reduce_buckets", run, requires=frozenset({"writes"}), provides=frozenset({"reductions"}))

@@ -31,6 +31,7 @@ from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer
 from zc.planning.layout import Rule
 from zc.planning.plan import Plan
+from zc.planning.topology import Topology
 from zc.prepare import broadcast_rest, check_host, check_wire, fill, fingerprint, open_state_file, plan_of
 from zc.ranks.comm import Group
 from zc.registry import COMPILED, sharded
@@ -122,7 +123,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         )
         check_module(model)
         optimizers = listed(optimizer)
-        checked = _check(model, optimizers, config, ranks.world_size)
+        checked = _check(model, optimizers, config, ranks.topology)
         file = open_state_file(config, ranks.rank, checked[1], optimizers, checked[0])
     except (PlanError, TypeError, ZcError) as error:
         failure = error
@@ -144,6 +145,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     runtime = Runtime(config, plan, buffers, ranks, streams, params)
     for note in filter(None, map(note_of, optimizers)) if ranks.world_size > 1 else ():
         runtime.say_once(note)
+    if ranks.note is not None:
+        runtime.say_once(ranks.note)
     if not verify:
         runtime.say_once("verify=False: schedules run without their proof")
     broadcast_rest(model, params, ranks)
@@ -169,7 +172,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
 
 
 def _check(
-    model: nn.Module, optimizers: Sequence[Optimizer], config: Config, world_size: int
+    model: nn.Module, optimizers: Sequence[Optimizer], config: Config, topology: Topology
 ) -> tuple[dict[str, nn.Parameter], Plan, list[Rule]]:
     """Everything that this rank can refuse by itself; changes nothing."""
     if model in COMPILED:
@@ -179,8 +182,8 @@ def _check(
     param_grads.refuse_compiled_autograd()
     device = next(iter(params.values())).device
     for optimizer in optimizers:
-        try_out(optimizer, world_size, device if config.offload is None else torch.device("cpu"))
-    plan = plan_of(params, config, world_size, owners(params, optimizers), rules)
+        try_out(optimizer, topology.world_size, device if config.offload is None else torch.device("cpu"))
+    plan = plan_of(params, config, topology.world_size, owners(params, optimizers), rules, topology=topology)
     check_wire(plan)
     if plan.offload is not None:
         check_host(plan, optimizers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from zc.offload.disk import open_file, state_keys
 from zc.optim.kinds import ELEMENTWISE, is_elementwise, rule_of
 from zc.planning.layout import Rule
 from zc.planning.nbytes import STATES, held
+from zc.planning.topology import Topology
 from zc.planning.plan import Bucket, ParamSpec, Plan, make_plan
 from zc.ranks.comm import Group
 
@@ -31,9 +33,12 @@ def plan_of(
     owners: Mapping[str, int],
     rules: Sequence[Rule],
     behind: Plan | None = None,
+    topology: Topology | None = None,
 ) -> Plan:
     """The plan for ``params`` under ``config``. ``owners``: the number of each one's optimizer, which has a rule.
-    ``behind``: the plan that it goes on."""
+    ``behind``: the plan that it goes on. ``topology``: of the ranks; they read each other's memory on a CPU alone."""
+    if topology is not None and any(p.device.type != "cpu" for p in params.values()):
+        topology = replace(topology, reads_memory=False)
     specs = [
         ParamSpec(name, tuple(p.shape), config.param_dtype or p.dtype, p.device, owners[name])
         for name, p in params.items()
@@ -51,6 +56,7 @@ def plan_of(
         rules=rules,
         offload=config.host,
         behind=behind,
+        topology=topology,
     )
 
 

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from zc.engine.program import Segment
 
 
+# what stays away where ranks do not agree on a reduction
+_REDUCTION = (
+    "launch_reduce", "wait_reduce", "accumulate", "signal_full", "await_full", "reduce_rows", "signal_free", "await_free",
+)  # fmt: skip
+
+
 class ProgramOps(GradientOps):
     """The operations, for schedules to be bound to."""
 
@@ -34,7 +40,9 @@ class BoundOps:
         self.launch_reduce, self.wait_reduce, self.accumulate = ops.launch_reduce, ops.wait_reduce, ops.accumulate
         self.wgrad_into, self.stage_shard = ops.wgrad_into, ops.stage_shard
         self.copy_to_host, self.copy_to_device = ops.copy_to_host, ops.copy_to_device
-        self.gather, self.publish = ops.gather, ops.publish
+        self.gather, self.publish, self.spread = ops.gather, ops.publish, ops.spread
+        self.signal_full, self.await_full, self.reduce_rows = ops.signal_full, ops.await_full, ops.reduce_rows
+        self.signal_free, self.await_free = ops.signal_free, ops.await_free
 
     def segment(self, key: str, args: list[Any]) -> Sequence[Any]:
         return self._segments[key](args)
@@ -52,7 +60,8 @@ class KeepingOps(BoundOps):
 
     def __init__(self, ops: GradientOps, segments: dict[str, Segment]) -> None:
         super().__init__(ops, segments)
-        self.launch_reduce = self.wait_reduce = self.accumulate = _nothing
+        for name in _REDUCTION:
+            setattr(self, name, _nothing)
         self.stage_shard = self.copy_to_host = self.copy_to_device = _nothing
         self.flatten_cast, self.wgrad_into = self._deposit_all, self._deposit_made
 
@@ -81,9 +90,8 @@ class AgreedOps(BoundOps):
 
     def __init__(self, ops: GradientOps, segments: dict[str, Segment], is_agreed: Callable[[], bool]) -> None:
         super().__init__(ops, segments)
-        self.launch_reduce, self.wait_reduce, self.accumulate = (
-            _if(is_agreed, op) for op in (ops.launch_reduce, ops.wait_reduce, ops.accumulate)
-        )
+        for name in _REDUCTION:
+            setattr(self, name, _if(is_agreed, getattr(ops, name)))
         if ops.buffers.acc:  # host memory takes reduced gradients only; where it has the accumulators it takes all
             self.stage_shard = _if(is_agreed, ops.stage_shard)
             self.copy_to_host = _if(is_agreed, ops.copy_to_host)

@@ -7,7 +7,8 @@ to the ``zero_grad`` that sets gradients to None, the others always::
     master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype; of an optimizer that reads whole
                                      parameters those that the rank owns, as its optimizer state (`zc.planning.layout`)
     acc           S (stage 2) or P (stage 1) * acc_dtype
-    ring          num_buffers flat_grad and one recv, in reduce_dtype, sized for the largest bucket
+    ring          num_buffers flat_grad and one recv, in reduce_dtype, sized for the largest bucket; no recv where
+                  ranks read each other's memory
 
 With offload, host memory holds (pinned where the device is a GPU)::
 
@@ -117,7 +118,7 @@ class Buffers:
             return 0, 0
         whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
         shard = max(b.layout.numel_shard * b.reduce_dtype.itemsize for b in plan.buckets)
-        recv = 0 if plan.world_size == 1 else whole if plan.reduce == "exact" else shard
+        recv = 0 if plan.world_size == 1 or plan.reads_rows else whole if plan.reduce == "exact" else shard
         return whole if plan.placement.gradient_in_ring else 0, recv
 
     @property

@@ -19,8 +19,9 @@ from zc.engine.owners import spread
 from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, scatter_into
 from zc.log import log
 from zc.planning.plan import Bucket, Plan
-from zc.ranks.comm import Group
+from zc.ranks.comm import EXCHANGES, Group
 from zc.ranks.watch import Work
+from zc.schedule.buffer import Buffer
 
 
 class Acc(enum.Enum):
@@ -29,6 +30,14 @@ class Acc(enum.Enum):
     EMPTY = "empty"
     PARTIAL = "partial"
     REDUCED = "reduced"
+
+
+REDUCE, GATHER = EXCHANGES[:2]
+
+
+def _exchange(buffer: str) -> str:
+    """What ranks exchange when they read this buffer of each other."""
+    return GATHER if Buffer.named(buffer).kind in ("flat_param", "gathered") else REDUCE
 
 
 Spans = Sequence[tuple[int, int]]  # elements [start, stop)
@@ -60,6 +69,7 @@ class GradientOps:
         self.landed = [False] * len(plan.buckets)  # whether host memory has the reduced gradient (offload)
         self.nbytes_moved = {"to_host": 0, "to_device": 0}  # over the bus, by this rank, since the last update
         self.nbytes_of_last_step = self.nbytes_moved
+        self._places: dict[str, dict[int, bytes]] = {}  # by buffer: where the other ranks' is
         self.on_deposit: Callable[[int, int, Tensor], None] = lambda bucket, slot, grad: None
 
     def grow(self, plan: Plan) -> None:
@@ -142,11 +152,14 @@ class GradientOps:
     def launch_reduce(self, bucket: int, dst: str, src: str) -> Work | None:
         record = self.plan.buckets[bucket]
         received, sent = self.buffers.named(dst, record), self.buffers.named(src, record)
+        self._start_reduction(bucket, sent)
+        exchange = self.group.all_to_all if self.plan.reduce == "exact" else self.group.reduce_scatter
+        return exchange(received, sent, bucket)
+
+    def _start_reduction(self, bucket: int, sent: Tensor) -> None:
         log.debug("bucket %d: its reduction %d since the last step starts", bucket, self.num_reductions[bucket] + 1)
         self.num_reductions[bucket] += 1
         self.fill_fresh(bucket, sent)
-        exchange = self.group.all_to_all if self.plan.reduce == "exact" else self.group.reduce_scatter
-        return exchange(received, sent, bucket)
 
     def wait_reduce(self, bucket: int, work: Work | None, dst: str, src: str) -> None:
         if work is not None:
@@ -154,19 +167,56 @@ class GradientOps:
             log.debug("bucket %d: its reduction has arrived in %s", bucket, dst)
 
     def accumulate(self, bucket: int, acc: str, src: str) -> None:
-        record, world_size = self.plan.buckets[bucket], self.plan.world_size
+        record = self.plan.buckets[bucket]
         log.debug("bucket %d: the mean over ranks goes from %s into %s", bucket, src, acc)
         rows = self.buffers.named(src, record).view(-1, record.layout.numel_shard)
         out = self.buffers.part(self.buffers.named(acc, record), record)
+        reduce_rows(rows, out, scale=1.0 / self.plan.world_size, add=self._adds(bucket))
+        self._is_reduced(bucket, out)
+
+    def _adds(self, bucket: int) -> bool:
+        """Whether a mean is added to what the accumulator holds; in stage 1 the sum that was there has been sent."""
+        return self.plan.placement.gradient_in_ring and self.state[bucket] is not Acc.EMPTY
+
+    def _is_reduced(self, bucket: int, out: Tensor) -> None:
         self.landed[bucket] = False
-        if self.plan.placement.gradient_in_ring:
-            reduce_rows(rows, out, scale=1.0 / world_size, add=self.state[bucket] is not Acc.EMPTY)
-        else:
-            reduce_rows(rows, out, scale=1.0 / world_size, add=False)
-            if bucket in self._spilled:
-                self._spilled.discard(bucket)
-                out.add_(self._spill[bucket])
+        if bucket in self._spilled:
+            self._spilled.discard(bucket)
+            out.add_(self._spill[bucket])
         self.state[bucket] = Acc.REDUCED
+
+    # --- between ranks that read each other's memory ---
+
+    def signal_full(self, bucket: int, buffer: str) -> None:
+        record, what = self.plan.buckets[bucket], _exchange(buffer)
+        if what == REDUCE:
+            sent = self.buffers.named(buffer, record)
+            self._start_reduction(bucket, sent)
+        else:
+            log.debug("bucket %d: its weights are gathered", bucket)
+            sent = self.buffers.part(self.buffers.flat_param[bucket], record)
+        self.group.signal_full(what, bucket, sent)
+
+    def await_full(self, bucket: int, buffer: str) -> None:
+        self._places[buffer] = self.group.await_full(_exchange(buffer), bucket)
+
+    def reduce_rows(self, bucket: int, dst: str, src: str) -> None:
+        record, rank = self.plan.buckets[bucket], self.group.rank
+        out, add = self.buffers.part(self.buffers.named(dst, record), record), self._adds(bucket)
+
+        def use(rows: Tensor, start: int, stop: int) -> None:
+            reduce_rows(rows, out[start:stop], scale=1.0 / self.plan.world_size, add=add)
+
+        sent = self.buffers.named(src, record)
+        self.group.near().rows(sent, *record.layout.shard_range(rank), self._places.pop(src), use)
+        log.debug("bucket %d: the mean over ranks goes from all %s into %s", bucket, src, dst)
+        self._is_reduced(bucket, out)
+
+    def signal_free(self, bucket: int, buffer: str) -> None:
+        self.group.signal_free(_exchange(buffer), bucket)
+
+    def await_free(self, bucket: int, buffer: str) -> None:
+        self.group.await_free(_exchange(buffer), bucket)
 
     # --- host memory ---
 
@@ -200,11 +250,17 @@ class GradientOps:
 
     # --- parameters ---
 
+    def spread(self, bucket: int, buffer: str) -> None:
+        spread(self.buffers, self.group, self.plan.buckets[bucket])
+
     def gather(self, bucket: int, buffer: str) -> None:
-        log.debug("bucket %d: its weights are gathered", bucket)
         flat, record = self.buffers.flat_param[bucket], self.plan.buckets[bucket]
-        if record.layout.owners is not None:
-            spread(self.buffers, self.group, record)
+        if self.plan.reads_weights:
+            rows = flat.view(self.plan.world_size, -1)
+            for peer, place in self._places.pop(buffer).items():
+                self.group.near().read(rows[peer], peer, place)
+            return
+        log.debug("bucket %d: its weights are gathered", bucket)
         work = self.group.all_gather(flat, self.buffers.part(flat, record), "gather weights", bucket)
         if work is not None:
             work.wait()

@@ -34,17 +34,17 @@ from torch.utils.hooks import RemovableHandle
 from zc import torch_private
 from zc.engine.pending import Pending, can_be_watched
 from zc.engine.program import Program, Segment, build
-from zc.passes import cut_forward, insert_events, outline_segments, place_on_streams, verify
+from zc.passes import cut_forward, insert_events, outline_segments, place_on_streams, signal_peers, verify
 from zc.passes.base import Pass
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import Gather, Publish
+from zc.schedule.spec import Gather, Publish, Spread
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
 
-_GATHER = (place_on_streams.PASS, insert_events.PASS, verify.PASS)
+_GATHER = (signal_peers.PASS, place_on_streams.PASS, insert_events.PASS, verify.PASS)
 _FORWARD = (cut_forward.PASS, outline_segments.PASS, *_GATHER)
 
 
@@ -53,6 +53,8 @@ def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
     graph = fx.Graph()
     order = sorted(buckets, reverse=True)
     for bucket in order if plan.world_size > 1 else ():
+        if plan.buckets[bucket].layout.owners is not None:
+            put(graph, Spread(bucket, Buffer.named(plan.weights_buffer(bucket))))
         put(graph, Gather(bucket, Buffer.named(plan.weights_buffer(bucket))))
     for bucket in () if plan.overlap_gather else order:
         put(graph, Publish(bucket, Buffer.named(plan.weights_buffer(bucket))))

@@ -32,11 +32,11 @@ from zc import torch_private
 from zc.engine.program import Program, Segment, build
 from zc.machine import num_threads
 from zc.offload.disk import DiskState
-from zc.passes import insert_events, place_on_streams, verify
+from zc.passes import insert_events, place_on_streams, signal_peers, verify
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import CastParam, CopyToDevice, Gather, Publish, Update
+from zc.schedule.spec import CastParam, CopyToDevice, Gather, Publish, Spread, Update
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 FUSED = ("Adam", "AdamW", "SGD")  # torch has one pass over a parameter for these on the CPU
-_PASSES = (place_on_streams.PASS, insert_events.PASS, verify.PASS)
+_PASSES = (signal_peers.PASS, place_on_streams.PASS, insert_events.PASS, verify.PASS)
 
 
 def step_graph(plan: Plan, buckets: Sequence[int], *, with_update: bool) -> fx.Graph:
@@ -60,6 +60,8 @@ def step_graph(plan: Plan, buckets: Sequence[int], *, with_update: bool) -> fx.G
             source = cast
         put(graph, CopyToDevice(index, Buffer("flat_param", index), source))
         if plan.world_size > 1:
+            if plan.buckets[index].layout.owners is not None:
+                put(graph, Spread(index, Buffer("flat_param", index)))
             put(graph, Gather(index, Buffer("flat_param", index)))
     for index in buckets:
         put(graph, Publish(index, Buffer("flat_param", index)))
@@ -171,6 +173,10 @@ class HostStep:
 
     def bind(self, segments: dict[str, Segment]) -> HostStep:
         assert not segments
+        ops = self.core.ops
+        self.spread, self.gather = ops.spread, ops.gather
+        self.signal_full, self.await_full = ops.signal_full, ops.await_full
+        self.signal_free, self.await_free = ops.signal_free, ops.await_free
         return self
 
     def update(self, bucket: int, master: str, grad: str) -> None:
@@ -198,9 +204,6 @@ class HostStep:
         record = self.core.plan.buckets[bucket]
         out, given = self.core.buffers.named(dst, record), self.core.buffers.named(src, record)
         self.core.ops.move(out, given, "to_device")
-
-    def gather(self, bucket: int, buffer: str) -> None:
-        self.core.ops.gather(bucket, buffer)
 
     def publish(self, bucket: int, buffer: str) -> None:
         # a backward through a forward from before this step must fail as it does in PyTorch

@@ -33,7 +33,7 @@ def held(made: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[st
         "master_shard": heaviest(made, cast, lambda b: b.acc_dtype.itemsize) if made.offload is None else 0,
         "acc": 0 if made.offload is not None and made.offload.accumulates_on_host else acc,
         "flat_grad": ring * whole if in_ring else 0,
-        "recv": 0 if made.world_size == 1 else whole if made.reduce == "exact" else shard,
+        "recv": 0 if made.world_size == 1 or made.reads_rows else whole if made.reduce == "exact" else shard,
         "optimizer_state": state if made.offload is None else 0,
     }
     if ragged and apart:  # during an update

@@ -15,6 +15,7 @@ import torch
 from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, Slot, layout_of
 from zc.planning.ownership import COSTS, assign
 from zc.planning.placement import Offload, Placement
+from zc.planning.topology import Topology, flat
 
 # What a bucket takes by default: PyTorch DDP's 25 MiB, which overlaps well; more where that would make more than some
 # 32 buckets, each of which costs the host a write, a reduction and their events in every backward
@@ -80,6 +81,7 @@ class Plan:
     is_boundary: bool = True
     offload: Offload | None = None
     overlap_gather: bool = False
+    topology: Topology = Topology()
 
     def slot_of(self) -> dict[str, tuple[int, int]]:
         """Parameter name -> (bucket, index of its slot)."""
@@ -98,6 +100,16 @@ class Plan:
     def reduces(self) -> bool:
         """Whether a backward under this plan reduces, or only accumulates."""
         return self.placement.reduces_every_backward or self.is_boundary
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether a reduction reads the other ranks' gradients where they lie."""
+        return self.world_size > 1 and self.topology.reads_memory and self.reduce == "exact"
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether a gather reads the other ranks' weights where they lie."""
+        return self.world_size > 1 and self.topology.reads_memory
 
     def describe_exchange(self, entry: tuple[str, int]) -> str:
         """An entry of a rank's journal in words: what is exchanged, and of which parameters."""
@@ -150,6 +162,7 @@ def make_plan(
     offload: Offload | None = None,
     overlap_gather: bool = False,
     behind: Plan | None = None,
+    topology: Topology | None = None,
 ) -> Plan:
     """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes``
     bytes; None: `default_nbytes` of its dtype and device. ``rules``: of each optimizer, what its layout must keep;
@@ -179,8 +192,9 @@ def make_plan(
             buckets.append(Bucket(len(buckets), layout, dtype, wire, acc_dtype, device, number))
     packed = tuple(buckets)
     return Plan(
-        packed, world_size, placement, reduce, num_buffers, overlap, offload=offload, overlap_gather=overlap_gather
-    )
+        packed, world_size, placement, reduce, num_buffers, overlap, offload=offload, overlap_gather=overlap_gather,
+        topology=topology or flat(world_size),
+    )  # fmt: skip
 
 
 def _owners(specs: Sequence[ParamSpec], rules: Sequence[Rule], world_size: int, behind: Plan | None) -> dict[str, int]:

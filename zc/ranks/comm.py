@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,10 @@ from zc.errors import PlanError, RankMismatchError
 from zc.planning.plan import Plan
 from zc.ranks.groups import Groups
 from zc.ranks.journal import Entry
+from zc.planning.topology import Topology, flat
+from zc.ranks.neighbours import Neighbours
 from zc.ranks.pieces import joined, keep_own, lengths
+from zc.ranks.topology import find
 from zc.ranks.watch import RankCheck, Work
 from zc.ranks.works import Several, Watched, issued
 
@@ -59,6 +62,10 @@ class Group:
         self._groups: Groups | None = None
         self._by_pairs = False
         self._waits_on_stream = False
+        self.topology: Topology = flat(1)
+        self.note: str | None = None  # of the topology
+        self._neighbours: Neighbours | None = None
+        self._by_memory = False  # ranks read the gradients and weights where they lie
         if not dist.is_available() or not dist.is_initialized():
             return
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -69,12 +76,20 @@ class Group:
             self._groups = Groups(ranks, host_backend(group))
             self.control = self.new_group()
             self._groups.sweep(self._gather_by_pairs)
+            found = find(self.rank, self.world_size, self._gather_objects)
+            self.topology, self._neighbours, self.note = found.topology, found.neighbours, found.note
+
+    def _gather_objects(self, given: Any) -> list[Any]:
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, given, group=self.control)
+        return found
 
     def open_data(self, device: torch.device) -> None:
         """Makes the group that carries gradients and weights of ``device``."""
         if self.world_size > 1:
             given = self._given if self._given is not None else dist.group.WORLD
             self.data = self.new_group() if device.type == "cpu" else given
+            self._by_memory = device.type == "cpu" and self._neighbours is not None
             self._by_pairs = device.type == "cpu" and host_backend(given) == "gloo"
             # gloo blocks the host for a GPU's tensors too. Others make the current stream wait; with a timeout, which a
             # watched wait has, NCCL's work blocks the host until it is done (ProcessGroupNCCL.hpp, torch 2.11)
@@ -92,13 +107,15 @@ class Group:
             self._groups.sweep(self._gather_by_pairs, own=True)
         if self.check is not None:
             self.check.close()
+        if self._neighbours is not None:
+            self._neighbours.close()
+        self._neighbours, self._by_memory = None, False
         self.data = self.control = self.check = None
 
     def agree_on(self, failure: Exception | None) -> None:
         """Raises on every rank where some rank has failed: its own error there, RankMismatchError on the others."""
         if self.world_size > 1 and self.max_on_host([int(failure is not None)])[0]:
-            found: list[Any] = [None] * self.world_size
-            dist.all_gather_object(found, failure and f"{type(failure).__name__}: {failure}", group=self.control)
+            found = self._gather_objects(failure and f"{type(failure).__name__}: {failure}")
             if failure is None:
                 rank = next(r for r, text in enumerate(found) if text is not None)
                 raise RankMismatchError(
@@ -114,6 +131,8 @@ class Group:
             self.check = RankCheck(self.rank, self.world_size, own, plan.describe_exchange)
             assert self._groups is not None
             self.check.on_failure = self._groups.abandon
+            if self._neighbours is not None:
+                self._neighbours.links.failure = self.check.found
 
     def take_nbytes_sent(self) -> Counter[str]:
         """Since it was last asked: bytes that this rank has sent, by kind of exchange."""
@@ -143,6 +162,31 @@ class Group:
         theirs[self.rank].copy_(mine[self.rank])  # while the others' rows are on their way
         return work
 
+    # --- ranks that read each other's memory: nodes of a schedule ---
+
+    def signal_full(self, what: str, bucket: int, tensor: Tensor) -> None:
+        """The others may read ``tensor``: of what is reduced [P] a part each, of what is gathered all, [S]."""
+        self._begin(what, bucket, tensor.nbytes * (1 if what == EXCHANGES[0] else self.world_size))
+        self.near().signal_full(EXCHANGES.index(what), bucket, tensor)
+
+    def await_full(self, what: str, bucket: int) -> dict[int, bytes]:
+        """Returns once all others have signalled: where each one's lies, for `read` and `rows`."""
+        receipt = self.near().await_full(EXCHANGES.index(what), bucket)
+        self._watched(receipt, (what, bucket)).wait()
+        return receipt.found
+
+    def signal_free(self, what: str, bucket: int) -> None:
+        """This rank has read the others'."""
+        self.near().signal_free(EXCHANGES.index(what), bucket)
+
+    def await_free(self, what: str, bucket: int) -> None:
+        """Returns once all others have read this rank's."""
+        self._watched(self.near().await_free(EXCHANGES.index(what), bucket), (what, bucket)).wait()
+
+    def near(self) -> Neighbours:
+        assert self._neighbours is not None, "the plan says that ranks read each other's memory"
+        return self._neighbours
+
     def reduce_scatter(self, out: Tensor, flat: Tensor, bucket: int) -> Work | None:
         """out [S] <- sum over ranks of this rank's rows of flat [P]. Asynchronous."""
         entry = self._begin("reduce", bucket, flat.nbytes)
@@ -154,6 +198,13 @@ class Group:
         """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. ``what`` is one of EXCHANGES.
         Asynchronous."""
         entry = self._begin(what, bucket, out.nbytes)
+        if self._by_memory and self._neighbours is not None:
+            rows = out.view(self.world_size, -1)
+            if rows[self.rank].data_ptr() != shard.data_ptr():
+                rows[self.rank].copy_(shard)
+            received = dict(enumerate(rows))
+            work = self._neighbours.exchange(EXCHANGES.index(what), bucket, received, shard)
+            return self._watched(work, entry)  # type: ignore[no-any-return]
         if not self._by_pairs:
             return self._watched_data(_all_gather()(out, shard, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
         theirs = out.view(self.world_size, -1)
@@ -170,6 +221,10 @@ class Group:
         ``what`` is one of EXCHANGES. Asynchronous; called by all ranks, also those without a piece."""
         entry = self._begin(what, bucket, 0)
         self._nbytes_sent[what] += sum(piece.nbytes for rank, piece in sent if rank != self.rank)
+        if self._by_memory and self._neighbours is not None:
+            keep_own(received, sent, self.rank)
+            work = self._neighbours.exchange(EXCHANGES.index(what), bucket, dict(received), dict(sent))
+            return self._watched(work, entry)  # type: ignore[no-any-return]
         if not self._by_pairs:
             out, given = joined(received, sent), joined(sent, received)
             splits = lengths(received, self.world_size), lengths(sent, self.world_size)
@@ -199,15 +254,18 @@ class Group:
 
     def sum_(self, value: Tensor) -> None:
         """Adds a small tensor over the ranks, in place."""
-        self._all_reduce("sum", value, dist.ReduceOp.SUM)
+        self._all_reduce("sum", value, dist.ReduceOp.SUM, torch.add)
 
     def max_(self, value: Tensor) -> None:
         """The largest over the ranks, elementwise, in place."""
-        self._all_reduce("largest", value, dist.ReduceOp.MAX)
+        self._all_reduce("largest", value, dist.ReduceOp.MAX, torch.maximum)
 
-    def _all_reduce(self, kind: str, value: Tensor, op: Any) -> None:
+    def _all_reduce(self, kind: str, value: Tensor, op: Any, add: Callable[[Tensor, Tensor], Tensor]) -> None:
         if self.world_size > 1:
             entry = self._begin(kind, value.numel(), 2 * value.nbytes)
+            if self._by_memory and self._neighbours is not None:
+                self._watched(self._neighbours.reduce_(int(kind == "sum"), value, add), entry).wait()
+                return
             self._watched_data(dist.all_reduce(value, op=op, group=self.data, async_op=True), entry).wait()
 
     def broadcast_(self, tensor: Tensor) -> None:
@@ -247,6 +305,10 @@ class Group:
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
+        if self._neighbours is not None:
+            work: Any = self._neighbours.reduce_(2, tensor, torch.maximum)
+            self._watched(work, "an exchange of a few numbers").wait()
+            return [int(value) for value in tensor]
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
         self._watched(work, "an exchange of a few numbers").wait()
         return [int(value) for value in tensor]
@@ -258,6 +320,8 @@ class Group:
         As an all-to-all of copies of the row: gloo posts all its messages at once. Its all_gather is a ring, whose
         W - 1 hops follow one another (gloo/allgather.cc, alltoall.cc).
         """
+        if self._neighbours is not None:
+            return self._watched(self._neighbours.gather_rows(out, row), what)  # type: ignore[no-any-return]
         # lifetime of the copies: the work holds them
         work = dist.all_to_all_single(out, row.repeat(self.world_size), group=self.control, async_op=True)
         if self._groups is not None and work is not None:
@@ -272,8 +336,7 @@ class Group:
         low, high = self.max_on_host([-digest, digest])
         if -low == high:
             return
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, list(lines), group=self.control)
+        gathered = self._gather_objects(list(lines))
         for rank, theirs in enumerate(gathered):
             for k in range(max(len(theirs), len(gathered[0]))):
                 here = gathered[0][k] if k < len(gathered[0]) else "(nothing)"

@@ -151,6 +151,10 @@ class RankCheck:
         """Whether the watch has found something: no exchange comes to its end any more."""
         return self._failed.is_set()
 
+    def found(self) -> ZcError | None:
+        """What the watch has found, if anything."""
+        return self.error() if self._failed.is_set() else None
+
     def fail(self, kind: type[ZcError], text: str) -> ZcError:
         """This rank has found what all are to hear. Returns it, or what another rank has found before."""
         self._fail(kind, text)

@@ -18,7 +18,7 @@ from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMPUTE, HOME
 from zc.schedule.cost import estimate
 from zc.schedule.nodes import kind_of, op_of, ops, stream_of
-from zc.schedule.spec import Accumulate, LaunchReduce, Op, RecordEvent, Segment, WaitEvent, WaitReduce, Write
+from zc.schedule.spec import Accumulate, LaunchReduce, Op, RecordEvent, ReduceRows, Segment, WaitEvent, WaitReduce, Write
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def simulate(graph: fx.Graph, plan: Plan | None = None, costs: Mapping[str, floa
     return Timeline(tuple(boxes), tuple(arrows))
 
 
-_COLORS: dict[Any, str] = {Segment: "#9ecae1", Write: "#fdd0a2", LaunchReduce: "#a1d99b", Accumulate: "#c7e9c0"}
+_COLORS: dict[Any, str] = {Segment: "#9ecae1", Write: "#fdd0a2", LaunchReduce: "#a1d99b", Accumulate: "#c7e9c0",
+                          ReduceRows: "#a1d99b"}  # fmt: skip
 
 
 def color(node: fx.Node) -> str:

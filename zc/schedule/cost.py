@@ -18,7 +18,18 @@ from torch.utils.flop_counter import flop_registry
 
 from zc.planning.plan import Bucket, Plan
 from zc.schedule.nodes import op_of
-from zc.schedule.spec import Accumulate, BufferOp, Cast, Deposit, LaunchReduce, Segment, WaitReduce, WgradInto
+from zc.schedule.spec import (
+    Accumulate,
+    BufferOp,
+    Cast,
+    Deposit,
+    LaunchReduce,
+    ReduceRows,
+    Segment,
+    Signal,
+    WaitReduce,
+    WgradInto,
+)
 
 Cost = Callable[[fx.Node], float]  # microseconds; of a launch: of the exchange itself
 
@@ -93,10 +104,10 @@ def estimate(plan: Plan | None) -> Cost:
         op = op_of(node)
         if isinstance(op, Segment):
             return segment_us(node, c)
-        if isinstance(op, WaitReduce) or not isinstance(op, BufferOp | Deposit):
+        if isinstance(op, WaitReduce | Signal) or not isinstance(op, BufferOp | Deposit):
             return 0.0
         if plan is None:
-            return 50.0 if isinstance(op, LaunchReduce) else 2 * c.us_launch
+            return 50.0 if isinstance(op, LaunchReduce | ReduceRows) else 2 * c.us_launch
         bucket = plan.buckets[op.bucket]
         if isinstance(op, LaunchReduce):
             return exchange_us(bucket, plan)
@@ -110,7 +121,7 @@ def estimate(plan: Plan | None) -> Cost:
         numel = bucket.numel
         if isinstance(op, Cast) and op.spans is not None:
             numel = sum(stop - start for start, stop in op.spans)
-        elif isinstance(op, Accumulate):
+        elif isinstance(op, Accumulate | ReduceRows):
             numel = bucket.layout.numel_shard * plan.world_size
         return c.us_launch + 2.0 * numel * bucket.reduce_dtype.itemsize / c.nbytes_memory
 

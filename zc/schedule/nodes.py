@@ -53,11 +53,17 @@ deposit = _target(spec.Deposit)
 launch_reduce = _target(spec.LaunchReduce)
 wait_reduce = _target(spec.WaitReduce)
 accumulate = _target(spec.Accumulate)
+reduce_rows = _target(spec.ReduceRows)
+signal_full = _target(spec.SignalFull)
+await_full = _target(spec.AwaitFull)
+signal_free = _target(spec.SignalFree)
+await_free = _target(spec.AwaitFree)
 stage_shard = _target(spec.StageShard)
 copy_to_host = _target(spec.CopyToHost)
 copy_to_device = _target(spec.CopyToDevice)
 cast_param = _target(spec.CastParam)
 update = _target(spec.Update)
+spread = _target(spec.Spread)
 gather = _target(spec.Gather)
 publish = _target(spec.Publish)
 record_event = _target(spec.RecordEvent)
@@ -167,12 +173,16 @@ def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
             return (Access(src),), (Access(dst), *made)
         case spec.WaitReduce(dst=dst, src=src):
             return (*inputs, Access(src)), (Access(dst),)
-        case spec.Accumulate(dst=dst, src=src) | spec.Update(dst=dst, src=src):
+        case spec.Accumulate(dst=dst, src=src) | spec.ReduceRows(dst=dst, src=src) | spec.Update(dst=dst, src=src):
             return (Access(src), Access(dst)), (Access(dst),)
         case spec.Move(dst=dst, src=src):
             return (Access(src),), (Access(dst),)
         case spec.Weights(buffer=buffer):
             return (Access(buffer),), (Access(buffer),)
+        case spec.SignalFull(buffer=buffer) | spec.AwaitFree(buffer=buffer):  # begin and end of the others' reads
+            return (Access(buffer),), ()
+        case spec.Signal():
+            return (), ()
         case spec.Release():
             return (), inputs
         case _:  # a segment, a deposit, a placeholder, the output

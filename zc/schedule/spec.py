@@ -121,6 +121,10 @@ class Accumulate(Move):
     """dst (+)= mean over ranks of the rows in src."""
 
 
+class ReduceRows(Move):
+    """dst (+)= mean over ranks of their src, each read where it lies: this rank's part of it."""
+
+
 class StageShard(Move):
     """dst <- this rank's part of the accumulator src (offload)."""
 
@@ -149,12 +153,42 @@ class Weights(BufferOp):
     buffer: Buffer
 
 
+class Spread(Weights):
+    """What ranks have updated of whole parameters goes into the shards that it lies in."""
+
+
 class Gather(Weights):
     """The bucket's weights <- all ranks' shards of them."""
 
 
 class Publish(Weights):
     """The home stream may read the new parameters."""
+
+
+# --- between ranks that read each other's memory: each runs the same ones, in the same order ---
+
+
+@dataclass(frozen=True)
+class Signal(BufferOp):
+    """Tells the others, or waits until all of them have told."""
+
+    buffer: Buffer
+
+
+class SignalFull(Signal):
+    """The others may read the buffer."""
+
+
+class AwaitFull(Signal):
+    """Theirs may be read."""
+
+
+class SignalFree(Signal):
+    """This rank has read theirs."""
+
+
+class AwaitFree(Signal):
+    """The others have read the buffer. Since `SignalFull` nobody may have written what they read."""
 
 
 # --- order ---

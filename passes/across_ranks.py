@@ -1,0 +1,131 @@
+"""Part (f) of the proof: no rank reads what another one is writing, and each signal and each wait between ranks is needed.
+
+All ranks run the same schedule, so the other one's is this one: a node here stands for that of every rank. Where node
+``a`` reads a buffer of the others and node ``w`` writes that buffer, ``w`` of one rank and ``a`` of another are ordered
+by a signal and the wait that it ends, the k-th of one kind on a buffer with the k-th, and by nothing else::
+
+    rank 0:  w -> signal_full(k)                       a -> signal_free(k)
+                       |                                         |
+    rank 1:       await_full(k) -> a        rank 0:        await_free(k) -> w
+
+``->`` is the happens-before of one rank (`zc.passes._order`). Before the schedule all may have been written, behind it
+all may be: both stand for a ``w``. A rank's own part of a buffer is read by nobody else, and the parts of others that
+it has gathered by nobody either, so what ``a`` itself writes is no conflict.
+
+No rank waits for ever, because each signal is issued before the wait of its number: then all edges, those between ranks
+too, point forward in the order of issue. The model of one-sided reads: MPI's post, start, complete, wait (MPI-2, 11.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import fx
+
+from zc.passes._order import Order
+from zc.passes.signal_peers import read_from_peers
+from zc.planning.plan import Plan
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import accesses, kind_of
+from zc.schedule.spec import AwaitFree, AwaitFull, Gather, Op, ReduceRows, Signal, SignalFree, SignalFull
+
+_PAST, _FUTURE = -1, 1 << 60  # what stands for a write before the schedule, and for one behind it
+_PAIRS = ((SignalFull, AwaitFull), (SignalFree, AwaitFree))
+
+
+class Pair(NamedTuple):
+    """A signal, and the wait of the other ranks that it ends, as positions in the order of issue."""
+
+    signal: int
+    wait: int
+
+
+def check(order: Order, plan: Plan | None) -> tuple[list[str], list[str]]:
+    """(faults and races, signals that nothing needs), as texts that name the nodes."""
+    reads = [(k, _source(op)) for k, op in enumerate(order.ops) if read_from_peers(op, plan)]
+    pairs, faults = _pairs(order)
+    if faults:
+        return faults, []
+    races, needed = [], set[Pair]()
+    for a, buffer in reads:
+        full, free = pairs.get((SignalFull, buffer), []), pairs.get((SignalFree, buffer), [])
+        for w in _writes(order, buffer, but=a):
+            ways = [p for p in full if _before(order, w, p.signal) and _before(order, p.wait, a)]
+            ways += [p for p in free if _before(order, a, p.signal) and _before(order, p.wait, w)]
+            if not ways:
+                races.append(_race(order, buffer, w, a))
+            elif len(ways) == 1:
+                needed.add(ways[0])
+    redundant = [
+        f"redundant signal: {kind_of(order.nodes[p.signal])} ({order.nodes[p.signal].name}), and every conflict between "
+        "ranks is ordered without it"
+        for found in pairs.values()
+        for p in found
+        if p not in needed
+    ]
+    return races, redundant
+
+
+def _source(op: Op | None) -> Buffer:
+    assert isinstance(op, Gather | ReduceRows)
+    return op.buffer if isinstance(op, Gather) else op.src
+
+
+def _pairs(order: Order) -> tuple[dict[tuple[type[Op], Buffer], list[Pair]], list[str]]:
+    """By kind of signal and buffer, the k-th signal with the k-th wait; what is wrong with their numbers."""
+    found: dict[tuple[type[Op], Buffer], list[int]] = {}
+    for k, op in enumerate(order.ops):
+        if isinstance(op, Signal):
+            found.setdefault((type(op), op.buffer), []).append(k)
+    pairs: dict[tuple[type[Op], Buffer], list[Pair]] = {}
+    faults: list[str] = []
+    for signal, wait in _PAIRS:
+        for buffer in sorted({buffer for kind, buffer in found if kind in (signal, wait)}):
+            signals, waits = found.get((signal, buffer), []), found.get((wait, buffer), [])
+            names = ", ".join(order.nodes[k].name for k in (*signals, *waits))
+            if len(signals) != len(waits):
+                faults.append(f"{buffer} is signalled {len(signals)} times and waited for {len(waits)} times: {names}")
+            elif len({order.stream[k] for k in (*signals, *waits)}) > 1:
+                faults.append(f"{buffer} is signalled and waited for on several streams: {names}")
+            elif any(w < s for s, w in zip(signals, waits, strict=True)):
+                faults.append(f"every rank waits for the others' {buffer} before it signals its own: {names}")
+            elif _buckets(order, signals) != _buckets(order, waits):
+                faults.append(f"{buffer} is signalled for other buckets than it is waited for: {names}")
+            else:
+                pairs[signal, buffer] = [Pair(s, w) for s, w in zip(signals, waits, strict=True)]
+    return pairs, faults
+
+
+def _buckets(order: Order, nodes: list[int]) -> list[int]:
+    ops = (order.ops[k] for k in nodes)
+    return [op.bucket for op in ops if isinstance(op, Signal)]
+
+
+def _writes(order: Order, buffer: Buffer, but: int) -> Iterator[int]:
+    yield _PAST
+    for k, node in enumerate(order.nodes):
+        if k != but and node.op != "output" and any(w.buffer == buffer for w in accesses(node)[1]):
+            yield k
+    yield _FUTURE
+
+
+def _before(order: Order, one: int, other: int) -> bool:
+    """Whether node ``one`` happens before node ``other`` on one rank. What came before the schedule, and what comes
+    behind it, is ordered with whatever touches the buffer here: (a) has shown that."""
+    if one == _PAST or other == _FUTURE:
+        op = order.ops[other if one == _PAST else one]
+        return isinstance(op, SignalFull | AwaitFree)
+    if one == _FUTURE or other == _PAST:
+        return False
+    positions, _ = order.clocks[other]
+    return one != other and positions[order.stream[one]] >= order.position[one]
+
+
+def _race(order: Order, buffer: Buffer, w: int, a: int) -> str:
+    reader = f"read by {kind_of(order.nodes[a])} ({order.nodes[a].name}) of other ranks"
+    if w in (_PAST, _FUTURE):
+        when = "before" if w == _PAST else "after"
+        return f"race: {buffer} is written {when} this schedule and {reader}, and no signal orders them"
+    node: fx.Node = order.nodes[w]
+    return f"race: {buffer} is written by {kind_of(node)} ({node.name}) and {reader}, and no signal orders them"

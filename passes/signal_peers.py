@@ -1,0 +1,50 @@
+"""Where ranks read each other's memory: a signal and a wait before each such read, and behind it.
+
+Before and after (stage 2, bucket 2 in ring buffer 0)::
+
+                                                  signal_full(2, "flat_grad[0]")
+                                                  await_full(2, "flat_grad[0]")
+    reduce_rows(2, "acc[2]", "flat_grad[0]")  ->  reduce_rows(2, "acc[2]", "flat_grad[0]")
+                                                  signal_free(2, "flat_grad[0]")
+                                                  await_free(2, "flat_grad[0]")
+
+All stand on the stream of the read, so whoever waits for that stream to be done with the buffer, in this schedule or a
+later one, also comes after the other ranks. Left alone: every exchange by messages. `zc.passes.across_ranks` is the
+proof.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zc.passes.base import Pass, copy_graph
+from zc.planning.plan import Plan
+from zc.schedule.nodes import op_of, ops, put
+from zc.schedule.spec import AwaitFree, AwaitFull, Gather, Op, ReduceRows, SignalFree, SignalFull
+
+
+def read_from_peers(op: Op | None, plan: Plan | None) -> bool:
+    """Whether a node reads the other ranks' buffers."""
+    if isinstance(op, Gather):
+        return plan is not None and plan.reads_weights
+    return isinstance(op, ReduceRows)
+
+
+def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
+    new, _ = copy_graph(graph)
+    for node, op in list(ops(new)):
+        if not read_from_peers(op, plan) or isinstance(op_of(node.prev), AwaitFull):
+            continue
+        assert isinstance(op, Gather | ReduceRows)
+        bucket, buffer = op.bucket, op.buffer if isinstance(op, Gather) else op.src
+        with new.inserting_before(node):
+            put(new, SignalFull(bucket, buffer))
+            put(new, AwaitFull(bucket, buffer))
+        with new.inserting_after(node):
+            put(new, AwaitFree(bucket, buffer))
+        with new.inserting_after(node):
+            put(new, SignalFree(bucket, buffer))
+    return new
+
+
+PASS = Pass("signal_peers", run, provides=frozenset({"signals"}))

@@ -1,0 +1,39 @@
+"""Which ranks share a host: part of the plan, the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """H = ``num_hosts`` hosts of L = ``ranks_per_host`` ranks each; rank r is number r % L on host r // L.
+
+    ``reads_memory``: ranks of one host read each other's memory, and copy nothing through sockets. Where hosts are not
+    known, or have different numbers of ranks, every rank is a host of its own.
+    """
+
+    num_hosts: int = 1
+    ranks_per_host: int = 1
+    reads_memory: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.num_hosts * self.ranks_per_host
+
+    def host_of(self, rank: int) -> int:
+        return rank // self.ranks_per_host
+
+    def neighbours(self, rank: int) -> tuple[int, ...]:
+        """The other ranks of its host, ascending."""
+        first = self.host_of(rank) * self.ranks_per_host
+        return tuple(r for r in range(first, first + self.ranks_per_host) if r != rank)
+
+    def __str__(self) -> str:
+        hosts = f"{self.num_hosts} host{'s' * (self.num_hosts > 1)} of {self.ranks_per_host}"
+        return f"{hosts}, which read each other's memory" if self.reads_memory else hosts
+
+
+def flat(world_size: int) -> Topology:
+    """Every rank on its own."""
+    return Topology(world_size, 1)

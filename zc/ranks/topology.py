@@ -1,0 +1,118 @@
+"""Finds out which ranks share a host, and whether they can read each other's memory: asked of all ranks, once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from zc.planning.topology import Topology, flat
+from zc.ranks.links import Address, Links, Listener
+from zc.ranks.memory import Reader, let_siblings_read
+from zc.ranks.neighbours import Neighbours
+
+_TOKEN_NBYTES = 16
+Gather = Callable[[Any], Sequence[Any]]  # every rank's object, by rank; all ranks call it
+
+
+class _Said(NamedTuple):
+    """What a rank tells the others. ``token`` lies at ``place`` of its memory."""
+
+    host: tuple[str, str]
+    listens: Address | None
+    place: int
+    token: bytes
+    refused: str | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """``note``: why ranks of one host send messages through sockets all the same; None: nothing to say."""
+
+    topology: Topology
+    neighbours: Neighbours | None = None
+    note: str | None = None
+
+
+def host() -> tuple[str, str]:
+    """The same on all ranks of a host, of torchrun's node where there is one."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    return boot, os.environ.get("GROUP_RANK", "")
+
+
+def find(rank: int, world_size: int, gather: Gather) -> Found:
+    """Called by all ranks. ``ZC_HOST_MEMORY=0`` in the environment of one leaves memory alone on all."""
+    listener, refused = None, None
+    token = torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_NBYTES)), dtype=torch.uint8)
+    try:
+        if os.environ.get("ZC_HOST_MEMORY", "1") == "0":
+            raise OSError("ZC_HOST_MEMORY=0")
+        reader, listener = Reader(), Listener()
+        let_siblings_read()
+    except (OSError, AttributeError) as error:
+        refused = str(error)
+    said = _Said(host(), listener and listener.address, token.data_ptr(), bytes(token.numpy()), refused)
+    try:
+        told: list[_Said] = [_Said(*each) for each in gather(tuple(said))]
+        topology, note = order(tuple(each.host for each in told))
+        if topology.num_hosts > 1 or world_size == 1:
+            return Found(topology, note=note)
+        ranks: Neighbours | None = None
+        refused = next((f"rank {r}: {each.refused}" for r, each in enumerate(told) if each.refused), None)
+        if refused is None:
+            assert listener is not None
+            ranks, refused = _connect(rank, told, listener, reader)
+            refused = next(filter(None, gather(refused)), None)
+        if ranks is None or refused is not None:
+            if ranks is not None:
+                ranks.close()
+            why = f"ranks of this host exchange messages, and don't read each other's memory: {refused}"
+            return Found(topology, note=why)
+        return Found(replace(topology, reads_memory=True), ranks)
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+def order(hosts: Sequence[Any]) -> tuple[Topology, str | None]:
+    """The topology of ranks on these hosts; where they are no H hosts of L ranks in order, why."""
+    counts: dict[Any, int] = {}
+    for each in hosts:
+        counts[each] = counts.get(each, 0) + 1
+    num_hosts, per_host = len(counts), len(hosts) // len(counts)
+    if len(set(counts.values())) > 1:
+        return flat(len(hosts)), f"hosts have {', '.join(map(str, counts.values()))} ranks: each rank stands for itself"
+    if any(len(set(hosts[k : k + per_host])) > 1 for k in range(0, len(hosts), per_host)):
+        return flat(len(hosts)), "ranks of one host don't follow each other: each rank stands for itself"
+    return Topology(num_hosts, per_host), None
+
+
+def _connect(
+    rank: int, told: Sequence[_Said], listener: Listener, reader: Reader
+) -> tuple[Neighbours | None, str | None]:
+    """The links, or why there are none."""
+    others = {r: each.listens for r, each in enumerate(told) if r != rank and each.listens is not None}
+    links = None
+    try:
+        links = Links(listener.connect(rank, others))
+        for peer, address in others.items():
+            found = torch.zeros(_TOKEN_NBYTES, dtype=torch.uint8)
+            reader.read(found, address.pid, told[peer].place)
+            if bytes(found.numpy()) != told[peer].token:
+                raise OSError(f"process {address.pid} is not rank {peer} (another PID namespace)")
+    except OSError as error:
+        if links is not None:
+            with contextlib.suppress(OSError):
+                links.close()
+        return None, f"rank {rank}: {error}"
+    return Neighbours(rank, links, {r: each.pid for r, each in others.items()}, reader), None
