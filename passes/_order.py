@@ -22,6 +22,7 @@ from zc.schedule.nodes import accesses, maker, op_of, stream_of, value
 from zc.schedule.spec import LaunchReduce, RecordEvent, Sync, WaitEvent, WaitReduce
 
 Clock = tuple[list[int], int]  # positions by stream, bits of carried events
+_ISSUED = 1  # the bit of what the thread that issues the schedule has done itself, with host memory
 
 
 class Obligation(NamedTuple):
@@ -63,7 +64,7 @@ class Order:
         self.ops = [op_of(node) for node in self.nodes]
         self.streams = sorted({stream_of(n) for n in self.nodes} | {HOME} | carriers)
         self._id = {name: k for k, name in enumerate(self.streams)}
-        self._bits = {carried_event(buffer): 1 << k for k, buffer in enumerate(sorted(self.shared))}
+        self._bits = {carried_event(buffer): _ISSUED << k for k, buffer in enumerate(sorted(self.shared), start=1)}
         self._carriers = {self._id[name] for name in carriers}
         self.unrecorded = []
         self._link()
@@ -115,7 +116,7 @@ class Order:
             if stream == self._id[HOME] or stream in self._carriers:
                 positions[stream] = 0  # a carrier comes after its own past, and so does all that waits for it
             if self.streams[stream] == HOST:
-                positions[self._id[HOME]] = 0  # the thread that issues the schedule has done its own work
+                bits = _ISSUED  # the device may still be at what that thread has issued on home
         op = self.ops[k]
         if isinstance(op, WaitEvent) and k != skip:
             source = self.source[k]
@@ -205,7 +206,7 @@ class Order:
     def _entry(self, buffer: Place) -> list[_Touch]:
         if not isinstance(buffer, Buffer):
             return []
-        past = [_Touch(Access(buffer), True, self._id[HOME], 0, 0, None)]
+        past = [_Touch(Access(buffer), True, self._id[HOME], 0, _ISSUED if buffer.on_host else 0, None)]
         if buffer in self.shared:
             bit = self._bits[carried_event(buffer)]
             past.append(_Touch(Access(buffer), True, self._id[buffer.carrier], 0, bit, None))

@@ -16,6 +16,7 @@ from zc.schedule.nodes import accesses, maker, put, stream_of, value
 from zc.schedule.spec import RecordEvent, WaitEvent
 
 Point = tuple[str, int]
+_ISSUED = "the issuing thread"  # what it has done with host memory; home comes after it
 Clock = dict[str, int]
 
 
@@ -32,7 +33,7 @@ class Timeline:
     def __init__(self, graph: fx.Graph, shared: frozenset[Buffer]) -> None:
         self.graph, self.shared = graph, shared
         # the thread that issues the schedule is the host: what it has done with host memory is done
-        self.clocks: dict[str, Clock] = {HOME: {HOME: 0}, HOST: {HOME: 0}}
+        self.clocks: dict[str, Clock] = {HOME: {HOME: 0, _ISSUED: 0}, HOST: {_ISSUED: 0}}
         self.nodes: dict[Point, fx.Node] = {}
         self.touches: dict[Place, list[_Touch]] = {}  # buffer -> touches that a later one may still conflict with
         self._placeholders = {value(n).buffer for n in graph.nodes if n.op == "placeholder"}
@@ -113,7 +114,8 @@ class Timeline:
         """Who has touched a buffer before the schedule starts; neither is ordered after the other."""
         if not isinstance(buffer, Buffer) and buffer not in self._placeholders:
             return []  # a value of this schedule: nobody knows it before it is made
-        before = [_Touch(Access(buffer), (HOME, 0), True)]
+        on_host = isinstance(buffer, Buffer) and buffer.on_host
+        before = [_Touch(Access(buffer), (_ISSUED if on_host else HOME, 0), True)]
         if isinstance(buffer, Buffer) and buffer in self.shared:
             before.append(_Touch(Access(buffer), (carried_event(buffer), 0), True))
         return before
@@ -121,6 +123,8 @@ class Timeline:
     def _resolved(self, buffer: Place, point: Point) -> Point:
         """The carrier's past, or, where the carrier has used the buffer in this schedule already, that use: by then
         the carried event may stand for it."""
+        if point[0] == _ISSUED:
+            return HOME, 0
         if isinstance(buffer, Buffer) and point[0] == carried_event(buffer):
             return self.last_touch(buffer, buffer.carrier) or point
         return point

@@ -8,7 +8,8 @@ by a signal and the wait that it ends, the k-th of one kind on a buffer with the
                        |                                         |
     rank 1:       await_full(k) -> a        rank 0:        await_free(k) -> w
 
-``->`` is the happens-before of one rank (`zc.passes._order`). Before the schedule all may have been written, behind it
+A read also needs the wait on its own buffer because it learns from it where the others' is. That signals of other
+buffers may happen to order the same is not counted. ``->`` is the happens-before of one rank (`zc.passes._order`). Before the schedule all may have been written, behind it
 all may be: both stand for a ``w``. A rank's own part of a buffer is read by nobody else, and the parts of others that
 it has gathered by nobody either, so what ``a`` itself writes is no conflict.
 
@@ -19,16 +20,17 @@ too, point forward in the order of issue. The model of one-sided reads: MPI's po
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import fx
 
-from zc.passes._order import Order
-from zc.passes.signal_peers import read_from_peers
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
-from zc.schedule.nodes import accesses, kind_of
+from zc.schedule.nodes import accesses, kind_of, reads_peers
 from zc.schedule.spec import AwaitFree, AwaitFull, Gather, Op, ReduceRows, Signal, SignalFree, SignalFull
+
+if TYPE_CHECKING:
+    from zc.passes._order import Order
 
 _PAST, _FUTURE = -1, 1 << 60  # what stands for a write before the schedule, and for one behind it
 _PAIRS = ((SignalFull, AwaitFull), (SignalFree, AwaitFree))
@@ -43,7 +45,7 @@ class Pair(NamedTuple):
 
 def check(order: Order, plan: Plan | None) -> tuple[list[str], list[str]]:
     """(faults and races, signals that nothing needs), as texts that name the nodes."""
-    reads = [(k, _source(op)) for k, op in enumerate(order.ops) if read_from_peers(op, plan)]
+    reads = [(k, _source(op)) for k, op in enumerate(order.ops) if reads_peers(op, plan)]
     pairs, faults = _pairs(order)
     if faults:
         return faults, []

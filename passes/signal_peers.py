@@ -19,21 +19,14 @@ from torch import fx
 
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
-from zc.schedule.nodes import op_of, ops, put
-from zc.schedule.spec import AwaitFree, AwaitFull, Gather, Op, ReduceRows, SignalFree, SignalFull
-
-
-def read_from_peers(op: Op | None, plan: Plan | None) -> bool:
-    """Whether a node reads the other ranks' buffers."""
-    if isinstance(op, Gather):
-        return plan is not None and plan.reads_weights
-    return isinstance(op, ReduceRows)
+from zc.schedule.nodes import op_of, ops, put, reads_peers
+from zc.schedule.spec import AwaitFree, AwaitFull, Gather, ReduceRows, SignalFree, SignalFull
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new, _ = copy_graph(graph)
     for node, op in list(ops(new)):
-        if not read_from_peers(op, plan) or isinstance(op_of(node.prev), AwaitFull):
+        if not reads_peers(op, plan) or isinstance(op_of(node.prev), AwaitFull):
             continue
         assert isinstance(op, Gather | ReduceRows)
         bucket, buffer = op.bucket, op.buffer if isinstance(op, Gather) else op.src

@@ -16,8 +16,8 @@ from zc.offload.disk import open_file, state_keys
 from zc.optim.kinds import ELEMENTWISE, is_elementwise, rule_of
 from zc.planning.layout import Rule
 from zc.planning.nbytes import STATES, held
-from zc.planning.topology import Topology
 from zc.planning.plan import Bucket, ParamSpec, Plan, make_plan
+from zc.planning.topology import Topology
 from zc.ranks.comm import Group
 
 if TYPE_CHECKING:

@@ -54,22 +54,22 @@ def _probe(
     )
 
     zc.compile(model, adamw(model), stage=stage, backend=backend, bucket_nbytes=4096)
-    accumulate = GradientOps.accumulate
+    reduce_rows = GradientOps.reduce_rows
     if fault:  # the report's own: the last microbatch joins the accumulator after the reduction
 
         def leaking(self: GradientOps, bucket: int, acc: str, src: str) -> None:
-            accumulate(self, bucket, acc, src)
+            reduce_rows(self, bucket, acc, src)
             self.buffers.acc_shard(self.plan.buckets[bucket]).add_(late[rank], alpha=0.01)
 
         late = [0.01, -0.01]
-        GradientOps.accumulate = leaking  # type: ignore[method-assign]
+        GradientOps.reduce_rows = leaking  # type: ignore[method-assign]
     try:
         for k, x in enumerate(_probe_batches(rank)):
             with zc.no_sync(model) if declared and k < 3 else contextlib.nullcontext():
                 model(x).float().pow(2).mean().backward()
         got = zc.full_grad(model)
     finally:
-        GradientOps.accumulate = accumulate  # type: ignore[method-assign]
+        GradientOps.reduce_rows = reduce_rows  # type: ignore[method-assign]
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, got)
     return worst(got, gathered[0])[0], worst(got, wanted)[0], worst(got, exact)[0]

@@ -32,20 +32,20 @@ def gradients(rank: int, run: Run, double: bool = False) -> dict[str, Tensor | N
 
 def _error(rank: int, world_size: int, run: Run, double: bool, fault: str = "") -> tuple[float, str]:
     """Job: the largest relative difference to the oracle. ``fault`` breaks zc on purpose."""
-    accumulate = GradientOps.accumulate
+    reduce_rows = GradientOps.reduce_rows
     if fault == "twice":
 
         def broken(self: GradientOps, *args: Any) -> None:
-            accumulate(self, *args)
-            accumulate(self, *args)
+            reduce_rows(self, *args)
+            reduce_rows(self, *args)
 
-        GradientOps.accumulate = broken  # type: ignore[method-assign]
+        GradientOps.reduce_rows = broken  # type: ignore[method-assign]
     elif fault == "first bucket lost":
-        GradientOps.accumulate = lambda self, b, *a: accumulate(self, b, *a) if b else None
+        GradientOps.reduce_rows = lambda self, b, *a: reduce_rows(self, b, *a) if b else None
     try:
         got = gradients(rank, run, double)
     finally:
-        GradientOps.accumulate = accumulate  # type: ignore[method-assign]
+        GradientOps.reduce_rows = reduce_rows  # type: ignore[method-assign]
     case = run.of
     batches = [[case.batch(r, 0, m) for m in range(MICROBATCHES)] for r in range(world_size)]
     wanted = full_gradients(case.model(), case.loss, batches)

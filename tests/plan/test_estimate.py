@@ -147,7 +147,9 @@ def test_a_run_holds_and_moves_what_was_planned(stage: int, options: dict[str, A
     for dtype in (FP32, BF16):
         given = {**options, "param_dtype": dtype}
         for found, moved in run_ranks(really, 2, stage, given):
-            planned = zc.plan(mlp(32, 3), world_size=2, stage=stage, bucket_nbytes=5000, microbatches=2, **given)
+            planned = zc.plan(
+                mlp(32, 3), world_size=2, ranks_per_host=2, stage=stage, bucket_nbytes=5000, microbatches=2, **given
+            )
             claimed = {**planned.device, **planned.host}
             state = claimed.pop("optimizer_state")
             assert state >= found.pop("optimizer_state") > 0
@@ -160,6 +162,8 @@ def test_a_run_holds_and_moves_what_was_planned(stage: int, options: dict[str, A
     [
         ({"world_size": 0}, r"world_size must be a whole number from 1 to 4096, got 0"),
         ({"world_size": 4097}, r"got 4097"),
+        ({"ranks_per_host": 0}, r"ranks_per_host must be a whole number of at least 1, got 0"),
+        ({"ranks_per_host": 3}, r"2 ranks are no whole number of hosts of 3"),
         ({"microbatches": 0}, r"microbatches .* got 0"),
         ({"optimizer": "Adafactory"}, r"optimizer must be one of .* got 'Adafactory'"),
         ({"optimizer": {"*": "Lion"}}, r"optimizer must be one of .* got 'Lion'"),

@@ -40,9 +40,13 @@ def operations(graph: fx.Graph, plan: Plan | None) -> list[Op]:
     shared = sorted(shared_buffers(graph, plan))
     nodes = list(steps(graph))
     touched = {a.buffer for n in nodes for group in accesses(n) for a in group if isinstance(a.buffer, Buffer)}
-    ops = [Op(HOME, "touch", writes=tuple(Access(f"caller {b}") for b in sorted(touched)))]
-    # the thread that issues the schedule is the processor: what it did with host memory is done
+    on_host = tuple(Access(f"caller {b}") for b in sorted(touched) if b.on_host)
+    ops = [Op(HOME, "touch", writes=on_host)]
+    # the thread that issues the schedule is the processor: what it did with host memory is done, what it has issued on
+    # home is not
     ops += [Op(HOME, "record", event="entry"), Op(HOST, "wait", event="entry")]
+    on_device = tuple(Access(f"caller {b}") for b in sorted(touched) if not b.on_host)
+    ops.append(Op(HOME, "touch", writes=on_device))
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     ops.append(Op(HOME, "touch", writes=tuple(Access(f"%{n.name}") for n in placeholders)))
     for buffer in shared:

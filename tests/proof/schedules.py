@@ -14,10 +14,11 @@ from torch import fx
 
 from zc.engine.overlap_gather import gather_graph, publish_graph
 from zc.offload.host_step import step_graph
-from zc.passes import cut_forward, insert_events, offload_gradients, place_on_streams, reduce_buckets
+from zc.passes import cut_forward, insert_events, offload_gradients, place_on_streams, reduce_buckets, signal_peers
 from zc.passes.debt import Debt
 from zc.planning.placement import OFFLOADS, PLACEMENTS
 from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.topology import Topology
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import AccumulateCast, Cast, Deposit, FlattenCast, Segment, WgradInto
@@ -28,14 +29,16 @@ NOTHING_OWED = Debt()
 
 def make(
     num_buckets: int, *, slots: int = 2, stage: int = 2, ring: int = 2, overlap: bool = True, world_size: int = 2,
-    overlap_gather: bool = False, offload: str | None = None, dtype: torch.dtype = torch.float32,
+    overlap_gather: bool = False, offload: str | None = None, dtype: torch.dtype = torch.float32, reads: bool = False,
 ) -> Plan:  # fmt: skip
-    """Buckets of ``slots`` parameters of 2 elements each; ``offload``: where accumulators are then."""
+    """Buckets of ``slots`` parameters of 2 elements each; ``offload``: where accumulators are then; ``reads``: ranks
+    read each other's memory."""
     specs = [ParamSpec(f"p{k}", (2,), dtype, torch.device("cpu")) for k in range(num_buckets * slots)]
     return make_plan(
         specs, world_size=world_size, placement=PLACEMENTS[stage], reduce="exact", reduce_dtype=None,
         bucket_nbytes=slots * 2 * dtype.itemsize, num_buffers=ring, overlap=overlap, overlap_gather=overlap_gather,
         offload=OFFLOADS[offload] if offload is not None else None,
+        topology=Topology(1, world_size, reads_memory=True) if reads else None,
     )  # fmt: skip
 
 
@@ -184,7 +187,8 @@ def forward(plan: Plan, layers_a_bucket: int = 1) -> fx.Graph:
 
 def placed(plan: Plan, graph: fx.Graph, debt: Debt = NOTHING_OWED, producers: int = 1) -> fx.Graph:
     """With its streams and events; what it owes, and under which plan, goes with it."""
-    new = insert_events.run(place_on_streams.spread_producers(producers).run(graph, plan), plan)
+    signalled = signal_peers.run(graph, plan)
+    new = insert_events.run(place_on_streams.spread_producers(producers).run(signalled, plan), plan)
     new.output_node().meta.update(debt=debt, plan=plan)
     return new
 

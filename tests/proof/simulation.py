@@ -273,12 +273,15 @@ def _past(sim: Simulation, case: Case) -> None:
     have used those that have a carried event, one after the other in an order that nobody knows: so each on a stream of
     its own here, which only the carrier itself comes after."""
     found = {a.buffer for g in case.graphs for n in steps(g) for group in accesses(n) for a in group}
-    for name in sorted(str(b) for b in found if isinstance(b, Buffer)):
-        sim.streams.run_on(HOME, _scale(sim.buffer(name), 0.5 if is_lasting(name) else NAN))
+    buffers = sorted(b for b in found if isinstance(b, Buffer))
+    for buffer in (b for b in buffers if b.on_host):
+        sim.streams.run_on(HOME, _scale(sim.buffer(str(buffer)), 0.5 if is_lasting(str(buffer)) else NAN))
     # the thread that issues is the processor: it has done what it did with host memory. It does not come after what
     # home only waits for, so this is not repeated before later schedules
     sim.streams.record("entry", HOME)
     sim.streams.wait("entry", HOST)
+    for buffer in (b for b in buffers if not b.on_host):
+        sim.streams.run_on(HOME, _scale(sim.buffer(str(buffer)), 0.5 if is_lasting(str(buffer)) else NAN))
     for buffer in _carried(case):
         # powers of two: it does not matter whether the caller or the earlier schedule came first
         factor = 0.25 if is_lasting(str(buffer)) else NAN

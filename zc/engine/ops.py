@@ -208,7 +208,7 @@ class GradientOps:
             reduce_rows(rows, out[start:stop], scale=1.0 / self.plan.world_size, add=add)
 
         sent = self.buffers.named(src, record)
-        self.group.near().rows(sent, *record.layout.shard_range(rank), self._places.pop(src), use)
+        self.group.near().rows(sent, *record.layout.shard_range(rank), self._places[src], use)
         log.debug("bucket %d: the mean over ranks goes from all %s into %s", bucket, src, dst)
         self._is_reduced(bucket, out)
 
@@ -257,7 +257,7 @@ class GradientOps:
         flat, record = self.buffers.flat_param[bucket], self.plan.buckets[bucket]
         if self.plan.reads_weights:
             rows = flat.view(self.plan.world_size, -1)
-            for peer, place in self._places.pop(buffer).items():
+            for peer, place in self._places[buffer].items():
                 self.group.near().read(rows[peer], peer, place)
             return
         log.debug("bucket %d: its weights are gathered", bucket)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from zc.errors import PlanError, RankMismatchError
 from zc.planning.plan import Plan
+from zc.planning.topology import Topology, flat
 from zc.ranks.groups import Groups
 from zc.ranks.journal import Entry
-from zc.planning.topology import Topology, flat
 from zc.ranks.neighbours import Neighbours
 from zc.ranks.pieces import joined, keep_own, lengths
 from zc.ranks.topology import find
@@ -203,8 +203,8 @@ class Group:
             if rows[self.rank].data_ptr() != shard.data_ptr():
                 rows[self.rank].copy_(shard)
             received = dict(enumerate(rows))
-            work = self._neighbours.exchange(EXCHANGES.index(what), bucket, received, shard)
-            return self._watched(work, entry)  # type: ignore[no-any-return]
+            reads = self._neighbours.exchange(EXCHANGES.index(what), bucket, received, shard)
+            return self._watched(reads, entry)  # type: ignore[no-any-return]
         if not self._by_pairs:
             return self._watched_data(_all_gather()(out, shard, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
         theirs = out.view(self.world_size, -1)
@@ -223,8 +223,8 @@ class Group:
         self._nbytes_sent[what] += sum(piece.nbytes for rank, piece in sent if rank != self.rank)
         if self._by_memory and self._neighbours is not None:
             keep_own(received, sent, self.rank)
-            work = self._neighbours.exchange(EXCHANGES.index(what), bucket, dict(received), dict(sent))
-            return self._watched(work, entry)  # type: ignore[no-any-return]
+            reads = self._neighbours.exchange(EXCHANGES.index(what), bucket, dict(received), dict(sent))
+            return self._watched(reads, entry)  # type: ignore[no-any-return]
         if not self._by_pairs:
             out, given = joined(received, sent), joined(sent, received)
             splits = lengths(received, self.world_size), lengths(sent, self.world_size)

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ class _Vector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
-def _readv() -> ctypes._NamedFuncPointer:
+def _readv() -> Any:
     found = ctypes.CDLL(None, use_errno=True).process_vm_readv  # AttributeError: not Linux
     found.restype = ctypes.c_ssize_t
     at = ctypes.c_void_p

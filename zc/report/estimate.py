@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from zc.errors import PlanError
 from zc.planning.layout import Rule
 from zc.planning.nbytes import STATES, copied, heaviest, held, sent
 from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.topology import Topology, flat
 
 MAX_WORLD_SIZE = 4096
 RULES = {"Muon": Rule(whole=True, cost="newton_schulz")}  # of the others: equal shards
@@ -86,6 +87,7 @@ def plan(
     reduce: str = "exact",
     bucket_nbytes: int | None = None,
     num_buffers: int = 2,
+    ranks_per_host: int | None = None,
     offload: str | None = None,
     offload_accumulate: str = "cpu",
     optimizer: str | Mapping[str, str] = "AdamW",
@@ -102,6 +104,7 @@ def plan(
     Needs no process group, GPU or memory: the model may be on the meta device. Nothing is changed.
 
     Args:
+        ranks_per_host: of each host; None: every rank on its own.
         optimizer: class name of a torch optimizer, for the size of its state and the layout that it asks for. Several:
             names of parameters, or patterns of them as of files (``"*.weight"``), to class names; the first that fits
             counts: ``{"embed*": "AdamW", "*norm*": "AdamW", "*.weight": "Muon", "*": "AdamW"}``.
@@ -133,13 +136,22 @@ def plan(
     for name, given in rates.items():
         if given is not None and not given > 0:
             raise PlanError(f"{name} must be above 0, got {given!r}")
+    hosts = flat(world_size)
+    if ranks_per_host is not None:
+        if isinstance(ranks_per_host, bool) or not isinstance(ranks_per_host, int) or ranks_per_host < 1:
+            raise PlanError(f"ranks_per_host must be a whole number of at least 1, got {ranks_per_host!r}")
+        if world_size % ranks_per_host:
+            raise PlanError(f"{world_size} ranks are no whole number of hosts of {ranks_per_host}")
+        hosts = Topology(world_size // ranks_per_host, ranks_per_host)
     params = trainable(model)
     if not params:
         raise PlanError(f"{type(model).__name__} has no trainable parameter (requires_grad is False for all)")
     classes, owners = _optimizers(params, optimizer)
     specs = [ParamSpec(n, tuple(p.shape), param_dtype or p.dtype, p.device, owners[n]) for n, p in params.items()]
+    if all(spec.device.type == "cpu" for spec in specs):
+        hosts = replace(hosts, reads_memory=hosts.num_hosts == 1)
     made = make_plan(
-        specs, world_size=world_size, placement=config.placement, reduce=reduce, reduce_dtype=reduce_dtype,
+        specs, world_size=world_size, topology=hosts, placement=config.placement, reduce=reduce, reduce_dtype=reduce_dtype,
         bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True, offload=config.host,
         rules=[RULES.get(name, Rule()) for name in classes],
     )  # fmt: skip

@@ -18,7 +18,17 @@ from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMPUTE, HOME
 from zc.schedule.cost import estimate
 from zc.schedule.nodes import kind_of, op_of, ops, stream_of
-from zc.schedule.spec import Accumulate, LaunchReduce, Op, RecordEvent, ReduceRows, Segment, WaitEvent, WaitReduce, Write
+from zc.schedule.spec import (
+    Accumulate,
+    LaunchReduce,
+    Op,
+    RecordEvent,
+    ReduceRows,
+    Segment,
+    WaitEvent,
+    WaitReduce,
+    Write,
+)
 
 
 @dataclass(frozen=True)

@@ -189,6 +189,13 @@ def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
             return inputs, made
 
 
+def reads_peers(op: Op | None, plan: Plan | None) -> bool:
+    """Whether a node reads the buffers of other ranks where they lie."""
+    if isinstance(op, spec.Gather):
+        return plan is not None and plan.reads_weights
+    return isinstance(op, spec.ReduceRows)
+
+
 def shared_buffers(graph: fx.Graph, plan: Plan | None) -> frozenset[Buffer]:
     """The plan-owned buffers that need a carried event: used on their carrier and on other streams, by this schedule
     or by others under the plan. Without a plan: by this schedule, or where it names the event already."""
