@@ -33,8 +33,8 @@ REFUSALS = (
     # cleared through the optimizer's own tensors, which no param.grad shows until the next backward, then clipped
     ("ZcError", "was set to None (zero_grad) since", lambda p: p.clears & {"class", "slices"}),
     ("RankMismatchError", "ranks are out of step", _some_are_alone),
-    # cleared so on a rank that had no backward yet: its optimizer's tensors had no .grad whose loss could be noticed
-    ("RankMismatchError", "what the gradients hold", lambda p: p.clears & {"class", "slices"} and _some_are_alone(p)),
+    # cleared past optimizer.zero_grad on a rank that had no backward yet: there was no .grad whose loss could be noticed
+    ("RankMismatchError", "what the gradients hold", lambda p: p.clears - {"optimizer"} and _some_are_alone(p)),
 )  # fmt: skip
 
 
