@@ -129,7 +129,8 @@ def facts_of(plan: Plan | None) -> frozenset[str]:
 
 def rows_for(kind: type[Op], field: str, buffer: Buffer, facts: frozenset[str]) -> list[Row]:
     """The rows that speak of this buffer in this field, under plans with these facts."""
-    return [r for r in TABLE[kind] if r.field == field and buffer.kind in r.kinds.split() and facts.issuperset(r.when.split())]
+    rows = (row for row in TABLE[kind] if row.field == field and buffer.kind in row.kinds.split())
+    return [row for row in rows if facts.issuperset(row.when.split())]
 
 
 def fields_of(kind: type[Op]) -> Iterable[str]:

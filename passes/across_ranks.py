@@ -1,4 +1,4 @@
-"""Part (f) of the proof: no rank reads what another one is writing, and each signal and each wait between ranks is needed.
+"""Part (f) of the proof: no rank reads what another one is writing, and each signal between ranks is needed.
 
 All ranks run the same schedule, so the other one's is this one: a node here stands for that of every rank. Where node
 ``a`` reads a buffer of the others and node ``w`` writes that buffer, ``w`` of one rank and ``a`` of another are ordered
@@ -9,9 +9,10 @@ by a signal and the wait that it ends, the k-th of one kind on a buffer with the
     rank 1:       await_full(k) -> a        rank 0:        await_free(k) -> w
 
 A read also needs the wait on its own buffer because it learns from it where the others' is. That signals of other
-buffers may happen to order the same is not counted. ``->`` is the happens-before of one rank (`zc.passes._order`). Before the schedule all may have been written, behind it
-all may be: both stand for a ``w``. A rank's own part of a buffer is read by nobody else, and the parts of others that
-it has gathered by nobody either, so what ``a`` itself writes is no conflict.
+buffers may happen to order the same is not counted. ``->`` is the happens-before of one rank (`zc.passes._order`).
+
+Before the schedule all may have been written, behind it all may be: both stand for a ``w``. A rank's own part of a sum
+is read by nobody else, nor are the weights of others that it has gathered, so what ``a`` itself writes is no conflict.
 
 No rank waits for ever, because each signal is issued before the wait of its number: then all edges, those between ranks
 too, point forward in the order of issue. The model of one-sided reads: MPI's post, start, complete, wait (MPI-2, 11.4).
@@ -60,8 +61,8 @@ def check(order: Order, plan: Plan | None) -> tuple[list[str], list[str]]:
             elif len(ways) == 1:
                 needed.add(ways[0])
     redundant = [
-        f"redundant signal: {kind_of(order.nodes[p.signal])} ({order.nodes[p.signal].name}), and every conflict between "
-        "ranks is ordered without it"
+        f"redundant signal: {kind_of(order.nodes[p.signal])} ({order.nodes[p.signal].name}), and every conflict "
+        "between ranks is ordered without it"
         for found in pairs.values()
         for p in found
         if p not in needed

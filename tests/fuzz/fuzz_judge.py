@@ -33,7 +33,7 @@ REFUSALS = (
     # cleared through the optimizer's own tensors, which no param.grad shows until the next backward, then clipped
     ("ZcError", "was set to None (zero_grad) since", lambda p: p.clears & {"class", "slices"}),
     ("RankMismatchError", "ranks are out of step", _some_are_alone),
-    # cleared past optimizer.zero_grad on a rank that had no backward yet: there was no .grad whose loss could be noticed
+    # cleared past optimizer.zero_grad on a rank that had no backward yet: no .grad was there to be missed
     ("RankMismatchError", "what the gradients hold", lambda p: p.clears - {"optimizer"} and _some_are_alone(p)),
 )  # fmt: skip
 

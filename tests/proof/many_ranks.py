@@ -20,9 +20,20 @@ from zc.engine.streams import Task
 from zc.schedule import codegen
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import item_of, ops, results
-from zc.schedule.spec import AwaitFree, AwaitFull, Event, Gather, Op, Segment, Signal, SignalFree, SignalFull, WgradInto
+from zc.schedule.spec import (
+    AwaitFree,
+    AwaitFull,
+    Event,
+    Gather,
+    Op,
+    Segment,
+    Signal,
+    SignalFree,
+    SignalFull,
+    WgradInto,
+)
 
-Key = tuple[type[Op], str, int, int, int]  # what is signalled, of gradients or weights, bucket, by whom, the how manieth
+Key = tuple[type[Op], str, int, int, int]  # what is signalled, of gradients or weights, bucket, by whom, which one
 
 
 class RankStreams:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 # what stays away where ranks do not agree on a reduction
 _REDUCTION = (
-    "launch_reduce", "wait_reduce", "accumulate", "signal_full", "await_full", "reduce_rows", "signal_free", "await_free",
+    "launch_reduce", "wait_reduce", "accumulate",
+    "signal_full", "await_full", "reduce_rows", "signal_free", "await_free",
 )  # fmt: skip
 
 

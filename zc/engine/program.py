@@ -50,8 +50,8 @@ class Program:
         self.placeholders = tuple(n.name for n in self.graph.nodes if n.op == "placeholder")
         self.outputs = self.graph.output_node().args[0]
         found = [op for _, op in ops_in(self.graph)]
-        inline = (op for op in found if isinstance(op, spec.Cast | spec.LaunchReduce | spec.Accumulate | spec.ReduceRows))
-        self.inline_buckets = frozenset(op.bucket for op in inline)
+        inline = spec.Cast | spec.LaunchReduce | spec.Accumulate | spec.ReduceRows
+        self.inline_buckets = frozenset(op.bucket for op in found if isinstance(op, inline))
         self.launched = tuple(op.bucket for op in found if isinstance(op, spec.LaunchReduce | spec.ReduceRows))
         brought = (op for op in found if isinstance(op, spec.Write | spec.Deposit))
         self.brings = frozenset((op.bucket, slot) for op in brought for slot in op.slots)

@@ -15,7 +15,7 @@ import torch
 from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, Slot, layout_of
 from zc.planning.ownership import COSTS, assign
 from zc.planning.placement import Offload, Placement
-from zc.planning.topology import Topology, flat
+from zc.planning.topology import ALONE, Topology, flat
 
 # What a bucket takes by default: PyTorch DDP's 25 MiB, which overlaps well; more where that would make more than some
 # 32 buckets, each of which costs the host a write, a reduction and their events in every backward
@@ -81,7 +81,7 @@ class Plan:
     is_boundary: bool = True
     offload: Offload | None = None
     overlap_gather: bool = False
-    topology: Topology = Topology()
+    topology: Topology = ALONE
 
     def slot_of(self) -> dict[str, tuple[int, int]]:
         """Parameter name -> (bucket, index of its slot)."""

@@ -34,6 +34,9 @@ class Topology:
         return f"{hosts}, which read each other's memory" if self.reads_memory else hosts
 
 
+ALONE = Topology()
+
+
 def flat(world_size: int) -> Topology:
     """Every rank on its own."""
     return Topology(world_size, 1)

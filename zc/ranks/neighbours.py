@@ -13,11 +13,15 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from zc.ranks.links import Links
-from zc.ranks.memory import Reader
+if TYPE_CHECKING:
+    from zc.ranks.links import Links
+    from zc.ranks.memory import Reader
+
 
 _PLACE = struct.Struct("<QQ")  # address, bytes
 FULL, FREE, ROW, VALUES = range(4)  # what a message says
@@ -38,7 +42,6 @@ class Neighbours:
         self.rank, self.links, self.peers = rank, links, links.peers
         self.world_size = len(self.peers) + 1
         self._pids, self._reader = pids, reader
-        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._num_rows = 0
 
     # --- signals ---
@@ -82,12 +85,10 @@ class Neighbours:
         ``use(rows [W, n], at, at + n)`` with ``at`` counted from ``start``."""
         size = own.element_size()
         step = max(1024, _CHUNK_NBYTES // (size * self.world_size))
-        nbytes = min(step, stop - start) * size * self.world_size
-        if self._scratch.numel() < nbytes:
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
+        scratch = torch.empty(min(step, stop - start) * self.world_size, dtype=own.dtype)
         for at in range(start, stop, step):
             end = min(stop, at + step)
-            rows = self._scratch[: (end - at) * size * self.world_size].view(own.dtype).view(self.world_size, -1)
+            rows = scratch[: (end - at) * self.world_size].view(self.world_size, -1)
             for peer, place in places.items():
                 self.read(rows[peer], peer, place, at * size, of=own.nbytes)
             rows[self.rank] = own[at:end]

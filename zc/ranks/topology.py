@@ -61,7 +61,8 @@ def find(rank: int, world_size: int, gather: Gather) -> Found:
         let_siblings_read()
     except (OSError, AttributeError) as error:
         refused = str(error)
-    said = _Said(host(), None if listener is None else listener.address, token.data_ptr(), bytes(token.numpy()), refused)
+    address = None if listener is None else listener.address
+    said = _Said(host(), address, token.data_ptr(), bytes(token.numpy()), refused)
     try:
         told: list[_Said] = [_Said(*each) for each in gather(tuple(said))]
         topology, note = order(tuple(each.host for each in told))

@@ -151,8 +151,8 @@ def plan(
     if all(spec.device.type == "cpu" for spec in specs):
         hosts = replace(hosts, reads_memory=hosts.num_hosts == 1)
     made = make_plan(
-        specs, world_size=world_size, topology=hosts, placement=config.placement, reduce=reduce, reduce_dtype=reduce_dtype,
-        bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True, offload=config.host,
+        specs, world_size=world_size, placement=config.placement, reduce=reduce, reduce_dtype=reduce_dtype,
+        topology=hosts, bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True, offload=config.host,
         rules=[RULES.get(name, Rule()) for name in classes],
     )  # fmt: skip
     return estimate(made, classes, microbatches, offload, rates)
