@@ -22,6 +22,7 @@ _PIECE = 32 * 1024  # of a message; well below what a socket takes at once (net.
 _HEAD = struct.Struct("<q")
 _ROOM = 16  # numbered messages that nobody came for, per rank, before old ones are dropped
 _SLICE_S = 0.5
+_TURN_S = 0.01
 CONNECT_S = 20.0
 
 
@@ -95,7 +96,8 @@ class Links:
                     break
                 except BlockingIOError:  # the rank is many messages behind
                     self._refuse_failed()
-                    select.select([], [self._sockets[peer]], [], _SLICE_S)
+                    with self._changed:  # it may wait for room here, too
+                        self._listen(_SLICE_S, room_for=peer)
                 except OSError as error:
                     raise RuntimeError(f"rank {peer} has closed its connection: {error}") from error
 
@@ -114,19 +116,29 @@ class Links:
                 left = _SLICE_S if end is None else min(_SLICE_S, end - time.monotonic())
                 if left <= 0:
                     raise RuntimeError(f"timed out after {timeout} s")
-                if self._is_read:
-                    self._changed.wait(left)
-                    continue
-                self._is_read = True
-                self._changed.release()
-                try:
-                    ready = self._poll.poll(left * 1e3)
-                finally:
-                    self._changed.acquire()
-                    self._is_read = False
-                for number, _ in ready:
-                    self._take_in(self._ranks[number])
-                self._changed.notify_all()
+                self._listen(left)
+
+    def _listen(self, seconds: float, room_for: int | None = None) -> None:
+        """Takes in what comes, at least one message or none in ``seconds``; or there is room to send again. The caller
+        holds the condition."""
+        if self._is_read:  # by another thread, which tells
+            self._changed.wait(seconds if room_for is None else min(seconds, _TURN_S))
+            return
+        self._is_read = True
+        if room_for is not None:
+            self._poll.modify(self._sockets[room_for], select.POLLIN | select.POLLOUT)
+        self._changed.release()
+        try:
+            ready = self._poll.poll(seconds * 1e3)
+        finally:
+            self._changed.acquire()
+            self._is_read = False
+            if room_for is not None and room_for not in self._ended:
+                self._poll.modify(self._sockets[room_for], select.POLLIN)
+        for number, event in ready:
+            if event & ~select.POLLOUT:
+                self._take_in(self._ranks[number])
+        self._changed.notify_all()
 
     def _found(self, peer: int, key: int, nbytes: int) -> bytes | None:
         pieces = self._inbox.get((peer, key))

@@ -16,7 +16,7 @@ from zc.engine.ops import Acc
 from zc.engine.program import Program
 from zc.errors import PlanError
 from zc.passes.write_in_place import nbytes_in_place
-from zc.planning.plan import Bucket
+from zc.planning.plan import Bucket, Plan
 from zc.registry import persistent_nbytes, sharded
 from zc.report.html import page
 from zc.schedule.nodes import summary, text
@@ -60,7 +60,8 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     nbytes = persistent_nbytes(model)
     sections = {
         "plan": f"stage {runtime.plan.placement.stage}, rank {runtime.group.rank} of {runtime.group.world_size}, "
-        f"backend {runtime.config.backend}, reduce {runtime.plan.reduce}, overlap {runtime.plan.overlap}",
+        f"backend {runtime.config.backend}, reduce {runtime.plan.reduce}, overlap {runtime.plan.overlap}\n"
+        + _ways(runtime.plan),
         "buckets": _buckets(runtime),
         "last step": _last_step(runtime),
         "stayed empty in the last step": _empty(runtime),
@@ -90,6 +91,17 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     graphs = {f"schedule {p.name}": (p.graph, p.plan) for p in (*shown, *single)}
     written.write_text(page(f"zc: {type(model).__name__}", sections, graphs))
     return Explanation(sections, written)
+
+
+def _ways(plan: Plan) -> str:
+    """Which way each exchange takes."""
+    if plan.world_size == 1:
+        return "one rank: nothing is exchanged"
+    ways = {True: "read from the other ranks' memory", False: "messages"}
+    return (
+        f"{plan.topology}; reductions: {ways[plan.reads_rows]}; gathers of weights: {ways[plan.reads_weights]}; "
+        f"announcements and norms: {'messages over sockets of the host' if plan.reads_weights else 'messages'}"
+    )
 
 
 def _optimizers(runtime: Runtime, kinds: list[str]) -> str:

@@ -1,0 +1,83 @@
+"""kill -9 of a rank at any moment, in the middle of an exchange too: the others end with its name, and nothing is left
+behind: no process, no file, no segment of shared memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiers import FULL
+
+NUM_KILLS = 50 if FULL else 2
+RANKS = 3
+LIMIT_S = 30.0
+LOOP = """
+import os, sys, torch, zc
+import torch.distributed as dist
+rank, ranks, store, stage, overlap = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5] == "1"
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(8)))
+optimizer = torch.optim.AdamW(model.parameters())
+zc.compile(model, optimizer, stage=stage, backend="eager", bucket_nbytes=200_000, overlap_gather=overlap)
+step = 0
+try:
+    while True:
+        model(torch.ones(2, 300)).sum().backward()
+        if step % 3 == 0:
+            zc.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step == 2:
+            print("ready", flush=True)
+except zc.RankLostError as error:
+    print("lost", error, flush=True)
+    os._exit(7)
+"""
+
+
+def _shared_segments() -> set[str]:
+    found = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+    sysv = Path("/proc/sysvipc/shm")
+    return found | (set(sysv.read_text().splitlines()) if sysv.exists() else set())
+
+
+@pytest.mark.parametrize("number", range(NUM_KILLS))
+def test_a_killed_rank_is_named_and_leaves_nothing(number: int, tmp_path: Path) -> None:
+    rng = random.Random(number)
+    gone, stage, overlap = rng.randrange(RANKS), rng.choice((1, 2)), rng.randrange(2)
+    before = _shared_segments()
+    # ranks end by themselves: whoever holds the store does not go first, which is the launcher's part
+    environment = {**os.environ, "ZC_RANK_TIMEOUT": "6", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOOP, str(r), str(RANKS), str(tmp_path / "store"), str(stage), str(overlap)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )
+        for r in range(RANKS)
+    ]  # fmt: skip
+    try:
+        for process in ranks:
+            assert process.stdout is not None
+            assert any("ready" in line for line in iter(process.stdout.readline, "")), process.stdout.read()
+        time.sleep(rng.random() * 0.5)
+        ranks[gone].send_signal(signal.SIGKILL)
+        started = time.monotonic()
+        for rank, process in enumerate(ranks):
+            text, _ = process.communicate(timeout=120)
+            if rank != gone:
+                assert process.returncode == 7, f"rank {rank} of stage {stage}, rank {gone} was killed:\n{text}"
+                assert f"rank {gone} " in text.partition("lost")[2].partition(" waits for it")[0], text
+                assert time.monotonic() - started < LIMIT_S
+    finally:
+        for process in ranks:
+            process.kill()
+    assert _shared_segments() <= before
