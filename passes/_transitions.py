@@ -20,6 +20,7 @@ from zc.schedule.spec import Op
 # mean over ranks added; LANDED, in host memory. Of weights: OLD, NEW, CAST, SPREAD, GATHERED, PUBLISHED. Of what other
 # ranks read where it lies: OFFERED by this rank, OPEN by all, READ here, RETURNED by this rank.
 NOTHING, SUM, GRADIENT, FLIGHT, ROWS = "nothing", "sum", "gradient", "rows in flight", "rows"
+SEGMENT = "sum of this host"
 SENT, TOTAL, LANDED = "sent sum", "total", "landed total"
 OFFERED, OPEN, READ, RETURNED = "offered rows", "open rows", "read rows", "returned rows"
 OLD, NEW, CAST, GATHERED, PUBLISHED = "old weights", "new weights", "cast weights", "gathered weights", "weights"
@@ -49,7 +50,13 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "flat_grad", (NOTHING, GRADIENT), GRADIENT, "ring"),
         Row("buffer", "acc staging", (GRADIENT,), GRADIENT, "partial"),  # accumulate_cast has emptied or kept it
     ),
+    spec.SumRows: (
+        Row("src", "flat_grad", (OPEN,), READ, "ring"),
+        Row("src", "acc staging", (OPEN,), SENT, "partial"),
+        Row("dst", "part", (NOTHING,), SEGMENT),
+    ),
     spec.LaunchReduce: (
+        Row("src", "part", (SEGMENT,), NOTHING, "levels"),
         Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring"),
         Row("src", "acc staging", (GRADIENT, SUM), SENT, "partial"),
         Row("dst", "recv", (NOTHING,), FLIGHT),
@@ -78,10 +85,12 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
     spec.SignalFree: (
         Row("buffer", "flat_grad flat_param gathered", (READ,), RETURNED),
         Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
+        Row("buffer", "acc staging", (SENT,), SENT, "partial levels"),
     ),
     spec.AwaitFree: (
         Row("buffer", "flat_grad", (RETURNED,), NOTHING),
         Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
+        Row("buffer", "acc staging", (SENT,), SENT, "partial levels"),
         Row("buffer", "flat_param gathered", (RETURNED,), GATHERED),
     ),
     spec.StageShard: (
@@ -103,6 +112,10 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "flat_param", (NEW,), NEW, "offload"),
         Row("buffer", "flat_param gathered", (OLD,), OLD, "device"),
     ),
+    spec.GatherNet: (
+        Row("buffer", "flat_param", (NEW,), NEW, "levels offload"),
+        Row("buffer", "flat_param gathered", (OLD,), OLD, "levels device"),
+    ),
     spec.Gather: (
         Row("buffer", "flat_param gathered", (OPEN,), READ, "memory"),
         Row("buffer", "flat_param", (NEW,), GATHERED, "messages offload"),
@@ -120,11 +133,11 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
 def facts_of(plan: Plan | None) -> frozenset[str]:
     """What is true of a plan, as ``Row.when`` names it; without a plan, all of it."""
     if plan is None:
-        return frozenset(("ring", "partial", "alone", "offload", "device", "memory", "messages"))
+        return frozenset(("ring", "partial", "alone", "offload", "device", "memory", "messages", "levels"))
     where = "ring" if plan.placement.gradient_in_ring else "partial"
     alone = {"alone"} if plan.world_size == 1 else set()
     ways = {"device" if plan.offload is None else "offload", "memory" if plan.reads_weights else "messages"}
-    return frozenset({where} | ways | alone)
+    return frozenset({where} | ways | alone | ({"levels"} if plan.has_levels else set()))
 
 
 def rows_for(kind: type[Op], field: str, buffer: Buffer, facts: frozenset[str]) -> list[Row]:

@@ -28,7 +28,7 @@ from torch import fx
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import accesses, kind_of, reads_peers
-from zc.schedule.spec import AwaitFree, AwaitFull, Gather, Op, ReduceRows, Signal, SignalFree, SignalFull
+from zc.schedule.spec import AwaitFree, AwaitFull, Gather, Op, ReduceRows, Signal, SignalFree, SignalFull, SumRows
 
 if TYPE_CHECKING:
     from zc.passes._order import Order
@@ -71,7 +71,7 @@ def check(order: Order, plan: Plan | None) -> tuple[list[str], list[str]]:
 
 
 def _source(op: Op | None) -> Buffer:
-    assert isinstance(op, Gather | ReduceRows)
+    assert isinstance(op, Gather | ReduceRows | SumRows)
     return op.buffer if isinstance(op, Gather) else op.src
 
 

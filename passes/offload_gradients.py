@@ -39,12 +39,13 @@ from zc.schedule.spec import (
     LaunchReduce,
     ReduceRows,
     StageShard,
+    SumRows,
     WaitReduce,
     Write,
     renamed,
 )
 
-_Link = Write | LaunchReduce | WaitReduce | Accumulate | ReduceRows
+_Link = Write | LaunchReduce | WaitReduce | Accumulate | ReduceRows | SumRows
 _Chain = list[tuple[fx.Node, _Link]]
 
 

@@ -28,7 +28,7 @@ from torch import fx
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule import spec
-from zc.schedule.buffer import COMM, COMPUTE, COPY, HOST
+from zc.schedule.buffer import COMM, COMM_HOST, COMPUTE, COPY, HOST
 from zc.schedule.nodes import op_of, ops, results
 from zc.schedule.spec import Op
 
@@ -56,8 +56,14 @@ def _stream(op: Op, plan: Plan) -> str:
             return HOST
         case spec.LaunchReduce() | spec.WaitReduce() | spec.Accumulate() | spec.StageShard():
             return COMM if plan.overlap else COMPUTE
-        case spec.ReduceRows() | spec.Signal() | spec.Spread() | spec.Gather():
+        case spec.ReduceRows() | spec.Spread() | spec.GatherNet() | spec.Gather():
             return COMM if plan.overlap else COMPUTE
+        case spec.SumRows():
+            return COMM_HOST if plan.overlap else COMPUTE
+        case spec.Signal(buffer=buffer):
+            is_weights = buffer.kind in ("flat_param", "gathered")
+            side = COMM_HOST if plan.has_levels and not is_weights else COMM
+            return side if plan.overlap else COMPUTE
         case _:
             return COMPUTE
 

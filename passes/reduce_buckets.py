@@ -10,6 +10,13 @@ Stage 2, bucket 2 in ring buffer 0::
 
 Where ranks read each other's memory, ``reduce_rows(2, "acc[2]", "flat_grad[0]")`` is all of it.
 
+With two levels the sum of a host's ranks is made so, and that is what is sent, to the ranks of the same number::
+
+    sum_rows(2, "part[0]", "flat_grad[0]")
+    %w = launch_reduce(2, "recv[0]", "part[0]")
+    wait_reduce(2, %w, "recv[0]", "part[0]")
+    accumulate(2, "acc[2]", "recv[0]")
+
 Stage 1 sends acc_flat itself. A write that fills only a part of its bucket is left alone: it is reduced at the
 boundary. With one rank there is nothing to send: stage 2 accumulates from the flat_grad, stage 1 is done.
 """
@@ -21,10 +28,10 @@ from collections.abc import Sequence
 from torch import fx
 
 from zc.passes.base import Pass, copy_graph
-from zc.planning.plan import Plan
+from zc.planning.plan import NUM_PARTS, Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import op_of, ops, put
-from zc.schedule.spec import Accumulate, LaunchReduce, ReduceRows, WaitReduce, Write
+from zc.schedule.spec import Accumulate, LaunchReduce, ReduceRows, SumRows, WaitReduce, Write
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -40,7 +47,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
             writes.setdefault(op.bucket, []).append(op)
     complete = [b for b in last if is_complete(writes[b], plan) and not _is_reduced(last[b])]
     for k, bucket in enumerate(complete):
-        insert_reduction(new, plan, last[bucket], bucket, k % plan.num_buffers)
+        insert_reduction(new, plan, last[bucket], bucket, k)
     return new
 
 
@@ -50,10 +57,10 @@ def is_complete(writes: Sequence[Write], plan: Plan) -> bool:
     return len(slots) == len(plan.buckets[writes[0].bucket].slots)
 
 
-def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, ring: int) -> None:
-    """Launch, completion and accumulation of one bucket, behind ``after``."""
+def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, turn: int) -> None:
+    """Launch, completion and accumulation of one bucket, behind ``after``. ``turn``: whose of the rings it is."""
     # one receive buffer is enough: launch, completion and accumulation of a bucket follow each other on one stream
-    acc, src, dst = Buffer("acc", bucket), Buffer("flat_grad", ring), Buffer("recv", 0)
+    acc, src, dst = Buffer("acc", bucket), Buffer("flat_grad", turn % plan.num_buffers), Buffer("recv", 0)
     if not plan.placement.gradient_in_ring:
         src = acc
     if plan.world_size == 1:
@@ -61,10 +68,15 @@ def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, r
             with graph.inserting_after(after):
                 put(graph, Accumulate(bucket, acc, src))
         return
-    if plan.reads_rows:
+    if plan.reads_rows and not plan.has_levels:
         with graph.inserting_after(after):
             put(graph, ReduceRows(bucket, acc, src))
         return
+    if plan.has_levels:
+        part = Buffer("part", turn % NUM_PARTS)
+        with graph.inserting_after(after):
+            after = put(graph, SumRows(bucket, part, src))
+        src = part
     with graph.inserting_after(after):
         work = put(graph, LaunchReduce(bucket, dst, src))
     with graph.inserting_after(work):
@@ -75,7 +87,7 @@ def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, r
 
 def _is_reduced(write: fx.Node) -> bool:
     """Whether a reduction follows already: a second run of the pass then changes nothing."""
-    return isinstance(op_of(write.next), LaunchReduce | Accumulate | ReduceRows)
+    return isinstance(op_of(write.next), LaunchReduce | Accumulate | ReduceRows | SumRows)
 
 
 PASS = Pass("reduce_buckets", run, requires=frozenset({"writes"}), provides=frozenset({"reductions"}))

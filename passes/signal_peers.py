@@ -20,7 +20,7 @@ from torch import fx
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.nodes import op_of, ops, put, reads_peers
-from zc.schedule.spec import AwaitFree, AwaitFull, Gather, ReduceRows, SignalFree, SignalFull
+from zc.schedule.spec import AwaitFree, AwaitFull, Gather, ReduceRows, SignalFree, SignalFull, SumRows
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -28,7 +28,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     for node, op in list(ops(new)):
         if not reads_peers(op, plan) or isinstance(op_of(node.prev), AwaitFull):
             continue
-        assert isinstance(op, Gather | ReduceRows)
+        assert isinstance(op, Gather | ReduceRows | SumRows)
         bucket, buffer = op.bucket, op.buffer if isinstance(op, Gather) else op.src
         with new.inserting_before(node):
             put(new, SignalFull(bucket, buffer))

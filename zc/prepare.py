@@ -17,7 +17,7 @@ from zc.optim.kinds import ELEMENTWISE, is_elementwise, rule_of
 from zc.planning.layout import Rule
 from zc.planning.nbytes import STATES, held
 from zc.planning.plan import Bucket, ParamSpec, Plan, make_plan
-from zc.planning.topology import Topology
+from zc.planning.topology import Topology, flat
 from zc.ranks.comm import Group
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def plan_of(
 ) -> Plan:
     """The plan for ``params`` under ``config``. ``owners``: the number of each one's optimizer, which has a rule.
     ``behind``: the plan that it goes on. ``topology``: of the ranks; they read each other's memory on a CPU alone."""
-    if topology is not None and any(p.device.type != "cpu" for p in params.values()):
-        topology = replace(topology, reads_memory=False)
+    if topology is not None:
+        topology = usable(topology, config.reduce, {p.device.type for p in params.values()})
     specs = [
         ParamSpec(name, tuple(p.shape), config.param_dtype or p.dtype, p.device, owners[name])
         for name, p in params.items()
@@ -58,6 +58,14 @@ def plan_of(
         behind=behind,
         topology=topology,
     )
+
+
+def usable(topology: Topology, reduce: str, device_types: set[str]) -> Topology:
+    """What exchanges can make of it: memory is read on a CPU, and two levels need that and the exact reduction."""
+    if device_types != {"cpu"}:
+        topology = replace(topology, reads_memory=False)
+    is_one_host = topology.num_hosts == 1
+    return topology if is_one_host or (topology.has_levels and reduce == "exact") else flat(topology.world_size)
 
 
 def check_wire(plan: Plan) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zc
 from zc.engine.ops import GradientOps
-from zc.ranks.comm import EXCHANGES
+from zc.ranks.journal import EXCHANGES
 
 # --- deepspeed#7985's probe ---
 

@@ -1,5 +1,5 @@
-"""Ranks of one host that read each other's memory: the same bits as by messages, a named way out where the host refuses,
-and nothing left behind."""
+"""Ranks of one host that read each other's memory: the same bits as by messages, and a named way out where the host
+refuses; and the sockets between them."""
 
 from __future__ import annotations
 

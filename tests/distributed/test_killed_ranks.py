@@ -20,13 +20,13 @@ LIMIT_S = 30.0
 LOOP = """
 import os, sys, torch, zc
 import torch.distributed as dist
-rank, ranks, store, stage, overlap = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5] == "1"
+rank, ranks, stage, overlap = (int(arg) for arg in sys.argv[1:5])
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[5]}", rank=rank, world_size=ranks)
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(8)))
 optimizer = torch.optim.AdamW(model.parameters())
-zc.compile(model, optimizer, stage=stage, backend="eager", bucket_nbytes=200_000, overlap_gather=overlap)
+zc.compile(model, optimizer, stage=stage, backend="eager", bucket_nbytes=200_000, overlap_gather=bool(overlap))
 step = 0
 try:
     while True:
@@ -59,7 +59,7 @@ def test_a_killed_rank_is_named_and_leaves_nothing(number: int, tmp_path: Path) 
     environment = {**os.environ, "ZC_RANK_TIMEOUT": "6", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", LOOP, str(r), str(RANKS), str(tmp_path / "store"), str(stage), str(overlap)],
+            [sys.executable, "-c", LOOP, str(r), str(RANKS), str(stage), str(overlap), str(tmp_path / "store")],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
         )
         for r in range(RANKS)

@@ -112,5 +112,6 @@ def _digest(plan: Plan) -> str:
     for bucket in plan.buckets:
         layout = bucket.layout
         for slot in bucket.slots:
-            found.update(f"{slot.name} {slot.shape} {slot.offset} {layout.numel_shard} {layout.owners}\n".encode())
+            where = f"{slot.offset} {layout.numel_shard} {layout.owners} {layout.num_hosts}"
+            found.update(f"{slot.name} {slot.shape} {where}\n".encode())
     return found.hexdigest()[:16]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # what stays away where ranks do not agree on a reduction
 _REDUCTION = (
     "launch_reduce", "wait_reduce", "accumulate",
-    "signal_full", "await_full", "reduce_rows", "signal_free", "await_free",
+    "signal_full", "await_full", "reduce_rows", "sum_rows", "signal_free", "await_free",
 )  # fmt: skip
 
 
@@ -42,6 +42,7 @@ class BoundOps:
         self.wgrad_into, self.stage_shard = ops.wgrad_into, ops.stage_shard
         self.copy_to_host, self.copy_to_device = ops.copy_to_host, ops.copy_to_device
         self.gather, self.publish, self.spread = ops.gather, ops.publish, ops.spread
+        self.gather_net, self.sum_rows = ops.gather_net, ops.sum_rows
         self.signal_full, self.await_full, self.reduce_rows = ops.signal_full, ops.await_full, ops.reduce_rows
         self.signal_free, self.await_free = ops.signal_free, ops.await_free
 

@@ -8,7 +8,7 @@ to the ``zero_grad`` that sets gradients to None, the others always::
                                      parameters those that the rank owns, as its optimizer state (`zc.planning.layout`)
     acc           S (stage 2) or P (stage 1) * acc_dtype
     ring          num_buffers flat_grad and one recv, in reduce_dtype, sized for the largest bucket; no recv where
-                  ranks read each other's memory
+                  ranks read each other's memory. With two levels recv and two part, of P / ranks of a host each
 
 With offload, host memory holds (pinned where the device is a GPU)::
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from zc.engine.host_memory import HostMemory
-from zc.planning.plan import Bucket, Plan
+from zc.planning.plan import NUM_PARTS, Bucket, Plan
 from zc.schedule.buffer import Buffer
 
 
@@ -111,15 +111,16 @@ class Buffers:
         self.plan = plan
         self._drop_ring()  # the next one has room for the largest bucket of all
 
-    def _ring_nbytes(self) -> tuple[int, int]:
-        """Of one flat_grad, and of recv; 0 where there is none."""
+    def _ring_nbytes(self) -> tuple[int, int, int]:
+        """Of one flat_grad, of recv and of one part; 0 where there is none."""
         plan = self.plan
         if not plan.buckets:
-            return 0, 0
+            return 0, 0, 0
         whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
         shard = max(b.layout.numel_shard * b.reduce_dtype.itemsize for b in plan.buckets)
         recv = 0 if plan.world_size == 1 or plan.reads_rows else whole if plan.reduce == "exact" else shard
-        return whole if plan.placement.gradient_in_ring else 0, recv
+        part = max(plan.numel_part(b) * b.net_dtype.itemsize for b in plan.buckets)
+        return whole if plan.placement.gradient_in_ring else 0, recv or part, part
 
     @property
     def _num_flat_grads(self) -> int:
@@ -128,14 +129,14 @@ class Buffers:
     def _drop_ring(self) -> None:
         self._flat_grad: list[Tensor] = []
         self._recv: list[Tensor] = []
+        self._part: list[Tensor] = []
         self._has_ring = False
 
     def _make_ring(self) -> None:
-        flat_grad, recv = self._ring_nbytes()
-        device = self.plan.buckets[0].device
-        self._flat_grad, self._recv = (
-            [_room(nbytes, torch.uint8, device) for _ in range(count)] if nbytes else []
-            for nbytes, count in ((flat_grad, self._num_flat_grads), (recv, 1))
+        device, nbytes = self.plan.buckets[0].device, self._ring_nbytes()
+        self._flat_grad, self._recv, self._part = (
+            [_room(n, torch.uint8, device) for _ in range(count)] if n else []
+            for n, count in zip(nbytes, (self._num_flat_grads, 1, NUM_PARTS), strict=True)
         )
         self._has_ring = True
 
@@ -203,6 +204,10 @@ class Buffers:
                 return _view(self._param[index], self.numel_owned(bucket), bucket.param_dtype)
             case Buffer("flat_grad", index):
                 return _view(self._flat_grad[index], bucket.numel, bucket.reduce_dtype)
+            case Buffer("part", index):
+                return _view(self._part[index], self.plan.numel_part(bucket), bucket.net_dtype)
+            case Buffer("recv", index) if self.plan.has_levels:
+                return _view(self._recv[index], self.plan.numel_part(bucket), bucket.net_dtype)
             case Buffer("recv", index):
                 numel = bucket.numel if self.plan.reduce == "exact" else bucket.layout.numel_shard
                 return _view(self._recv[index], numel, bucket.reduce_dtype)
@@ -221,13 +226,14 @@ class Buffers:
         own = [b.has_master or self.plan.offload is not None for b in self.plan.buckets]
         masters = [m for m, is_own in zip(self.master_shard, own, strict=True) if is_own]
         acc = sum(fp32_shard(self.plan, b) * b.acc_dtype.itemsize for b in self.plan.buckets) if self.acc else 0
-        flat_grad, recv = self._ring_nbytes()
+        flat_grad, recv, part = self._ring_nbytes()
         found = {
             "flat_param": _nbytes(self.flat_param),
             "master_shard": _nbytes(masters),
             "acc": acc,
             "flat_grad": flat_grad * self._num_flat_grads,
             "recv": recv,
+            "part": part * NUM_PARTS,
         }
         if any(b.layout.owners is not None for b in self.plan.buckets):
             found["whole_grad"] = self.nbytes_whole_grad()

@@ -64,7 +64,7 @@ def _reduction_only(plan: Plan, index: int) -> fx.Graph:
     graph = fx.Graph()
     last = graph.output(())
     last.meta["debt"] = Debt(sums=frozenset({index}))
-    reduce_buckets.insert_reduction(graph, plan, last.prev, index, index % plan.num_buffers)
+    reduce_buckets.insert_reduction(graph, plan, last.prev, index, index)
     return graph
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +20,12 @@ from zc.engine.owners import spread
 from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, scatter_into
 from zc.log import log
 from zc.planning.plan import Bucket, Plan
-from zc.ranks.comm import EXCHANGES, Group
-from zc.ranks.watch import Work
+from zc.ranks.journal import EXCHANGES
 from zc.schedule.buffer import Buffer
+
+if TYPE_CHECKING:
+    from zc.ranks.comm import Group
+    from zc.ranks.watch import Work
 
 
 class Acc(enum.Enum):
@@ -152,6 +156,9 @@ class GradientOps:
     def launch_reduce(self, bucket: int, dst: str, src: str) -> Work | None:
         record = self.plan.buckets[bucket]
         received, sent = self.buffers.named(dst, record), self.buffers.named(src, record)
+        if self.plan.has_levels:
+            size = record.layout.numel_shard
+            return self.group.reduce_net(received.view(-1, size), sent.view(-1, size), bucket)
         self._start_reduction(bucket, sent)
         exchange = self.group.all_to_all if self.plan.reduce == "exact" else self.group.reduce_scatter
         return exchange(received, sent, bucket)
@@ -194,7 +201,7 @@ class GradientOps:
             self._start_reduction(bucket, sent)
         else:
             log.debug("bucket %d: its weights are gathered", bucket)
-            sent = self.buffers.part(self.buffers.flat_param[bucket], record)
+            sent = self.buffers.flat_param[bucket][slice(*record.layout.segment_range(self.group.rank))]
         self.group.signal_full(what, bucket, sent)
 
     def await_full(self, bucket: int, buffer: str) -> None:
@@ -211,6 +218,20 @@ class GradientOps:
         self.group.near().rows(sent, *record.layout.shard_range(rank), self._places[src], use)
         log.debug("bucket %d: the mean over ranks goes from all %s into %s", bucket, src, dst)
         self._is_reduced(bucket, out)
+
+    def sum_rows(self, bucket: int, dst: str, src: str) -> None:
+        record = self.plan.buckets[bucket]
+        out, sent = self.buffers.named(dst, record), self.buffers.named(src, record)
+
+        def use(rows: Tensor, start: int, stop: int) -> None:
+            into = out[start:stop]
+            total = into if into.dtype == record.acc_dtype else torch.empty_like(into, dtype=record.acc_dtype)
+            reduce_rows(rows, total, scale=1.0, add=False)
+            if total is not into:
+                into.copy_(total)
+
+        self.group.near().rows(sent, *record.layout.segment_range(self.group.rank), self._places[src], use)
+        log.debug("bucket %d: the sum of this host goes from all %s into %s", bucket, src, dst)
 
     def signal_free(self, bucket: int, buffer: str) -> None:
         self.group.signal_free(_exchange(buffer), bucket)
@@ -253,12 +274,17 @@ class GradientOps:
     def spread(self, bucket: int, buffer: str) -> None:
         spread(self.buffers, self.group, self.plan.buckets[bucket])
 
+    def gather_net(self, bucket: int, buffer: str) -> None:
+        log.debug("bucket %d: its weights are gathered between hosts", bucket)
+        flat, layout = self.buffers.flat_param[bucket], self.plan.buckets[bucket].layout
+        segment = flat[slice(*layout.segment_range(self.group.rank))]
+        self.group.gather_net(segment.view(layout.num_hosts, -1), bucket).wait()
+
     def gather(self, bucket: int, buffer: str) -> None:
         flat, record = self.buffers.flat_param[bucket], self.plan.buckets[bucket]
         if self.plan.reads_weights:
-            rows = flat.view(self.plan.world_size, -1)
             for peer, place in self._places[buffer].items():
-                self.group.near().read(rows[peer], peer, place)
+                self.group.near().read(flat[slice(*record.layout.segment_range(peer))], peer, place)
             return
         log.debug("bucket %d: its weights are gathered", bucket)
         work = self.group.all_gather(flat, self.buffers.part(flat, record), "gather weights", bucket)

@@ -39,7 +39,7 @@ from zc.passes.base import Pass
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import Gather, Publish, Spread
+from zc.schedule.spec import Gather, GatherNet, Publish, Spread
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -55,6 +55,8 @@ def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
     for bucket in order if plan.world_size > 1 else ():
         if plan.buckets[bucket].layout.owners is not None:
             put(graph, Spread(bucket, Buffer.named(plan.weights_buffer(bucket))))
+        if plan.has_levels:
+            put(graph, GatherNet(bucket, Buffer.named(plan.weights_buffer(bucket))))
         put(graph, Gather(bucket, Buffer.named(plan.weights_buffer(bucket))))
     for bucket in () if plan.overlap_gather else order:
         put(graph, Publish(bucket, Buffer.named(plan.weights_buffer(bucket))))

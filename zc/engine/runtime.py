@@ -357,7 +357,9 @@ class Runtime(Core):
         flat = shard
         if self.group.world_size > 1:
             flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
-            work = self.group.all_gather(flat, shard.contiguous(), "gather gradient", index)
+            work = self.group.all_gather(
+                flat, shard.contiguous(), "gather gradient", index, bucket.layout.order
+            )
             if work is not None:
                 work.wait()
         pairs = zip(bucket.slots, self.ops.touched[index], strict=True)

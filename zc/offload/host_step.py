@@ -36,7 +36,7 @@ from zc.passes import insert_events, place_on_streams, signal_peers, verify
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import CastParam, CopyToDevice, Gather, Publish, Spread, Update
+from zc.schedule.spec import CastParam, CopyToDevice, Gather, GatherNet, Publish, Spread, Update
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -62,6 +62,8 @@ def step_graph(plan: Plan, buckets: Sequence[int], *, with_update: bool) -> fx.G
         if plan.world_size > 1:
             if plan.buckets[index].layout.owners is not None:
                 put(graph, Spread(index, Buffer("flat_param", index)))
+            if plan.has_levels:
+                put(graph, GatherNet(index, Buffer("flat_param", index)))
             put(graph, Gather(index, Buffer("flat_param", index)))
     for index in buckets:
         put(graph, Publish(index, Buffer("flat_param", index)))
@@ -174,7 +176,7 @@ class HostStep:
     def bind(self, segments: dict[str, Segment]) -> HostStep:
         assert not segments
         ops = self.core.ops
-        self.spread, self.gather = ops.spread, ops.gather
+        self.spread, self.gather_net, self.gather = ops.spread, ops.gather_net, ops.gather
         self.signal_full, self.await_full = ops.signal_full, ops.await_full
         self.signal_free, self.await_free = ops.signal_free, ops.await_free
         return self

@@ -69,6 +69,7 @@ class FlatLayout:
     numel_padded: int
     world_size: int
     owners: tuple[int, ...] | None = None
+    num_hosts: int = 1  # more than one: shards of the ranks that have one number on their hosts follow each other
 
     @property
     def numel_shard(self) -> int:
@@ -79,9 +80,30 @@ class FlatLayout:
     def numel_padding(self) -> int:
         return self.numel_padded - sum(slot.numel for slot in self.slots)
 
+    def shard_of(self, rank: int) -> int:
+        """Which shard is the rank's. Of H hosts of L ranks, rank h L + l has shard l H + h: what the hosts' l-th ranks
+        reduce between them is one piece, the l-th of L."""
+        per_host = self.world_size // self.num_hosts
+        return rank % per_host * self.num_hosts + rank // per_host
+
+    def rank_of(self, shard: int) -> int:
+        """Whose shard it is."""
+        return shard % self.num_hosts * (self.world_size // self.num_hosts) + shard // self.num_hosts
+
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Elements [start, stop) of the flat buffer whose gradients ``rank`` reduces."""
-        return rank * self.numel_shard, (rank + 1) * self.numel_shard
+        start = self.shard_of(rank) * self.numel_shard
+        return start, start + self.numel_shard
+
+    @property
+    def order(self) -> list[int] | None:
+        """Of each rank, which shard is its; None: that of its own number."""
+        return None if self.num_hosts == 1 else [self.shard_of(rank) for rank in range(self.world_size)]
+
+    def segment_range(self, rank: int) -> tuple[int, int]:
+        """Elements [start, stop) that the ranks of one number reduce between hosts: H shards."""
+        start = self.shard_of(rank) // self.num_hosts * self.num_hosts * self.numel_shard
+        return start, start + self.num_hosts * self.numel_shard
 
     @cached_property
     def runs(self) -> dict[int, tuple[int, int]]:
@@ -116,8 +138,8 @@ class FlatLayout:
     def of_run(self, rank: int) -> list[tuple[int, int, int]]:
         """(rank of the shard, start, stop): where the gradients of what ``rank`` updates are reduced, ascending."""
         start, stop = self.runs.get(rank, (0, 0))
-        shards = range(start // self.numel_shard, -(-stop // self.numel_shard))
-        return [(k, max(start, self.shard_range(k)[0]), min(stop, self.shard_range(k)[1])) for k in shards]
+        size, shards = self.numel_shard, range(start // self.numel_shard, -(-stop // self.numel_shard))
+        return [(self.rank_of(k), max(start, k * size), min(stop, (k + 1) * size)) for k in shards]
 
 
 def _within(slot: Slot, start: int, stop: int) -> tuple[int, int]:
@@ -134,14 +156,16 @@ def align_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-def flat_layout(shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, align: int) -> FlatLayout:
+def flat_layout(
+    shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, align: int, num_hosts: int = 1
+) -> FlatLayout:
     """Packs parameters one after another, each slot at a multiple of ``align`` elements, P a multiple of W * align."""
     slots, offset = [], 0
     for name, shape in shapes:
         slot = Slot(name, tuple(shape), offset)
         slots.append(slot)
         offset = align_up(slot.stop, align)
-    return FlatLayout(tuple(slots), align_up(max(offset, 1), world_size * align), world_size)
+    return FlatLayout(tuple(slots), align_up(max(offset, 1), world_size * align), world_size, num_hosts=num_hosts)
 
 
 def layout_of(
@@ -150,16 +174,21 @@ def layout_of(
     world_size: int,
     align: int,
     owners: Mapping[str, int],
+    num_hosts: int = 1,
 ) -> FlatLayout:
     """The layout of one bucket under ``rule``. ``align``: elements; ``owners``: of parameters that stay whole."""
     if rule.whole:
-        return whole_layout(shapes, world_size, align, owners)
-    return flat_layout(shapes, world_size, math.lcm(align, rule.block))
+        return whole_layout(shapes, world_size, align, owners, num_hosts)
+    return flat_layout(shapes, world_size, math.lcm(align, rule.block), num_hosts)
 
 
 def whole_layout(
-    shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, align: int, owners: Mapping[str, int]
+    shapes: Sequence[tuple[str, tuple[int, ...]]],
+    world_size: int,
+    align: int,
+    owners: Mapping[str, int],
+    num_hosts: int = 1,
 ) -> FlatLayout:
     """The same, each rank's parameters behind one another, in the order of the ranks; ``owners`` says whose each is."""
-    packed = flat_layout(sorted(shapes, key=lambda item: owners[item[0]]), world_size, align)
+    packed = flat_layout(sorted(shapes, key=lambda item: owners[item[0]]), world_size, align, num_hosts)
     return replace(packed, owners=tuple(owners[slot.name] for slot in packed.slots))

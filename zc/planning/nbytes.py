@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from zc.planning.plan import Bucket, Plan
+from zc.planning.plan import NUM_PARTS, Bucket, Plan
 
 # fp32 tensors of the parameter's size that torch's optimizers keep; another one is taken as Adam
 STATES = {"Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2,
@@ -24,6 +24,7 @@ def held(made: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[st
     ragged = tuple(b for b in made.buckets if b.layout.owners is not None)
     whole = max(b.numel * b.reduce_dtype.itemsize for b in made.buckets)
     shard = max(b.layout.numel_shard * b.reduce_dtype.itemsize for b in made.buckets)
+    part = max(made.numel_part(b) * b.net_dtype.itemsize for b in made.buckets)
     in_ring, ring = made.placement.gradient_in_ring, min(made.num_buffers, len(made.buckets))
     acc = total("S" if in_ring else "P", "acc_dtype")
     state = heaviest(made, made.buckets, lambda b: num_states[b.optimizer] * b.acc_dtype.itemsize)
@@ -33,7 +34,8 @@ def held(made: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[st
         "master_shard": heaviest(made, cast, lambda b: b.acc_dtype.itemsize) if made.offload is None else 0,
         "acc": 0 if made.offload is not None and made.offload.accumulates_on_host else acc,
         "flat_grad": ring * whole if in_ring else 0,
-        "recv": 0 if made.world_size == 1 or made.reads_rows else whole if made.reduce == "exact" else shard,
+        "recv": part or (0 if made.world_size == 1 or made.reads_rows else whole if made.reduce == "exact" else shard),
+        "part": NUM_PARTS * part,
         "optimizer_state": state if made.offload is None else 0,
     }
     if ragged and apart:  # during an update
@@ -94,11 +96,16 @@ def moved(made: Plan, dtype_of: str) -> tuple[int, int]:
 
 
 def sent(made: Plan, microbatches: int) -> dict[str, int]:
-    """Bytes that a rank sends in a step: W - 1 of W parts of each bucket, for each reduction and for the gather; and
-    what goes to the owners of whole parameters and back."""
+    """Bytes that a rank sends in a step, or others read of it: W - 1 of W parts of each bucket, for each reduction and
+    for the gather (with two levels L - 1 of L in the host, and H - 1 of H of that to the other hosts); and what goes to
+    the owners of whole parameters and back."""
     num = microbatches if made.placement.reduces_every_backward else 1
-    others, world_size = made.world_size - 1, made.world_size
+    others, world_size, hosts = made.world_size - 1, made.world_size, made.topology
+    inside, between = hosts.ranks_per_host - 1, hosts.num_hosts - 1
     reduced = sum(b.numel // world_size * others * b.reduce_dtype.itemsize for b in made.buckets)
+    if made.has_levels:
+        reduced = sum(b.numel // hosts.ranks_per_host * inside * b.reduce_dtype.itemsize for b in made.buckets)
+        reduced += sum(b.layout.numel_shard * between * b.net_dtype.itemsize for b in made.buckets)
     return {
         "gradients": num * reduced + moved(made, "acc_dtype")[0],
         "parameters": sum(b.layout.numel_shard * others * b.param_dtype.itemsize for b in made.buckets)

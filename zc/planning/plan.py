@@ -22,6 +22,8 @@ from zc.planning.topology import ALONE, Topology, flat
 DEFAULT_NBYTES = 25 * 2**20
 ENOUGH_BUCKETS = 32
 
+NUM_PARTS = 2  # with two levels, sums of a host's ranks: one is made while the one before travels
+
 LOADED = "load_state_dict"  # in a rank's journal: what the optimizer was given, 1: taken, 0: refused
 
 
@@ -52,6 +54,7 @@ class Bucket:
     acc_dtype: torch.dtype
     device: torch.device
     optimizer: int = 0
+    net_dtype: torch.dtype = torch.float32  # of sums of a host's ranks that travel between hosts
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -103,13 +106,22 @@ class Plan:
 
     @property
     def reads_rows(self) -> bool:
-        """Whether a reduction reads the other ranks' gradients where they lie."""
+        """Whether a reduction reads gradients of other ranks where they lie: all of it, or inside of a host."""
         return self.world_size > 1 and self.topology.reads_memory and self.reduce == "exact"
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether a reduction and a gather go in two: inside of each host, and between the ranks of one number."""
+        return self.topology.has_levels
 
     @property
     def reads_weights(self) -> bool:
         """Whether a gather reads the other ranks' weights where they lie."""
         return self.world_size > 1 and self.topology.reads_memory
+
+    def numel_part(self, bucket: Bucket) -> int:
+        """Elements of what ranks of one number reduce between hosts; 0 without levels."""
+        return bucket.layout.numel_shard * self.topology.num_hosts if self.has_levels else 0
 
     def describe_exchange(self, entry: tuple[str, int]) -> str:
         """An entry of a rank's journal in words: what is exchanged, and of which parameters."""
@@ -175,6 +187,8 @@ def make_plan(
     groups: dict[tuple[torch.dtype, torch.device], list[ParamSpec]] = {}
     for spec in reversed(params):
         groups.setdefault((spec.dtype, spec.device), []).append(spec)
+    hosts = topology or flat(world_size)
+    levels = hosts.has_levels
     owners = _owners(params[::-1], rules, world_size, behind)
     buckets: list[Bucket] = []
     for (dtype, device), specs in groups.items():
@@ -188,12 +202,14 @@ def make_plan(
             chunks += _split([spec for spec in specs if spec.optimizer == number], nbytes)
         for members in sorted(chunks, key=lambda members: arrival[members[-1].name]):
             number, shapes = members[0].optimizer, [(spec.name, spec.shape) for spec in members]
-            layout = layout_of(rules[number], shapes, world_size, align, owners)
-            buckets.append(Bucket(len(buckets), layout, dtype, wire, acc_dtype, device, number))
+            layout = layout_of(rules[number], shapes, world_size, align, owners, hosts.num_hosts if levels else 1)
+            buckets.append(
+                Bucket(len(buckets), layout, dtype, wire, acc_dtype, device, number, reduce_dtype or acc_dtype)
+            )
     packed = tuple(buckets)
     return Plan(
         packed, world_size, placement, reduce, num_buffers, overlap, offload=offload, overlap_gather=overlap_gather,
-        topology=topology or flat(world_size),
+        topology=hosts,
     )  # fmt: skip
 
 

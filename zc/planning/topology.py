@@ -21,6 +21,15 @@ class Topology:
     def world_size(self) -> int:
         return self.num_hosts * self.ranks_per_host
 
+    @property
+    def has_levels(self) -> bool:
+        """Exchanges go in two levels: in memory inside of a host, by messages between hosts."""
+        return self.num_hosts > 1 and self.ranks_per_host > 1 and self.reads_memory
+
+    def across(self, rank: int) -> tuple[int, ...]:
+        """The ranks of its number on all hosts, itself among them, in the hosts' order."""
+        return tuple(h * self.ranks_per_host + rank % self.ranks_per_host for h in range(self.num_hosts))
+
     def host_of(self, rank: int) -> int:
         return rank // self.ranks_per_host
 

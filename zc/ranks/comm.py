@@ -15,14 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zc.ranks.control import Control, backend_of, host_backend
-from zc.ranks.journal import Entry
+from zc.ranks.journal import EXCHANGES, Entry
 from zc.ranks.neighbours import Neighbours
 from zc.ranks.pieces import joined, keep_own, lengths
 from zc.ranks.watch import Work
 from zc.ranks.works import Several, issued
-
-# What is exchanged under a bucket's number. On CPU the position in this list is part of the message's tag.
-EXCHANGES = ("reduce", "gather weights", "gather gradient", "to owners", "from owners")
 
 
 def _all_gather() -> Any:
@@ -49,7 +46,7 @@ class Group(Control):
         if self.world_size > 1:
             given = self._given if self._given is not None else dist.group.WORLD
             self.data = self.new_group() if device.type == "cpu" else given
-            self._by_memory = device.type == "cpu" and self._neighbours is not None
+            self._by_memory = device.type == "cpu" and self._all_near is not None
             self._by_pairs = device.type == "cpu" and host_backend(given) == "gloo"
             # gloo blocks the host for a GPU's tensors too. Others make the current stream wait; with a timeout, which a
             # watched wait has, NCCL's work blocks the host until it is done (ProcessGroupNCCL.hpp, torch 2.11)
@@ -61,7 +58,7 @@ class Group(Control):
 
     def all_to_all(self, out: Tensor, rows: Tensor, bucket: int) -> Work | None:
         """out[s*S:(s+1)*S] on rank r <- rows[r*S:(r+1)*S] of rank s; both [P], contiguous. Asynchronous."""
-        entry = self._begin("reduce", bucket, rows.nbytes)
+        entry = self._begin("reduce", bucket, self._others(rows.nbytes))
         if not self._by_pairs:
             return self._watched_data(dist.all_to_all_single(out, rows, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
         theirs, mine = out.view(self.world_size, -1), rows.view(self.world_size, -1)
@@ -72,8 +69,10 @@ class Group(Control):
     # --- ranks that read each other's memory: nodes of a schedule ---
 
     def signal_full(self, what: str, bucket: int, tensor: Tensor) -> None:
-        """The others may read ``tensor``: of what is reduced [P] a part each, of what is gathered all, [S]."""
-        self._begin(what, bucket, tensor.nbytes * (1 if what == EXCHANGES[0] else self.world_size))
+        """The others of this host may read ``tensor``: of what is reduced a part each, of what is gathered all."""
+        count = len(self.near().ranks)
+        read = tensor.nbytes // count if what == EXCHANGES[0] else tensor.nbytes
+        self._begin(what, bucket, read * (count - 1))
         self.near().signal_full(EXCHANGES.index(what), bucket, tensor)
 
     def await_full(self, what: str, bucket: int) -> dict[int, bytes]:
@@ -96,15 +95,40 @@ class Group(Control):
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, bucket: int) -> Work | None:
         """out [S] <- sum over ranks of this rank's rows of flat [P]. Asynchronous."""
-        entry = self._begin("reduce", bucket, flat.nbytes)
+        entry = self._begin("reduce", bucket, self._others(flat.nbytes))
         # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
         call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return self._watched_data(call(out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
 
-    def all_gather(self, out: Tensor, shard: Tensor, what: str, bucket: int) -> Work | None:
+    # --- between hosts, the ranks of one number ---
+
+    def reduce_net(self, out: Tensor, rows: Tensor, bucket: int) -> Work:
+        """out[h] <- rows[this host] of the rank on host h, both [H, S]. Asynchronous. No entry of its own in the
+        journal: it follows the exchange inside of the host, on a stream of its own."""
+        return self._net("reduce", bucket, list(out), list(rows))
+
+    def gather_net(self, rows: Tensor, bucket: int) -> Work:
+        """rows[h] <- those of the rank on host h, [H, S]; this rank's own is there. Asynchronous."""
+        return self._net("gather weights", bucket, list(rows), [rows[self.topology.host_of(self.rank)]] * len(rows))
+
+    def _net(self, what: str, bucket: int, received: list[Tensor], sent: list[Tensor]) -> Work:
+        ranks, here = self.topology.across(self.rank), self.topology.host_of(self.rank)
+        tag, started = len(EXCHANGES) * bucket + EXCHANGES.index(what), []
+        for distance in range(1, len(ranks)):
+            source, target = (here - distance) % len(ranks), (here + distance) % len(ranks)
+            started.append(issued(dist.irecv(received[source], group_src=ranks[source], group=self.data, tag=tag)))
+            started.append(issued(dist.isend(sent[target], group_dst=ranks[target], group=self.data, tag=tag)))
+            self._nbytes_sent[f"{what}, between hosts"] += sent[target].nbytes
+        if received[here].data_ptr() != sent[here].data_ptr():
+            received[here].copy_(sent[here])
+        return self._watched(Several(started), (what, bucket))  # type: ignore[no-any-return]
+
+    def all_gather(
+        self, out: Tensor, shard: Tensor, what: str, bucket: int, order: Sequence[int] | None = None
+    ) -> Work | None:
         """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. ``what`` is one of EXCHANGES.
-        Asynchronous."""
-        entry = self._begin(what, bucket, out.nbytes)
+        ``order``: of each rank, which shard is its; None: in the order of the ranks. Asynchronous."""
+        entry = self._begin(what, bucket, self._others(out.nbytes))
         if self._by_memory and self._neighbours is not None:
             rows = out.view(self.world_size, -1)
             if rows[self.rank].data_ptr() != shard.data_ptr():
@@ -112,10 +136,11 @@ class Group(Control):
             received = dict(enumerate(rows))
             reads = self._neighbours.exchange(EXCHANGES.index(what), bucket, received, shard)
             return self._watched(reads, entry)  # type: ignore[no-any-return]
-        if not self._by_pairs:
+        if not self._by_pairs and order is None:
             return self._watched_data(_all_gather()(out, shard, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
-        theirs = out.view(self.world_size, -1)
-        work = self._pairs(list(theirs), [shard] * self.world_size, entry)
+        shards = out.view(self.world_size, -1)
+        theirs = [shards[k] for k in order or range(self.world_size)]
+        work = self._pairs(theirs, [shard] * self.world_size, entry)
         if theirs[self.rank].data_ptr() != shard.data_ptr():
             theirs[self.rank].copy_(shard)
         return work
@@ -126,8 +151,7 @@ class Group(Control):
         """Pieces of unequal length, each straight into its place: (rank, piece) ascending in rank, at most one a rank,
         the pieces of either list behind one another in memory. This rank's own is copied, unless it is there already.
         ``what`` is one of EXCHANGES. Asynchronous; called by all ranks, also those without a piece."""
-        entry = self._begin(what, bucket, 0)
-        self._nbytes_sent[what] += sum(piece.nbytes for rank, piece in sent if rank != self.rank)
+        entry = self._begin(what, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
         if self._by_memory and self._neighbours is not None:
             keep_own(received, sent, self.rank)
             reads = self._neighbours.exchange(EXCHANGES.index(what), bucket, dict(received), dict(sent))
@@ -169,7 +193,7 @@ class Group(Control):
 
     def _all_reduce(self, kind: str, value: Tensor, op: Any, add: Callable[[Tensor, Tensor], Tensor]) -> None:
         if self.world_size > 1:
-            entry = self._begin(kind, value.numel(), 2 * value.nbytes)
+            entry = self._begin(kind, value.numel(), self._others(2 * value.nbytes))
             if self._by_memory and self._neighbours is not None:
                 self._watched(self._neighbours.reduce_(int(kind == "sum"), value, add), entry).wait()
                 return

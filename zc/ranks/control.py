@@ -111,10 +111,20 @@ class Control:
         return sent
 
     def _begin(self, kind: str, index: int, nbytes: int) -> Entry:
-        self._nbytes_sent[kind] += nbytes * (self.world_size - 1) // self.world_size
+        """An exchange starts, of which this rank sends ``nbytes``, or other ranks read them."""
+        self._nbytes_sent[kind] += nbytes
         if self.check is not None:
             self.check.enter(kind, index)
         return kind, index
+
+    def _others(self, nbytes: int) -> int:
+        """Of what has a part for each rank: the others' parts."""
+        return nbytes * (self.world_size - 1) // self.world_size
+
+    @property
+    def _all_near(self) -> Neighbours | None:
+        """The other ranks, where all of them are on this host."""
+        return self._neighbours if self.topology.num_hosts == 1 else None
 
     def _watched(self, work: Any, entry: Entry | str) -> Any:
         return work if self.check is None or work is None else Watched(work, self.check, entry)
@@ -148,8 +158,9 @@ class Control:
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        if self._neighbours is not None:
-            work: Any = self._neighbours.reduce_(2, tensor, torch.maximum)
+        near = self._all_near
+        if near is not None:
+            work: Any = near.reduce_(2, tensor, torch.maximum)
             self._watched(work, "an exchange of a few numbers").wait()
             return [int(value) for value in tensor]
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
@@ -163,8 +174,9 @@ class Control:
         As an all-to-all of copies of the row: gloo posts all its messages at once. Its all_gather is a ring, whose
         W - 1 hops follow one another (gloo/allgather.cc, alltoall.cc).
         """
-        if self._neighbours is not None:
-            return self._watched(self._neighbours.gather_rows(out, row), what)  # type: ignore[no-any-return]
+        near = self._all_near
+        if near is not None:
+            return self._watched(near.gather_rows(out, row), what)  # type: ignore[no-any-return]
         # lifetime of the copies: the work holds them
         work = dist.all_to_all_single(out, row.repeat(self.world_size), group=self.control, async_op=True)
         if self._groups is not None and work is not None:

@@ -7,12 +7,12 @@ everywhere else an `Exchange` is all of it.
 
 from __future__ import annotations
 
+import functools
 import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,12 +35,12 @@ def _key(says: int, what: int, index: int) -> int:
 
 
 class Neighbours:
-    """The other ranks of the group, all on this host. ``pids``: their processes, by rank. ``what`` and ``index``, the
-    same on all ranks, say in every call which exchange it belongs to."""
+    """The other ranks of the group on this host. ``pids``: their processes, by rank. ``what`` and ``index``, the same
+    on all ranks, say in every call which exchange it belongs to."""
 
     def __init__(self, rank: int, links: Links, pids: Mapping[int, int], reader: Reader) -> None:
         self.rank, self.links, self.peers = rank, links, links.peers
-        self.world_size = len(self.peers) + 1
+        self.ranks = tuple(sorted((*self.peers, rank)))
         self._pids, self._reader = pids, reader
         self._num_rows = 0
 
@@ -82,16 +82,18 @@ class Neighbours:
 
     def rows(self, own: Tensor, start: int, stop: int, places: Mapping[int, bytes], use: Use) -> None:
         """Elements [start, stop) of what every rank gives, of this one ``own``, as rows in rank order, some at a time:
-        ``use(rows [W, n], at, at + n)`` with ``at`` counted from ``start``."""
-        size = own.element_size()
-        step = max(1024, _CHUNK_NBYTES // (size * self.world_size))
-        scratch = torch.empty(min(step, stop - start) * self.world_size, dtype=own.dtype)
+        ``use(rows [ranks of the host, n], at, at + n)`` with ``at`` counted from ``start``."""
+        size, count = own.element_size(), len(self.ranks)
+        step = max(1024, _CHUNK_NBYTES // (size * count))
+        scratch = torch.empty(min(step, stop - start) * count, dtype=own.dtype)
         for at in range(start, stop, step):
             end = min(stop, at + step)
-            rows = scratch[: (end - at) * self.world_size].view(self.world_size, -1)
-            for peer, place in places.items():
-                self.read(rows[peer], peer, place, at * size, of=own.nbytes)
-            rows[self.rank] = own[at:end]
+            rows = scratch[: (end - at) * count].view(count, -1)
+            for k, rank in enumerate(self.ranks):
+                if rank == self.rank:
+                    rows[k] = own[at:end]
+                else:
+                    self.read(rows[k], rank, places[rank], at * size, of=own.nbytes)
             use(rows, at - start, end - start)
 
     # --- whole exchanges ---
@@ -104,7 +106,7 @@ class Neighbours:
         return Exchange(self, what, index, received)
 
     def gather_rows(self, out: Tensor, row: Tensor) -> Rows:
-        """out [W * n] <- every rank's row [n], uint8, in host memory. Pairs by the order of the calls."""
+        """out [ranks of the host * n] <- every one's row [n], uint8. Pairs by the order of the calls."""
         self._num_rows += 1
         self._send(_key(ROW, 0, self._num_rows), row)
         return Rows(self, self._num_rows, out, row)
@@ -113,7 +115,7 @@ class Neighbours:
         """``value``, small <- all ranks' values, put together in rank order: the same bits on all."""
         key = _key(VALUES, what, value.numel())
         self._send(key, value)
-        return Reduced(Receipt(self.links, key, value.nbytes), self.rank, value, add)
+        return Reduced(Receipt(self.links, key, value.nbytes), self.ranks, value, add)
 
     def _send(self, key: int, tensor: Tensor) -> None:
         payload = bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
@@ -179,10 +181,9 @@ class Rows:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         self._receipt.wait(timeout)
-        rows = self._out.view(self._ranks.world_size, -1)
-        rows[self._ranks.rank] = self._row
-        for peer, payload in self._receipt.found.items():
-            rows[peer] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        ranks, found = self._ranks.ranks, self._receipt.found
+        for rank, row in zip(ranks, self._out.view(len(ranks), -1), strict=True):
+            row.copy_(torch.frombuffer(bytearray(found[rank]), dtype=torch.uint8) if rank in found else self._row)
         self._ranks.links.drop(range(_key(ROW, 0, 0), _key(ROW, 0, self._number)))
 
     def is_completed(self) -> bool:
@@ -193,21 +194,18 @@ class Reduced:
     """A small tensor, put together from all ranks'."""
 
     def __init__(
-        self, receipt: Receipt, rank: int, value: Tensor, add: Callable[[Tensor, Tensor], Tensor]
+        self, receipt: Receipt, ranks: tuple[int, ...], value: Tensor, add: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        self._receipt, self._rank, self._value, self._add = receipt, rank, value, add
+        self._receipt, self._ranks, self._value, self._add = receipt, ranks, value, add
 
     def wait(self, timeout: timedelta | None = None) -> None:
         self._receipt.wait(timeout)
-        own = self._value.clone()
-        total: Tensor | None = None
-        for rank in range(len(self._receipt.found) + 1):
-            theirs = own if rank == self._rank else torch.frombuffer(
-                bytearray(self._receipt.found[rank]), dtype=own.dtype
-            ).view(own.shape)
-            total = theirs if total is None else self._add(total, theirs)
-        assert total is not None
-        self._value.copy_(total)
+        found, own = self._receipt.found, self._value.clone()
+        all_values = (
+            torch.frombuffer(bytearray(found[r]), dtype=own.dtype).view(own.shape) if r in found else own
+            for r in self._ranks
+        )
+        self._value.copy_(functools.reduce(self._add, all_values))
 
     def is_completed(self) -> bool:
         return self._receipt.is_completed()

@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,13 +66,14 @@ def find(rank: int, world_size: int, gather: Gather) -> Found:
     try:
         told: list[_Said] = [_Said(*each) for each in gather(tuple(said))]
         topology, note = order(tuple(each.host for each in told))
-        if topology.num_hosts > 1 or world_size == 1:
+        if topology.ranks_per_host == 1:
             return Found(topology, note=note)
         ranks: Neighbours | None = None
         refused = next((f"rank {r}: {each.refused}" for r, each in enumerate(told) if each.refused), None)
         if refused is None:
             assert listener is not None
-            ranks, refused = _connect(rank, told, listener, reader)
+            near = {r: told[r] for r in topology.neighbours(rank)}
+            ranks, refused = _connect(rank, near, listener, reader)
             refused = next(filter(None, gather(refused)), None)
         if ranks is None or refused is not None:
             if ranks is not None:
@@ -99,10 +100,10 @@ def order(hosts: Sequence[Any]) -> tuple[Topology, str | None]:
 
 
 def _connect(
-    rank: int, told: Sequence[_Said], listener: Listener, reader: Reader
+    rank: int, told: Mapping[int, _Said], listener: Listener, reader: Reader
 ) -> tuple[Neighbours | None, str | None]:
-    """The links, or why there are none."""
-    others = {r: each.listens for r, each in enumerate(told) if r != rank and each.listens is not None}
+    """The links to those of this host, or why there are none."""
+    others = {r: each.listens for r, each in told.items() if each.listens is not None}
     links = None
     try:
         links = Links(listener.connect(rank, others))

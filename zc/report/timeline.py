@@ -25,6 +25,7 @@ from zc.schedule.spec import (
     RecordEvent,
     ReduceRows,
     Segment,
+    SumRows,
     WaitEvent,
     WaitReduce,
     Write,
@@ -110,7 +111,7 @@ def simulate(graph: fx.Graph, plan: Plan | None = None, costs: Mapping[str, floa
 
 
 _COLORS: dict[Any, str] = {Segment: "#9ecae1", Write: "#fdd0a2", LaunchReduce: "#a1d99b", Accumulate: "#c7e9c0",
-                          ReduceRows: "#a1d99b"}  # fmt: skip
+                          ReduceRows: "#a1d99b", SumRows: "#a1d99b"}  # fmt: skip
 
 
 def color(node: fx.Node) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 COMPUTE, COMM, COPY, HOST = "compute", "comm", "copy", "host"
+COMM_HOST = "comm.host"  # with two levels: what ranks of one host exchange; it ends with each schedule
 HOME = COMPUTE  # the stream on which autograd calls the schedule; its program order goes on across schedules
 
 
@@ -46,6 +47,8 @@ KINDS = {
     "flat_grad": Kind("gradients of one bucket; a ring", COMM, shared="stage 2 with overlap",
                       is_shared=lambda plan, _: plan.overlap and plan.placement.gradient_in_ring),
     "recv": Kind("what the other ranks have sent", COMM),
+    "part": Kind("two levels: the sum of a host's ranks; a ring", COMM, shared="with overlap",
+                 is_shared=lambda plan, _: plan.overlap),
     "acc": Kind("the accumulator of bucket i", COMM, shared="stage 1 with overlap, if its sums are sent or offloaded",
                 is_shared=lambda plan, _: plan.overlap and _is_summed(plan)),
     "flat_param": Kind("the weights of bucket i", HOME),

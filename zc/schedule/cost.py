@@ -27,6 +27,7 @@ from zc.schedule.spec import (
     ReduceRows,
     Segment,
     Signal,
+    SumRows,
     WaitReduce,
     WgradInto,
 )
@@ -107,7 +108,7 @@ def estimate(plan: Plan | None) -> Cost:
         if isinstance(op, WaitReduce | Signal) or not isinstance(op, BufferOp | Deposit):
             return 0.0
         if plan is None:
-            return 50.0 if isinstance(op, LaunchReduce | ReduceRows) else 2 * c.us_launch
+            return 50.0 if isinstance(op, LaunchReduce | ReduceRows | SumRows) else 2 * c.us_launch
         bucket = plan.buckets[op.bucket]
         if isinstance(op, LaunchReduce):
             return exchange_us(bucket, plan)
@@ -121,7 +122,7 @@ def estimate(plan: Plan | None) -> Cost:
         numel = bucket.numel
         if isinstance(op, Cast) and op.spans is not None:
             numel = sum(stop - start for start, stop in op.spans)
-        elif isinstance(op, Accumulate | ReduceRows):
+        elif isinstance(op, Accumulate | ReduceRows | SumRows):
             numel = bucket.layout.numel_shard * plan.world_size
         return c.us_launch + 2.0 * numel * bucket.reduce_dtype.itemsize / c.nbytes_memory
 

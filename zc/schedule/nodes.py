@@ -54,6 +54,7 @@ launch_reduce = _target(spec.LaunchReduce)
 wait_reduce = _target(spec.WaitReduce)
 accumulate = _target(spec.Accumulate)
 reduce_rows = _target(spec.ReduceRows)
+sum_rows = _target(spec.SumRows)
 signal_full = _target(spec.SignalFull)
 await_full = _target(spec.AwaitFull)
 signal_free = _target(spec.SignalFree)
@@ -64,6 +65,7 @@ copy_to_device = _target(spec.CopyToDevice)
 cast_param = _target(spec.CastParam)
 update = _target(spec.Update)
 spread = _target(spec.Spread)
+gather_net = _target(spec.GatherNet)
 gather = _target(spec.Gather)
 publish = _target(spec.Publish)
 record_event = _target(spec.RecordEvent)
@@ -193,7 +195,7 @@ def reads_peers(op: Op | None, plan: Plan | None) -> bool:
     """Whether a node reads the buffers of other ranks where they lie."""
     if isinstance(op, spec.Gather):
         return plan is not None and plan.reads_weights
-    return isinstance(op, spec.ReduceRows)
+    return isinstance(op, spec.ReduceRows | spec.SumRows)
 
 
 def shared_buffers(graph: fx.Graph, plan: Plan | None) -> frozenset[Buffer]:

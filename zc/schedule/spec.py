@@ -125,6 +125,11 @@ class ReduceRows(Move):
     """dst (+)= mean over ranks of their src, each read where it lies: this rank's part of it."""
 
 
+class SumRows(Move):
+    """dst <- sum over the ranks of this host of their src, each read where it lies: of the segment that the ranks of
+    this one's number reduce between hosts."""
+
+
 class StageShard(Move):
     """dst <- this rank's part of the accumulator src (offload)."""
 
@@ -157,8 +162,12 @@ class Spread(Weights):
     """What ranks have updated of whole parameters goes into the shards that it lies in."""
 
 
+class GatherNet(Weights):
+    """Of the bucket's weights this rank's segment <- the shards of the ranks of its number, on the other hosts."""
+
+
 class Gather(Weights):
-    """The bucket's weights <- all ranks' shards of them."""
+    """The bucket's weights <- all ranks' shards of them; behind a `GatherNet` the segments of this host's ranks."""
 
 
 class Publish(Weights):
