@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +16,7 @@ from zc.optim.kinds import ELEMENTWISE, is_elementwise, rule_of
 from zc.planning.layout import Rule
 from zc.planning.nbytes import STATES, held
 from zc.planning.plan import Bucket, ParamSpec, Plan, make_plan
-from zc.planning.topology import Topology, flat
+from zc.planning.topology import Topology, usable
 from zc.ranks.comm import Group
 
 if TYPE_CHECKING:
@@ -58,14 +57,6 @@ def plan_of(
         behind=behind,
         topology=topology,
     )
-
-
-def usable(topology: Topology, reduce: str, device_types: set[str]) -> Topology:
-    """What exchanges can make of it: memory is read on a CPU, and two levels need that and the exact reduction."""
-    if device_types != {"cpu"}:
-        topology = replace(topology, reads_memory=False)
-    is_one_host = topology.num_hosts == 1
-    return topology if is_one_host or (topology.has_levels and reduce == "exact") else flat(topology.world_size)
 
 
 def check_wire(plan: Plan) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from adversary import AdversarialStreams, Chooser, _Fence, _Silent
+from adversary import AdversarialStreams, Chooser, Transfer, _Fence, _Silent
 from simulation import HOME, NAN, Case, Simulation, Values, _enter, _future, _leave, _past, is_lasting, lanes
 from torch import Tensor, fx
 
@@ -71,6 +71,9 @@ class RankStreams:
     def wait(self, event: str, stream: str) -> None:
         self._all.wait(f"{self.rank}/{event}", self._lane(stream))
 
+    def transfer(self, task: Task) -> Transfer:
+        return self._all.transfer(task)
+
     def join_home(self) -> None:
         for lane in sorted(self._all._lanes):
             mine, _, name = lane.partition("/")
@@ -109,11 +112,35 @@ class Rank(Simulation):
             before = self.aside.pop(bucket, torch.zeros_like(out))
             out[mine] = rows + 0.25 * before[mine]
 
+    def sum_rows(self, bucket: int, dst: str, src: str) -> None:
+        self.places.remove((bucket, src))
+        mine = slice(*self.plan.buckets[bucket].layout.segment_range(self.rank))
+        out = self.part(dst, bucket)
+        out[mine] = sum((r + 1.5) * each.part(src, bucket)[mine] for r, each in enumerate(self.everyone))
+
+    def accumulate(self, bucket: int, acc: str, src: str) -> None:
+        """With two levels: the message between hosts is one of `Simulation`'s, of a host like this one."""
+        mine = self._part_of(bucket, self.rank)
+        out, rows = self.part(acc, bucket), self.part(src, bucket)
+        if self.plan.placement.gradient_in_ring:
+            out[mine] = self.keep * out[mine] + rows[mine]
+        else:
+            before = self.aside.pop(bucket, torch.zeros_like(out))
+            out[mine] = rows[mine] + 0.25 * before[mine]
+        self.part(src, bucket).fill_(NAN)
+
+    def gather_net(self, bucket: int, buffer: str) -> None:
+        segment = slice(*self.plan.buckets[bucket].layout.segment_range(self.rank))
+        own, out = self._part_of(bucket, self.rank), self.part(buffer, bucket)
+        kept = out[own].clone()
+        out[segment] = 0.75 * out[segment] + 2.0
+        out[own] = kept
+
     def gather(self, bucket: int, buffer: str) -> None:
         self.places.remove((bucket, buffer))
         for each in self.everyone:
             if each.rank != self.rank:
-                part = self._part_of(bucket, each.rank)
+                part = slice(*self.plan.buckets[bucket].layout.segment_range(each.rank))
                 self.part(buffer, bucket)[part] = 1.25 * each.part(buffer, bucket)[part] + bucket
 
     def publish(self, bucket: int, buffer: str) -> None:

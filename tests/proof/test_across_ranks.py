@@ -32,6 +32,13 @@ def cases(world_size: int) -> Iterator[Case]:
         plan = make(num_buckets, stage=stage, ring=ring, overlap=overlap, world_size=world_size, reads=True)
         graph = schedule(shape, plan)
         yield Case(f"{shape} b{num_buckets} r{ring} s{stage} {'' if overlap else 'no overlap'}", plan, (graph, graph))
+    for num_buckets, ring, stage in ((1, 1, 2), (3, 1, 2), (1, 2, 1)):
+        plan = make(num_buckets, stage=stage, ring=ring, world_size=2 * world_size, reads=True, num_hosts=2)
+        graph = schedule("mlp", plan)
+        yield Case(f"two hosts b{num_buckets} r{ring} s{stage}", plan, (graph, graph))
+    plan = make(1, world_size=2 * world_size, reads=True, num_hosts=2)
+    gathers = placed(plan, gather_graph(plan, range(1)))
+    yield Case("two hosts weights", plan, (gathers, gathers))
     # of several buckets the signals of the first gather order the others' too, and verify does not count that
     plan = make(1, world_size=world_size, reads=True)
     gathers = placed(plan, gather_graph(plan, range(1)))

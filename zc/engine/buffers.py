@@ -233,8 +233,9 @@ class Buffers:
             "acc": acc,
             "flat_grad": flat_grad * self._num_flat_grads,
             "recv": recv,
-            "part": part * NUM_PARTS,
         }
+        if part:
+            found["part"] = part * NUM_PARTS
         if any(b.layout.owners is not None for b in self.plan.buckets):
             found["whole_grad"] = self.nbytes_whole_grad()
         if self.plan.offload is not None:

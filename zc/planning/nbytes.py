@@ -35,9 +35,10 @@ def held(made: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[st
         "acc": 0 if made.offload is not None and made.offload.accumulates_on_host else acc,
         "flat_grad": ring * whole if in_ring else 0,
         "recv": part or (0 if made.world_size == 1 or made.reads_rows else whole if made.reduce == "exact" else shard),
-        "part": NUM_PARTS * part,
         "optimizer_state": state if made.offload is None else 0,
     }
+    if part:
+        device["part"] = NUM_PARTS * part
     if ragged and apart:  # during an update
         device["whole_grad"] = heaviest(made, ragged, lambda b: b.acc_dtype.itemsize)
     if made.offload is None:
@@ -111,6 +112,19 @@ def sent(made: Plan, microbatches: int) -> dict[str, int]:
         "parameters": sum(b.layout.numel_shard * others * b.param_dtype.itemsize for b in made.buckets)
         + moved(made, "param_dtype")[1],
     }
+
+
+def sent_between_hosts(made: Plan, microbatches: int, ranks_per_host: int) -> dict[str, int]:
+    """Bytes that leave a host in a step, of all its ranks; what the owners of whole parameters exchange is not counted.
+    Of two levels the least that there is, 2 (H - 1) / H of the model with one backward; of one, L times that."""
+    num = microbatches if made.placement.reduces_every_backward else 1
+    others = ranks_per_host * (made.world_size - ranks_per_host)  # pairs of ranks that messages go between
+    if made.has_levels:
+        others = ranks_per_host * (made.topology.num_hosts - 1)
+    wires = [b.net_dtype if made.has_levels else b.reduce_dtype for b in made.buckets]
+    reduced = sum(b.layout.numel_shard * wire.itemsize for b, wire in zip(made.buckets, wires, strict=True))
+    gathered = sum(b.layout.numel_shard * b.param_dtype.itemsize for b in made.buckets)
+    return {"gradients": num * others * reduced, "parameters": others * gathered}
 
 
 def copied(made: Plan, microbatches: int) -> dict[str, int]:

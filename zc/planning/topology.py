@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -49,3 +49,11 @@ ALONE = Topology()
 def flat(world_size: int) -> Topology:
     """Every rank on its own."""
     return Topology(world_size, 1)
+
+
+def usable(topology: Topology, reduce: str, device_types: set[str]) -> Topology:
+    """What exchanges can make of it: memory is read on a CPU, and two levels need that and the exact reduction."""
+    if device_types != {"cpu"}:
+        topology = replace(topology, reads_memory=False)
+    is_one_host = topology.num_hosts == 1
+    return topology if is_one_host or (topology.has_levels and reduce == "exact") else flat(topology.world_size)

@@ -18,9 +18,9 @@ from zc.checks import trainable
 from zc.config import Config
 from zc.errors import PlanError
 from zc.planning.layout import Rule
-from zc.planning.nbytes import STATES, copied, heaviest, held, sent
+from zc.planning.nbytes import STATES, copied, heaviest, held, sent, sent_between_hosts
 from zc.planning.plan import ParamSpec, Plan, make_plan
-from zc.planning.topology import Topology, flat
+from zc.planning.topology import Topology, flat, usable
 
 MAX_WORLD_SIZE = 4096
 RULES = {"Muon": Rule(whole=True, cost="newton_schulz")}  # of the others: equal shards
@@ -30,7 +30,8 @@ RULES = {"Muon": Rule(whole=True, cost="newton_schulz")}  # of the others: equal
 class Estimate:
     """Bytes of one rank, by kind, and seconds. ``str()`` of it is a table.
 
-    ``wire`` is what a rank sends in a step and receives as well, ``bus`` what goes each way between device and host.
+    ``wire`` is what a rank sends in a step and receives as well, or what is read of its memory; ``host_wire`` what
+    leaves a host, of all its ranks; ``bus`` what goes each way between device and host.
     ``floor_seconds`` has a part only where its bandwidth was given; ``step_floor`` is the largest.
     """
 
@@ -43,6 +44,7 @@ class Estimate:
     host: Mapping[str, int]
     disk: Mapping[str, int]
     wire: Mapping[str, int]
+    host_wire: Mapping[str, int]
     bus: Mapping[str, int]
     update_nbytes: int  # of memory that the update reads and writes: 28 an element with Adam
     floor_seconds: Mapping[str, float]
@@ -65,7 +67,7 @@ class Estimate:
         head = f"stage {self.stage}, {self.world_size} ranks, offload {self.offload}: {self.num_params:,} parameters"
         lines = [f"{head} in {self.num_buckets} buckets; bytes a rank"]
         groups = {"device": self.device, "host": self.host, "disk": self.disk,
-                  "wire, a step": self.wire, "bus, a step": self.bus}  # fmt: skip
+                  "wire, a step": self.wire, "leaves a host": self.host_wire, "bus, a step": self.bus}  # fmt: skip
         for name, group in groups.items():
             lines += [f"{name:>14} | {kind:<16} {nbytes:>20,}" for kind, nbytes in group.items() if nbytes]
             if name in ("device", "host") or (name == "disk" and group):
@@ -95,6 +97,7 @@ def plan(
     compute_seconds: float | None = None,
     bus_bandwidth: float | None = None,
     wire_bandwidth: float | None = None,
+    net_bandwidth: float | None = None,
     host_bandwidth: float | None = None,
     device_bandwidth: float | None = None,
     disk_bandwidth: float | None = None,
@@ -112,6 +115,7 @@ def plan(
         compute_seconds: forward and backward of all microbatches, without communication.
         bus_bandwidth: bytes/s between device and pinned host memory, each way.
         wire_bandwidth: bytes/s that a rank sends while it receives as much.
+        net_bandwidth: bytes/s that leave a host while as many come in.
         host_bandwidth: bytes/s of a rank's share of the host's memory, for an update with offload.
         device_bandwidth: bytes/s of the device's memory, for an update without offload.
         disk_bandwidth: bytes/s, read and written together, of a rank's share of the disk (offload="disk").
@@ -130,7 +134,8 @@ def plan(
         raise PlanError(f"world_size must be a whole number from 1 to {MAX_WORLD_SIZE}, got {world_size!r}")
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise PlanError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
-    rates = {"bus_bandwidth": bus_bandwidth, "wire_bandwidth": wire_bandwidth, "host_bandwidth": host_bandwidth,
+    rates = {"bus_bandwidth": bus_bandwidth, "wire_bandwidth": wire_bandwidth, "net_bandwidth": net_bandwidth,
+             "host_bandwidth": host_bandwidth,
              "device_bandwidth": device_bandwidth, "disk_bandwidth": disk_bandwidth,
              "compute_seconds": compute_seconds}  # fmt: skip
     for name, given in rates.items():
@@ -148,14 +153,13 @@ def plan(
         raise PlanError(f"{type(model).__name__} has no trainable parameter (requires_grad is False for all)")
     classes, owners = _optimizers(params, optimizer)
     specs = [ParamSpec(n, tuple(p.shape), param_dtype or p.dtype, p.device, owners[n]) for n, p in params.items()]
-    if all(spec.device.type == "cpu" for spec in specs):
-        hosts = replace(hosts, reads_memory=hosts.num_hosts == 1)
+    used = usable(replace(hosts, reads_memory=ranks_per_host is not None), reduce, {s.device.type for s in specs})
     made = make_plan(
         specs, world_size=world_size, placement=config.placement, reduce=reduce, reduce_dtype=reduce_dtype,
-        topology=hosts, bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True, offload=config.host,
+        topology=used, bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True, offload=config.host,
         rules=[RULES.get(name, Rule()) for name in classes],
     )  # fmt: skip
-    return estimate(made, classes, microbatches, offload, rates)
+    return estimate(made, classes, microbatches, offload, rates, hosts)
 
 
 def _optimizers(params: Mapping[str, nn.Parameter], given: str | Mapping[str, str]) -> tuple[list[str], dict[str, int]]:
@@ -180,17 +184,24 @@ def _optimizers(params: Mapping[str, nn.Parameter], given: str | Mapping[str, st
 
 
 def estimate(
-    made: Plan, optimizers: Sequence[str], microbatches: int, offload: str | None, rates: Mapping[str, float | None]
+    made: Plan,
+    optimizers: Sequence[str],
+    microbatches: int,
+    offload: str | None,
+    rates: Mapping[str, float | None],
+    hosts: Topology,
 ) -> Estimate:
-    """The same for a plan that exists. ``optimizers``: the class name of each."""
+    """The same for a plan that exists. ``optimizers``: the class name of each; ``hosts``: where the ranks are."""
     device, host, disk = held(made, [STATES[name] for name in optimizers])
     wire, bus = sent(made, microbatches), copied(made, microbatches)
+    left = sent_between_hosts(made, microbatches, hosts.ranks_per_host)
     # gradient, master and each state are read, the last two written: 28 bytes an fp32 element with two states
     update = heaviest(made, made.buckets, lambda b: b.acc_dtype.itemsize * (3 + 2 * STATES[optimizers[b.optimizer]]))
     memory = rates["host_bandwidth"] if made.offload is not None else rates["device_bandwidth"]
     parts = {
         "compute": (rates["compute_seconds"], 1.0),
         "wire": (float(sum(wire.values())), rates["wire_bandwidth"]),
+        "between hosts": (float(sum(left.values())), rates["net_bandwidth"]),
         "bus to host": (float(bus["to host"]), rates["bus_bandwidth"]),
         "bus to device": (float(bus["to device"]), rates["bus_bandwidth"]),
         "update": (float(update), memory),
@@ -209,6 +220,7 @@ def estimate(
         host,
         disk,
         wire,
+        left,
         bus,
         update,
         floor,

@@ -1,0 +1,115 @@
+"""Hosts of several ranks: sums inside of each by memory, between hosts by messages. Ranks of this machine stand for
+hosts by torchrun's GROUP_RANK; bench.hosts has them in network namespaces, with the bytes that leave one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from loops import Run, ddp_reference, zc_weights
+from oracle import worst
+from test_host_memory import environment
+from tiers import FULL, full_only
+from torch import Tensor, nn
+
+import zc
+from zc.planning.layout import flat_layout
+from zc.registry import sharded
+
+TOLERANCE = 2e-5  # of weights after 20 updates: the order of summation is the topology's, and DDP's another
+
+
+def on_hosts(rank: int, world_size: int, per_host: int, run: Run) -> dict[str, Tensor]:
+    """Job: rank r is number r % ``per_host`` of host r // ``per_host``."""
+    with environment(GROUP_RANK=str(rank // per_host)):
+        return zc_weights(rank, world_size, run)
+
+
+SHAPES = [(4, 2), (3, 1), (4, 4), (4, 1)] if FULL else [(4, 2), (3, 1)]
+
+
+@pytest.mark.parametrize(("world_size", "per_host"), SHAPES)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ddp_s_weights_and_one_result_for_every_bucket_size(world_size: int, per_host: int, stage: int) -> None:
+    runs = [
+        Run("mlp", stage=stage, backend="aot_eager", options=options)
+        for options in ({"bucket_nbytes": 2048}, {"bucket_nbytes": 10**7}, {"overlap": False}, {"overlap_gather": True})
+    ]
+    wanted = ddp_reference(world_size, "mlp", 1, 20, runs[0].make_optimizer, None)
+    first = run_ranks(on_hosts, world_size, per_host, runs[0])
+    assert worst(first[0], wanted)[0] < TOLERANCE
+    for run in runs:
+        for found in run_ranks(on_hosts, world_size, per_host, run):
+            assert all(torch.equal(found[name], first[0][name]) for name in wanted), run.options
+
+
+def test_a_rank_s_shard_and_segment() -> None:
+    """By hand: 2 hosts of 3, 12 elements, 2 a shard; the l-th ranks of the hosts have the l-th third between them."""
+    layout = flat_layout([("w", (12,))], 6, 1, num_hosts=2)
+    assert [layout.shard_range(rank) for rank in range(6)] == [(0, 2), (4, 6), (8, 10), (2, 4), (6, 8), (10, 12)]
+    assert [layout.segment_range(rank) for rank in range(6)] == [(0, 4), (4, 8), (8, 12)] * 2
+    assert [layout.rank_of(layout.shard_of(rank)) for rank in range(6)] == list(range(6))
+
+
+def loop(
+    rank: int, world_size: int, per_host: int, folder: str, saves: bool, stage: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Job: two updates of two microbatches and a save, or a load and two more."""
+    with environment(GROUP_RANK=str(rank // per_host)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        zc.compile(model, optimizer, stage=stage, backend="eager", bucket_nbytes=4000, **options)
+    if not saves:
+        zc.load(folder, model, optimizer)
+    for step in (0, 1) if saves else (2, 3):
+        with zc.no_sync(model):
+            model(torch.full((2, 40), 0.1 * step)).square().sum().backward()
+        model(torch.full((2, 40), 0.1 * step + 0.05)).square().sum().backward()
+        zc.clip_grad_norm_(model, 1.0)
+        gradient = zc.full_grad(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    if saves:
+        zc.save(folder, model, optimizer)
+    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    sent = sharded(model).runtime.ledger.last.nbytes_sent
+    return {"weights": found, "gradient": gradient, "explained": str(zc.explain(model)), "sent": sent}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_checkpoint_of_one_topology_loads_in_another(tmp_path: Path, stage: int) -> None:
+    """2 hosts of 2, then 1 of 2, then 3 of 1; inputs are the same on all ranks, so all have one result."""
+    folder = str(tmp_path / "saved")
+    saved = run_ranks(loop, 4, 2, folder, True, stage, {})
+    assert all("2 hosts of 2, which read each other's memory" in each["explained"] for each in saved)
+    resumed = [run_ranks(loop, *shape, folder, False, stage, {})[0] for shape in ((2, 2), (3, 1), (4, 2))]
+    for other in resumed[1:]:
+        assert worst(other["weights"], resumed[0]["weights"])[0] < TOLERANCE
+        assert worst(other["gradient"], resumed[0]["gradient"])[0] < TOLERANCE
+
+
+@pytest.mark.parametrize("options", [{"offload": "cpu"}, {"offload": "cpu", "offload_accumulate": "device"}], ids=str)
+@full_only
+def test_with_offload(tmp_path: Path, options: dict[str, Any]) -> None:
+    for stage in (1, 2):
+        plain, offloaded = (
+            run_ranks(loop, 4, 2, str(tmp_path / f"{stage}{name}"), True, stage, given)
+            for name, given in (("a", {}), ("b", options))
+        )
+        for a, b in zip(plain, offloaded, strict=True):
+            assert all(torch.equal(a["weights"][name], b["weights"][name]) for name in a["weights"])
+
+
+def test_what_leaves_a_host_is_what_was_planned(tmp_path: Path) -> None:
+    """2 hosts of 2: half of the padded bytes for a reduction and half for the gather leave each host, whatever its
+    ranks; two microbatches of stage 2 reduce twice."""
+    found = run_ranks(loop, 4, 2, str(tmp_path / "saved"), True, 2, {})
+    model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
+    planned = zc.plan(model, world_size=4, ranks_per_host=2, bucket_nbytes=4000, microbatches=2)
+    for host in (found[:2], found[2:]):
+        sent = [sum(n for kind, n in each["sent"].items() if "between hosts" in kind) for each in host]
+        assert sum(sent) == planned.host_wire["gradients"] + planned.host_wire["parameters"] > 0
