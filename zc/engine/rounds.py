@@ -177,6 +177,8 @@ class Rounds:
         flags = [*self._flags(kept=kept)[:-1], int(by_grad)]
         met = self._agreement.meet(flags, zlib.crc32(repr(self.known).encode()))
         self.showed_one_set = met.shows_one_set()
+        if any(met.flags()[-1 - len(self.plan.buckets) : -1]):
+            self._agreement.hold(met.number, self.plan.num_optimizers)
         self._know(met.flags())
         return met.flags()
 

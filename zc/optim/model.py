@@ -95,7 +95,7 @@ class ShardedModel(Listener):
         return any(o.is_one_cleared() for o in self.optimizers)
 
     def gradients_finished(self) -> None:
-        self._show()
+        self.backward_ended()  # a rank without a backward has gradients now, too, and may drop them by any way
 
     def backward_ended(self) -> None:
         for optimizer in self.optimizers:
