@@ -43,8 +43,16 @@ COLUMNS = (
     "session", "time", "case", "provider", "status", "turns", "p20_ms", "p50_ms", "p80_ms", "cpu_ms", "base", "ratio",
     "ratio_p20", "ratio_p80", "num_params", "ranks", "network", "device", "torch", "python", "commit", "command",
 )  # fmt: skip
+INTERFACE = "ZC_BENCH_INTERFACE"  # in the environment: see bench.hosts
 SETTLE = 2  # turns: what is compiled in the first step, and again in the second
 DEFAULT = ("zc stage 2", "zc stage 2, overlap_gather", "DDP + compile", "compiled, no communication")
+
+
+def sent_nbytes() -> int:
+    """Sent so far through this host's interface to the others, by all of its ranks; 0 where it has none of its own."""
+    name = os.environ.get(INTERFACE, "")
+    found = Path("/sys/class/net", name, "statistics/tx_bytes")
+    return int(found.read_text()) if name else 0
 
 
 class Turn:
@@ -58,15 +66,17 @@ class Turn:
         self.losses: list[float] = []
         self.step_s: list[float] = []  # a turn each, mean over its timed steps
         self.cpu_s: list[float] = []
+        self.sent: list[int] = []  # bytes a step that left this host, where bench.hosts has given it an interface
 
     def take(self, tokens: torch.Tensor, rank: int, num_steps: int) -> None:
         """One turn: a step, and then ``num_steps`` that are timed."""
         self._step(tokens, rank)
-        start, cpu = time.perf_counter(), time.process_time()
+        start, cpu, sent = time.perf_counter(), time.process_time(), sent_nbytes()
         for _ in range(num_steps):
             self._step(tokens, rank)
         self.step_s.append((time.perf_counter() - start) / num_steps)
         self.cpu_s.append((time.process_time() - cpu) / num_steps)
+        self.sent.append((sent_nbytes() - sent) // num_steps)
 
     def _step(self, tokens: torch.Tensor, rank: int) -> None:
         loss, _ = train.one_step(self.args, self.system, tokens, len(self.losses), rank, self.device)
@@ -107,7 +117,7 @@ def take_turns(args: argparse.Namespace, case: Case, device: torch.device, rank:
                 dist.barrier()
                 turn.take(tokens, rank, args.steps)
             progress.tick(" ".join(f"{turn.step_s[-1] * 1e3:,.0f} ms" for turn in turns.values()))
-    seen = {n: {"losses": t.losses, "step_s": t.step_s, "cpu_s": t.cpu_s} for n, t in turns.items()}
+    seen = {n: {k: getattr(t, k) for k in ("losses", "step_s", "cpu_s", "sent")} for n, t in turns.items()}
     return {"seen": seen, "num_params": first.num_params, "device": device_name(device)}
 
 

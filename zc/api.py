@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.checkpoint import state_marks
-from zc.checks import check, check_initialized, check_module, owners
+from zc.checks import check, check_initialized, check_module, group_of, owners
 from zc.compiler import backend as compiler
 from zc.config import Config
 from zc.copies import mark
@@ -50,6 +51,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     overlap: bool = True,
     overlap_gather: bool = False,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     backend: str = "inductor",
     offload: str | None = None,
     offload_accumulate: str = "cpu",
@@ -81,6 +83,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             While a view, ``p.data`` or array that could be read instead is kept, step() waits as without. Opt-in, since
             a C++ extension that takes tensors past torch's dispatch is not seen: call `synchronize` before such a read.
         group: the ranks that share the model; None: the default group.
+        mesh: the same as a torch.distributed DeviceMesh of one dimension, in place of ``group``.
         backend: "inductor"; "aot_eager", the same schedule with its segments run op by op; "eager", hooks only.
         offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there;
             "disk" keeps the state in files under ``offload_dir`` instead (see `flush_state`).
@@ -99,7 +102,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         changed. RankMismatchError: the ranks' models or options differ, on every rank; nothing has changed.
     """
     check_initialized()
-    ranks = Group(group)
+    ranks = Group(group if mesh is None else group_of(mesh, group))
     checked, file, failure = None, None, None
     optimizers: list[Optimizer] = []
     try:

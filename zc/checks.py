@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zc import torch_private
@@ -183,3 +184,19 @@ def check_initialized() -> None:
             f"WORLD_SIZE is {world_size} (torchrun), but no process group is initialised: call "
             "torch.distributed.init_process_group() before zc.compile"
         )
+
+
+def group_of(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group of a mesh of one dimension."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch.distributed.DeviceMesh, got {type(mesh).__name__}")
+    if group is not None:
+        raise PlanError("both group and mesh were given: leave one of them out")
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or "?" * mesh.ndim
+        shape = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+        raise PlanError(
+            f"mesh has {mesh.ndim} dimensions ({shape}), and zc shards over one: a copy of the state for each part of "
+            "the ranks (HSDP) is not built. Give a mesh of one dimension, of all ranks that train one model"
+        )
+    return mesh.get_group()

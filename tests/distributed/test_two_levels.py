@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from loops import Run, ddp_reference, zc_weights
+from loops import Run, ddp_reference, message_of, zc_weights
 from oracle import worst
 from test_host_memory import environment
 from tiers import FULL, full_only
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zc
 from zc.planning.layout import flat_layout
@@ -113,3 +114,29 @@ def test_what_leaves_a_host_is_what_was_planned(tmp_path: Path) -> None:
     for host in (found[:2], found[2:]):
         sent = [sum(n for kind, n in each["sent"].items() if "between hosts" in kind) for each in host]
         assert sum(sent) == planned.host_wire["gradients"] + planned.host_wire["parameters"] > 0
+
+
+def _with_mesh(rank: int, world_size: int, shape: tuple[int, ...]) -> Any:
+    """Job: the weights after a step, and the number of ranks, or the refusal."""
+    names = ("replicate", "shard")[2 - len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        zc.compile(model, optimizer, backend="eager", mesh=mesh)
+        model(torch.full((2, 8), rank + 1.0)).sum().backward()
+        optimizer.step()
+
+    return message_of(train), model.weight.detach().clone()
+
+
+def test_a_mesh() -> None:
+    """By hand: inputs of 1 and 2 in two rows, so a weight's gradient is the mean of 2 and 4."""
+    for error, weight in run_ranks(_with_mesh, 2, (2,)):
+        torch.manual_seed(0)
+        torch.testing.assert_close(weight, nn.Linear(8, 8).weight.detach() - 0.1 * 3.0)
+        assert error == ("", "")
+    for error, _ in run_ranks(_with_mesh, 2, (1, 2)):
+        assert error[0] == "PlanError" and "mesh has 2 dimensions (replicate=1, shard=2)" in error[1]
