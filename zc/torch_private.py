@@ -14,7 +14,7 @@ import itertools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -220,6 +220,24 @@ def call_first(model: nn.Module, before: Callable[[], None]) -> None:
 def run_eagerly(model: nn.Module) -> None:
     """Takes back what `compile_in_place` and `call_first` did."""
     model._compiled_call_impl = None
+
+
+def set_apply(module: nn.Module, call: Callable[..., nn.Module]) -> None:
+    """``module.to(...)``, ``.half()``, ``.cpu()`` and what else takes a function to each of a module's tensors calls
+    ``call(function, recurse=True)``, of this module object alone. (``Module._apply``, asked of the object, since 0.4.)
+    """
+    vars(module)["_apply"] = call
+
+
+def plain_apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> nn.Module:
+    """What its class does where `set_apply` does something else."""
+    return type(module)._apply(module, function, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def tell_ddp(module: nn.Module, names: Iterable[str]) -> None:
+    """DistributedDataParallel's constructor goes through ``names`` before it changes anything: those that it is to
+    leave alone. (``_ddp_params_and_buffers_to_ignore``, which it reads of the module since 1.7.)"""
+    vars(module)["_ddp_params_and_buffers_to_ignore"] = names
 
 
 def raise_recompile_limit(model: nn.Module) -> None:

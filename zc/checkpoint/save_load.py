@@ -81,6 +81,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
     keep: int | None = None,
+    overwrite: bool = False,
 ) -> Saving:
     """Writes a checkpoint into the new folder ``path``, which all ranks share. Every rank calls it, between updates.
 
@@ -95,6 +96,7 @@ def save(
             process group is destroyed.
         keep: removes all but the newest ``keep`` checkpoints beside ``path`` afterwards, and unfinished ones of jobs
             that have ended.
+        overwrite: takes the place of a checkpoint of the same name, which stays until this one is complete.
 
     Raises:
         CheckpointError, on every rank: ``path`` exists (another job may have been first), the disk has no room,
@@ -117,7 +119,7 @@ def save(
         if asynchronous:
             tree = _copied(tree)
         if rank == 0:
-            folder = Unfinished(path, channel.job, _nbytes(tree))
+            folder = Unfinished(path, channel.job, _nbytes(tree), overwrite)
     except (OSError, ZcError, TypeError, ValueError) as error:
         failure = error
     try:
