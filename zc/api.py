@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc import guards, torch_private
-from zc.checkpoint import state_marks
+from zc.checkpoint import state_marks, stock_state
 from zc.checks import check, check_initialized, check_module, owners
 from zc.compiler import backend as compiler
 from zc.config import Config
@@ -153,6 +153,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     for each in sharded.optimizers:
         _own_methods(model, each)
     state_marks.install(sharded)
+    stock_state.install()
     runtime.frozen = {n: p for n, p in model.named_parameters() if n not in params}
     if plan.overlap_gather:
         runtime.weights.install_hooks(model)

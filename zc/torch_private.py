@@ -29,6 +29,35 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _NUMBERS = itertools.count()  # of the models compiled in this process: in every order of their lives another one
 
 
+def serve_optimizer_states(
+    get: Callable[[nn.Module, Sequence[torch.optim.Optimizer], Any], Any],
+    put: Callable[[nn.Module, Sequence[torch.optim.Optimizer], Any, Any], bool],
+) -> None:
+    """Whoever asks torch.distributed.checkpoint.state_dict for optimizers' states, or has it load them, is answered by
+    ``get(model, optimizers, options)`` and ``put(model, optimizers, state, options)``; by torch where these give None
+    and False. The first call of a process counts.
+
+    Relies on all public functions there going through two of the module, ``_get_optim_state_dict`` and
+    ``_load_optim_state_dict``, with options that have the fields of StateDictOptions (2.11 to 2.15).
+    """
+    from torch.distributed.checkpoint import state_dict as stock
+
+    plain_get, plain_put = stock._get_optim_state_dict, stock._load_optim_state_dict
+    if plain_get.__module__ == __name__:
+        return
+
+    def get_first(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], info: Any) -> Any:
+        found = get(model, optimizers, info) if info.handle_optim else None
+        return plain_get(model, optimizers, info) if found is None else found  # type: ignore[arg-type]
+
+    def put_first(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: Any, info: Any) -> None:
+        if not info.handle_optim or not put(model, optimizers, state, info):
+            plain_put(model, optimizers, state, info)  # type: ignore[arg-type]
+
+    module: Any = stock
+    module._get_optim_state_dict, module._load_optim_state_dict = get_first, put_first
+
+
 def current_graph_task() -> int:
     """Id of the backward that runs in this thread, -1 outside of one. (torch._C: used by torch's own hooks since
     2.0.)"""

@@ -350,6 +350,37 @@ def test_a_call_ahead_of_a_models_own() -> None:
     assert torch.equal(model(x), model.forward(x)) and seen == ["first"]
 
 
+@contract("serve_optimizer_states", "what torch.distributed.checkpoint.state_dict's public functions go through")
+def test_who_answers_for_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.checkpoint import state_dict as stock
+
+    for name in ("_get_optim_state_dict", "_load_optim_state_dict"):
+        plain = getattr(stock, name)
+        if plain.__module__ == torch_private.__name__:  # served already
+            plain = next(c.cell_contents for c in plain.__closure__ if getattr(c.cell_contents, "__name__", "") == name)
+        monkeypatch.setattr(stock, name, plain)
+    ours, seen = torch.optim.SGD(nn.Linear(2, 2).parameters(), momentum=0.9), []
+
+    def get(model: nn.Module, optimizers: Any, options: Any) -> Any:
+        assert not options.full_state_dict and not options.submodule_prefixes and not options.cpu_offload
+        assert not options.flatten_optimizer_state_dict and not options.broadcast_from_rank0
+        return {"state": {}, "param_groups": []} if optimizers == (ours,) else None
+
+    def put(model: nn.Module, optimizers: Any, state: Any, options: Any) -> bool:
+        seen.append(state)
+        return optimizers == (ours,)
+
+    torch_private.serve_optimizer_states(get, put)
+    torch_private.serve_optimizer_states(get, put)
+    model = nn.Linear(2, 2)
+    own = torch.optim.SGD(model.parameters(), momentum=0.9)
+    assert stock.get_state_dict(model, ours)[1] == {"state": {}, "param_groups": []}
+    stock.set_optimizer_state_dict(model, ours, {"state": 1})
+    states = stock.get_optimizer_state_dict(model, own)
+    stock.set_state_dict(model, own, model_state_dict=model.state_dict(), optim_state_dict=states)
+    assert seen == [{"state": 1}, states] and states["state"].keys() == {"weight", "bias"}
+
+
 @contract("set_apply plain_apply", "Module._apply, asked of the object")
 def test_what_moves_a_module() -> None:
     model, seen = nn.Sequential(nn.Linear(2, 2)), []
