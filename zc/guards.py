@@ -58,7 +58,7 @@ def _keeping(places: set[int], function: Callable[[Tensor], Tensor]) -> Callable
         if is_kept and isinstance(tensor, ShardedGrad):
             return tensor
         found = function(tensor)
-        is_kept = id(tensor) in places and _is_same(tensor.detach(), found.detach())
+        is_kept = id(tensor) in places and (found is tensor or _is_same(tensor.detach(), found.detach()))
         return tensor if is_kept else found
 
     return apply
