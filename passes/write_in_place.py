@@ -16,9 +16,10 @@ adds in fp32, or overwrites where the accumulator was empty.
 transpose, a reshape); "scatter" for the gradient of an embedding, whose slot is zeroed first.
 
 Left alone, and copied as before: a result with another user (%mm returned as well, or a sum of two: tied weights), one
-whose elements come in another order, one of another dtype than the buffer. Two exceptions to the last, both in stage 1
-alone, where they round less than the copy: a half-precision matmul on a GPU gives fp32 (``out_dtype``), and an fp32
-scatter is not cast to half precision on its way into an fp32 accumulator. In stage 2 not a bit changes.
+whose elements come in another order than they lie in the slot, one of another dtype than the buffer. Two exceptions to
+the last, both in stage 1 alone, where they round less than the copy: a half-precision matmul on a GPU gives fp32
+(``out_dtype``), and an fp32 scatter is not cast to half precision on its way into an fp32 accumulator. In stage 2 not a
+bit changes.
 
 The writes stand behind the bucket's last producer and cut no segment. What they read (the gradient of the layer's
 output, the saved activation) lives until then: at most one bucket's layers at a time.
@@ -104,6 +105,8 @@ class _Maker:
 
 def _maker(grad: Any, bucket: Bucket, slot: int, *, adds: bool) -> _Maker | None:
     """How ``grad`` can be made in its slot; None where it can't."""
+    if bucket.slots[slot].order is not None:  # a matmul's result is row-major
+        return None
     chain = []
     node, has_cast = grad, False
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:

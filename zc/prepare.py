@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zc import torch_private
+from zc.engine.memory_order import flattened, in_shape
 from zc.errors import PlanError
 from zc.machine import available_nbytes, check_room, ranks_on_this_host
 from zc.offload.disk import open_file, state_keys
 from zc.optim.kinds import ELEMENTWISE, is_elementwise, rule_of
-from zc.planning.layout import Rule
+from zc.planning.layout import Rule, own_strides
 from zc.planning.nbytes import STATES, held
 from zc.planning.plan import Bucket, ParamSpec, Plan, make_plan
 from zc.ranks.comm import Group
@@ -35,7 +37,14 @@ def plan_of(
     """The plan for ``params`` under ``config``. ``owners``: the number of each one's optimizer, which has a rule.
     ``behind``: the plan that it goes on."""
     specs = [
-        ParamSpec(name, tuple(p.shape), config.param_dtype or p.dtype, p.device, owners[name])
+        ParamSpec(
+            name,
+            tuple(p.shape),
+            config.param_dtype or p.dtype,
+            p.device,
+            owners[name],
+            own_strides(p.shape, p.stride()),
+        )
         for name, p in params.items()
     ]
     return make_plan(
@@ -108,7 +117,11 @@ def fingerprint(
     kinds = [f"optimizer {k}: {type(o).__name__}, {rule_of(o)}" for k, o in enumerate(optimizers)]
     mine = [f"{name} of optimizer {number}" for name, number in owners.items()] if len(optimizers) > 1 else []
     options = [f"{k}={v}" for k, v in vars(config).items() if k not in ("dump_dir", "offload_dir")]
-    params = [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
+    params = [
+        f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        f"{'' if (found := own_strides(p.shape, p.stride())) is None else f' strides={found}'}"
+        for n, p in model.named_parameters()
+    ]
     buffers = [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
     return options + kinds + params + mine + buffers
 
@@ -125,19 +138,21 @@ def broadcast_rest(model: nn.Module, params: dict[str, nn.Parameter], ranks: Gro
 
 @torch.no_grad()
 def fill(runtime: Runtime, buckets: Sequence[Bucket]) -> None:
-    """Broadcasts from rank 0, takes the masters from the given values, and makes each parameter a view of
-    flat_param."""
+    """Broadcasts from rank 0, takes the masters from the given values, and makes flat_param the parameters' memory, a
+    bucket at a time: what a parameter had before is given back before the next bucket is allocated."""
     ranks, buffers = runtime.group, runtime.buffers
     for bucket in buckets:
+        buffers.add(bucket)
         flat, master = buffers.flat_param[bucket.index], buffers.master_shard[bucket.index]
         start, _ = bucket.layout.owned_range(ranks.rank)
         for slot in bucket.slots:
             param = runtime.params[slot.name]
-            given = param.detach().contiguous()
+            given, place = flattened(param.detach(), slot), flat[slot.offset : slot.stop]
             ranks.broadcast_(given)
             first, stop = bucket.layout.owned(slot, ranks.rank)
             if bucket.has_master or runtime.plan.offload is not None:
-                master[first - start : stop - start] = given.view(-1)[first - slot.offset : stop - slot.offset]
-            view = flat[slot.offset : slot.stop].view(slot.shape)
-            view.copy_(given)
-            param.data = view
+                master[first - start : stop - start] = given[first - slot.offset : stop - slot.offset]
+            place.copy_(given)
+            del given
+            param.data = in_shape(torch_private.own_storage(place), slot)
+    buffers.add_staging()

@@ -111,8 +111,19 @@ def without_torch_function() -> contextlib.AbstractContextManager[None]:
     return found
 
 
+def own_storage(part: torch.Tensor) -> torch.Tensor:
+    """The memory of ``part``, 1-D and contiguous, under a storage of its own that has no other element: who tells
+    tensors apart by their storage, or saves one with all of it, takes them for what they are.
+
+    Relies on ``from_dlpack`` making a new storage, whose deleter holds ``part``: the memory lives as long as either
+    (the standard's ownership; 2.11 to 2.15). As bytes: DLPack lacks some dtypes.
+    """
+    found: torch.Tensor = torch.utils.dlpack.from_dlpack(part.detach().view(torch.uint8))
+    return found.view(part.dtype)
+
+
 def num_sharing(tensor: torch.Tensor) -> int:
-    """How many tensors, arrays and the like hold the memory of ``tensor``, itself and one more counted. (torch._C:
+    """How many tensors, arrays and the like hold the storage of ``tensor``, itself and one more counted. (torch._C:
     what torch's CUDA-graph trees ask before they reuse memory; 2.11 to 2.15.)"""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 

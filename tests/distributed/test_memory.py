@@ -56,24 +56,29 @@ def formula(world_size: int, stage: int, reduce: str, dtype: torch.dtype, num_bu
     }
 
 
-def _storages() -> dict[int, int]:
-    """Data pointer -> bytes of every storage that a Python tensor of this process holds."""
-    found = {}
+def _storages() -> set[tuple[int, int]]:
+    """Address and bytes of every storage that a Python tensor of this process holds."""
+    found = set()
     for item in gc.get_objects():
         if type(item) in (Tensor, torch.nn.Parameter) and item.device.type == "cpu" and item.layout == torch.strided:
             storage = item.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+            found.add((storage.data_ptr(), storage.nbytes()))
     return found
 
 
-def _alive(before: set[int]) -> int:
+def _alive(before: set[tuple[int, int]]) -> int:
+    """Bytes, each once: a parameter's storage lies in flat_param's."""
     gc.collect()
-    return sum(nbytes for pointer, nbytes in _storages().items() if pointer not in before)
+    total, stop = 0, 0
+    for start, nbytes in sorted(_storages() - before):
+        total += max(start + nbytes, stop) - max(start, stop)
+        stop = max(stop, start + nbytes)
+    return total
 
 
 def _held(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> dict[str, Any]:
     gc.collect()
-    before = set(_storages())
+    before = _storages()
     model = mlp(DIM, DEPTH)
     model, optimizer = zc.compile(
         model, adamw(model), stage=stage, backend="eager", bucket_nbytes=BUCKET, **{"num_buffers": 2, **options}

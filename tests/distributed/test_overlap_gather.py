@@ -301,7 +301,7 @@ def test_step_waits_while_an_alias_of_weights_is_kept() -> None:
     for same, waited, explanation in run_ranks(_aliases, 2, True):
         assert all(same.values()), same
         assert waited == [False, True] * len(ALIASES), "while it is kept, and no longer"
-        assert "holds the memory of 6.bias to 4.bias (a view" in explanation
+        assert "holds the memory of 6.weight (a view" in explanation
 
 
 def test_an_alias_would_show_old_weights() -> None:

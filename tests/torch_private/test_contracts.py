@@ -313,6 +313,22 @@ def test_torch_function_is_not_asked() -> None:
     assert asked
 
 
+@contract("own_storage", "torch.utils.dlpack.from_dlpack")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.float8_e4m3fn])
+def test_the_same_memory_under_another_storage(dtype: torch.dtype) -> None:
+    flat = torch.arange(9).to(dtype)
+    own = torch_private.own_storage(flat[2:5])
+    assert own.dtype == dtype and own.data_ptr() == flat[2:].data_ptr() and own.shape == (3,)
+    assert own.untyped_storage().nbytes() == 3 * dtype.itemsize and own.storage_offset() == 0
+    flat[3] = 0
+    del flat
+    more = [torch.full((9,), 7).to(dtype) for _ in range(100)]  # would take memory that was given back
+    assert own.float().tolist() == torch.tensor([2, 0, 4]).to(dtype).float().tolist() and len(more) == 100
+    assert torch_private.own_storage(own[:0]).numel() == 0
+    alone, view = torch_private.num_sharing(own), own[1:]
+    assert torch_private.num_sharing(own) == alone + 1 and view.data_ptr() > own.data_ptr()
+
+
 @contract("num_sharing", "torch._C._storage_Use_Count")
 def test_holders_of_a_storage() -> None:
     tensor = torch.ones(4)

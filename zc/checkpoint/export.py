@@ -26,6 +26,7 @@ from zc.checkpoint.saving import cause_of, channel_of
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import groups_of_one, owned, state_of
 from zc.durable import write_synced
+from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError
 from zc.optim.given import Optimizers, shaped
 from zc.registry import sharded
@@ -168,7 +169,7 @@ def _gathered(held: ShardedModel, one: ShardedOptimizer, state: dict[str, dict[s
             have = [(start, part) for (start, numel, _), part in zip(everyone, parts, strict=True) if numel]
             if is_sharded:
                 joined = torch.cat([part for _, part in sorted(have, key=lambda item: item[0])])
-                found: Any = joined.view(own.slot.shape)
+                found: Any = in_shape(joined, own.slot)
             else:
                 found = have[0][1]
             whole.setdefault(name, {})[key] = found

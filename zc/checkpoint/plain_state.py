@@ -104,7 +104,7 @@ def optimizer_part(
 def _part(own: Owned | None, value: Any) -> Any:
     """This rank's part, copied: the given tensor stays the caller's."""
     if isinstance(value, ShardOf):
-        return ShardOf(tuple(value.shape), value.local.detach().clone(), value.start)
+        return value.with_local(value.local.detach().clone())
     if own is not None and own.slot.numel:
         return own.part(own.part_of(value.detach()).clone())
     return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,8 +1,9 @@
 """A flat shard as part of a tensor with a shape: what torch.distributed.checkpoint needs to write and read it.
 
 A shard's edge may cut a parameter in the middle of a row, and DCP knows only boxes. Any range of elements, in row-major
-order, is a few boxes: the aligned middle, and at each end what is left of a row, of a plane, ... (2 n - 1 at most for n
-dimensions). Each box is contiguous in the shard, so nothing is copied or gathered to cut it out::
+order or in that of another memory format, is a few boxes: the aligned middle, and at each end what is left of a row, of
+a plane, ... (2 n - 1 at most for n dimensions). Each box is contiguous in the shard, so nothing is copied or gathered
+to cut it out::
 
     shape (4, 5), elements [3, 17)      . . . a a        a: (0, 3) of size (1, 2)
                                         b b b b b        b: (1, 0) of size (2, 5)
@@ -45,8 +46,15 @@ class Box:
         return math.prod(self.sizes)
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements [start, stop) of a row-major tensor as disjoint boxes, in order."""
+def boxes(shape: Sequence[int], start: int, stop: int, order: Sequence[int] | None = None) -> list[Box]:
+    """Elements [start, stop) of a row-major tensor as disjoint boxes, in order; of one whose dimensions lie in
+    ``order``, from the outermost to the innermost, where they lie in another."""
+    if order is not None:
+        back = _inverse(order)
+        return [
+            Box(tuple(box.offsets[d] for d in back), tuple(box.sizes[d] for d in back), box.start)
+            for box in boxes([shape[d] for d in order], start, stop)
+        ]
     assert 0 <= start <= stop <= math.prod(shape), (shape, start, stop)
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     found: list[Box] = []
@@ -66,20 +74,32 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     return found
 
 
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=lambda d: order[d])
+
+
 class ShardOf(Tensor):
-    """This rank's elements [start, start + local.numel()) of a tensor of ``shape``: what DCP's planners take for a
-    sharded tensor (the methods with two underscores are its protocol). No arithmetic: it is a name for ``local``, 1-D.
+    """This rank's elements [start, start + local.numel()) of a tensor of ``shape``, counted row by row with the
+    dimensions in ``order`` (None: as they are): what DCP's planners take for a sharded tensor (the methods with two
+    underscores are its protocol). No arithmetic: it is a name for ``local``, 1-D.
     """
 
     local: Tensor
     start: int
+    order: tuple[int, ...] | None
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], local: Tensor, start: int) -> ShardOf:
+    def __new__(
+        cls, shape: Sequence[int], local: Tensor, start: int, order: tuple[int, ...] | None = None
+    ) -> ShardOf:
         made = torch_private.make_wrapper(cls, local.new_empty(()).expand(tuple(shape)))
         assert local.dim() == 1 and start + local.numel() <= math.prod(shape), (shape, local.shape, start)
-        made.local, made.start = local, start
+        made.local, made.start, made.order = local, start, order
         return made
+
+    def with_local(self, local: Tensor) -> ShardOf:
+        """The same part, of other memory."""
+        return ShardOf(tuple(self.shape), local, self.start, self.order)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         stop = self.start + self.local.numel()
@@ -95,15 +115,20 @@ class ShardOf(Tensor):
 
     @property
     def boxes(self) -> list[Box]:
-        return boxes(tuple(self.shape), self.start, self.start + self.local.numel())
+        return boxes(tuple(self.shape), self.start, self.start + self.local.numel(), self.order)
 
     def view_of(self, box: Box) -> Tensor:
+        """Under a storage of its own: DCP's writer clones a tensor that is part of a larger one, and keeps all clones
+        until its file is written, a second copy of the masters."""
         first = box.start - self.start
-        return self.local[first : first + box.numel].view(box.sizes)
+        found = torch_private.own_storage(self.local.detach()[first : first + box.numel])
+        if self.order is None:
+            return found.view(box.sizes)
+        return found.view([box.sizes[d] for d in self.order]).permute(_inverse(self.order))
 
     def copied(self) -> ShardOf:
         """The same part, of a copy in host memory."""
-        return ShardOf(tuple(self.shape), self.local.detach().to("cpu", copy=True), self.start)
+        return self.with_local(self.local.detach().to("cpu", copy=True))
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         return [
@@ -125,17 +150,8 @@ class ShardOf(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         for box in self.boxes:
             if index.offset is not None and tuple(index.offset) == box.offsets:
-                return _alone(self.view_of(box).detach())
+                return self.view_of(box)
         raise ValueError(f"{index} is not in {self!r}")
-
-
-def _alone(part: Tensor) -> Tensor:
-    """The same memory under a storage of its own. DCP's writer clones a tensor that is part of a larger storage, and
-    keeps all clones until its file is written: a second copy of the masters."""
-    if part.device.type != "cpu" or part.numel() == 0:
-        return part
-    raw = torch.from_numpy(part.contiguous().view(-1).view(torch.uint8).numpy())
-    return raw.view(part.dtype).view(part.shape)
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zc.checkpoint.shards import ShardOf
+from zc.engine.memory_order import flattened
 from zc.errors import CheckpointError
 from zc.planning.layout import Slot
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Owned:
-    """Elements [start, start + numel) of parameter ``slot`` are this rank's; ``slice``, of ``optimizer``, holds them if
-    there are any."""
+    """Elements [start, start + numel) of ``slot``, in its order, are this rank's; ``slice``, of ``optimizer``, holds
+    them if there are any."""
 
     optimizer: ShardedOptimizer
     slot: Slot
@@ -32,10 +33,11 @@ class Owned:
     dtype: torch.dtype
 
     def part(self, local: Tensor) -> ShardOf:
-        return ShardOf(self.slot.shape, local.reshape(-1), self.start)
+        """``local``: these elements in the slot's order, or, where they are all, in the parameter's shape."""
+        return ShardOf(self.slot.shape, flattened(local, self.slot), self.start, self.slot.order)
 
     def part_of(self, whole: Tensor) -> Tensor:
-        return whole.reshape(-1)[self.start : self.start + self.numel]
+        return flattened(whole, self.slot)[self.start : self.start + self.numel]
 
 
 def owned(held: ShardedModel) -> dict[str, Owned]:

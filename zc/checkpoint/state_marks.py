@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 
 from zc.checkpoint.plain_state import PART_KEY, WAYS, optimizer_part, shown_mark
 from zc.checkpoint.shards import ShardOf
+from zc.checkpoint.state import owned
+from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError
 from zc.planning.plan import LOADED, Plan
 
@@ -93,10 +95,11 @@ def _cut(held: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> di
         numbers.update({id(param): first + k for k, param in enumerate(group["params"])})
         groups.append({**given, "params": list(range(first, len(numbers)))})
     local: dict[int, dict[str, Any]] = {}
+    mine = owned(held)
     for name, values in states.items():
-        mine = one.slices[name]
-        local[numbers[id(mine)]] = {
-            key: value.local.view(mine.shape) if isinstance(value, ShardOf) else value for key, value in values.items()
+        local[numbers[id(one.slices[name])]] = {
+            key: in_shape(value.local, mine[name].slot) if isinstance(value, ShardOf) else value
+            for key, value in values.items()
         }
     return {**state, "state": local, "param_groups": groups}
 
@@ -112,5 +115,7 @@ def _digest(plan: Plan) -> str:
     for bucket in plan.buckets:
         layout = bucket.layout
         for slot in bucket.slots:
-            found.update(f"{slot.name} {slot.shape} {slot.offset} {layout.numel_shard} {layout.owners}\n".encode())
+            order = slot.strides or ""
+            line = f"{slot.name} {slot.shape} {slot.offset} {layout.numel_shard} {layout.owners}{order}\n"
+            found.update(line.encode())
     return found.hexdigest()[:16]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zc.checkpoint.shards import ShardOf
-from zc.checkpoint.state import groups_of, others, owned
+from zc.checkpoint.state import Owned, groups_of, others, owned
+from zc.engine.memory_order import flattened, in_shape
 from zc.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
             own = mine[name]
             if own.slice is not None:
                 local = value.local if isinstance(value, ShardOf) else value.reshape(-1)
-                own.slice.view(-1).copy_(local)
+                flattened(own.slice, own.slot).copy_(local)
         elif isinstance(rest.get(name), Tensor):
             rest[name].copy_(value)
         else:
@@ -188,7 +189,7 @@ def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
         optimizer.state.pop(own.slice, None)
         if name in states:
             group = next(g for g in optimizer.param_groups if any(p is own.slice for p in g["params"]))
-            optimizer.state[own.slice] = {k: _placed(k, v, own.slice, group) for k, v in states[name].items()}
+            optimizer.state[own.slice] = {k: _placed(k, v, own, group) for k, v in states[name].items()}
     groups = [group for each in held.optimizers for group in each.optimizer.param_groups]
     for group, loaded in zip(groups, target.groups(), strict=False):
         for key, value in loaded.items():
@@ -204,13 +205,14 @@ def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
             held.disk.settle(bucket.index)
 
 
-def _placed(key: str, value: Any, slice_: nn.Parameter, group: Mapping[str, Any]) -> Any:
+def _placed(key: str, value: Any, own: Owned, group: Mapping[str, Any]) -> Any:
     """A state where the optimizer expects it: beside its slice. A step count stays on the host, unless the update runs
     as one kernel and reads it there (as in ``torch.optim.Optimizer.load_state_dict``)."""
+    assert own.slice is not None
     if isinstance(value, ShardOf):
-        return value.local.view(slice_.shape).to(slice_.device)
+        return in_shape(value.local, own.slot).to(own.slice.device)
     if isinstance(value, Tensor) and (key != "step" or group.get("fused") or group.get("capturable")):
-        return value.to(slice_.device)
+        return value.to(own.slice.device)
     return value
 
 

@@ -3,7 +3,7 @@
 Bytes that a rank holds, by element of P (docs/design.md has the table by stage); ``acc`` and ``ring`` from a backward
 to the ``zero_grad`` that sets gradients to None, the others always::
 
-    flat_param    P * param_dtype    the parameters' own storage, whole on every rank
+    flat_param    P * param_dtype    the parameters' own memory, whole on every rank
     master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype; of an optimizer that reads whole
                                      parameters those that the rank owns, as its optimizer state (`zc.planning.layout`)
     acc           S (stage 2) or P (stage 1) * acc_dtype
@@ -22,7 +22,6 @@ acc.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -44,7 +43,10 @@ class Buffers:
     (`release`), as plain PyTorch's gradients are; both on the home stream, the latter when all others have been joined,
     so a caching allocator need not be told of other streams. Everything else lives as long as the plan. A ring buffer
     holds one bucket's gradient from its flatten_cast until its accumulate; the schedule's events keep the next user
-    away until then. ``flat_param[b]`` never moves: every parameter is a view of it.
+    away until then. ``flat_param[b]`` never moves: it is the memory of its parameters, each under a storage of its own
+    that keeps it.
+
+    Made without any of it; `add` and `add_staging` allocate what stays.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -55,23 +57,26 @@ class Buffers:
         self.host: list[Tensor] = []
         # views of a bucket's gradient that others have cut; they go with the memory that they would keep
         self.cuts: dict[int, dict[str, list[Tensor]]] = {}
-        memory = HostMemory(plan.buckets[0].device) if plan.offload is not None and plan.buckets else None
-        for bucket in plan.buckets:
-            start, stop = bucket.layout.owned_range(rank)
-            self.flat_param.append(torch.zeros(bucket.numel, dtype=bucket.param_dtype, device=bucket.device))
-            if memory is not None:
-                self.master_shard.append(memory.zeros(stop - start, bucket.acc_dtype))
-                self.host.append(memory.zeros(plan.numel_on_host(bucket), bucket.acc_dtype))
-            else:
-                self.master_shard.append(
-                    torch.zeros(stop - start, dtype=bucket.acc_dtype, device=bucket.device)
-                    if bucket.has_master
-                    else self.flat_param[-1][start:stop]
-                )
+        self._memory = HostMemory(plan.buckets[0].device) if plan.offload is not None and plan.buckets else None
+        self._staging: list[Tensor] = []
+        self._param: list[Tensor] = []
         self._drop_ring()
-        if plan.offload is None or not plan.offload.accumulates_on_host:
-            self.acc = [_room(0, b.acc_dtype, b.device) for b in plan.buckets]
-        self._staging, self._param = self._make_staging(memory)
+
+    def add(self, bucket: Bucket) -> None:
+        """Allocates what stays of the next bucket of the plan."""
+        assert bucket.index == len(self.flat_param)
+        start, stop = bucket.layout.owned_range(self.rank)
+        flat = torch.zeros(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
+        self.flat_param.append(flat)
+        if self._memory is not None:
+            self.master_shard.append(self._memory.zeros(stop - start, bucket.acc_dtype))
+            self.host.append(self._memory.zeros(self.plan.numel_on_host(bucket), bucket.acc_dtype))
+        elif bucket.has_master:
+            self.master_shard.append(torch.zeros(stop - start, dtype=bucket.acc_dtype, device=bucket.device))
+        else:
+            self.master_shard.append(flat[start:stop])
+        if self.plan.offload is None or not self.plan.offload.accumulates_on_host:
+            self.acc.append(_room(0, bucket.acc_dtype, bucket.device))
 
     def hold(self, bucket: Bucket) -> None:
         """Makes the accumulator of ``bucket`` and the ring, where they are not there; what is in them is not defined.
@@ -101,12 +106,8 @@ class Buffers:
             tensors.clear()
 
     def grow(self, plan: Plan) -> None:
-        """Takes in ``plan``, whose first buckets are the present ones, for which nothing moves. Nothing may be using
-        the ring. Not with offload."""
-        added = Buffers(replace(plan, buckets=plan.buckets[len(self.plan.buckets) :]), self.rank)
-        self.flat_param += added.flat_param
-        self.master_shard += added.master_shard
-        self.acc += added.acc
+        """Takes in ``plan``, whose first buckets are the present ones, for which nothing moves; the others are to be
+        added. Nothing may be using the ring. Not with offload."""
         self.plan = plan
         self._drop_ring()  # the next one has room for the largest bucket of all
 
@@ -138,15 +139,16 @@ class Buffers:
         )
         self._has_ring = True
 
-    def _make_staging(self, memory: HostMemory | None) -> tuple[list[Tensor], list[Tensor]]:
-        plan = self.plan
+    def add_staging(self) -> None:
+        """With offload: allocates what lies between the device and host memory."""
+        plan, memory = self.plan, self._memory
         if memory is None:
-            return [], []
+            return
         largest = max(plan.numel_on_host(b) * b.acc_dtype.itemsize for b in plan.buckets)
         cast = max((self.numel_owned(b) * b.param_dtype.itemsize for b in plan.buckets if b.has_master), default=0)
         device = plan.buckets[0].device
-        staging = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(plan.num_staging)]
-        return staging, [memory.zeros(cast, torch.uint8) for _ in range(plan.num_staging if cast else 0)]
+        self._staging = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(plan.num_staging)]
+        self._param = [memory.zeros(cast, torch.uint8) for _ in range(plan.num_staging if cast else 0)]
 
     def part(self, tensor: Tensor, bucket: Bucket) -> Tensor:
         """[S]: this rank's part of an accumulator, whether that is [P] or [S] already."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zc.engine.buffers import Buffers
+from zc.engine.memory_order import in_order
 from zc.engine.owners import spread
 from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, scatter_into
 from zc.log import log
@@ -129,7 +130,8 @@ class GradientOps:
         self, bucket: int, slots: Sequence[int], grads: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[int]]:
         layout = self.plan.buckets[bucket].slots
-        pairs = [(g, layout[k].offset) for k, g in zip(slots, grads, strict=True) if g is not None]
+        found = ((layout[k], g) for k, g in zip(slots, grads, strict=True))
+        pairs = [(in_order(g, slot), slot.offset) for slot, g in found if g is not None]
         for k, grad in zip(slots, grads, strict=True):
             if grad is not None:
                 self.touched[bucket][k] = True

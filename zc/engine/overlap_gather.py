@@ -77,7 +77,7 @@ class WeightGather:
         self._programs: dict[tuple[int, ...], Program] = {}
         self._is_open = False  # a gather may be in flight that the home stream has not waited for
         self._pending = Pending(self.synchronize)
-        self._num_sharing: list[int] = []  # by bucket, of flat_param's memory: the parameters and zc's own tensors
+        self._num_sharing: dict[str, int] = {}  # of each parameter's storage: the parameter alone
         self.hooks: list[RemovableHandle] = []  # on modules
         self._unseen: str | None = None  # why a read after the present update might not be noticed
 
@@ -99,16 +99,17 @@ class WeightGather:
                 shard.copy_(core.buffers.master_shard[index].detach())
         self._program(tuple(buckets))([], core.streams)
         self._is_open = core.plan.overlap_gather
-        # the parameters changed behind autograd's back (their storage is flat_param): a backward through a forward from
+        # the parameters changed behind autograd's back (their memory is flat_param): a backward through a forward from
         # before this step must fail as it does in PyTorch
         for index in buckets:
             for slot in core.plan.buckets[index].slots:
                 torch.autograd.graph.increment_version(core.params[slot.name])
 
     def count_sharing(self) -> None:
-        """New buckets are ready: flat_param is new memory, which nobody but the parameters and zc can hold yet."""
-        added = self._found().buffers.flat_param[len(self._num_sharing) :]
-        self._num_sharing += [torch_private.num_sharing(flat) for flat in added]
+        """New buckets are ready: their parameters' storages are new, and nobody but the parameters can hold them."""
+        for name, param in self._found().params.items():
+            if name not in self._num_sharing:
+                self._num_sharing[name] = torch_private.num_sharing(param)
 
     def watch(self) -> None:
         """The step is over: who reads a parameter before the next forward waits for all gathers. Where a read could not
@@ -127,13 +128,11 @@ class WeightGather:
         others = sorted({type(p).__name__ for p in core.params.values() if not can_be_watched(p)})
         if others:
             return f"parameters of class {', '.join(others)} can't be watched"
-        flat_param = core.buffers.flat_param
-        for bucket, flat, known in zip(core.plan.buckets, flat_param, self._num_sharing, strict=True):
-            if torch_private.num_sharing(flat) > known:
-                first, last = bucket.slots[0].name, bucket.slots[-1].name
+        for name, known in self._num_sharing.items():
+            if torch_private.num_sharing(core.params[name]) > known:
                 return (
-                    f"something other than the parameters holds the memory of {first} to {last} (a view, p.data, "
-                    "p.detach() or an array kept from before the step), and may be read unseen"
+                    f"something other than the parameter holds the memory of {name} (a view, p.data, p.detach() or an "
+                    "array kept from before the step), and may be read unseen"
                 )
         return None
 

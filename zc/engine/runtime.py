@@ -26,6 +26,7 @@ from zc.engine.core import Core
 from zc.engine.deposits import Deposits
 from zc.engine.flushes import Flushes
 from zc.engine.listener import Listener
+from zc.engine.memory_order import in_shape
 from zc.engine.ops import Acc
 from zc.engine.overlap_gather import WeightGather
 from zc.engine.program import Program
@@ -361,7 +362,7 @@ class Runtime(Core):
             if work is not None:
                 work.wait()
         pairs = zip(bucket.slots, self.ops.touched[index], strict=True)
-        return {s.name: flat[s.offset : s.stop].view(s.shape).clone() if touched else None for s, touched in pairs}
+        return {s.name: in_shape(flat[s.offset : s.stop], s).clone() if touched else None for s, touched in pairs}
 
     def after_update(self, optimizer: int) -> None:
         self._reopen()  # the next step meets the other ranks again, whether or not this one has a backward before

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zc.engine.memory_order import in_shape
 from zc.errors import PlanError, ZcError
 from zc.offload.disk_file import Region, StateFile, place
 from zc.planning.plan import Plan
@@ -71,7 +72,7 @@ def open_file(
     """The file for this plan. Raises as `StateFile`, and PlanError where what an earlier run left belongs to other
     weights than rank 0 has (the others get theirs from it)."""
     keys = state_keys(optimizer)
-    slots = [f"{s.name} {tuple(s.shape)} at {s.offset} of bucket {b.index}" for b in plan.buckets for s in b.slots]
+    slots = [f"{slot} of bucket {b.index}" for b in plan.buckets for slot in b.slots]
     lines = [f"optimizer {type(optimizer).__name__} with {', '.join(keys) or 'no state'}", *slots]
     file = StateFile(Path(folder), rank, plan.world_size, regions_of(plan, keys), lines)
     if file.found is not None and rank == 0:
@@ -111,7 +112,7 @@ class DiskState:
                     first, stop = bucket.layout.owned(slot, rank)
                     for key in keys:
                         whole = file.tensor(f"{bucket.index}/{key}")
-                        self._place[slot.name, key] = whole[first - start : stop - start].view(slices[slot.name].shape)
+                        self._place[slot.name, key] = in_shape(whole[first - start : stop - start], slot)
         self._take_up()
 
     def _take_up(self) -> None:

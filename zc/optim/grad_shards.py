@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from zc import torch_private
+from zc.engine.memory_order import flattened, in_shape
 from zc.errors import ZcError
 from zc.kernels import sums_of_squares
+from zc.planning.layout import Slot
 from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
@@ -27,8 +29,8 @@ class GradShards:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._where: dict[str, tuple[int, int]] = {}  # bucket and slot
-        # by bucket and name: elements of S, and the slice's shape
-        self._parts: dict[int, dict[str, tuple[int, int, tuple[int, ...]]]] = {}
+        # by bucket and name: elements of S
+        self._parts: dict[int, dict[str, tuple[int, int, Slot]]] = {}
         self._norms: dict[float, Tensor] = {}  # order -> norms [touched parameters], since the gradients last changed
         self._norm_of: dict[float, dict[str, Tensor]] = {}  # the same by name, 0-d, fp32
 
@@ -42,9 +44,7 @@ class GradShards:
             for slot in bucket.slots:
                 first, stop = bucket.layout.in_shard(slot, self.runtime.group.rank)
                 if first < stop:
-                    # a whole parameter keeps its shape: optimizers and their options may look at it
-                    shape = slot.shape if stop - first == slot.numel else (stop - first,)
-                    parts[slot.name] = first - start, stop - start, shape
+                    parts[slot.name] = first - start, stop - start, slot
 
     def of(self, bucket: Bucket) -> dict[str, list[Tensor]]:
         """By name, for each parameter of ``bucket`` of which this rank owns elements: every tensor that holds its part
@@ -113,7 +113,9 @@ class GradShards:
     def _part(self, bucket: Bucket, name: str) -> Tensor:
         """[n]: what this rank owns of one gradient, on the device where the update reads it; n may be 0."""
         copies = self.of(bucket).get(name)
-        return copies[0].view(-1) if copies else self.runtime.buffers.acc_shard(bucket)[:0]
+        if not copies:
+            return self.runtime.buffers.acc_shard(bucket)[:0]
+        return flattened(copies[0], self._parts[bucket.index][name][2])
 
     def _is_touched(self, name: str) -> bool:
         bucket, k = self._where[name]
@@ -187,15 +189,15 @@ class GradShards:
         self.runtime.receive(*self._where[name], grad)
 
 
-def _cut(shard: Tensor, parts: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[Tensor]:
-    """Views [start, stop) of ``shard`` [S], of the shapes given; parts ascend and are disjoint. One call into C++ cuts
-    all, in place of two a part: a model has hundreds."""
+def _cut(shard: Tensor, parts: Sequence[tuple[int, int, Slot]]) -> list[Tensor]:
+    """Views [start, stop) of ``shard`` [S], `in_shape` of their slots; parts ascend and are disjoint. One call into C++
+    cuts all, in place of two a part: a model has hundreds."""
     sizes, at = [], 0
     for start, stop, _ in parts:
         sizes += [start - at, stop - start]
         at = stop
     cut = shard.split_with_sizes([*sizes, shard.numel() - at])[1::2]
-    return [piece if len(shape) == 1 else piece.view(shape) for piece, (_, _, shape) in zip(cut, parts, strict=True)]
+    return [in_shape(piece, slot) for piece, (_, _, slot) in zip(cut, parts, strict=True)]
 
 
 def _sums(parts: list[Tensor], order: float) -> Tensor:

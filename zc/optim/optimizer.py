@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from zc.engine.memory_order import flattened, in_shape
 from zc.engine.owners import gather_whole
 from zc.errors import ZcError
 from zc.offload.disk import DiskState
@@ -121,17 +122,15 @@ class ShardedOptimizer:
         first, stop = (start, start) if is_empty else bucket.layout.owned(slot, rank)
         if first == stop and not is_empty:
             return
-        # a whole parameter keeps its shape: optimizers and their options may look at it
-        shape = slot.shape if stop - first == slot.numel else (stop - first,)
         master = buffers.master_shard[bucket.index]
-        self.slices[name] = nn.Parameter(master[first - start : stop - start].view(shape))
+        self.slices[name] = nn.Parameter(in_shape(master[first - start : stop - start], slot))
 
     def _slice_state(self, bucket: Bucket, slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
         """What the optimizer knows of a parameter, cut as the parameter was."""
         first, stop = bucket.layout.owned(slot, self.runtime.group.rank)
         like = self.slices[slot.name]
         return {
-            key: item.reshape(-1)[first - slot.offset : stop - slot.offset].view(like.shape).to(like)
+            key: in_shape(flattened(item, slot)[first - slot.offset : stop - slot.offset], slot).to(like)
             if isinstance(item, Tensor) and tuple(item.shape) == slot.shape and item.dim() > 0
             else item
             for key, item in state.items()
@@ -156,7 +155,7 @@ class ShardedOptimizer:
                     grad = parts[slot.name][0] if slot.name in parts else torch.zeros_like(held)  # no element of it
                 elif touched and held.numel() == slot.numel:
                     first = slot.offset - bucket.layout.owned_range(self.runtime.group.rank)[0]
-                    grad = whole[bucket.index][first : first + slot.numel].view(slot.shape)
+                    grad = in_shape(whole[bucket.index][first : first + slot.numel], slot)
                 self._give(slot.name, grad)
 
     def stand_in(self) -> None:

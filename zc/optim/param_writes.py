@@ -1,6 +1,6 @@
 """What the caller does to parameters between updates: weights written in place are kept, moved ones refused.
 
-flat_param is the parameters' storage. Where the masters are their own tensors (narrower parameters, offload), the next
+flat_param is the parameters' memory. Where the masters are their own tensors (narrower parameters, offload), the next
 update would overwrite a value that the caller has written into the parameter alone: ``load_state_dict``, a
 re-initialised layer, a clamp or an exchange of weights through ``p.data``. Autograd counts writes, but not those
 through ``.data``; so before an update each rank looks at the elements that it owns. What still is its master,
@@ -32,7 +32,7 @@ class ParamWrites:
         self._versions: dict[str, int] = {}
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
-        """The parameters of these buckets are views of flat_param, which never moves, from now on."""
+        """The parameters of these buckets lie in flat_param, which never moves, from now on."""
         for bucket in buckets:
             flat = self._core.buffers.flat_param[bucket.index]
             for slot in bucket.slots:

@@ -44,11 +44,19 @@ class Rule:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in a bucket: elements [offset, offset + numel) of the flat buffer."""
+    """One parameter's place in a bucket: elements [offset, offset + numel) of the flat buffer.
+
+    ``strides``: the parameter's, where they are not those of a row-major one (`own_strides`): its elements then lie in
+    the slot in the order of its own memory, as channels_last has it.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    strides: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.shape} at {self.offset}{'' if self.strides is None else f', strides {self.strides}'}"
 
     @property
     def numel(self) -> int:
@@ -57,6 +65,15 @@ class Slot:
     @property
     def stop(self) -> int:
         return self.offset + self.numel
+
+    @cached_property
+    def order(self) -> tuple[int, ...] | None:
+        """The dimensions from the outermost to the innermost in the slot; None: as they are numbered."""
+        if self.strides is None:
+            return None
+        strides = self.strides
+        order = sorted(range(len(strides)), key=lambda d: (self.shape[d] > 1, -strides[d]))
+        return tuple(order) if [d for d in order if self.shape[d] > 1] != _long(self.shape) else None
 
 
 @dataclass(frozen=True)
@@ -118,6 +135,21 @@ class FlatLayout:
         start, stop = self.runs.get(rank, (0, 0))
         shards = range(start // self.numel_shard, -(-stop // self.numel_shard))
         return [(k, max(start, self.shard_range(k)[0]), min(stop, self.shard_range(k)[1])) for k in shards]
+
+
+def own_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """``strides`` in elements, where such a tensor fills its memory without a hole or an overlap and is not row-major;
+    None for all others."""
+    dims = sorted(_long(shape), key=lambda d: strides[d])
+    expected = [math.prod(shape[d] for d in dims[:k]) for k in range(len(dims))]
+    is_dense = math.prod(shape) > 0 and [strides[d] for d in dims] == expected
+    row_major = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    return tuple(strides) if is_dense and list(strides) != row_major else None
+
+
+def _long(shape: Sequence[int]) -> list[int]:
+    """The dimensions of more than one element: the stride of another one means nothing."""
+    return [d for d, size in enumerate(shape) if size > 1]
 
 
 def _within(slot: Slot, start: int, stop: int) -> tuple[int, int]:

@@ -27,13 +27,14 @@ LOADED = "load_state_dict"  # in a rank's journal: what the optimizer was given,
 @dataclass(frozen=True)
 class ParamSpec:
     """What the plan needs to know of one trainable parameter: fully qualified name, shape, dtype after
-    ``param_dtype``, device, and the number of the optimizer that has it."""
+    ``param_dtype``, device, the number of the optimizer that has it, and `own_strides` of its memory."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     optimizer: int = 0
+    strides: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,8 @@ def make_plan(
         for members in sorted(chunks, key=lambda members: arrival[members[-1].name]):
             number, shapes = members[0].optimizer, [(spec.name, spec.shape) for spec in members]
             layout = layout_of(rules[number], shapes, world_size, align, owners)
+            strides = {spec.name: spec.strides for spec in members}
+            layout = replace(layout, slots=tuple(replace(s, strides=strides[s.name]) for s in layout.slots))
             buckets.append(Bucket(len(buckets), layout, dtype, wire, acc_dtype, device, number))
     packed = tuple(buckets)
     return Plan(

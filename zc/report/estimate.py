@@ -17,7 +17,7 @@ from torch import nn
 from zc.checks import trainable
 from zc.config import Config
 from zc.errors import PlanError
-from zc.planning.layout import Rule
+from zc.planning.layout import Rule, own_strides
 from zc.planning.nbytes import STATES, copied, heaviest, held, sent
 from zc.planning.plan import ParamSpec, Plan, make_plan
 
@@ -137,7 +137,10 @@ def plan(
     if not params:
         raise PlanError(f"{type(model).__name__} has no trainable parameter (requires_grad is False for all)")
     classes, owners = _optimizers(params, optimizer)
-    specs = [ParamSpec(n, tuple(p.shape), param_dtype or p.dtype, p.device, owners[n]) for n, p in params.items()]
+    specs = [
+        ParamSpec(n, tuple(p.shape), param_dtype or p.dtype, p.device, owners[n], own_strides(p.shape, p.stride()))
+        for n, p in params.items()
+    ]
     made = make_plan(
         specs, world_size=world_size, placement=config.placement, reduce=reduce, reduce_dtype=reduce_dtype,
         bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True, offload=config.host,

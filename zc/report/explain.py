@@ -142,7 +142,7 @@ def _buckets(runtime: Runtime) -> str:
             f"{b.index:>6} {len(b.slots):>6} {b.numel:>12,} {b.numel * b.param_dtype.itemsize:>12,} "
             f"{b.layout.numel_padding:>8,} {how:>8} {runtime.ops.reductions_of_last_step[b.index]:>5} {holds:>8}"
         )
-        rows += [f"{'':>8}{s.name} {tuple(s.shape)} at {s.offset}" for s in b.slots]
+        rows += [f"{'':>8}{slot}" for slot in b.slots]
     return "\n".join(rows)
 
 
