@@ -55,8 +55,7 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: Given, *rest: Any, **
     for one in listed(optimizer):
         pointers.append(PointsBeside(one))
         wrapped.append(accelerator.prepare(one, device_placement=[False]))  # slices lie where the masters do
-        wrapped[-1].state_dict = pointers[-1].state_dict
-        wrapped[-1].load_state_dict = pointers[-1].load_state_dict
+        pointers[-1].take_place(wrapped[-1])
     _keep_state(accelerator, model, optimizer, pointers)
     given = shaped(optimizer, wrapped)
     if not rest:
@@ -121,28 +120,27 @@ class _NoSync:
 
 
 def _keep_state(accelerator: Any, model: nn.Module, optimizer: Given, pointers: list[PointsBeside]) -> None:
-    """``save_state`` and ``load_state``. accelerate holds the hooks, and they the model."""
+    """``save_state`` and ``load_state``. accelerate holds the hooks for as long as it lives, and a model may go before
+    (``free_memory``)."""
+    known = weakref.ref(model)
 
-    def name_in(models: list[Any]) -> str:
-        number = next(k for k, one in enumerate(models) if one is model)
-        return "zc" if number == 0 else f"zc_{number}"
+    def name_in(models: list[Any]) -> str | None:
+        found = known()
+        numbers = [k for k, one in enumerate(models) if one is found]
+        return ("zc" if numbers[0] == 0 else f"zc_{numbers[0]}") if numbers else None
 
     def save_hook(models: list[Any], weights: list[Any], output_dir: str) -> None:
-        if not any(one is model for one in models):
-            return  # accelerator.free_memory() has let go of it
-        name = name_in(models)
-        save_beside(output_dir, name, model, optimizer)
-        for pointer in pointers:
-            pointer.saved(name)
-        number = next(k for k, one in enumerate(models) if one is model)
-        if accelerator.is_main_process and number < len(weights):
-            # parameters of a bucket are views of one storage, and accelerate drops what shares one
-            weights[number] = {key: value.clone() for key, value in weights[number].items()}
+        model, name = known(), name_in(models)
+        if model is not None and name is not None:
+            save_beside(output_dir, name, model, optimizer)
+            for pointer in pointers:
+                pointer.saved(name)
 
     def load_hook(models: list[Any], input_dir: str) -> None:
-        if any(one is model for one in models):
+        model, name = known(), name_in(models)
+        if model is not None and name is not None:
             # accelerate reads the weights after it: the same, in the parameters' dtype, and masters stay as they are
-            load_beside(input_dir, name_in(models), model, optimizer)
+            load_beside(input_dir, name, model, optimizer)
 
     accelerator.register_save_state_pre_hook(save_hook)
     accelerator.register_load_state_pre_hook(load_hook)

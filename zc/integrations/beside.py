@@ -54,8 +54,17 @@ class PointsBeside:
         self._optimizer = optimizer
         self._name: str | None = None
 
+    def take_place(self, wrapper: Any) -> None:
+        """``wrapper``, the framework's, asks here from now on."""
+        wrapper.points = self
+        wrapper.state_dict, wrapper.load_state_dict = self.state_dict, self.load_state_dict
+
     def saved(self, name: str) -> None:
         self._name = name
+
+    def given_up(self) -> None:
+        """Nothing has asked, and nothing will: on a rank that writes no file."""
+        self._name = None
 
     def state_dict(self) -> dict[str, Any]:
         if self._name is None:
