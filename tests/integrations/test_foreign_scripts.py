@@ -14,7 +14,8 @@ from tiers import FULL
 from torch import Tensor
 
 SCRIPTS = Path(__file__).parent / "scripts"
-CLIPS = {"nanogpt", "mingpt"}  # a norm is summed in another order than one process does
+# a norm is summed in another order than in one process, and several backwards an update in another than under DDP
+ROUNDED = {"nanogpt", "mingpt", "dcgan"}
 COMPILED = pytest.param("nanogpt", "aot_eager")
 EAGER = [pytest.param(name, "eager") for name in ("nanogpt", "imagenet", "mingpt", "dcgan")]
 INDUCTOR = [pytest.param(name, "inductor") for name in ("nanogpt", "imagenet", "mingpt", "dcgan")]
@@ -47,5 +48,5 @@ def test_it_ends_with_ddp_s_weights(tmp_path: Path, script: str, backend: str) -
         if backend == "eager":
             assert furthest(_end(folder), ends[engine]) == 0, f"{engine}: a run that was resumed is another one"
         assert furthest(_end(folder), ends["ddp"]) < TOLERANCE
-    bound = 0.0 if backend == "eager" and script not in CLIPS else TOLERANCE
+    bound = 0.0 if backend == "eager" and script not in ROUNDED else TOLERANCE
     assert furthest(ends["zc"], ends["ddp"]) <= bound, f"{script} with {backend}"

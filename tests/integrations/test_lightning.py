@@ -84,7 +84,13 @@ class Parts(lightning.LightningModule):
 
 
 def _fit(
-    rank: int, world_size: int, kind: str, options: Options, folder: str, more: dict[str, Any], resume: str | None = None
+    rank: int,
+    world_size: int,
+    kind: str,
+    options: Options,
+    folder: str,
+    more: dict[str, Any],
+    resume: str | None = None,
 ) -> dict[str, Any]:
     with torchrun(rank, world_size):
         torch.manual_seed(5)
@@ -130,7 +136,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "options", "more", "tolerance"), CASES if FULL else CASES[:1])
-def test_fit_is_ddp_s(tmp_path: Path, kind: str, options: dict[str, Any], more: dict[str, Any], tolerance: float) -> None:
+def test_fit_is_ddp_s(
+    tmp_path: Path, kind: str, options: dict[str, Any], more: dict[str, Any], tolerance: float
+) -> None:
     """Validation, schedulers and checkpoints; resumed from its own checkpoint, and from DDP's; DDP from zc's."""
     ddp, ours = tmp_path / "ddp", tmp_path / "zc"
     wanted = run_ranks(_fit, 2, kind, None, str(ddp), more, timeout=300.0)

@@ -206,11 +206,11 @@ def _refusals(rank: int, world_size: int, folder: str) -> list[str]:
     with torchrun(rank, world_size):
         import zc.integrations.transformers as ours
 
-        kept, ours.transformers = ours.transformers, type("T", (), {"Trainer": Renamed})
+        kept, ours._Trainer = ours._Trainer, Renamed
         try:
             found.append(": ".join(message_of(lambda: Mine(_model(), _arguments(folder, **PLAIN)))))
         finally:
-            ours.transformers = kept
+            ours._Trainer = kept
         found.append(": ".join(message_of(NoTrainer)))
     return found
 

@@ -76,7 +76,7 @@ def _check(accelerator: Any, model: nn.Module, optimizer: Given) -> None:
         if dims is not None and getattr(dims, f"{name}_enabled", False):
             raise PlanError(f"the Accelerator has a ParallelismConfig with {name}: zc takes data parallel ranks alone")
     if accelerator.mixed_precision == "fp8":
-        raise PlanError("the Accelerator has mixed_precision='fp8', which replaces layers: zc takes 'no', 'fp16', 'bf16'")
+        raise PlanError("the Accelerator has mixed_precision='fp8', which replaces layers: zc takes 'fp16' and 'bf16'")
     backend = accelerator.state.dynamo_plugin.backend.value
     if backend != "NO":
         raise PlanError(

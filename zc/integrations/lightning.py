@@ -28,9 +28,9 @@ from zc.integrations.packages import needed
 from zc.integrations.whole import whole_weights
 from zc.registry import COMPILED, sharded
 
-lightning = needed("lightning", "lightning")
-_fabric = needed("lightning.fabric.strategies", "lightning")
-_pytorch = needed("lightning.pytorch.strategies", "lightning")
+_Module: Any = needed("lightning", "lightning").LightningModule
+_FabricDDP: Any = needed("lightning.fabric.strategies", "lightning").DDPStrategy
+_TrainerDDP: Any = needed("lightning.pytorch.strategies", "lightning").DDPStrategy
 
 # of DDPStrategy, and good for zc as well; everything else that a strategy is given is zc.compile's
 _OF_DDP = (
@@ -65,7 +65,7 @@ def _params_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
     return [param for name, param in found.runtime.params.items() if name in names]
 
 
-class ZcStrategy(_pytorch.DDPStrategy):
+class ZcStrategy(_TrainerDDP):
     """For lightning.pytorch.Trainer. Takes the options of `zc.compile`, and DDPStrategy's that are about processes.
 
     ``training_step`` runs as it is, and what it calls of the model is compiled: ``self(...)`` where the LightningModule
@@ -88,7 +88,7 @@ class ZcStrategy(_pytorch.DDPStrategy):
                 torch_private.run_eagerly(child)
         super().setup_optimizers(trainer)
         zc_compile(module, list(self.optimizers), **self._options)
-        if type(module).forward is lightning.LightningModule.forward:
+        if type(module).forward is _Module.forward:
             _compile_children(module)
         if any(param.dtype != self._masters.get(name, param).dtype for name, param in module.named_parameters()):
             load_state_dict(module, list(self.optimizers), {"model": self._masters})
@@ -111,7 +111,7 @@ class ZcStrategy(_pytorch.DDPStrategy):
         self._masters = checkpoint["state_dict"] if self.lightning_module not in COMPILED else {}
 
 
-class ZcFabricStrategy(_fabric.DDPStrategy):
+class ZcFabricStrategy(_FabricDDP):
     """For lightning.fabric.Fabric: ``model, optimizer = fabric.setup(model, optimizer)``, both in one call. Takes the
     options of `zc.compile`, and DDPStrategy's that are about processes."""
 

@@ -4,10 +4,10 @@
 
     trainer = Mine(model=..., args=..., train_dataset=..., zc_options={"stage": 2})
 
-`Trainer.create_optimizer`, which subclasses may override, is where model and optimizer first meet: zc takes them there,
-through `zc.integrations.accelerate`, and ``accelerator.prepare`` then finds them prepared. Private names of transformers
+`Trainer.create_optimizer`, which subclasses may override, is where model and optimizer first meet: zc takes them
+there, through `zc.integrations.accelerate`, and ``accelerator.prepare`` then finds them prepared. Private names, of transformers
 5.23: ``_save_optimizer_and_scheduler`` and ``_load_optimizer_and_scheduler``, since rank 0 alone asks the optimizer for
-its state there. A checkpoint has zc's own in its folder ``zc``; one that a plain Trainer wrote can be resumed as well.
+its state there. A checkpoint has zc's own in its folder ``zc``; one that a plain Trainer wrote can be resumed, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zc.integrations.beside import load_beside, save_beside
 from zc.integrations.packages import needed, seam
 from zc.registry import COMPILED
 
-transformers = needed("transformers", "transformers")
+_Trainer: Any = needed("transformers", "transformers").Trainer
 _prepare = needed("zc.integrations.accelerate", "transformers").prepare
 
 _SEEN = "5.23"
@@ -39,9 +39,9 @@ class ZcMixin:
     zc_options: Mapping[str, Any] = {}
 
     def __init__(self, *args: Any, zc_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        if not isinstance(self, transformers.Trainer):
+        if not isinstance(self, _Trainer):
             raise TypeError(f"{type(self).__name__} needs transformers.Trainer among its bases, behind ZcMixin")
-        seam(transformers.Trainer, "transformers", _SEEN, _SEAMS)
+        seam(_Trainer, "transformers", _SEEN, _SEAMS)
         if zc_options is not None:
             self.zc_options = dict(zc_options)
         self._zc_model: nn.Module | None = None
@@ -76,7 +76,7 @@ class ZcMixin:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
 
-class ZcTrainer(ZcMixin, transformers.Trainer):
+class ZcTrainer(ZcMixin, _Trainer):
     """transformers.Trainer with ``zc_options=``, of `zc.compile`."""
 
 
@@ -95,6 +95,7 @@ def _check(trainer: Any) -> None:
     }
     for name, why in refused.items():
         if getattr(args, name, None):
-            raise PlanError(f"TrainingArguments({name}={getattr(args, name)!r}) does not go with zc: {why}. Leave it out")
+            given = f"{name}={getattr(args, name)!r}"
+            raise PlanError(f"TrainingArguments({given}) does not go with zc: {why}. Leave it out")
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise PlanError("the model was sharded when it was loaded (distributed_config): load it whole")

@@ -1,4 +1,4 @@
-"""Whole states, for frameworks that write one file from rank 0: what DDP would have, so either can take up the other's."""
+"""Whole states, for frameworks that write one file from rank 0: what DDP has, so either can take up the other's."""
 
 from __future__ import annotations
 

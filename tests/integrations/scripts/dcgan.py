@@ -1,5 +1,5 @@
-"""In the manner of pytorch/examples' dcgan: two networks with an optimizer each that train in turn, on real pictures, on
-made ones, then the generator through the discriminator. zc: the lines marked so."""
+"""In the manner of pytorch/examples' dcgan: two networks with an optimizer each that train in turn, on real pictures,
+on made ones, then the generator through the discriminator. zc: the lines marked so."""
 
 from __future__ import annotations
 

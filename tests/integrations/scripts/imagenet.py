@@ -107,10 +107,7 @@ def main(argv: list[str]) -> None:
         top1 = validate(val_loader, model)
         scheduler.step()
         is_best, best = top1 > best, max(top1, best)
-        if args.engine == "zc":
-            of_optimizer = zc.full_optimizer_state(model, optimizer)  # zc: on all ranks
-        else:
-            of_optimizer = optimizer.state_dict()
+        of_optimizer = optimizer.state_dict() if args.engine == "ddp" else zc.full_optimizer_state(model, optimizer)
         if dist.get_rank() == 0 and not (args.resume or epoch == args.epochs - 1):
             state = {"epoch": epoch + 1, "best": best, "state_dict": model.state_dict(), "optimizer": of_optimizer}
             torch.save({**state, "scheduler": scheduler.state_dict()}, path)

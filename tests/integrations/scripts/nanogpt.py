@@ -1,5 +1,5 @@
-"""In the manner of nanoGPT's train.py: one flat script, tokens from one array, a learning rate set by hand, microbatches,
-clipping, a checkpoint of plain torch.save. ``--engine zc`` differs from ``ddp`` in the lines marked so."""
+"""In the manner of nanoGPT's train.py: one flat script, tokens from one array, a learning rate set by hand,
+microbatches, clipping, a checkpoint of plain torch.save. ``--engine zc`` differs from ``ddp`` in the lines marked so."""
 
 from __future__ import annotations
 
@@ -98,10 +98,7 @@ def main(argv: list[str]) -> None:
             group["lr"] = 1e-2 * 0.5 * (1 + math.cos(math.pi * iteration / args.max_iters))
         if iteration == args.save_at and not args.resume:
             state = raw_model.state_dict()
-            if args.engine == "zc":
-                of_optimizer = zc.full_optimizer_state(model, optimizer)  # zc: on all ranks
-            else:
-                of_optimizer = optimizer.state_dict()
+            of_optimizer = optimizer.state_dict() if args.engine == "ddp" else zc.full_optimizer_state(model, optimizer)
             if rank == 0:
                 torch.save({"model": state, "optimizer": of_optimizer, "iter_num": iteration}, path)
         for micro in range(microbatches):
