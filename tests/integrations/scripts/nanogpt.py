@@ -1,5 +1,5 @@
 """In the manner of nanoGPT's train.py: one flat script, tokens from one array, a learning rate set by hand,
-microbatches, clipping, a checkpoint of plain torch.save. ``--engine zc`` differs from ``ddp`` in the lines marked so."""
+microbatches, clipping, a checkpoint of plain torch.save. zc: the lines marked so."""
 
 from __future__ import annotations
 
