@@ -45,9 +45,9 @@ def _launch(name: str, *argv: str) -> None:
 def _by_torchrun(name: str, *argv: str) -> None:
     """A script that makes its own process group."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        + [str(EXAMPLES / f"{name}.py"), "--cpu", *argv],
+        [*launcher, str(EXAMPLES / f"{name}.py"), "--cpu", *argv],
         env=env,
         cwd=ROOT,
         capture_output=True,

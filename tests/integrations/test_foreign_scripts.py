@@ -34,7 +34,7 @@ def _end(folder: Path) -> dict[str, Tensor]:
     return {name: value.float() for name, value in saved.items()}
 
 
-@pytest.mark.parametrize(("script", "backend"), [*EAGER, COMPILED, *INDUCTOR] if FULL else EAGER)
+@pytest.mark.parametrize(("script", "backend"), [*EAGER, COMPILED, *INDUCTOR] if FULL else EAGER[:2])
 def test_it_ends_with_ddp_s_weights(tmp_path: Path, script: str, backend: str) -> None:
     ends = {}
     for engine in ("ddp", "zc"):

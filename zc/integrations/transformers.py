@@ -7,9 +7,9 @@
 `Trainer.create_optimizer`, which subclasses may override, is where model and optimizer first meet: zc takes them
 there, through `zc.integrations.accelerate`, and ``accelerator.prepare`` then finds them prepared.
 
-Private names, of transformers 5.23: ``_save_optimizer_and_scheduler`` and ``_load_optimizer_and_scheduler``, since rank 0
-alone asks the optimizer for its state there. A checkpoint has zc's own in its folder ``zc``; one that a plain Trainer
-wrote can be resumed, too.
+Private names, of transformers 5.23: ``_save_optimizer_and_scheduler`` and ``_load_optimizer_and_scheduler``, since
+rank 0 alone asks the optimizer for its state there. A checkpoint has zc's own in its folder ``zc``; one that a plain
+Trainer wrote can be resumed, too.
 """
 
 from __future__ import annotations
