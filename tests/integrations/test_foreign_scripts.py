@@ -29,9 +29,15 @@ def _run(rank: int, world_size: int, script: str, argv: list[str]) -> None:
         importlib.import_module(script).main(argv)
 
 
-def _end(folder: Path) -> dict[str, Tensor]:
+def _end(folder: Path, backend: str) -> dict[str, Tensor]:
+    """The weights at the end; of compiled runs without the keys' bias. A softmax does not see that, so its gradient is
+    0 but for rounding, which Adam turns into steps of the learning rate, compiled code in another direction."""
     saved = torch.load(folder / "end.pt", weights_only=True)["model"]
-    return {name: value.float() for name, value in saved.items()}
+    found = {name: value.float() for name, value in saved.items()}
+    for name, value in found.items():
+        if backend != "eager" and name.endswith(("qkv.bias", "in_proj_bias")):
+            value.view(3, -1)[1] = 0
+    return found
 
 
 @pytest.mark.parametrize(("script", "backend"), [*EAGER, COMPILED, *INDUCTOR] if FULL else EAGER[:2])
@@ -42,11 +48,11 @@ def test_it_ends_with_ddp_s_weights(tmp_path: Path, script: str, backend: str) -
         folder.mkdir()
         argv = ["--engine", engine, "--backend", backend, "--out", str(folder)]
         run_ranks(_run, 2, script, argv, timeout=300.0)
-        ends[engine] = _end(folder)
+        ends[engine] = _end(folder, backend)
         (folder / "end.pt").unlink()
         run_ranks(_run, 2, script, [*argv, "--resume"], timeout=300.0)
         if backend == "eager":
-            assert furthest(_end(folder), ends[engine]) == 0, f"{engine}: a run that was resumed is another one"
-        assert furthest(_end(folder), ends["ddp"]) < TOLERANCE
+            assert furthest(_end(folder, backend), ends[engine]) == 0, f"{engine}: a run that was resumed is another one"
+        assert furthest(_end(folder, backend), ends["ddp"]) < TOLERANCE
     bound = 0.0 if backend == "eager" and script not in ROUNDED else TOLERANCE
     assert furthest(ends["zc"], ends["ddp"]) <= bound, f"{script} with {backend}"
