@@ -52,7 +52,7 @@ def test_it_ends_with_ddp_s_weights(tmp_path: Path, script: str, backend: str) -
         (folder / "end.pt").unlink()
         run_ranks(_run, 2, script, [*argv, "--resume"], timeout=300.0)
         if backend == "eager":
-            assert furthest(_end(folder, backend), ends[engine]) == 0, f"{engine}: a run that was resumed is another one"
+            assert furthest(_end(folder, backend), ends[engine]) == 0, f"{engine}: a resumed run is another one"
         assert furthest(_end(folder, backend), ends["ddp"]) < TOLERANCE
     bound = 0.0 if backend == "eager" and script not in ROUNDED else TOLERANCE
     assert furthest(ends["zc"], ends["ddp"]) <= bound, f"{script} with {backend}"
