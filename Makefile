@@ -37,7 +37,7 @@ test-full: $(STAMP)
 
 # Accelerate, transformers, trl and Lightning are installed for it, and all of its cases run: some 40 minutes.
 test-integrations: $(STAMP)
-	$(PY) -m pip install --quiet -e ".[test-integrations]"
+	$(PY) -m pip install --quiet --no-build-isolation -e ".[test-integrations]"
 	ZC_TESTS=full $(PY) -m pytest tests/integrations -o faulthandler_timeout=1800 $(ARGS)
 
 # 2,000 random programs against the float64 reference, some 25 minutes; what fails is kept in out/fuzz, made small.
