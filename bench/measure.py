@@ -52,7 +52,8 @@ def reset_peak_rss() -> bool:
 
 
 def storages() -> dict[int, int]:
-    """Address -> bytes of every storage that a Python object or a gradient of one holds, each counted once."""
+    """Address -> bytes of every storage that a Python object or a gradient of one holds; of two at one address the
+    larger."""
     gc.collect()
     found: dict[int, int] = {}
     with warnings.catch_warnings():  # some libraries' objects warn when they are looked at
@@ -65,7 +66,7 @@ def storages() -> dict[int, int]:
             try:
                 storage = local.untyped_storage()
                 if storage.device.type != "meta":  # a fake tensor's
-                    found[storage.data_ptr()] = storage.nbytes()
+                    found[storage.data_ptr()] = max(storage.nbytes(), found.get(storage.data_ptr(), 0))
             except (RuntimeError, NotImplementedError):  # a wrapper has no storage of its own
                 continue
     found.pop(0, None)  # freed
@@ -73,8 +74,14 @@ def storages() -> dict[int, int]:
 
 
 def live_nbytes(before: Mapping[int, int]) -> int:
-    """Bytes of tensors that live now and did not in ``before`` (`storages`)."""
-    return sum(n for address, n in storages().items() if before.get(address) != n)
+    """Bytes of tensors that live now and did not in ``before`` (`storages`), each byte once: a parameter of zc's has a
+    storage inside its bucket's."""
+    total = stop = 0
+    for address, n in sorted(storages().items()):
+        if before.get(address) != n:
+            total += max(address + n, stop) - max(address, stop)
+            stop = max(stop, address + n)
+    return total
 
 
 def device_name(device: torch.device) -> str:

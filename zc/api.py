@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zc import torch_private
-from zc.checkpoint import state_marks
+from zc import guards, torch_private
+from zc.checkpoint import state_marks, stock_state
 from zc.checks import check, check_initialized, check_module, owners
 from zc.compiler import backend as compiler
 from zc.config import Config
-from zc.copies import mark
 from zc.engine import param_grads
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
@@ -154,6 +153,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     for each in sharded.optimizers:
         _own_methods(model, each)
     state_marks.install(sharded)
+    stock_state.install()
     runtime.frozen = {n: p for n, p in model.named_parameters() if n not in params}
     if plan.overlap_gather:
         runtime.weights.install_hooks(model)
@@ -164,7 +164,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         torch_private.compile_in_place(model, compiler.make_backend(runtime), before)
     if broadcast_buffers and has_buffers(model) and ranks.world_size > 1:
         torch_private.call_first(model, BufferSync(model, runtime).before_forward)
-    mark(model)
+    guards.install(model, runtime)
     return model, optimizer
 
 

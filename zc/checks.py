@@ -19,6 +19,7 @@ _WRAPPERS = {
     "DistributedDataParallel": "zc takes its place, so pass the module inside it, model.module",
     "FullyShardedDataParallel": "it shards the same parameters, so pass the plain module",
     "OptimizedModule": "zc compiles the module itself, so pass the one you gave to torch.compile, model._orig_mod",
+    "_FabricModule": "pass the module that you gave to Fabric, model.module",
 }
 
 
@@ -31,9 +32,9 @@ def check_module(model: nn.Module) -> None:
     """Raises TypeError for what is no module, PlanError for a wrapper whose place zc takes."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    wrapper = type(model).__name__
-    if wrapper in _WRAPPERS:
-        raise PlanError(f"model is wrapped in {wrapper}: {_WRAPPERS[wrapper]}")
+    for cls in type(model).__mro__:
+        if cls.__name__ in _WRAPPERS:
+            raise PlanError(f"model is wrapped in {type(model).__name__}: {_WRAPPERS[cls.__name__]}")
 
 
 def check(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:

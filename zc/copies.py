@@ -8,9 +8,13 @@ says nothing.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 from torch import nn
+
+from zc.errors import PlanError
 
 _NAME = "_zc_compiled"
 _TEXT = (
@@ -30,9 +34,38 @@ class _Mark:
         return warnings.warn, (_TEXT,)  # returns None
 
 
+class Instead:
+    """What one module object has in place of a method of its class. A copy or a pickle of it has the class's."""
+
+    def __init__(self, module: nn.Module, name: str, call: Callable[..., Any]) -> None:
+        self._module, self._name, self._call = weakref.ref(module), name, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module(), self._name)  # of the copy, which is on its way and has nothing of its own yet
+
+
+class NotForDDP:
+    """What DistributedDataParallel goes through first of all, of a compiled model. A copy of the model it may take."""
+
+    def __iter__(self) -> Iterator[NoReturn]:
+        raise PlanError(
+            "DistributedDataParallel was given a model that zc has compiled, whose gradients are averaged over the "
+            "ranks already: leave DDP out (zc.close(model) makes a plain module of it again)"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return frozenset, ()
+
+
 def mark(model: nn.Module) -> None:
     setattr(model, _NAME, _Mark())
 
 
 def unmark(model: nn.Module) -> None:
-    vars(model).pop(_NAME, None)
+    """The model's objects have nothing more of a compiled one."""
+    for module in model.modules():
+        for name in [n for n, value in vars(module).items() if isinstance(value, (_Mark, Instead, NotForDDP))]:
+            del vars(module)[name]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
+
+_AT_CWD, _EXCHANGE = -100, 2  # of Linux's renameat2
 
 
 def sync_folder(path: Path) -> None:
@@ -21,3 +24,18 @@ def write_synced(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Two names in one folder change places, at once where the system and its file system can. Elsewhere one after the
+    other: a process that is killed in between leaves nothing under ``other``."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, TypeError, AttributeError):
+        rename = None
+    if rename is not None and rename(_AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(other), _EXCHANGE) == 0:
+        return
+    aside = one.with_name(f"{one.name}.aside")
+    os.rename(other, aside)
+    os.rename(one, other)
+    os.rename(aside, one)

@@ -14,7 +14,7 @@ import itertools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,35 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 _NUMBERS = itertools.count()  # of the models compiled in this process: in every order of their lives another one
+
+
+def serve_optimizer_states(
+    get: Callable[[nn.Module, Sequence[torch.optim.Optimizer], Any], Any],
+    put: Callable[[nn.Module, Sequence[torch.optim.Optimizer], Any, Any], bool],
+) -> None:
+    """Whoever asks torch.distributed.checkpoint.state_dict for optimizers' states, or has it load them, is answered by
+    ``get(model, optimizers, options)`` and ``put(model, optimizers, state, options)``; by torch where these give None
+    and False. The first call of a process counts.
+
+    Relies on all public functions there going through two of the module, ``_get_optim_state_dict`` and
+    ``_load_optim_state_dict``, with options that have the fields of StateDictOptions (2.11 to 2.15).
+    """
+    from torch.distributed.checkpoint import state_dict as stock
+
+    plain_get, plain_put = stock._get_optim_state_dict, stock._load_optim_state_dict
+    if plain_get.__module__ == __name__:
+        return
+
+    def get_first(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], info: Any) -> Any:
+        found = get(model, optimizers, info) if info.handle_optim else None
+        return plain_get(model, optimizers, info) if found is None else found  # type: ignore[arg-type]
+
+    def put_first(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: Any, info: Any) -> None:
+        if not info.handle_optim or not put(model, optimizers, state, info):
+            plain_put(model, optimizers, state, info)  # type: ignore[arg-type]
+
+    module: Any = stock
+    module._get_optim_state_dict, module._load_optim_state_dict = get_first, put_first
 
 
 def current_graph_task() -> int:
@@ -220,6 +249,24 @@ def call_first(model: nn.Module, before: Callable[[], None]) -> None:
 def run_eagerly(model: nn.Module) -> None:
     """Takes back what `compile_in_place` and `call_first` did."""
     model._compiled_call_impl = None
+
+
+def set_apply(module: nn.Module, call: Callable[..., nn.Module]) -> None:
+    """``module.to(...)``, ``.half()``, ``.cpu()`` and what else takes a function to each of a module's tensors calls
+    ``call(function, recurse=True)``, of this module object alone. (``Module._apply``, asked of the object, since 0.4.)
+    """
+    vars(module)["_apply"] = call
+
+
+def plain_apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> nn.Module:
+    """What its class does where `set_apply` does something else."""
+    return type(module)._apply(module, function, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def tell_ddp(module: nn.Module, names: Iterable[str]) -> None:
+    """DistributedDataParallel's constructor goes through ``names`` before it changes anything: those that it is to
+    leave alone. (``_ddp_params_and_buffers_to_ignore``, which it reads of the module since 1.7.)"""
+    vars(module)["_ddp_params_and_buffers_to_ignore"] = names
 
 
 def raise_recompile_limit(model: nn.Module) -> None:

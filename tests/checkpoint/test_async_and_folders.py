@@ -19,6 +19,7 @@ from saved import Job, joined, parts
 from test_reshard import assert_same
 
 import zc
+from zc import durable
 from zc.checkpoint.folders import Unfinished
 
 
@@ -139,6 +140,42 @@ def test_keep_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) -> Non
     lives.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == [elsewhere.name, "b", "e"]
     zc.load(tmp_path / "b", model, optimizer)
+
+
+def _again(rank: int, world_size: int, path: Path, can_exchange: bool) -> list[str]:
+    model, optimizer = Job("mlp").compiled()
+    with pytest.MonkeyPatch.context() as patch:
+        if not can_exchange:
+            patch.setattr(durable, "_EXCHANGE", 1 << 30)  # refused, as by a file system without it
+        for step in range(3):
+            keep = 1 if step == 2 else None
+            zc.save(path / "last", model, optimizer, extra={"step": step}, overwrite=step > 0, keep=keep)
+            newest = zc.latest(path)
+            assert newest is not None and zc.load(newest, model, optimizer) == {"step": step}
+    said = message_of(lambda: zc.save(path / "last", model, optimizer))
+    assert said[0] == "CheckpointError" and "overwrite=True" in said[1]
+    said = message_of(lambda: zc.save(path / "other", model, optimizer, overwrite=True))
+    assert said[0] == "CheckpointError" and "no checkpoint of zc's" in said[1]
+    return sorted(p.name for p in path.iterdir())
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_the_same_name_again(can_exchange: bool, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").write_text("the user's own")
+    assert run_ranks(_again, 2, tmp_path, can_exchange) == [["last", "other"]] * 2
+    assert (tmp_path / "other" / "notes").exists()
+
+
+def test_names_change_places_at_once(tmp_path: Path) -> None:
+    """Between two renames a killed process would leave nothing under the name; Linux's file systems need none."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", None)
+        durable.exchange(tmp_path / "one", tmp_path / "other")
+    assert (tmp_path / "one" / "other").exists() and (tmp_path / "other" / "one").exists()
 
 
 def test_latest_counts_saves_and_reads_no_clock(tmp_path: Path) -> None:

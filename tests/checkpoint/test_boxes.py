@@ -42,6 +42,23 @@ def test_boxes_cover_the_range_once_and_in_order(case: tuple[tuple[int, ...], in
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
+@given(ranges(), st.data())
+def test_boxes_of_another_memory_order(case: tuple[tuple[int, ...], int, int], data: st.DataObject) -> None:
+    """Each box has the elements of the shard that lie in it, and they are written through it."""
+    shape, start, stop = case
+    order = tuple(data.draw(st.permutations(range(len(shape)))))
+    numbers = torch.arange(math.prod(shape)).reshape([shape[d] for d in order])
+    whole = numbers.permute([order.index(d) for d in range(len(shape))])
+    shard = ShardOf(shape, torch.arange(start, stop), start, order)
+    seen: list[int] = []
+    for box in shard.boxes:
+        view = shard.view_of(box)
+        assert torch.equal(view, whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))])
+        seen += view.reshape(-1).tolist()
+        view.fill_(-1)
+    assert sorted(seen) == list(range(start, stop)) and bool((shard.local == -1).all())
+
+
 def test_a_shard_refuses_arithmetic() -> None:
     shard = ShardOf((4, 5), torch.zeros(7), 3)
     with pytest.raises(TypeError, match=r"shape=\(4, 5\), elements=\[3, 10\)"):

@@ -296,6 +296,16 @@ row(4, "parameters that the optimizer lacks (two optimizers for one model)", opt
     refused={"always": "PlanError: the optimizer lacks 2"})(plain)  # fmt: skip
 
 
+@row(4, "model.to(device) that changes nothing, after zc.compile and before each step")
+def moved_nowhere(s: Script) -> None:
+    s.model.to("cpu:0")
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.model.cpu()
+        s.model.to("cpu:0")
+        s.update()
+
+
 @row(4, "model.to(dtype) after zc.compile", refused={"always": "ZcError: has left its bucket"})
 def moved(s: Script) -> None:
     s.model.double()

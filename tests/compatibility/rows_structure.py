@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from models import Broken, InsideAndOutside, ManyGraphs, PartlyEager, Stack, mlp
 from rows import STEPS, Script, adamw, plain, row
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import zc
 
@@ -225,6 +226,22 @@ class Stepwise(nn.Module):
 row(3, "a recurrent cell stepped in the forward", make=Stepwise)(plain)
 
 
+class Flattened(nn.Module):
+    """As many scripts have it, for cuDNN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(4, 8, num_layers=2, batch_first=True), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rnn.flatten_parameters()
+        found: Tensor = self.head(self.rnn(x.view(-1, 4, 4))[0][:, -1])
+        return found
+
+
+row(3, "an LSTM, flatten_parameters() in the forward", make=Flattened)(plain)
+
+
 @row(3, "truncated back-propagation through time", make=lambda: nn.GRUCell(16, 16))
 def truncated(s: Script) -> None:
     hidden = torch.zeros(4, 16, dtype=s.dtype)
@@ -252,6 +269,11 @@ def wrapped(s: Script) -> None:
     for step in range(STEPS):
         wrapper(*s.batch(step)).backward()
         s.update()
+
+
+@row(3, "DistributedDataParallel around the compiled model", refused={"always": "PlanError: leave DDP out"})
+def ddp_around(s: Script) -> None:
+    DistributedDataParallel(s.model)
 
 
 @row(3, "the caller compiles model and loss together (torch.compile)")

@@ -4,6 +4,7 @@ shapes alone."""
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import threading
 import time
@@ -120,6 +121,28 @@ def test_persistent_bytes_are_the_formula(world_size: int, stage: int, dtype: to
             gone = sum(claimed[kind] for kind in ("acc", "flat_grad", "recv"))
             assert seen["alive"] - seen["between"] == gone, "zero_grad gives the gradients' memory back, and no other"
         assert moments == 8 * found[0]["numel"], "two fp32 moments for each element, once over all ranks"
+
+
+def _peak(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Job: bytes of the parameters, of the largest of them, at most while a model is made and compiled, and at the end,
+    by torch's allocator."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        model = mlp(256, 12)
+        sizes = [p.nbytes for p in model.parameters()]
+        model, optimizer = zc.compile(model, adamw(model), backend="eager", bucket_nbytes=1, **options)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = list(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    del optimizer
+    return sum(sizes), max(sizes), max(held), held[-1]
+
+
+@pytest.mark.parametrize("options", [{}, {"param_dtype": torch.bfloat16}, {"offload": "cpu"}], ids=str)
+def test_compiling_takes_a_bucket_more_than_what_stays(options: dict[str, Any]) -> None:
+    """Each parameter was there twice: a model of half the memory could not be compiled."""
+    for params, largest, peak, final in run_ranks(_peak, 2, options):
+        assert final >= params * 0.99, "the allocator's events are there"
+        # a bucket's flat_param and, beside it, masters and accumulator; 64 KiB for whatever else a compilation makes
+        assert peak <= max(params, final) + 2 * largest + 2**16
 
 
 def _dropped(rank: int, world_size: int, stage: int, cleared: bool) -> tuple[bool, int]:

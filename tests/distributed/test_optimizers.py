@@ -391,14 +391,16 @@ def _padding(rank: int, world_size: int, stage: int) -> bool:
         optimizer.step()
         optimizer.zero_grad()
     kept = True
-    for base in {p.untyped_storage().data_ptr(): p for p in model.parameters() if p.numel()}.values():
-        flat = torch.empty(0).set_(base.untyped_storage())
+    found = 0
+    for flat in zc.registry.sharded(model).runtime.buffers.flat_param:
         covered = torch.zeros(flat.numel(), dtype=torch.bool)
         for p in model.parameters():
-            if p.numel() and p.untyped_storage().data_ptr() == base.untyped_storage().data_ptr():
-                covered[p.storage_offset() : p.storage_offset() + p.numel()] = True
+            first = (p.data_ptr() - flat.data_ptr()) // flat.element_size()
+            if p.numel() and 0 <= first < flat.numel():
+                covered[first : first + p.numel()] = True
+                found += 1
         kept = kept and bool((flat[~covered] == 0).all()) and bool((~covered).any())
-    return kept
+    return kept and found == sum(p.numel() > 0 for p in model.parameters())
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -363,6 +363,72 @@ def test_a_call_ahead_of_a_models_own() -> None:
     assert torch.equal(model(x), model.forward(x)) and seen == ["first"]
 
 
+@contract("serve_optimizer_states", "what torch.distributed.checkpoint.state_dict's public functions go through")
+def test_who_answers_for_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.checkpoint import state_dict as stock
+
+    for name in ("_get_optim_state_dict", "_load_optim_state_dict"):
+        plain = getattr(stock, name)
+        if plain.__module__ == torch_private.__name__:  # served already
+            plain = next(c.cell_contents for c in plain.__closure__ if getattr(c.cell_contents, "__name__", "") == name)
+        monkeypatch.setattr(stock, name, plain)
+    ours, seen = torch.optim.SGD(nn.Linear(2, 2).parameters(), momentum=0.9), []
+
+    def get(model: nn.Module, optimizers: Any, options: Any) -> Any:
+        assert not options.full_state_dict and not options.submodule_prefixes and not options.cpu_offload
+        assert not options.flatten_optimizer_state_dict and not options.broadcast_from_rank0
+        return {"state": {}, "param_groups": []} if optimizers == (ours,) else None
+
+    def put(model: nn.Module, optimizers: Any, state: Any, options: Any) -> bool:
+        seen.append(state)
+        return optimizers == (ours,)
+
+    torch_private.serve_optimizer_states(get, put)
+    torch_private.serve_optimizer_states(get, put)
+    model = nn.Linear(2, 2)
+    own = torch.optim.SGD(model.parameters(), momentum=0.9)
+    assert stock.get_state_dict(model, ours)[1] == {"state": {}, "param_groups": []}
+    stock.set_optimizer_state_dict(model, ours, {"state": 1})
+    states = stock.get_optimizer_state_dict(model, own)
+    stock.set_state_dict(model, own, model_state_dict=model.state_dict(), optim_state_dict=states)
+    assert seen == [{"state": 1}, states] and states["state"].keys() == {"weight", "bias"}
+
+
+@contract("set_apply plain_apply", "Module._apply, asked of the object")
+def test_what_moves_a_module() -> None:
+    model, seen = nn.Sequential(nn.Linear(2, 2)), []
+
+    def apply(function: Any, recurse: bool = True) -> nn.Module:
+        seen.append(function(torch.ones(1)).dtype)
+        return torch_private.plain_apply(model, function, recurse)
+
+    torch_private.set_apply(model, apply)
+    assert nn.Sequential(model).double()[0] is model and model.half().float() is model
+    assert seen == [torch.float64, torch.float16, torch.float32] and model[0].weight.dtype == torch.float32
+
+
+@contract("tell_ddp", "_ddp_params_and_buffers_to_ignore, which DDP's constructor reads")
+def test_ddp_goes_through_what_it_is_told() -> None:
+    if torch.distributed.is_initialized():
+        pytest.skip("a process group of another test is open")
+
+    def names() -> Iterator[str]:
+        yield "weight"
+        raise LookupError
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(2, 2)
+        torch_private.tell_ddp(model, names())
+        with pytest.raises(LookupError):
+            nn.parallel.DistributedDataParallel(model)
+        torch_private.tell_ddp(model, ["weight"])
+        ignored = nn.parallel.DistributedDataParallel(model).parameters_to_ignore
+        assert ignored == {"weight"}
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @contract("new_group", "distributed_c10d._new_process_group_helper, _get_default_timeout and _world.pg_group_ranks")
 def test_a_group_under_a_name() -> None:
     if torch.distributed.is_initialized():

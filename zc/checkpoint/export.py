@@ -138,12 +138,12 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
     parts = []
     for one in alone or held.optimizers:
         numbers, groups = _numbered(one)
-        found = channel.call("gathering the whole optimizer state", partial(_gathered, held, one, state))
+        found = channel.call("gathering the whole optimizer state", partial(gathered, held, one, state))
         parts.append({"state": {numbers[n]: values for n, values in found.items()}, "param_groups": groups})
     return shaped(optimizer, parts) if held.runtime.group.rank == 0 else None
 
 
-def _gathered(held: ShardedModel, one: ShardedOptimizer, state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def gathered(held: ShardedModel, one: ShardedOptimizer, state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By name, on rank 0. Waits for the other ranks."""
     group, rank = held.runtime.group, held.runtime.group.rank
     whole: dict[str, dict[str, Any]] = {}

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zc.durable import sync_folder, write_synced
+from zc.durable import exchange, sync_folder, write_synced
 from zc.errors import CheckpointError
 
 try:
@@ -40,23 +40,27 @@ def partial_of(path: Path, job: str) -> Path:
 class Unfinished:
     """Rank 0's hold on the folder that a save fills, from before its first file until `close`.
 
-    Raises CheckpointError where ``path`` exists or the disk has no room; removes what a job that has ended left of a
-    save of the same name.
+    Raises CheckpointError where ``path`` exists (with ``overwrite``: and is no checkpoint) or the disk has no room;
+    removes what a job that has ended left of a save of the same name.
     """
 
-    def __init__(self, path: Path, job: str, nbytes: int) -> None:
+    def __init__(self, path: Path, job: str, nbytes: int, overwrite: bool = False) -> None:
         if path.name.startswith(".") or not path.name:
             raise CheckpointError(
                 f"a checkpoint can't be named {path.name!r}: names with a dot are kept for unfinished ones"
             )
-        if os.path.lexists(path):
-            raise CheckpointError(f"{path} exists already: nothing is overwritten, remove it or choose another name")
+        if os.path.lexists(path) and not overwrite:
+            raise CheckpointError(
+                f"{path} exists already: nothing is overwritten, remove it, choose another name or give overwrite=True"
+            )
+        if os.path.lexists(path) and not (path / INFO).is_file():
+            raise CheckpointError(f"{path} exists and is no checkpoint of zc's: overwrite=True leaves it alone")
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_left(path.parent, f".{path.name}.")
         free = shutil.disk_usage(path.parent).free
         if free < nbytes:
             raise CheckpointError(f"{path.parent} has room for {free} bytes, the checkpoint {path.name} needs {nbytes}")
-        self.path, self.job, self.folder = path, job, partial_of(path, job)
+        self.path, self.job, self.folder, self.overwrite = path, job, partial_of(path, job), overwrite
         self.folder.mkdir()  # exclusive: nobody else has made it
         # lifetime: open, and so locked, until `close`, or until this process has ended
         self._owner = open(self.folder / OWNER, "x")  # noqa: SIM115
@@ -79,21 +83,29 @@ class Unfinished:
         except OSError as error:
             if not os.path.lexists(path):
                 raise
-            raise CheckpointError(
-                f"{path} exists by now: another job has saved it in the meantime. That one stays, this one is dropped"
-            ) from error
+            if not self.overwrite:
+                raise CheckpointError(
+                    f"{path} exists by now: another job has saved it in the meantime. That one stays, this one is "
+                    "dropped"
+                ) from error
+            exchange(self.folder, path)
+            self._remove(self.folder, path.name)
         sync_folder(path.parent)
         (path / OWNER).unlink(missing_ok=True)
         if keep is None:
             return
+        others = [(number, old) for number, old in others if old != path]
         for _, old in others[: max(0, len(others) + 1 - keep)]:
-            # out of sight first: a removal that is killed half-way leaves no checkpoint with holes
-            hidden = old.parent / f".{old.name}.{self.job}{REMOVED}"
-            shutil.rmtree(hidden, ignore_errors=True)
-            with contextlib.suppress(FileNotFoundError):  # another job that keeps some was first
-                os.rename(old, hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
+            self._remove(old, old.name)
         remove_left(path.parent, ".")
+
+    def _remove(self, old: Path, name: str) -> None:
+        """Out of sight first: a removal that is killed half-way leaves no checkpoint with holes."""
+        hidden = old.parent / f".{name}.{self.job}{REMOVED}"
+        shutil.rmtree(hidden, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another job that keeps some was first
+            os.rename(old, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
     def close(self) -> None:
         """This job has done what it could: a folder that did not get its name is dropped."""

@@ -44,19 +44,32 @@ def from_plain(model: nn.Module, held: ShardedModel, state: Mapping[str, Any]) -
     optimizer = state.get("optimizer")
     target.has_optimizer = optimizer is not None
     if optimizer is not None:
-        states: dict[str, dict[str, Any]] = {}
-        groups: list[dict[str, Any]] = []
-        for one, part in _parts(held, optimizer, where):
-            if PART_KEY in part:
-                shown = shown_mark(part[PART_KEY])
-                raise CheckpointError(f"{where}: its optimizer state is {shown}, and a whole one is wanted: {WAYS}")
-            some, its_groups = optimizer_part(held, part, where, one)
-            states.update(some)
-            groups += its_groups
-        for path, value in flat_items({"state": states, "param_groups": groups}, ("optimizer",)).items():
-            target.add(path, value)
+        _add_optimizer(held, target, optimizer)
     check_groups(held, target)
     return target
+
+
+def from_optimizer_state(held: ShardedModel, state: Any) -> Target:
+    """The same, from the optimizers' state alone."""
+    target = Target("the given state")
+    _add_optimizer(held, target, state)
+    check_groups(held, target)
+    return target
+
+
+def _add_optimizer(held: ShardedModel, target: Target, optimizer: Any) -> None:
+    where = target.where
+    states: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    for one, part in _parts(held, optimizer, where):
+        if PART_KEY in part:
+            shown = shown_mark(part[PART_KEY])
+            raise CheckpointError(f"{where}: its optimizer state is {shown}, and a whole one is wanted: {WAYS}")
+        some, its_groups = optimizer_part(held, part, where, one)
+        states.update(some)
+        groups += its_groups
+    for path, value in flat_items({"state": states, "param_groups": groups}, ("optimizer",)).items():
+        target.add(path, value)
 
 
 def _parts(held: ShardedModel, given: Any, where: str) -> list[tuple[ShardedOptimizer | None, Mapping[str, Any]]]:

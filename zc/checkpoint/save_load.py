@@ -11,7 +11,7 @@ What is saved, by DCP's keys, those of ``torch.distributed.checkpoint.state_dict
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,14 +61,18 @@ def load_state_dict(model: nn.Module, optimizer: Optimizers, state: Mapping[str,
     dropped. Raises CheckpointError naming what is missing, extra or has another shape, before anything is changed.
     """
     held = settled(model, optimizer)
-    channel = channel_of(held)
+    take(model, held, lambda: from_plain(model, held, state))
+
+
+def take(model: nn.Module, held: ShardedModel, make: Callable[[], Target]) -> None:
+    """Takes over what ``make`` gives, where it gives it on every rank."""
     target: Target | None = None
     failure: Exception | None = None
     try:
-        target = from_plain(model, held, state)
+        target = make()
     except (CheckpointError, TypeError, ValueError, KeyError) as error:
         failure = error
-    channel.agree("loading a state", failure)
+    channel_of(held).agree("loading a state", failure)
     assert target is not None
     commit(model, held, target)
 
@@ -81,6 +85,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
     keep: int | None = None,
+    overwrite: bool = False,
 ) -> Saving:
     """Writes a checkpoint into the new folder ``path``, which all ranks share. Every rank calls it, between updates.
 
@@ -95,6 +100,7 @@ def save(
             process group is destroyed.
         keep: removes all but the newest ``keep`` checkpoints beside ``path`` afterwards, and unfinished ones of jobs
             that have ended.
+        overwrite: takes the place of a checkpoint of the same name, which stays until this one is complete.
 
     Raises:
         CheckpointError, on every rank: ``path`` exists (another job may have been first), the disk has no room,
@@ -115,9 +121,9 @@ def save(
         tree = state_of(model, held)
         tree["extra"] = {f"rank_{rank}": _encoded(extra)}
         if asynchronous:
-            tree = _copied(tree)
+            tree = copied(tree)
         if rank == 0:
-            folder = Unfinished(path, channel.job, _nbytes(tree))
+            folder = Unfinished(path, channel.job, _nbytes(tree), overwrite)
     except (OSError, ZcError, TypeError, ValueError) as error:
         failure = error
     try:
@@ -223,11 +229,12 @@ def _encoded(extra: Mapping[str, Any] | None) -> Tensor:
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """In host memory."""
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: copied(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_copied(item) for item in value]
+        return [copied(item) for item in value]
     if isinstance(value, ShardOf):
         return value.copied()
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

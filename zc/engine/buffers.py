@@ -104,6 +104,7 @@ class Buffers:
         self.release(self.plan.buckets)
         for tensors in (self.flat_param, self.master_shard, self.acc, self.host, self._staging, self._param):
             tensors.clear()
+        self._memory = None  # no copy is under way: it may be unlocked
 
     def grow(self, plan: Plan) -> None:
         """Takes in ``plan``, whose first buckets are the present ones, for which nothing moves; the others are to be

@@ -16,6 +16,7 @@ Given = TypeVar("Given", bound=Optimizers)
 def listed(given: Any) -> list[Optimizer]:
     """The optimizers in order. Raises TypeError where something else is among them, PlanError where one is there twice
     or none at all."""
+    _refuse_wrapper(given, "optimizer")
     if isinstance(given, Optimizer):
         return [given]
     if not isinstance(given, (list, tuple, Mapping)):
@@ -24,6 +25,7 @@ def listed(given: Any) -> list[Optimizer]:
         )
     items = list(given.items() if isinstance(given, Mapping) else enumerate(given))
     for key, item in items:
+        _refuse_wrapper(item, f"optimizer[{key!r}]")
         if not isinstance(item, Optimizer):
             raise TypeError(
                 f"optimizer is a {type(given).__name__}, and [{key!r}] of it must be a torch.optim.Optimizer, got "
@@ -37,6 +39,17 @@ def listed(given: Any) -> list[Optimizer]:
         if earlier is not None:
             raise PlanError(f"optimizer[{earlier!r}] and optimizer[{key!r}] are the same {type(item).__name__}")
     return found
+
+
+def _refuse_wrapper(item: Any, what: str) -> None:
+    """The classes by which accelerate, Lightning and Fabric stand in for an optimizer: its parameters and hooks are
+    the other one's."""
+    for cls in type(item).__mro__:
+        if cls.__name__ in ("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"):
+            raise PlanError(
+                f"{what} is a {type(item).__name__}, which stands in for the optimizer inside it: give that one, its "
+                "attribute .optimizer"
+            )
 
 
 def shaped(given: Any, parts: Sequence[Any]) -> Any:

@@ -131,9 +131,11 @@ class SliceGrad(Tensor):
 
 
 def _refusal(what: Any, name: str) -> str:
+    is_ddps = what in (aten.mul.out, aten.copy_.default)  # by its reducer, into its bucket
     return (
         f"{what} does not work on the gradient of {name}, which is sharded over ranks: use zc.clip_grad_norm_ or "
         "torch.nn.utils.clip_grad_norm_ to clip, .norm() for its norm, .mul_() to scale it, .full_tensor() to gather it"
+        + (". Is the model inside a DistributedDataParallel? Leave that out" if is_ddps else "")
     )
 
 

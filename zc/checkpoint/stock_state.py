@@ -1,0 +1,135 @@
+"""torch.distributed.checkpoint.state_dict on a compiled model: get_state_dict, set_state_dict and their kin.
+
+They look for the optimizer's parameters among the model's, and the optimizer has slices of them, so they failed with
+``KeyError: 0``. What they do for an optimizer of ours is done here, in their format:
+
+| get_optimizer_state_dict, get_state_dict | |
+|---|---|
+| by default | this rank's parts of tensors in the parameters' shapes (`ShardOf`), for `dcp.save` and `dcp.load` |
+| full_state_dict=True | whole tensors on every rank; with cpu_offload=True on rank 0 alone |
+| of an optimizer that has made no update | zeros, for `dcp.load` to fill; the optimizer stays as it is |
+
+set_optimizer_state_dict and set_state_dict take both, on any number of ranks. The weights among these states are the
+module's own; `zc.state_dict` has the fp32 masters of narrower ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zc import torch_private
+from zc.checkpoint.export import gathered
+from zc.checkpoint.plain_state import from_optimizer_state
+from zc.checkpoint.save_load import copied, settled, take
+from zc.checkpoint.saving import channel_of
+from zc.checkpoint.state import owned, state_of
+from zc.errors import CheckpointError, PlanError
+from zc.registry import COMPILED
+
+if TYPE_CHECKING:
+    from zc.optim.model import ShardedModel
+
+
+def install() -> None:
+    """For all models of this process."""
+    torch_private.serve_optimizer_states(_get, _put)
+
+
+def _get(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> dict[str, Any] | None:
+    held = _found(model, optimizers, options)
+    if held is None:
+        return None
+    state: dict[str, Any] = state_of(model, held)["optimizer"]
+    if any(bucket.has_master for bucket in held.runtime.plan.buckets):
+        held.runtime.say_once(
+            "torch.distributed.checkpoint.state_dict gives the weights as the model has them, without the fp32 masters "
+            "behind them; zc.state_dict(model, optimizer) and zc.save have those"
+        )
+    if not state["state"]:
+        state["state"] = _first_states(held)
+    if not options.full_state_dict:
+        return copied(state) if options.cpu_offload else state
+    device = held.runtime.plan.buckets[0].device
+    channel, whole = channel_of(held), dict[str, Any]()
+    for one in held.optimizers:
+        whole.update(channel.call("gathering the whole optimizer state", partial(gathered, held, one, state["state"])))
+    if options.cpu_offload:
+        return {**state, "state": whole} if held.runtime.group.rank == 0 else {}
+    whole = _of_rank_0(held, whole)
+    return {**state, "state": {n: {k: _on(device, v) for k, v in items.items()} for n, items in whole.items()}}
+
+
+def _put(model: nn.Module, optimizers: Sequence[Optimizer], state: Any, options: Any) -> bool:
+    held = _found(model, optimizers, options)
+    if held is None:
+        return False
+    if options.broadcast_from_rank0:
+        state = _of_rank_0(held, state)
+    held.take_over_writes()  # the weights stay what they are
+    take(model, held, lambda: from_optimizer_state(held, state))
+    return True
+
+
+def _found(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> ShardedModel | None:
+    """None: these are no optimizers of ours. Raises PlanError for what is not done here; nothing has changed."""
+    ours = {id(one.optimizer) for held in COMPILED.values() for one in held.optimizers}
+    if not ours & {id(optimizer) for optimizer in optimizers}:
+        return None
+    if model not in COMPILED:
+        raise PlanError(
+            "torch.distributed.checkpoint.state_dict was given an optimizer of zc's and another module than zc.compile "
+            f"was, a {type(model).__name__}: give the compiled one"
+        )
+    if options.flatten_optimizer_state_dict or options.submodule_prefixes:
+        what = "flatten_optimizer_state_dict=True" if options.flatten_optimizer_state_dict else "submodules"
+        raise PlanError(f"zc gives optimizer states by parameter, of the whole model: leave out {what}")
+    return settled(model, list(optimizers))
+
+
+def _of_rank_0(held: ShardedModel, value: Any) -> Any:
+    found, group = [value], held.runtime.group
+    if group.world_size > 1:
+        send = partial(dist.broadcast_object_list, found, group_src=0, group=group.control)
+        channel_of(held).call("sending the whole optimizer state", send)
+    return found[0]
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) and value.dim() > 0 else value
+
+
+def _first_states(held: ShardedModel) -> dict[str, dict[str, Any]]:
+    """What the optimizers will make at their first update, before it: tried on copies of the slices, one after the
+    other, with gradients of zero."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, own in owned(held).items():
+        if own.slice is None or not own.slot.numel:
+            continue
+        optimizer, like = own.optimizer.optimizer, nn.Parameter(own.slice.detach().clone())
+        like.grad = torch.zeros_like(like)
+        group = next(g for g in optimizer.param_groups if any(p is own.slice for p in g["params"]))
+        tried = torch_private.bare_copy(optimizer)
+        tried.param_groups = [{**group, "params": [like]}]
+        try:
+            with torch.random.fork_rng(devices=[]):
+                tried.step()
+        except Exception as error:
+            raise CheckpointError(
+                f"the {type(optimizer).__name__} has made no update yet, and one on zeros fails ({error}), so the "
+                "shapes of its state are not known: use zc.load, or ask behind the first step"
+            ) from error
+        items = {key: value for key, value in tried.state[like].items() if value is not None}
+        if "step" in items:  # of none
+            items["step"] = items["step"] * 0
+        found[name] = {
+            key: own.part(value) if isinstance(value, Tensor) and value.shape == own.slice.shape else value
+            for key, value in items.items()
+        }
+    return found

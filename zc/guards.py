@@ -1,0 +1,85 @@
+"""What others do to a compiled model as to any module: move it, wrap it in DDP, flatten an RNN's weights.
+
+A framework moves the model to the device where it is, under another name (``cpu:0``), and gets copies of all weights,
+which no update would reach; a move that changes nothing is none here. `torch.nn.LSTM.flatten_parameters` would take the
+weights of a GPU's RNN out of their bucket into a buffer of cuDNN's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zc import torch_private
+from zc.copies import Instead, NotForDDP, mark
+from zc.optim.sharded_grad import ShardedGrad
+
+if TYPE_CHECKING:
+    from zc.engine.runtime import Runtime
+
+
+def install(model: nn.Module, runtime: Runtime) -> None:
+    """`zc.copies.unmark` takes it back."""
+    mark(model)
+    known = weakref.ref(runtime)
+    torch_private.set_apply(model, Instead(model, "_apply", partial(_apply, weakref.ref(model), known)))
+    torch_private.tell_ddp(model, NotForDDP())
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            call: Any = torch.compiler.disable(partial(_leave_weights, known, name))  # type: ignore[no-untyped-call]
+            vars(module)["flatten_parameters"] = Instead(module, "flatten_parameters", call)
+
+
+def _apply(
+    of_model: weakref.ref[nn.Module],
+    known: weakref.ref[Runtime],
+    function: Callable[[Tensor], Tensor],
+    recurse: bool = True,
+) -> nn.Module:
+    model, runtime = of_model(), known()
+    assert model is not None
+    if runtime is not None:
+        function = _keeping({id(param) for param in runtime.params.values()}, function)
+    return torch_private.plain_apply(model, function, recurse)
+
+
+def _keeping(places: set[int], function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``function``, but for parameters in buckets that it would copy as they are. Torch asks for a parameter's gradient
+    behind the parameter."""
+    is_kept = False
+
+    def apply(tensor: Tensor) -> Tensor:
+        nonlocal is_kept
+        if is_kept and isinstance(tensor, ShardedGrad):
+            return tensor
+        found = function(tensor)
+        is_kept = id(tensor) in places and (found is tensor or _is_same(tensor.detach(), found.detach()))
+        return tensor if is_kept else found
+
+    return apply
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if _facts(one) != _facts(other):
+        return False
+    bits = [tensor.to(one.device).reshape(-1).view(torch.uint8) for tensor in (one, other)]  # a NaN equals itself
+    return torch.equal(*bits)
+
+
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    strides = tensor.stride() if tensor.layout == torch.strided else None
+    return type(tensor), tensor.dtype, tensor.shape, strides, tensor.device.type, tensor.device.index or 0
+
+
+def _leave_weights(known: weakref.ref[Runtime], name: str) -> None:
+    runtime = known()
+    if runtime is not None:
+        runtime.say_once(
+            f"{name + '.' if name else ''}flatten_parameters() does nothing: on a GPU it would move the weights out of "
+            "their bucket. cuDNN copies them together in each call, and may warn of that"
+        )
