@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zc.checkpoint.export import _gathered
+from zc.checkpoint.export import gathered
 from zc.checkpoint.save_load import settled
 from zc.checkpoint.saving import channel_of
 from zc.checkpoint.state import state_of
@@ -24,7 +24,7 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
     shards = {name: {"master": shard} for name, shard in state_of(model, held)["model"].items()}
     masters: dict[str, Tensor] = {}
     for one in held.optimizers:
-        found = channel_of(held).call("gathering the fp32 masters", partial(_gathered, held, one, shards))
+        found = channel_of(held).call("gathering the fp32 masters", partial(gathered, held, one, shards))
         masters.update({name: values["master"] for name, values in found.items()})
     firsts = {id(param): name for name, param in model.named_parameters()}  # a tied weight has one master
     names = {name: firsts[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
