@@ -109,6 +109,8 @@ def check(trees: dict[str, ast.Module]) -> list[str]:
             if what.startswith("torch.distributed"):
                 kinds = {"torch.distributed"}
             is_bad = kinds & set(never.split())
+            if own != "integrations" and "integrations" in kinds:  # on top: each module needs its framework
+                is_bad, why = kinds, "nothing of zc needs somebody else's framework"
             if never.startswith("only:"):
                 is_bad = kinds - {own, *never.split()}
             if how != "type" and is_bad:

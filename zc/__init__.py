@@ -26,6 +26,7 @@ from zc.recompile import recompile
 from zc.registry import persistent_nbytes
 from zc.report.estimate import Estimate, plan
 from zc.report.explain import explain
+from zc.uneven import join
 from zc.version import __version__
 
 _configure_log()
@@ -52,6 +53,7 @@ __all__ = [
     "flush_state",
     "full_grad",
     "full_optimizer_state",
+    "join",
     "latest",
     "load",
     "load_state_dict",

@@ -21,6 +21,7 @@ PLANTED = [  # file, what is written at its end, what is said
     ("zc/engine/ops.py", "def late():\n    from zc.compiler import backend", "engine -> zc.compiler.backend"),
     ("zc/optim/param_writes.py", "import zc.checkpoint.files", "optim -> zc.checkpoint.files"),
     ("zc/checkpoint/files.py", "from zc.api import compile", "checkpoint -> zc.api"),
+    ("zc/api.py", "from zc.integrations import packages", "root -> zc.integrations.packages"),
     ("zc/planning/layout.py", "from zc.planning.plan import Plan", "zc.planning.layout -> zc.planning.plan"),
     ("zc/errors.py", "from torch._dynamo import config", "_dynamo: private names"),
     ("zc/errors.py", "import torch._inductor.config", "_inductor: private names"),

@@ -58,6 +58,19 @@ def test_every_function_has_its_contract() -> None:
         assert {name for name in ours if not name.startswith("_")} <= TESTED
 
 
+# --- profilers ---
+
+
+@contract("is_profiling", "torch.autograd.profiler._is_profiler_enabled")
+def test_a_profiler_is_seen() -> None:
+    assert not torch_private.is_profiling()
+    for profiler in (torch.profiler.profile(), torch.autograd.profiler.profile()):
+        with profiler:
+            assert torch_private.is_profiling()
+        assert not torch_private.is_profiling()
+    assert "_run_on_profiler_start()" in inspect.getsource(torch.autograd.profiler.emit_nvtx.__enter__)
+
+
 # --- autograd ---
 
 

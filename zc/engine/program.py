@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torch import fx
+from torch.profiler import record_function
 
+from zc import torch_private
 from zc.engine.streams import Streams
 from zc.passes.base import Pass
 from zc.passes.runner import PassRecord, run_passes
@@ -45,6 +47,7 @@ class Program:
     inline_buckets: frozenset[int] = field(init=False)
     launched: tuple[int, ...] = field(init=False)  # buckets that it reduces, in order
     brings: frozenset[tuple[int, int]] = field(init=False)  # (bucket, slot) of the gradients that it writes or deposits
+    _named: Callable[[dict[str, Any], Streams, Any], None] | None = None  # made when it first runs under a profiler
 
     def __post_init__(self) -> None:
         self.placeholders = tuple(n.name for n in self.graph.nodes if n.op == "placeholder")
@@ -61,7 +64,14 @@ class Program:
         values: dict[str, Any] = dict(zip(self.placeholders, args, strict=True))
         args.clear()  # the schedule frees each value at its last use; the caller's list must not keep it alive
         self.num_runs += 1
-        self.run(values, streams, self.ops if is_agreed is None else self.ops.reducing_if(is_agreed))
+        ops = self.ops if is_agreed is None else self.ops.reducing_if(is_agreed)
+        if torch_private.is_profiling():
+            if self._named is None:
+                self._named = codegen.load(self.graph, self.plan)
+            with record_function(f"zc {self.name}"):
+                self._named(values, streams, ops)
+        else:
+            self.run(values, streams, ops)
         return tuple(values[item.name] if isinstance(item, fx.Node) else item for item in self.outputs)
 
 

@@ -1,0 +1,196 @@
+"""zc.integrations.accelerate against Accelerate's own DDP, on 2 ranks: the same script, one line apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="accelerate is not installed: make test-integrations")
+
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType, DynamoBackend, set_seed
+from harness import run_ranks
+from launched import TOLERANCE, furthest, mlp, regression, torchrun, whole
+from loops import message_of
+from safetensors.torch import load_file
+from tiers import FULL, full_only
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+import zc
+from zc.integrations.accelerate import prepare
+
+Found = dict[str, Any]
+
+
+def _train(
+    rank: int,
+    world_size: int,
+    options: dict[str, Any] | None,
+    precision: str = "no",
+    folder: str = "",
+    resume_at: int = 0,
+) -> Found:
+    """Six updates of two microbatches; ``options`` of zc.compile, None for DDP. Saves behind the third one into
+    ``folder``, or goes on from there at ``resume_at``."""
+    with torchrun(rank, world_size):
+        accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+        set_seed(3)
+        model = mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        scheduler = LambdaLR(optimizer, lambda step: 0.9**step)
+        loader = DataLoader(regression(), batch_size=2, shuffle=True)
+        objects = (model, optimizer, loader, scheduler)
+        if options is None:
+            model, optimizer, loader, scheduler = accelerator.prepare(*objects)
+        else:
+            model, optimizer, loader, scheduler = prepare(accelerator, *objects, **options)
+        found: Found = {"losses": [], "norms": [], "lr": []}
+        if resume_at:
+            accelerator.load_state(folder)
+        for number, (x, y) in enumerate(loader, 1):
+            if number <= 2 * resume_at:
+                continue
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    found["norms"].append(accelerator.clip_grad_norm_(model.parameters(), 0.1).item())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            found["losses"].append(accelerator.gather(loss.detach()).tolist())
+            if number == 6 and folder and not resume_at:
+                accelerator.save_state(folder)
+        found["lr"] = scheduler.get_last_lr()
+        found["weights"] = whole(accelerator.unwrap_model(model))
+        found["moments"] = None
+        if options is not None and resume_at == 0 and folder:
+            whole_state = zc.full_optimizer_state(model, optimizer.optimizer)
+            found["moments"] = whole_state and {k: v["exp_avg"] for k, v in whole_state["state"].items()}
+        accelerator.end_training()
+        return found
+
+
+def _same(found: Found, wanted: Found, tolerance: float) -> None:
+    assert furthest(found["weights"], wanted["weights"]) < tolerance
+    for key in ("losses", "norms", "lr"):
+        assert len(found[key]) == len(wanted[key]) > 0, key
+        torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(wanted[key]), rtol=tolerance, atol=1e-7)
+
+
+CASES = [
+    pytest.param({"backend": "eager", "stage": 1}, "no", TOLERANCE, id="eager, stage 1"),
+    pytest.param({"backend": "aot_eager", "stage": 2, "bucket_nbytes": 256}, "no", TOLERANCE, id="aot_eager, stage 2"),
+    pytest.param({"backend": "aot_eager", "stage": 2}, "bf16", 2e-2, id="bf16"),
+    pytest.param({"backend": "inductor", "stage": 2}, "no", TOLERANCE, id="inductor", marks=full_only),
+]
+
+
+@pytest.mark.parametrize(("options", "precision", "tolerance"), CASES if FULL else CASES[1:2])
+def test_the_loop_is_ddp_s(tmp_path: Path, options: dict[str, Any], precision: str, tolerance: float) -> None:
+    """Accumulation, clipping, gather, schedulers; and a run that is saved in its middle and taken up again."""
+    wanted = run_ranks(_train, 2, None, precision, str(tmp_path / "ddp"))
+    found = run_ranks(_train, 2, options, precision, str(tmp_path / "zc"))
+    again = run_ranks(_train, 2, options, precision, str(tmp_path / "zc"), 3)
+    from_ddp = run_ranks(_train, 2, options, precision, str(tmp_path / "ddp"), 3)
+    for rank in range(2):
+        _same(found[rank], wanted[rank], tolerance)
+        assert furthest(again[rank]["weights"], found[rank]["weights"]) == 0, "a run that was resumed is another one"
+        assert furthest(from_ddp[rank]["weights"], wanted[rank]["weights"]) < tolerance
+        assert again[rank]["lr"] == found[rank]["lr"]
+    files = (load_file(tmp_path / where / "model.safetensors") for where in ("zc", "ddp"))
+    saved, of_ddp = ({k.removeprefix("module."): v for k, v in file.items()} for file in files)
+    assert furthest(saved, of_ddp) < tolerance
+
+
+def _masters(rank: int, world_size: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """fp32 masters of bf16 parameters before a save and behind the load, in another number of ranks' plan."""
+    with torchrun(rank, world_size):
+        accelerator = Accelerator(cpu=True)
+        model = mlp()
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+        model, optimizer = prepare(accelerator, model, optimizer, backend="eager", param_dtype=torch.bfloat16)
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2, 6, dtype=torch.bfloat16)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_state(folder)
+        accelerator.save_state(folder)  # once more into the same folder
+
+        def read() -> dict[str, Tensor]:
+            state = zc.state_dict(model, optimizer.optimizer)["model"]
+            return {k: getattr(v, "local", v).detach().float().clone() for k, v in state.items()}
+
+        before = read()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        accelerator.load_state(folder)
+        accelerator.backward(0 * model(torch.ones(2, 6, dtype=torch.bfloat16)).sum())
+        optimizer.zero_grad()
+        return before, read()
+
+
+@full_only
+def test_masters_outlive_narrow_weights(tmp_path: Path) -> None:
+    for before, after in run_ranks(_masters, 2, str(tmp_path)):
+        assert furthest(after, before) == 0
+        assert any(not torch.equal(v, v.bfloat16().float()) for v in before.values()), "nothing that bf16 would lose"
+    assert len(list((tmp_path / "zc").iterdir())) == 1, "the first save of the same folder is still there"
+
+
+def _refusals(rank: int, world_size: int) -> list[str]:
+    found = []
+
+    def ask(make: Any, wrap: Any = None, **kwargs: Any) -> None:
+        with torchrun(rank, world_size):
+            accelerator = make(Accelerator(cpu=True, **kwargs))
+            model = mlp()
+            optimizer: Any = SGD(model.parameters(), lr=0.1)
+            if wrap is not None:
+                model, optimizer = wrap(accelerator, model, optimizer)
+            kind, text = message_of(lambda: prepare(accelerator, model, optimizer, backend="eager"))
+            found.append(f"{kind}: {text}")
+
+    class Told:
+        """An Accelerator of another kind, as far as prepare asks."""
+
+        def __init__(self, accelerator: Any, **other: Any) -> None:
+            self.__dict__.update(other)
+            self._accelerator = accelerator
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._accelerator, name)
+
+    class Kind:
+        value = "FSDP"
+
+    ask(lambda a: Told(a, distributed_type=Kind))
+    ask(lambda a: Told(a, mixed_precision="fp8"))
+    ask(lambda a: a, dynamo_backend=DynamoBackend.EAGER)
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    ask(lambda a: a, kwargs_handlers=[hook])
+    ask(lambda a: a, lambda accelerator, model, optimizer: (model, accelerator.prepare(optimizer)))
+    ask(lambda a: a, lambda accelerator, model, optimizer: (accelerator.prepare(model), optimizer))
+    return found
+
+
+def test_what_is_refused() -> None:
+    words = [
+        "the Accelerator runs FullyShardedDataParallel (FSDP)",
+        "mixed_precision='fp8'",
+        "the Accelerator compiles models itself (dynamo backend EAGER)",
+        "comm_hook=bf16",
+        "the optimizer was given to accelerator.prepare before",
+        "the model was given to accelerator.prepare before",
+    ]
+    for found in run_ranks(_refusals, 2):
+        assert len(found) == len(words)
+        for text, part in zip(found, words, strict=True):
+            assert text.startswith("PlanError: ") and part in text, text

@@ -1,0 +1,284 @@
+"""zc.integrations.lightning against Lightning's own DDPStrategy, on 2 ranks: Trainer and Fabric."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning", reason="lightning is not installed: make test-integrations")
+
+import lightning
+from harness import run_ranks
+from launched import TOLERANCE, furthest, mlp, regression, torchrun, whole
+from lightning.fabric.strategies import DDPStrategy as FabricDDP
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from loops import message_of
+from tiers import FULL, full_only
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+import zc
+from zc.integrations.lightning import ZcFabricStrategy, ZcStrategy
+
+Options = dict[str, Any] | None  # of zc.compile; None: DDP
+
+
+class Forward(lightning.LightningModule):
+    """training_step calls self(x)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = mse_loss(self(batch[0]).float(), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", mse_loss(self(batch[0]).float(), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [StepLR(optimizer, 1, gamma=0.8)]
+
+
+class Parts(lightning.LightningModule):
+    """Has no forward, two optimizers, and steps by hand; the second one's step is given a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = mlp(), nn.ModuleList([nn.Linear(2, 2)])
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        first, second = self.optimizers()
+        x, y = batch
+        with first.toggle_model():
+            loss = mse_loss(self.body(x), y)
+            self.manual_backward(loss)
+            self.clip_gradients(first, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            first.step()
+            first.zero_grad()
+
+        def closure() -> Tensor:
+            second.zero_grad()
+            loss = mse_loss(self.heads[0](self.body(x).detach()), y)
+            self.manual_backward(loss)
+            return loss
+
+        second.step(closure)
+
+    def configure_optimizers(self) -> Any:
+        return [SGD(self.body.parameters(), lr=0.05, momentum=0.9), AdamW(self.heads.parameters(), lr=1e-2)]
+
+
+def _fit(
+    rank: int,
+    world_size: int,
+    kind: str,
+    options: Options,
+    folder: str,
+    more: dict[str, Any],
+    resume: str | None = None,
+) -> dict[str, Any]:
+    with torchrun(rank, world_size):
+        torch.manual_seed(5)
+        module = {"forward": Forward, "parts": Parts}[kind]()
+        keep = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True, monitor=None)
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=world_size,
+            # a step by hand uses some parameters, which DDP must be told
+            strategy=DDPStrategy(find_unused_parameters=kind == "parts") if options is None else ZcStrategy(**options),
+            max_epochs=3,
+            limit_train_batches=4,
+            limit_val_batches=2,
+            callbacks=[keep],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            **more,
+        )
+        trainer.fit(
+            module,
+            DataLoader(regression(), batch_size=2),
+            DataLoader(regression(8), batch_size=2) if kind == "forward" else None,
+            ckpt_path=resume,
+        )
+        compiled = len(zc.registry.sharded(module).runtime.programs) if options is not None else 0
+        numbers = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        numbers["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
+        found = {"weights": whole(module), "numbers": numbers, "programs": compiled}
+        if kind == "forward":
+            found["validated"] = trainer.validate(module, DataLoader(regression(8), batch_size=2), verbose=False)
+        return found
+
+
+ACCUMULATE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+CASES = [
+    pytest.param("forward", {"backend": "eager", "stage": 1}, ACCUMULATE, TOLERANCE, id="eager, stage 1"),
+    pytest.param("forward", {"backend": "aot_eager"}, ACCUMULATE, TOLERANCE, id="automatic"),
+    pytest.param("parts", {"backend": "aot_eager", "stage": 2}, {}, TOLERANCE, id="manual, several"),
+    pytest.param("forward", {"backend": "aot_eager"}, {"precision": "bf16-mixed"}, 2e-2, id="bf16-mixed"),
+    pytest.param("forward", {"backend": "inductor"}, ACCUMULATE, TOLERANCE, id="inductor"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "more", "tolerance"), CASES if FULL else CASES[:1])
+def test_fit_is_ddp_s(
+    tmp_path: Path, kind: str, options: dict[str, Any], more: dict[str, Any], tolerance: float
+) -> None:
+    """Validation, schedulers and checkpoints; resumed from its own checkpoint, and from DDP's; DDP from zc's."""
+    ddp, ours = tmp_path / "ddp", tmp_path / "zc"
+    wanted = run_ranks(_fit, 2, kind, None, str(ddp), more, timeout=300.0)
+    found = run_ranks(_fit, 2, kind, options, str(ours), more, timeout=300.0)
+    again = run_ranks(_fit, 2, kind, options, str(tmp_path / "a"), more, str(ours / "epoch=0.ckpt"), timeout=300.0)
+    ways = [(options, ddp), (None, ours)]
+    crossed = [
+        run_ranks(_fit, 2, kind, how, str(tmp_path / f"c{k}"), more, str(source / "epoch=0.ckpt"), timeout=300.0)
+        for k, (how, source) in enumerate(ways)
+    ]
+    for rank in range(2):
+        assert found[rank]["programs"] == (0 if options["backend"] == "eager" else found[0]["programs"])
+        for other in (found, again, *crossed):
+            assert furthest(other[rank]["weights"], wanted[rank]["weights"]) < tolerance
+            assert other[rank]["numbers"] == pytest.approx(wanted[rank]["numbers"], rel=max(tolerance, 1e-4))
+        assert furthest(again[rank]["weights"], found[rank]["weights"]) == 0, "a run that was resumed is another one"
+    assert options["backend"] == "eager" or found[0]["programs"] > 0, "nothing was compiled"
+    files = [torch.load(folder / "last.ckpt", weights_only=True) for folder in (ours, ddp)]
+    assert furthest(files[0]["state_dict"], files[1]["state_dict"]) < tolerance
+    assert files[0].keys() == files[1].keys()
+    for state, other in zip(files[0]["optimizer_states"], files[1]["optimizer_states"], strict=True):
+        assert state["state"].keys() == other["state"].keys()
+
+
+def _narrow(rank: int, world_size: int, folder: str, resume: str | None) -> dict[str, Tensor]:
+    """Masters of param_dtype=bf16 go into the checkpoint, and come back."""
+    with torchrun(rank, world_size):
+        module = Forward()
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=world_size,
+            strategy=ZcStrategy(backend="eager", param_dtype=torch.bfloat16),
+            precision="bf16-true",
+            max_epochs=2 if resume else 1,
+            limit_train_batches=3,
+            limit_val_batches=0,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            default_root_dir=folder,
+        )
+        seen: dict[str, Tensor] = {}
+        if resume:  # before the first update of what was resumed
+
+            def read(self: Any) -> None:
+                seen.update(self.trainer.strategy.lightning_module_state_dict())
+
+            Forward.on_train_start = read  # type: ignore[method-assign]
+        trainer.fit(module, DataLoader(regression(), batch_size=2), ckpt_path=resume)
+        if not resume:
+            trainer.save_checkpoint(folder + "/narrow.ckpt")
+        return {name: value.clone() for name, value in seen.items()}
+
+
+@full_only
+def test_masters_of_narrow_weights(tmp_path: Path) -> None:
+    run_ranks(_narrow, 2, str(tmp_path), None)
+    saved = torch.load(tmp_path / "narrow.ckpt", weights_only=True)["state_dict"]
+    back = run_ranks(_narrow, 2, str(tmp_path), str(tmp_path / "narrow.ckpt"))[0]
+    assert all(value.dtype == torch.float32 for value in saved.values())
+    assert any(not torch.equal(v, v.bfloat16().float()) for v in saved.values()), "nothing that bf16 would lose"
+    assert furthest(back, saved) == 0
+
+
+def _with_fabric(
+    rank: int, world_size: int, options: Options, folder: str, precision: str, resume: bool
+) -> tuple[dict[str, Tensor], list[float]]:
+    with torchrun(rank, world_size):
+        strategy = FabricDDP() if options is None else ZcFabricStrategy(**options)
+        fabric = lightning.Fabric(accelerator="cpu", devices=world_size, strategy=strategy, precision=precision)
+        fabric.launch()
+        module = mlp()
+        model, optimizer = fabric.setup(module, AdamW(module.parameters(), lr=1e-2))
+        loader = fabric.setup_dataloaders(DataLoader(regression(), batch_size=2))
+        norms: list[float] = []
+        state = {"optimizer": optimizer, "model": model, "number": 0}
+        if resume:
+            fabric.load(folder + "/state.ckpt", state)
+        for number, (x, y) in enumerate(loader, 1):
+            if number <= state["number"]:
+                continue
+            is_last = number % 2 == 0
+            with fabric.no_backward_sync(model, enabled=not is_last):
+                fabric.backward(mse_loss(model(x).float(), y) / 2)
+            if is_last:
+                norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.1).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            if number == 6 and not resume:
+                state["number"] = number
+                fabric.save(folder + "/state.ckpt", state)
+        return whole(module), norms
+
+
+FABRIC = [
+    pytest.param({"backend": "aot_eager", "stage": 1}, "32-true", TOLERANCE, id="stage 1"),
+    pytest.param({"backend": "aot_eager", "stage": 2}, "bf16-mixed", 2e-2, id="bf16-mixed"),
+    pytest.param({"backend": "eager", "param_dtype": torch.bfloat16}, "bf16-true", 5e-2, id="bf16-true"),
+]
+
+
+@pytest.mark.parametrize(("options", "precision", "tolerance"), FABRIC if FULL else FABRIC[:1])
+def test_fabric_is_ddp_s(tmp_path: Path, options: dict[str, Any], precision: str, tolerance: float) -> None:
+    ddp, ours = str(tmp_path / "ddp"), str(tmp_path / "zc")
+    exact = precision if precision != "bf16-true" else "32-true"  # zc has fp32 masters there
+    wanted = run_ranks(_with_fabric, 2, None, ddp, exact, False)
+    found = run_ranks(_with_fabric, 2, options, ours, precision, False)
+    again = run_ranks(_with_fabric, 2, options, ours, precision, True)
+    crossed = run_ranks(_with_fabric, 2, options, ddp, precision, True)
+    for rank in range(2):
+        assert furthest(found[rank][0], wanted[rank][0]) < tolerance
+        assert furthest(crossed[rank][0], wanted[rank][0]) < tolerance
+        assert furthest(again[rank][0], found[rank][0]) == 0, "a run that was resumed is another one"
+        assert found[rank][1] == pytest.approx(wanted[rank][1], rel=max(tolerance, 1e-4))
+
+
+def _refusals(rank: int, world_size: int) -> list[str]:
+    found = [": ".join(message_of(lambda: ZcStrategy(find_unused_parameters=True)))]
+    with torchrun(rank, world_size):
+        fabric = lightning.Fabric(accelerator="cpu", devices=world_size, strategy=ZcFabricStrategy(backend="eager"))
+        fabric.launch()
+        module = mlp()
+        plain = SGD(module.parameters(), lr=0.1)
+        found.append(": ".join(message_of(lambda: fabric.setup(mlp()))))
+        found.append(": ".join(message_of(lambda: fabric.setup_optimizers(plain))))
+        model, optimizer = fabric.setup(module, plain)
+        found.append(": ".join(message_of(lambda: fabric.clip_gradients(model, optimizer, clip_val=1.0))))
+    return found
+
+
+def test_what_is_refused() -> None:
+    words = [
+        "PlanError: find_unused_parameters is an option of DistributedDataParallel",
+        "PlanError: Sequential was given to Fabric without its optimizer",
+        "PlanError: SGD was given to Fabric without its model",
+        "PlanError: clip_val is not supported",
+    ]
+    for found in run_ranks(_refusals, 2):
+        assert len(found) == len(words)
+        for text, part in zip(found, words, strict=True):
+            assert text.startswith(part), text

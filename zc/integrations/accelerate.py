@@ -1,0 +1,146 @@
+"""Accelerate: ``model, optimizer, loader = prepare(accelerator, model, optimizer, loader)``; the loop stays as it is.
+
+Through public names of accelerate 1.15 alone: ``prepare_model(evaluation_mode=True)`` places and autocasts the model
+without a DDP around it, hooks of ``save_state`` and ``load_state`` write and read zc's checkpoint beside the rest.
+``accelerator.no_sync`` and ``accumulate`` ask a prepared model for its ``no_sync``, as DDP has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zc.api import compile as zc_compile
+from zc.api import no_sync
+from zc.errors import PlanError
+from zc.integrations.beside import PointsBeside, load_beside, save_beside
+from zc.integrations.packages import needed
+from zc.optim.given import Given, listed, shaped
+from zc.registry import COMPILED
+
+accelerate = needed("accelerate", "accelerate")
+
+_OTHERS = {
+    "FSDP": "FullyShardedDataParallel",
+    "DEEPSPEED": "DeepSpeed",
+    "MEGATRON_LM": "Megatron-LM",
+    "XLA": "torch_xla",
+    "TP": "tensor parallelism",
+}
+
+
+def prepare(accelerator: Any, model: nn.Module, optimizer: Given, *rest: Any, **options: Any) -> Any:
+    """``(model, optimizer, *rest)``, as ``accelerator.prepare`` returns them, with zc in DDP's place.
+
+    Args:
+        optimizer: made from ``model.parameters()``, or a list, tuple or dict of several.
+        rest: data loaders and schedulers, for ``accelerator.prepare``.
+        options: of `zc.compile`. ``broadcast_buffers`` is DistributedDataParallelKwargs' where it is not given.
+
+    Raises:
+        PlanError: the accelerator or the model has what zc can't be combined with; nothing has changed.
+    """
+    _check(accelerator, model, optimizer)
+    if accelerator.ddp_handler is not None:
+        options.setdefault("broadcast_buffers", accelerator.ddp_handler.broadcast_buffers)
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    zc_compile(model, optimizer, **options)
+    model.no_sync = _NoSync(model)  # type: ignore[assignment]
+    pointers, wrapped = [], []
+    for one in listed(optimizer):
+        pointers.append(PointsBeside(one))
+        wrapped.append(accelerator.prepare(one, device_placement=[False]))  # slices lie where the masters do
+        pointers[-1].take_place(wrapped[-1])
+    _keep_state(accelerator, model, optimizer, pointers)
+    given = shaped(optimizer, wrapped)
+    if not rest:
+        return model, given
+    others = accelerator.prepare(*rest)
+    return (model, given, *(others if len(rest) > 1 else [others]))
+
+
+def _check(accelerator: Any, model: nn.Module, optimizer: Given) -> None:
+    kind = accelerator.distributed_type.value
+    if kind in _OTHERS:
+        raise PlanError(
+            f"the Accelerator runs {_OTHERS[kind]} ({kind}), which distributes the model itself: use zc without it, or "
+            "it without zc"
+        )
+    dims = getattr(accelerator, "parallelism_config", None)
+    for name in ("tp", "cp", "sp", "dp_shard"):
+        if dims is not None and getattr(dims, f"{name}_enabled", False):
+            raise PlanError(f"the Accelerator has a ParallelismConfig with {name}: zc takes data parallel ranks alone")
+    if accelerator.mixed_precision == "fp8":
+        raise PlanError("the Accelerator has mixed_precision='fp8', which replaces layers: zc takes 'fp16' and 'bf16'")
+    backend = accelerator.state.dynamo_plugin.backend.value
+    if backend != "NO":
+        raise PlanError(
+            f"the Accelerator compiles models itself (dynamo backend {backend}): leave that out, zc compiles the model"
+        )
+    hook = getattr(accelerator.ddp_handler, "comm_hook", None)
+    if hook is not None and hook.value != "no":
+        raise PlanError(
+            f"DistributedDataParallelKwargs has comm_hook={hook.value}, and zc reduces gradients itself: leave it out; "
+            "reduce_dtype=torch.bfloat16 halves what is sent"
+        )
+    for one in [optimizer] if isinstance(optimizer, Optimizer) else listed(optimizer):
+        if isinstance(one, accelerate.optimizer.AcceleratedOptimizer):
+            raise PlanError(
+                "the optimizer was given to accelerator.prepare before: give zc.integrations.accelerate.prepare the "
+                "optimizer itself, it calls accelerator.prepare"
+            )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise PlanError(
+            "the model was given to accelerator.prepare before, and is wrapped in DistributedDataParallel: give "
+            "zc.integrations.accelerate.prepare the module itself"
+        )
+
+
+class _NoSync:
+    """A model's ``no_sync``, which accelerate asks for. A copy or a pickle of the model is a plain module, and has one
+    that does nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        model = self._model()
+        return no_sync(model) if model is not None and model in COMPILED else contextlib.nullcontext()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return contextlib.nullcontext
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (contextlib.nullcontext,)
+
+
+def _keep_state(accelerator: Any, model: nn.Module, optimizer: Given, pointers: list[PointsBeside]) -> None:
+    """``save_state`` and ``load_state``. accelerate holds the hooks for as long as it lives, and a model may go before
+    (``free_memory``)."""
+    known = weakref.ref(model)
+
+    def name_in(models: list[Any]) -> str | None:
+        found = known()
+        numbers = [k for k, one in enumerate(models) if one is found]
+        return ("zc" if numbers[0] == 0 else f"zc_{numbers[0]}") if numbers else None
+
+    def save_hook(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        model, name = known(), name_in(models)
+        if model is not None and name is not None:
+            save_beside(output_dir, name, model, optimizer)
+            for pointer in pointers:
+                pointer.saved(name)
+
+    def load_hook(models: list[Any], input_dir: str) -> None:
+        model, name = known(), name_in(models)
+        if model is not None and name is not None:
+            # accelerate reads the weights after it: the same, in the parameters' dtype, and masters stay as they are
+            load_beside(input_dir, name, model, optimizer)
+
+    accelerator.register_save_state_pre_hook(save_hook)
+    accelerator.register_load_state_pre_hook(load_hook)

@@ -1,0 +1,79 @@
+"""zc's checkpoint beside what a framework writes: masters and optimizer state, for any number of ranks.
+
+A framework saves an optimizer's ``state_dict()`` from rank 0, which is a part. So zc's checkpoint goes into the same
+folder, and what the framework writes of the optimizer is a `pointer` to it::
+
+    step_100/model.safetensors     by the framework
+    step_100/optimizer.bin         {"zc": "the state is in the folder zc beside this file", ...}
+    step_100/zc/3/                 by zc.save; the number is one more than before where a folder is written anew
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zc.checkpoint.save_load import latest, load, save
+from zc.checkpoint.saving import channel_of
+from zc.optim.given import Optimizers
+from zc.registry import sharded
+
+_KEY = "zc_folder"
+
+
+def save_beside(folder: str | Path, name: str, model: nn.Module, optimizers: Optimizers) -> None:
+    """All ranks. What was there before goes when the new one is complete."""
+    root = Path(folder).absolute() / name
+    last = latest(root)
+    number = int(last.name) + 1 if last is not None else 0
+    # a rank may see the folder late, on a shared file system
+    number = max(channel_of(sharded(model)).share(f"naming a checkpoint in {root}", number))
+    save(root / str(number), model, optimizers, keep=1)
+
+
+def load_beside(folder: str | Path, name: str, model: nn.Module, optimizers: Optimizers) -> bool:
+    """All ranks. False: there is none, a program without zc wrote that folder."""
+    found = latest(Path(folder).absolute() / name)
+    if found is not None:
+        load(found, model, optimizers)
+    return found is not None
+
+
+class PointsBeside:
+    """``state_dict`` and ``load_state_dict`` of what a framework has put around an optimizer.
+
+    Between a `saved` and the next ``state_dict()``, which is the framework's own, the answer is the pointer; a caller's
+    own ``state_dict()`` is what it was. A pointer that is loaded changes nothing: `load_beside` has done it.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._name: str | None = None
+
+    def take_place(self, wrapper: Any) -> None:
+        """``wrapper``, the framework's, asks here from now on."""
+        wrapper.points = self
+        wrapper.state_dict, wrapper.load_state_dict = self.state_dict, self.load_state_dict
+
+    def saved(self, name: str) -> None:
+        self._name = name
+
+    def given_up(self) -> None:
+        """Nothing has asked, and nothing will: on a rank that writes no file."""
+        self._name = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._name is None:
+            return self._optimizer.state_dict()
+        name, self._name = self._name, None
+        return {"zc": f"the state is in the folder {name} beside this file, zc.load reads it", _KEY: name}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if _KEY not in state:
+            self._optimizer.load_state_dict(dict(state))
+
+

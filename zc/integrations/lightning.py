@@ -1,0 +1,216 @@
+"""Lightning: ``Trainer(strategy=ZcStrategy(stage=2))`` and ``Fabric(strategy=ZcFabricStrategy(stage=2))``.
+
+Checkpoints are single files with whole tensors, as DDP's: either strategy takes up the other's, with any number of
+ranks. Both strategies are DDPStrategy without the wrapper: launching, process groups and reductions are its own.
+
+Private names of lightning 2.6: ``_backward_sync_control`` of Fabric's strategies, which has no public way in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zc import torch_private
+from zc.api import compile as zc_compile
+from zc.api import no_sync
+from zc.checkpoint.export import full_optimizer_state
+from zc.checkpoint.save_load import load_state_dict
+from zc.closing import close
+from zc.compiler.backend import make_backend
+from zc.errors import PlanError
+from zc.integrations.packages import needed
+from zc.integrations.whole import whole_weights
+from zc.registry import COMPILED, sharded
+
+_Module: Any = needed("lightning", "lightning").LightningModule
+_FabricDDP: Any = needed("lightning.fabric.strategies", "lightning").DDPStrategy
+_TrainerDDP: Any = needed("lightning.pytorch.strategies", "lightning").DDPStrategy
+
+# of DDPStrategy, and good for zc as well; everything else that a strategy is given is zc.compile's
+_OF_DDP = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "precision",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+)
+_OF_WRAPPER = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "ddp_comm_hook")
+
+
+def _split(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What DDPStrategy takes, and what `zc.compile` takes."""
+    for name in _OF_WRAPPER:
+        if name in given:
+            raise PlanError(f"{name} is an option of DistributedDataParallel, which zc replaces: leave it out")
+    own = {name: given[name] for name in _OF_DDP if name in given}
+    return own, {name: value for name, value in given.items() if name not in own}
+
+
+def _params_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+    """The model's parameters that ``optimizer`` updates; it holds slices of them itself."""
+    found = sharded(model)
+    number = next(one.number for one in found.optimizers if one.optimizer is optimizer)
+    slots = [slot.name for bucket in found.runtime.plan.of_optimizer(number) for slot in bucket.slots]
+    names = set(slots)
+    return [param for name, param in found.runtime.params.items() if name in names]
+
+
+class ZcStrategy(_TrainerDDP):
+    """For lightning.pytorch.Trainer. Takes the options of `zc.compile`, and DDPStrategy's that are about processes.
+
+    ``training_step`` runs as it is, and what it calls of the model is compiled: ``self(...)`` where the LightningModule
+    has a ``forward``, else each module that is an attribute of it.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        own, self._options = _split(given)
+        super().__init__(**own)
+        self._masters: Mapping[str, Tensor] = {}  # of a checkpoint, until the model is compiled
+
+    def configure_ddp(self) -> None:
+        """Nothing is wrapped."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        module = self.lightning_module
+        if module in COMPILED:  # of a fit before this one
+            close(module)
+            for child in _called(module):
+                torch_private.run_eagerly(child)
+        super().setup_optimizers(trainer)
+        zc_compile(module, list(self.optimizers), **self._options)
+        if type(module).forward is _Module.forward:
+            _compile_children(module)
+        if any(param.dtype != self._masters.get(name, param).dtype for name, param in module.named_parameters()):
+            load_state_dict(module, list(self.optimizers), {"model": self._masters})
+        self._masters = {}
+        self.precision_plugin.main_params = lambda optimizer: iter(_params_of(module, _bare(optimizer)))
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with no_sync(self.lightning_module):
+            yield
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return whole_weights(self.lightning_module)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return full_optimizer_state(self.lightning_module, _bare(optimizer)) or {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict=strict)
+        self._masters = checkpoint["state_dict"] if self.lightning_module not in COMPILED else {}
+
+
+class ZcFabricStrategy(_FabricDDP):
+    """For lightning.fabric.Fabric: ``model, optimizer = fabric.setup(model, optimizer)``, both in one call. Takes the
+    options of `zc.compile`, and DDPStrategy's that are about processes."""
+
+    def __init__(self, **given: Any) -> None:
+        own, self._options = _split(given)
+        super().__init__(**own)
+        self._backward_sync_control = _NoSync()
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
+        zc_compile(module, list(optimizers), **self._options)
+        return module, optimizers, scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        if any(param.requires_grad for param in module.parameters()):
+            raise PlanError(
+                f"{type(module).__name__} was given to Fabric without its optimizer, and zc plans both together: "
+                "model, optimizer = fabric.setup(model, optimizer). To evaluate only, freeze it (requires_grad_(False))"
+            )
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        raise PlanError(
+            f"{type(optimizer).__name__} was given to Fabric without its model, and zc plans both together: "
+            "model, optimizer = fabric.setup(model, optimizer)"
+        )
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return whole_weights(module)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return full_optimizer_state(_model_of(optimizer), optimizer) or {}
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Modules before optimizers: a module's masters come with an optimizer that starts afresh."""
+        if not isinstance(state, dict):
+            return dict(super().load_checkpoint(path, state, strict, weights_only))
+        ordered = dict(sorted(state.items(), key=lambda item: not isinstance(item[1], nn.Module)))
+        left = super().load_checkpoint(path, ordered, strict, weights_only)
+        state.update(ordered)
+        return dict(left)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_module_state_dict(module, dict(state_dict), strict=strict)
+        held = COMPILED.get(module)
+        if held is not None and any(bucket.has_master for bucket in held.runtime.plan.buckets):
+            load_state_dict(module, held.given, {"model": state_dict})
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        self.precision.unscale_gradients(optimizer)
+        params = _params_of(_model_of(optimizer), optimizer)
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        raise PlanError("clip_val is not supported: gradients are sharded. fabric.clip_gradients(..., max_norm=...) is")
+
+
+class _NoSync:
+    """What ``fabric.no_backward_sync`` asks."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        return no_sync(module) if enabled else contextlib.nullcontext()
+
+
+def _model_of(optimizer: Optimizer) -> nn.Module:
+    for model, held in COMPILED.items():
+        if any(one.optimizer is optimizer for one in held.optimizers):
+            return model
+    raise PlanError(f"this {type(optimizer).__name__} was not set up: call fabric.setup(model, optimizer) first")
+
+
+def _bare(optimizer: Any) -> Optimizer:
+    found: Optimizer = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
+    return found
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """What a ``training_step`` calls of a module without a ``forward``."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called(child)
+        elif any(param.requires_grad for param in child.parameters()):
+            yield child
+
+
+def _compile_children(module: nn.Module) -> None:
+    held = sharded(module)
+    config = held.runtime.config
+    if config.backend == "eager":
+        return
+    before = held.runtime.weights.let_read if config.overlap_gather else None
+    for child in _called(module):
+        torch_private.raise_recompile_limit(child)
+        torch_private.compile_in_place(child, make_backend(held.runtime), before)

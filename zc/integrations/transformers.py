@@ -1,0 +1,103 @@
+"""transformers' Trainer with zc in DDP's place: `ZcTrainer`, or `ZcMixin` before the Trainer subclass that you have::
+
+    class Mine(ZcMixin, SFTTrainer): ...
+
+    trainer = Mine(model=..., args=..., train_dataset=..., zc_options={"stage": 2})
+
+`Trainer.create_optimizer`, which subclasses may override, is where model and optimizer first meet: zc takes them
+there, through `zc.integrations.accelerate`, and ``accelerator.prepare`` then finds them prepared.
+
+Private names, of transformers 5.23: ``_save_optimizer_and_scheduler`` and ``_load_optimizer_and_scheduler``, since
+rank 0 alone asks the optimizer for its state there. A checkpoint has zc's own in its folder ``zc``; one that a plain
+Trainer wrote can be resumed, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from zc.closing import close
+from zc.errors import PlanError
+from zc.integrations.beside import load_beside, save_beside
+from zc.integrations.packages import needed, seam
+from zc.registry import COMPILED
+
+_Trainer: Any = needed("transformers", "transformers").Trainer
+_prepare = needed("zc.integrations.accelerate", "transformers").prepare
+
+_SEEN = "5.23"
+_SEAMS = {
+    "_save_optimizer_and_scheduler": "saves the optimizer's state from all ranks",
+    "_load_optimizer_and_scheduler": "loads it on all ranks",
+}
+
+
+class ZcMixin:
+    """Goes before Trainer, or a subclass of it, among the bases. ``zc_options``: of `zc.compile`."""
+
+    zc_options: Mapping[str, Any] = {}
+
+    def __init__(self, *args: Any, zc_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        if not isinstance(self, _Trainer):
+            raise TypeError(f"{type(self).__name__} needs transformers.Trainer among its bases, behind ZcMixin")
+        seam(_Trainer, "transformers", _SEEN, _SEAMS)
+        if zc_options is not None:
+            self.zc_options = dict(zc_options)
+        self._zc_model: nn.Module | None = None
+        super().__init__(*args, **kwargs)
+        _check(self)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own optimizer, or the one that it was given, and the model compiled with it."""
+        trainer: Any = self
+        if self._zc_model is trainer.model and self._zc_model in COMPILED:
+            return trainer.optimizer  # train() was called before: both go on
+        _check(trainer)
+        super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if self._zc_model is not None:
+            close(self._zc_model)  # of a trial before this one (model_init)
+        plain = trainer.optimizer
+        _, trainer.optimizer = _prepare(trainer.accelerator, trainer.model, plain, **self.zc_options)
+        self._zc_model = trainer.model
+        return trainer.optimizer
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer: Any = self
+        save_beside(output_dir, "zc", trainer.model, trainer.optimizer.optimizer)
+        trainer.optimizer.points.saved("zc")
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        trainer.optimizer.points.given_up()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        trainer: Any = self
+        if checkpoint is not None:
+            load_beside(checkpoint, "zc", trainer.model, trainer.optimizer.optimizer)
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+
+class ZcTrainer(ZcMixin, _Trainer):
+    """transformers.Trainer with ``zc_options=``, of `zc.compile`."""
+
+
+def _check(trainer: Any) -> None:
+    """Refuses by name what would change numbers, or lose state, without a word."""
+    args = trainer.args
+    if args.n_gpu > 1:
+        raise PlanError(f"one process has {args.n_gpu} GPUs (nn.DataParallel): start one process a GPU, with torchrun")
+    refused = {
+        "fsdp": "it shards the same parameters",
+        "deepspeed": "it shards the same parameters",
+        "torch_compile": "zc compiles the model itself",
+        "auto_find_batch_size": "a rank that is out of memory tries again alone, and the others wait for it",
+        "fp16_full_eval": "it casts the model behind zc's back; fp16=True evaluates in fp16 as well",
+        "bf16_full_eval": "it casts the model behind zc's back; bf16=True evaluates in bf16 as well",
+    }
+    for name, why in refused.items():
+        if getattr(args, name, None):
+            given = f"{name}={getattr(args, name)!r}"
+            raise PlanError(f"TrainingArguments({given}) does not go with zc: {why}. Leave it out")
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise PlanError("the model was sharded when it was loaded (distributed_config): load it whole")

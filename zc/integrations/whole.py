@@ -1,0 +1,31 @@
+"""Whole states, for frameworks that write one file from rank 0: what DDP has, so either can take up the other's."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from zc.checkpoint.export import gathered
+from zc.checkpoint.save_load import settled
+from zc.checkpoint.saving import channel_of
+from zc.checkpoint.state import state_of
+from zc.registry import COMPILED
+
+
+def whole_weights(model: nn.Module) -> dict[str, Any]:
+    """``model.state_dict()``; on rank 0 with fp32 masters in the place of narrower parameters. Every rank calls it."""
+    state: dict[str, Any] = model.state_dict()
+    held = COMPILED.get(model)
+    if held is None or not any(bucket.has_master for bucket in held.runtime.plan.buckets):
+        return state
+    settled(model, held.given)
+    shards = {name: {"master": shard} for name, shard in state_of(model, held)["model"].items()}
+    masters: dict[str, Tensor] = {}
+    for one in held.optimizers:
+        found = channel_of(held).call("gathering the fp32 masters", partial(gathered, held, one, shards))
+        masters.update({name: values["master"] for name, values in found.items()})
+    firsts = {id(param): name for name, param in model.named_parameters()}  # a tied weight has one master
+    names = {name: firsts[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
+    return {key: masters.get(names.get(key, ""), value) for key, value in state.items()}
