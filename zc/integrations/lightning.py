@@ -80,7 +80,7 @@ class ZcStrategy(_TrainerDDP):
 
     def setup(self, trainer: Any) -> None:
         # for a validation DDPStrategy makes the module the same on all ranks, by a call that a compiled one refuses
-        own = vars(self.lightning_module)
+        own: dict[str, Any] = self.lightning_module.__dict__
         guards = {name: value for name, value in own.items() if isinstance(value, NotForDDP)}
         for name in guards:
             del own[name]
