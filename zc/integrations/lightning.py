@@ -23,6 +23,7 @@ from zc.checkpoint.export import full_optimizer_state
 from zc.checkpoint.save_load import load_state_dict
 from zc.closing import close
 from zc.compiler.backend import make_backend
+from zc.copies import NotForDDP
 from zc.errors import PlanError
 from zc.integrations.packages import needed
 from zc.integrations.whole import whole_weights
@@ -76,6 +77,15 @@ class ZcStrategy(_TrainerDDP):
         own, self._options = _split(given)
         super().__init__(**own)
         self._masters: Mapping[str, Tensor] = {}  # of a checkpoint, until the model is compiled
+
+    def setup(self, trainer: Any) -> None:
+        # for a validation DDPStrategy makes the module the same on all ranks, by a call that a compiled one refuses
+        own: dict[str, Any] = self.lightning_module.__dict__
+        guards = {name: value for name, value in own.items() if isinstance(value, NotForDDP)}
+        for name in guards:
+            del own[name]
+        super().setup(trainer)
+        own.update({name: value for name, value in guards.items() if self.lightning_module in COMPILED})
 
     def configure_ddp(self) -> None:
         """Nothing is wrapped."""
