@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -116,6 +117,18 @@ def against_ddp(world_size: int, run: Run, timeout: float = 120.0) -> DIFFERS_MO
     for other in found[1:]:
         assert all(torch.equal(other[name], found[0][name]) for name in wanted), "ranks ended with different weights"
     return worst(found[0], wanted)
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """These variables inside, and what was there before behind it."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 @contextlib.contextmanager

@@ -7,15 +7,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import run_ranks
-from loops import Run, zc_weights
+from loops import Run, environment, zc_weights
 from torch import Tensor, nn
 
 import zc
@@ -28,17 +26,6 @@ RUNS = [
     Run("mlp", stage=2, backend="aot_eager"), Run("mlp", stage=1, backend="aot_eager"),
     Run("gpt_tied", stage=2, backend="eager"), Run("gpt_tied", stage=1, backend="eager"),
 ]  # fmt: skip
-
-
-@contextmanager
-def environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def by_messages(rank: int, world_size: int, run: Run) -> dict[str, Tensor]:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from loops import Run, ddp_reference, message_of, zc_weights
+from loops import Run, ddp_reference, environment, message_of, zc_weights
 from oracle import worst
-from test_host_memory import environment
 from tiers import FULL, full_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
