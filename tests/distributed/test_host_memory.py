@@ -166,8 +166,7 @@ def test_a_rank_that_ends_is_heard_of_at_once_but_what_it_sent_counts() -> None:
     with pytest.raises(RuntimeError, match="rank 0 has closed its connection"):
         other.receive(0, 3, 4)
     assert time.monotonic() - started < 5
-    with pytest.raises(RuntimeError, match="rank 0 has closed its connection"):
-        other.send(0, 3, b"x")
+    other.send(0, 3, b"x")  # nobody is there; the next wait is what tells
 
 
 def test_a_failure_that_the_watch_has_found_ends_a_wait() -> None:
