@@ -198,12 +198,36 @@ def turns(path: Path, chosen: Mapping[str, str]) -> str:
     return f"{markdown(list(TURNS_HEAD), lines)}\n\n{about}{last['commit']}, {last['time'][:10]}."
 
 
+HOSTS_HEAD = ("provider", "step ms p50 (p20 to p80)", "ratio", "p20 to p80 of the ratios", "of the model leaves a host")
+
+
+def hosts(path: Path, chosen: Mapping[str, str]) -> str:
+    """One case of bench.hosts, as `turns`, with what left a host in a step."""
+    rows = rows_of(path, chosen)
+    if not rows:
+        return f"No rows yet in {path.name} with {dict(chosen)}."
+    lines = []
+    for row in rows:
+        if row["status"] != "ok":
+            lines.append([row["provider"], f"no number: {row['status']}", "", "", row["of_model"]])
+            continue
+        p20, p50, p80 = (float(row[c]) for c in ("p20_ms", "p50_ms", "p80_ms"))
+        line = [row["provider"], f"{_show(p50, _ms(p50))} ({_show(p20, _ms(p50))} to {_show(p80, _ms(p50))})"]
+        line += [f"{float(row['ratio']):.3f}", f"{float(row['ratio_p20']):.3f} to {float(row['ratio_p80']):.3f}"]
+        lines.append([*line, f"{float(row['of_model']):.2f}"])
+    last = rows[-1]
+    about = f"{last['case']}: {int(last['num_params']):,} parameters, {last['hosts']} hosts of {last['ranks_per_host']}"
+    about += f" on links of {last['rate']}, {last['turns']} turns; ratios to {last['base']}. {last['device']}, "
+    return f"{markdown(list(HOSTS_HEAD), lines)}\n\n{about}torch {last['torch']}, commit {last['commit']}, {last['time'][:10]}."
+
+
 TABLES: dict[str, Callable[[Path, Mapping[str, str]], str]] = {
     "run": run,
     "scale": scale,
     "gpu": paced,
     "paced": paced,
     "turns": turns,
+    "hosts": hosts,
 }
 
 
