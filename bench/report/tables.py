@@ -198,7 +198,7 @@ def turns(path: Path, chosen: Mapping[str, str]) -> str:
     return f"{markdown(list(TURNS_HEAD), lines)}\n\n{about}{last['commit']}, {last['time'][:10]}."
 
 
-HOSTS_HEAD = ("provider", "step ms p50 (p20 to p80)", "ratio", "p20 to p80 of the ratios", "of the model leaves a host")
+HOSTS_HEAD = (*TURNS_HEAD[:4], "of the model leaves a host")
 
 
 def hosts(path: Path, chosen: Mapping[str, str]) -> str:
@@ -218,7 +218,8 @@ def hosts(path: Path, chosen: Mapping[str, str]) -> str:
     last = rows[-1]
     about = f"{last['case']}: {int(last['num_params']):,} parameters, {last['hosts']} hosts of {last['ranks_per_host']}"
     about += f" on links of {last['rate']}, {last['turns']} turns; ratios to {last['base']}. {last['device']}, "
-    return f"{markdown(list(HOSTS_HEAD), lines)}\n\n{about}torch {last['torch']}, commit {last['commit']}, {last['time'][:10]}."
+    about += f"torch {last['torch']}, commit {last['commit']}, {last['time'][:10]}."
+    return f"{markdown(list(HOSTS_HEAD), lines)}\n\n{about}"
 
 
 TABLES: dict[str, Callable[[Path, Mapping[str, str]], str]] = {
