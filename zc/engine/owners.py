@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from zc.engine.buffers import Buffers
-from zc.planning.plan import Bucket, Plan
-
 if TYPE_CHECKING:
+    from zc.engine.buffers import Buffers
+    from zc.planning.plan import Bucket, Plan
     from zc.ranks.comm import Group
 
 

@@ -25,8 +25,9 @@ from torch import fx
 
 from zc.errors import PassError
 from zc.schedule import spec
+from zc.schedule.arguments import read, written
 from zc.schedule.buffer import HOME, Access, Buffer, carried_by
-from zc.schedule.spec import Op, read, written
+from zc.schedule.spec import Op
 
 if TYPE_CHECKING:
     from zc.planning.plan import Plan

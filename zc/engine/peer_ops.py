@@ -1,0 +1,118 @@
+"""Between ranks: the operations that read each other's memory, and those that bring weights together.
+
+What is told and waited for, and who reads what, is the schedule's; where the others' buffers lie comes with their
+signals (`zc.ranks.neighbours`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zc.engine.owners import spread
+from zc.kernels import reduce_rows
+from zc.log import log
+from zc.ranks.journal import EXCHANGES
+from zc.schedule.buffer import Buffer
+
+if TYPE_CHECKING:
+    from zc.engine.buffers import Buffers
+    from zc.planning.plan import Plan
+    from zc.ranks.comm import Group
+
+REDUCE, GATHER = EXCHANGES[:2]
+
+
+def _exchange(buffer: str) -> str:
+    """What ranks exchange when they read this buffer of each other."""
+    return GATHER if Buffer.named(buffer).kind in ("flat_param", "gathered") else REDUCE
+
+
+class PeerOps:
+    """Over one rank's buffers and group. `zc.engine.ops` knows what the accumulators hold."""
+
+    def __init__(self, plan: Plan, buffers: Buffers, group: Group) -> None:
+        self.plan, self.buffers, self.group = plan, buffers, group
+        self._places: dict[str, dict[int, bytes]] = {}  # by buffer: where the other ranks' is
+
+    def _start_reduction(self, bucket: int, sent: Tensor) -> None:
+        raise NotImplementedError
+
+    def _adds(self, bucket: int) -> bool:
+        raise NotImplementedError
+
+    def _is_reduced(self, bucket: int, out: Tensor) -> None:
+        raise NotImplementedError
+
+    def signal_full(self, bucket: int, buffer: str) -> None:
+        record, what = self.plan.buckets[bucket], _exchange(buffer)
+        if what == REDUCE:
+            sent = self.buffers.named(buffer, record)
+            self._start_reduction(bucket, sent)
+        else:
+            log.debug("bucket %d: its weights are gathered", bucket)
+            sent = self.buffers.flat_param[bucket][slice(*record.layout.segment_range(self.group.rank))]
+        self.group.signal_full(what, bucket, sent)
+
+    def await_full(self, bucket: int, buffer: str) -> None:
+        self._places[buffer] = self.group.await_full(_exchange(buffer), bucket)
+
+    def reduce_rows(self, bucket: int, dst: str, src: str) -> None:
+        record, rank = self.plan.buckets[bucket], self.group.rank
+        out, add = self.buffers.part(self.buffers.named(dst, record), record), self._adds(bucket)
+
+        def use(rows: Tensor, start: int, stop: int) -> None:
+            reduce_rows(rows, out[start:stop], scale=1.0 / self.plan.world_size, add=add)
+
+        sent = self.buffers.named(src, record)
+        self.group.near().rows(sent, *record.layout.shard_range(rank), self._places[src], use)
+        log.debug("bucket %d: the mean over ranks goes from all %s into %s", bucket, src, dst)
+        self._is_reduced(bucket, out)
+
+    def sum_rows(self, bucket: int, dst: str, src: str) -> None:
+        record = self.plan.buckets[bucket]
+        out, sent = self.buffers.named(dst, record), self.buffers.named(src, record)
+
+        def use(rows: Tensor, start: int, stop: int) -> None:
+            into = out[start:stop]
+            total = into if into.dtype == record.acc_dtype else torch.empty_like(into, dtype=record.acc_dtype)
+            reduce_rows(rows, total, scale=1.0, add=False)
+            if total is not into:
+                into.copy_(total)
+
+        self.group.near().rows(sent, *record.layout.segment_range(self.group.rank), self._places[src], use)
+        log.debug("bucket %d: the sum of this host goes from all %s into %s", bucket, src, dst)
+
+    def signal_free(self, bucket: int, buffer: str) -> None:
+        self.group.signal_free(_exchange(buffer), bucket)
+
+    def await_free(self, bucket: int, buffer: str) -> None:
+        self.group.await_free(_exchange(buffer), bucket)
+
+    # --- parameters ---
+
+    def spread(self, bucket: int, buffer: str) -> None:
+        spread(self.buffers, self.group, self.plan.buckets[bucket])
+
+    def gather_net(self, bucket: int, buffer: str) -> None:
+        log.debug("bucket %d: its weights are gathered between hosts", bucket)
+        flat, layout = self.buffers.flat_param[bucket], self.plan.buckets[bucket].layout
+        segment = flat[slice(*layout.segment_range(self.group.rank))]
+        self.group.gather_net(segment.view(layout.num_hosts, -1), bucket).wait()
+
+    def gather(self, bucket: int, buffer: str) -> None:
+        flat, record = self.buffers.flat_param[bucket], self.plan.buckets[bucket]
+        if self.plan.reads_weights:
+            for peer, place in self._places[buffer].items():
+                self.group.near().read(flat[slice(*record.layout.segment_range(peer))], peer, place)
+            return
+        log.debug("bucket %d: its weights are gathered", bucket)
+        work = self.group.all_gather(flat, self.buffers.part(flat, record), "gather weights", bucket)
+        if work is not None:
+            work.wait()
+
+    def publish(self, bucket: int, buffer: str) -> None:
+        """Nothing to do: the node stands for the home stream's right to read, and its waits give it that."""
+        log.debug("bucket %d: its new weights may be read", bucket)
