@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
 
 from zc.schedule.buffer import Buffer, carried_by
-from zc.schedule.spec import Op
+
+if TYPE_CHECKING:
+    from zc.schedule.spec import Op
 
 
 def _of(kind: type) -> Callable[[Any], Any]:
