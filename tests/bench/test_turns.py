@@ -56,7 +56,7 @@ def test_what_a_step_leaves_behind_falls_into_the_systems_own_time(monkeypatch: 
     """A stand-in whose steps each leave a second's work to the next: of three in a turn two are timed, with two
     seconds of it."""
     now, left, system = [0.0], [0.0], turns.Turn.__new__(turns.Turn)
-    system.losses, system.step_s, system.cpu_s = [], [], []
+    system.losses, system.step_s, system.cpu_s, system.sent = [], [], [], []
 
     def step(self: turns.Turn, tokens: object, rank: int) -> None:
         now[0] += 3.0 + left[0]
