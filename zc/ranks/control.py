@@ -104,6 +104,7 @@ class Control:
             self.check.on_failure = self._groups.abandon
             if self._neighbours is not None:
                 self._neighbours.links.failure = self.check.found
+                self._neighbours.explained = self.check.explained
 
     def take_nbytes_sent(self) -> Counter[str]:
         """Since it was last asked: bytes that this rank has sent, by kind of exchange."""

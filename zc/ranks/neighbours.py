@@ -43,6 +43,7 @@ class Neighbours:
         self.ranks = tuple(sorted((*self.peers, rank)))
         self._pids, self._reader = pids, reader
         self._num_rows = 0
+        self.explained: Callable[[RuntimeError], Exception] = lambda error: error  # what the watch says to it
 
     # --- signals ---
 
@@ -77,8 +78,8 @@ class Neighbours:
             raise RuntimeError(f"rank {peer} gives {nbytes} bytes, and rank {self.rank} takes {wanted}")
         try:
             self._reader.read(out, self._pids[peer], address + start)
-        except OSError as error:
-            raise RuntimeError(f"the memory of rank {peer} can't be read: {error}") from error
+        except OSError as error:  # it was killed since it has signalled
+            raise self.explained(RuntimeError(f"the memory of rank {peer} can't be read: {error}")) from error
 
     def rows(self, own: Tensor, start: int, stop: int, places: Mapping[int, bytes], use: Use) -> None:
         """Elements [start, stop) of what every rank gives, of this one ``own``, as rows in rank order, some at a time:

@@ -118,7 +118,7 @@ class RankCheck:
         except RuntimeError as error:
             if isinstance(error, ZcError):
                 raise
-            raise self._explained(error) from error
+            raise self.explained(error) from error
         finally:
             del self._waits[threading.get_ident()]
             if interruptible:
@@ -165,7 +165,7 @@ class RankCheck:
         kind, text = self._failure
         return {"RankLostError": RankLostError, "RankMismatchError": RankMismatchError}[kind](text)
 
-    def _explained(self, error: RuntimeError) -> Exception:
+    def explained(self, error: RuntimeError) -> Exception:
         """A broken connection says an address; the watch says which rank, or what it has raised."""
         self._network_error = str(error)
         if self._failed.wait(self.timeout + 2 * TICK_S):
