@@ -27,11 +27,13 @@ HOME_2 = [
     "zc compute | publish bucket 0 (2.bias, ...)",
 ]
 COMM_2 = [
-    *(f"zc comm | {kind} bucket 0 (2.bias, ...)" for kind in ("launch_reduce", "wait_reduce", "accumulate")),
-    *(f"zc comm | {kind} bucket 1 (0.bias, ...)" for kind in ("launch_reduce", "wait_reduce", "accumulate")),
-    "zc comm | gather bucket 1 (0.bias, ...)",
-    "zc comm | gather bucket 0 (2.bias, ...)",
-]
+    f"zc comm | {kind} {bucket}"
+    for read, bucket in (
+        ("reduce_rows", "bucket 0 (2.bias, ...)"), ("reduce_rows", "bucket 1 (0.bias, ...)"),
+        ("gather", "bucket 1 (0.bias, ...)"), ("gather", "bucket 0 (2.bias, ...)"),
+    )
+    for kind in ("signal_full", "await_full", read, "signal_free", "await_free")
+]  # fmt: skip
 
 
 def _trace(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[str], list[str], list[Tensor], int]:
@@ -89,13 +91,13 @@ def _weights(rank: int, world_size: int) -> list[Tensor]:
         pytest.param(
             {"backend": "aot_eager", "overlap_gather": True, "stage": 1},
             ["zc forward_0", "zc backward_0", "zc compute | accumulate_cast bucket 1 (0.bias, ...)", "zc publish"],
-            ["zc comm | wait_reduce bucket 1 (0.bias, ...)", "zc comm | gather bucket 1 (0.bias, ...)"],
+            ["zc comm | reduce_rows bucket 1 (0.bias, ...)", "zc comm | gather bucket 1 (0.bias, ...)"],
             id="stage 1, overlap_gather",
         ),
         pytest.param(
             {"backend": "eager"},
             ["zc flush_bucket_0", "zc compute | flatten_cast bucket 0 (2.bias, ...)", "zc flush_bucket_1"],
-            ["zc comm | accumulate bucket 1 (0.bias, ...)"],
+            ["zc comm | reduce_rows bucket 1 (0.bias, ...)"],
             id="hooks",
         ),
     ],

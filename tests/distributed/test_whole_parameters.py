@@ -162,7 +162,7 @@ def test_zc_plan_says_what_the_heaviest_rank_holds_and_sends(
     names = {**dict.fromkeys(rest, "AdamW"), "*": "Muon"}
     found = zc.plan(
         CASE.model(), world_size=world_size, stage=stage, param_dtype=torch.bfloat16, bucket_nbytes=8192,
-        optimizer=names, **options,
+        optimizer=names, ranks_per_host=world_size, **options,
     )  # fmt: skip
     claimed = {**found.device, **found.host}
     ranks = run_ranks(_planned, world_size, stage, options)
