@@ -255,6 +255,10 @@ def run(
     for number, graph in enumerate(case.graphs):
         values = Values()
         expected += sum(isinstance(op, Segment | WgradInto) for _, op in ops(graph))
+        if contract:  # an evaluation reads the weights, and may still be at it when the schedule is issued
+            touched = {a.buffer for n in steps(graph) for group in accesses(n) for a in group}
+            weights = sorted(b for b in touched if isinstance(b, Buffer) and b.kind == "flat_param")
+            streams.run_on(HOME, _read(sim, weights))
         streams.run_on(HOME, _enter(values, graph, number, sim))
         codegen.load(graph)(values, streams, sim.bound(graph))
         streams.run_on(HOME, _leave(values, graph, number, found, sim, expected))
@@ -266,6 +270,10 @@ def run(
     found.update({f"kept {k}": v for k, v in sim.kept.items()})
     found.update({f"touched {k}": torch.tensor(v) for k, v in sim.touched.items()})
     return found
+
+
+def _read(sim: Simulation, weights: Sequence[Buffer]) -> Callable[[], None]:
+    return lambda: sim.published.extend(sim.buffer(str(buffer)).clone() for buffer in weights)
 
 
 def _past(sim: Simulation, case: Case) -> None:

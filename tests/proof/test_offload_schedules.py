@@ -45,6 +45,8 @@ NUM_ORDERS = 200 if FULL else 2
 
 def orders(case: Case) -> Iterator[adversary.Chooser]:
     yield from adversary.worst(simulation.lanes(case))
+    for buffer in simulation._carried(case):  # one past later than all others
+        yield adversary._first_and_last(HOST, f"past.{buffer}")
     yield from (adversary.seeded(seed) for seed in range(NUM_ORDERS))
 
 

@@ -70,6 +70,8 @@ def find(rank: int, world_size: int, gather: Gather) -> Found:
             return Found(topology, note=note)
         ranks: Neighbours | None = None
         refused = next((f"rank {r}: {each.refused}" for r, each in enumerate(told) if each.refused), None)
+        if refused is None and len({each.listens for each in told}) < world_size:
+            refused = "several ranks answer with one address: the group is a stand-in for others"
         if refused is None:
             assert listener is not None
             near = {r: told[r] for r in topology.neighbours(rank)}
