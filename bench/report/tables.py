@@ -178,6 +178,15 @@ TURNS_HEAD = ("provider", "step ms p50 (p20 to p80)", "ratio", "p20 to p80 of th
 
 def turns(path: Path, chosen: Mapping[str, str]) -> str:
     """One case of bench.turns: a line a provider, in the order in which they were given."""
+    return _in_turn(path, chosen, TURNS_HEAD[-1], lambda row: _show(float(row["cpu_ms"]), _ms(float(row["cpu_ms"]))))
+
+
+def hosts(path: Path, chosen: Mapping[str, str]) -> str:
+    """One case of bench.hosts: the same, with what left a host in a step."""
+    return _in_turn(path, chosen, "of the model leaves a host", lambda row: f"{float(row['of_model']):.2f}")
+
+
+def _in_turn(path: Path, chosen: Mapping[str, str], head: str, last_of: Callable[[Row], str]) -> str:
     rows = rows_of(path, chosen)
     if not rows:
         return f"No rows yet in {path.name} with {dict(chosen)}."
@@ -190,36 +199,14 @@ def turns(path: Path, chosen: Mapping[str, str]) -> str:
         line = [row["provider"], f"{_show(p50, _ms(p50))} ({_show(p20, _ms(p50))} to {_show(p80, _ms(p50))})"]
         line += [row["ratio"] and f"{float(row['ratio']):.3f}"]
         line += [row["ratio"] and f"{float(row['ratio_p20']):.3f} to {float(row['ratio_p80']):.3f}"]
-        lines.append([*line, _show(float(row["cpu_ms"]), _ms(float(row["cpu_ms"])))])
+        lines.append([*line, last_of(row)])
     last = rows[-1]
     about = f"{last['case']}: {int(last['num_params']):,} parameters, {last['ranks']} ranks"
     about += f" on {last['network']}" if last["network"] else ""
+    if "rate" in last:
+        about += f", {last['hosts']} hosts of {last['ranks_per_host']}, {last['rate']}"
     about += f", {last['turns']} turns; ratios to {last['base']}. {last['device']}, torch {last['torch']}, commit "
-    return f"{markdown(list(TURNS_HEAD), lines)}\n\n{about}{last['commit']}, {last['time'][:10]}."
-
-
-HOSTS_HEAD = (*TURNS_HEAD[:4], "of the model leaves a host")
-
-
-def hosts(path: Path, chosen: Mapping[str, str]) -> str:
-    """One case of bench.hosts, as `turns`, with what left a host in a step."""
-    rows = rows_of(path, chosen)
-    if not rows:
-        return f"No rows yet in {path.name} with {dict(chosen)}."
-    lines = []
-    for row in rows:
-        if row["status"] != "ok":
-            lines.append([row["provider"], f"no number: {row['status']}", "", "", row["of_model"]])
-            continue
-        p20, p50, p80 = (float(row[c]) for c in ("p20_ms", "p50_ms", "p80_ms"))
-        line = [row["provider"], f"{_show(p50, _ms(p50))} ({_show(p20, _ms(p50))} to {_show(p80, _ms(p50))})"]
-        line += [f"{float(row['ratio']):.3f}", f"{float(row['ratio_p20']):.3f} to {float(row['ratio_p80']):.3f}"]
-        lines.append([*line, f"{float(row['of_model']):.2f}"])
-    last = rows[-1]
-    about = f"{last['case']}: {int(last['num_params']):,} parameters, {last['hosts']} hosts of {last['ranks_per_host']}"
-    about += f" on links of {last['rate']}, {last['turns']} turns; ratios to {last['base']}. {last['device']}, "
-    about += f"torch {last['torch']}, commit {last['commit']}, {last['time'][:10]}."
-    return f"{markdown(list(HOSTS_HEAD), lines)}\n\n{about}"
+    return f"{markdown([*TURNS_HEAD[:-1], head], lines)}\n\n{about}{last['commit']}, {last['time'][:10]}."
 
 
 TABLES: dict[str, Callable[[Path, Mapping[str, str]], str]] = {
