@@ -228,18 +228,21 @@ def _serve(connection: Connection, stacks: str) -> None:
             return  # the session ended
         sys.path[:] = path
         dynamo_config.recompile_limit, dynamo_config.accumulated_recompile_limit = limits
-        is_fine = True
+        is_fine, held = True, []
         try:
-            _start_job(rank, store, world_size, timeout)
+            # lifetime: longer than the job's objects. A DDP module that is the last to hold the group ends it under the
+            # GIL, and joins a thread of it that may wait for the GIL (torch 2.13)
+            held = [_start_job(rank, store, world_size, timeout)]
             fn, args = pickle.loads(message)
             answer = pickle.dumps((True, fn(rank, world_size, *args)))
         except BaseException:  # noqa: BLE001  (whatever it is, it goes to the test that asked)
             is_fine, answer = False, pickle.dumps((False, traceback.format_exc()))
+        held.clear()
         connection.send_bytes(answer)
         _end_job(is_fine)
 
 
-def _start_job(rank: int, store: str, world_size: int, timeout: float) -> None:
+def _start_job(rank: int, store: str, world_size: int, timeout: float) -> Any:
     """Every job starts the same, whatever ran before it: group, compiler and seeds are fresh."""
     import torch
     import torch.distributed as dist
@@ -254,6 +257,7 @@ def _start_job(rank: int, store: str, world_size: int, timeout: float) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=timeout),
     )
+    return dist.group.WORLD
 
 
 def _end_job(is_fine: bool) -> None:

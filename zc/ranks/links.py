@@ -14,8 +14,9 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 _PIECE = 32 * 1024  # of a message; well below what a socket takes at once (net.core.wmem_default)
@@ -85,6 +86,7 @@ class Links:
         self._changed = threading.Condition()
         self._is_read = False  # some thread is in `_take_in`
         self.failure: Callable[[], Exception | None] = lambda: None  # why no wait may go on
+        self.close = weakref.finalize(self, _close, tuple(self._sockets.values()))
 
     def send(self, peer: int, key: int, payload: bytes) -> None:
         """A rank that has ended gets nothing: who waits for it next hears of that, with the reason."""
@@ -178,6 +180,7 @@ class Links:
         if failure is not None:
             raise failure
 
-    def close(self) -> None:
-        for made in self._sockets.values():
-            made.close()
+
+def _close(sockets: Iterable[socket.socket]) -> None:
+    for made in sockets:
+        made.close()
