@@ -241,7 +241,7 @@ class RankCheck:
             self._fail(
                 RankMismatchError,
                 f"ranks are out of step, for {self.timeout:.0f} s now: {shown} (rank {self.rank} after "
-                f"{self._journal.total} exchanges since the last update)",
+                f"{self._journal.total} exchanges since the last update). Ranks with more batches than others: zc.join",
             )
 
     def _differs(self, rank: int, theirs: Journal) -> bool:
