@@ -125,6 +125,11 @@ class Buffers:
         return whole if plan.placement.gradient_in_ring else 0, recv or part, part
 
     @property
+    def note(self) -> str | None:
+        """Of host memory that is not what was asked for."""
+        return self._memory.note if self._memory is not None else None
+
+    @property
     def _num_flat_grads(self) -> int:
         return min(self.plan.num_buffers, len(self.plan.buckets))
 
