@@ -33,7 +33,7 @@ class Driver:
         self.locked: dict[int, int] = {}
         self.pending = CudaError.SUCCESS
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> CudaError:  # noqa: N802
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> CudaError:
         pages = _pages(address, nbytes)
         if any(not pages.isdisjoint(_pages(*other)) for other in self.locked.items()):
             self.pending = CudaError.ALREADY_REGISTERED
@@ -44,12 +44,12 @@ class Driver:
             return CudaError.SUCCESS
         return self.pending
 
-    def cudaHostUnregister(self, address: int) -> CudaError:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> CudaError:
         if self.locked.pop(address, None) is None:
             self.pending = CudaError.NOT_REGISTERED
         return self.pending
 
-    def cudaGetErrorString(self, code: CudaError) -> str:  # noqa: N802
+    def cudaGetErrorString(self, code: CudaError) -> str:
         return code.name.lower()
 
     def launch(self) -> None:
@@ -58,8 +58,8 @@ class Driver:
             raise RuntimeError(f"CUDA error: {error.name.lower()}")
 
     def is_locked(self, tensor: Tensor) -> bool:
-        """All of it."""
-        return any(a <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= a + n for a, n in self.locked.items())
+        first, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return any(a <= first and stop <= a + n for a, n in self.locked.items())
 
 
 def _pages(address: int, nbytes: int) -> frozenset[int]:
