@@ -42,7 +42,7 @@ class Buffers:
 
     Lifetimes: accumulators and ring are there from a bucket's first write (`hold`) until gradients are set to None
     (`release`), as plain PyTorch's gradients are; both on the home stream, the latter when all others have been joined,
-    so a caching allocator need not be told of other streams. Everything else lives as long as the plan. A ring buffer
+    so a caching allocator need not be told of them, only of a home that has changed (`Streams.take`). Everything else lives as long as the plan. A ring buffer
     holds one bucket's gradient from its flatten_cast until its accumulate; the schedule's events keep the next user
     away until then. ``flat_param[b]`` never moves: it is the memory of its parameters, each under a storage of its own
     that keeps it.
@@ -99,6 +99,11 @@ class Buffers:
                 self.acc[bucket.index] = _room(0, bucket.acc_dtype, bucket.device)
         if not any(acc.numel() for acc in self.acc):
             self._drop_ring()
+
+    def gradients(self, buckets: Sequence[Bucket]) -> list[Tensor]:
+        """What `release` of these would let go of, or more."""
+        accs = [self.acc[bucket.index] for bucket in buckets] if self.acc else []
+        return [*accs, *self._flat_grad, *self._recv, *self._part]
 
     def close(self) -> None:
         """Lets go of everything; the parameters have storage of their own by now."""

@@ -224,6 +224,7 @@ class Runtime(Core):
     def _write(self, index: int, is_final: bool, is_agreed: Callable[[], bool] | None = None) -> None:
         """What waits for one bucket goes into its schedule."""
         grads = self._deposits.take(self.plan.buckets[index])
+        self.streams.take(grads)
         self.flushes.get("flush", index, is_final, self.plan)(grads, self.streams, is_agreed)
 
     # --- boundaries ---
@@ -333,6 +334,7 @@ class Runtime(Core):
         self._cut_short()
         if not self._is_home:  # else gathers may go on (overlap_gather)
             self.streams.join_home()
+        self.streams.take(self.buffers.gradients(buckets) if set_to_none else ())
         if not set_to_none:
             self.wait_for_host_memory()
         for bucket in buckets:
