@@ -42,10 +42,10 @@ class Buffers:
 
     Lifetimes: accumulators and ring are there from a bucket's first write (`hold`) until gradients are set to None
     (`release`), as plain PyTorch's gradients are; both on the home stream, the latter when all others have been joined,
-    so a caching allocator need not be told of them, only of a home that has changed (`Streams.take`). Everything else lives as long as the plan. A ring buffer
-    holds one bucket's gradient from its flatten_cast until its accumulate; the schedule's events keep the next user
-    away until then. ``flat_param[b]`` never moves: it is the memory of its parameters, each under a storage of its own
-    that keeps it.
+    so a caching allocator need not be told of them, only of a home that has changed (`Streams.take`). Everything else
+    lives as long as the plan. A ring buffer holds one bucket's gradient from its flatten_cast until its accumulate; the
+    schedule's events keep the next user away until then. ``flat_param[b]`` never moves: it is the memory of its
+    parameters, each under a storage of its own that keeps it.
 
     Made without any of it; `add` and `add_staging` allocate what stays.
     """

@@ -19,9 +19,9 @@ class CudaStreams:
 
     The caching allocator is told nothing of the others: what crosses streams lives as long as the plan, or is made by
     the home stream before others see it and dropped after it has joined them (`zc.engine.buffers`), or has a
-    ``release`` in the schedule. It is told where home is another stream than the one that has allocated (`take`): of
-    a forward and its backward, an update, or a zero_grad that are on different ones. An event object is made once a name: a wait captures the record before it, so recording it again later is
-    safe.
+    ``release`` in the schedule. It is told where home is another stream than the one that has allocated (`take`): of a
+    forward and its backward, an update, or a zero_grad that are on different ones. An event object is made once a name:
+    a wait captures the record before it, so recording it again later is safe.
 
     The host stream is the calling thread: its tasks run at once, a wait on it blocks until the event has happened, and
     what it records has happened already. Kernels that were issued before go on meanwhile.
@@ -74,8 +74,9 @@ class CudaStreams:
                 tensor.record_stream(home)  # the allocator leaves this away where the memory is of this stream
 
     def leave(self) -> None:
-        for side in self._sides.values() if self._last_home is not None else ():
-            self._last_home.wait_stream(side)
+        if self._last_home is not None:
+            for side in self._sides.values():
+                self._last_home.wait_stream(side)
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         if name == HOME:
