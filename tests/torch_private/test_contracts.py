@@ -12,6 +12,7 @@ import inspect
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -440,6 +441,26 @@ def test_a_group_under_a_name() -> None:
         torch.distributed.all_reduce(tensor, group=group)
         torch.distributed.destroy_process_group(group)
         assert tensor.tolist() == [1, 1] and torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@contract("new_group timeout_of", "ProcessGroup.bound_device_id, its _get_backend, or a backend's options._timeout")
+def test_a_group_beside_one_that_is_bound_to_a_device() -> None:
+    if torch.distributed.is_initialized():
+        pytest.skip("a process group of another test is open")
+    store, seven = torch.distributed.HashStore(), timedelta(seconds=7)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=seven)
+    try:
+        default: Any = torch.distributed.group.WORLD
+        assert torch_private.timeout_of(default, "cpu") == seven and torch_private.timeout_of(default, "meta") is None
+        default.bound_device_id = torch.device("cuda", 0)
+        assert torch_private.timeout_of(torch_private.new_group([0], "gloo", "zc/0/2", 2 * seven), "cpu") == 2 * seven
+        assert default.bound_device_id == torch.device("cuda", 0)
+        default.bound_device_id = None
+        assert default.bound_device_id is None
+        options = torch.distributed.distributed_c10d.__dict__.get("ProcessGroupNCCL")
+        assert options is None or not options.Options().is_high_priority_stream
     finally:
         torch.distributed.destroy_process_group()
 
