@@ -164,6 +164,16 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def own_store() -> tuple[Any, bool]:
+    """`default_store` through a connection of its own, and True: what waits for a key blocks all others of its client.
+    Where a store can't do that, itself, and False. (``Store.clone``, which ProcessGroupNCCL's own threads use.)"""
+    store = default_store()
+    try:
+        return store.clone(), True
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return store, False
+
+
 def new_group(
     ranks: Sequence[int], backend: str, name: str, timeout: timedelta | None = None, *, high_priority: bool = False
 ) -> torch.distributed.ProcessGroup:

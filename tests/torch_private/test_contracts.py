@@ -478,6 +478,18 @@ def test_store_of_the_default_group() -> None:
         torch.distributed.destroy_process_group()
 
 
+@contract("own_store", "Store.clone")
+def test_a_store_through_another_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = torch.distributed.HashStore(), torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    for store in (*stores, torch.distributed.PrefixStore("a", stores[1])):
+        monkeypatch.setattr(torch_private, "default_store", lambda: store)  # noqa: B023
+        found, is_own = torch_private.own_store()
+        found.set("a key", "a value")
+        assert is_own and store.get("a key") == b"a value"
+    monkeypatch.setattr(torch_private, "default_store", object)
+    assert not torch_private.own_store()[1]
+
+
 @contract("mutates", "OpOverload._schema.is_mutable")
 def test_what_an_operator_says_of_itself() -> None:
     assert torch_private.mutates(aten.add_.Tensor) and torch_private.mutates(aten.add.out)

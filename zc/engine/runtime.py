@@ -65,7 +65,13 @@ class Runtime(Core):
         super().__init__(config, plan, buffers, group, streams, params)
         self.ops.on_deposit = self._keep
         if group.world_size > 1:
-            group.watch(plan, torch_private.default_store())
+            store, is_own = torch_private.own_store()
+            group.watch(plan, store)
+            if not is_own:
+                self.say_once(
+                    f"a {type(store).__name__} can't be connected to twice: while the program waits for a key of it, "
+                    "the watch for lost ranks stands still, too"
+                )
         if group.check is not None and isinstance(streams, ThreadStreams):
             streams.wait_for = group.check.wait_event  # a stream's thread may wait for a rank that never comes
         self.agreement = Agreement(group)

@@ -50,16 +50,17 @@ class Group(Control):
         if self.world_size > 1:
             given = self._given if self._given is not None else dist.group.WORLD
             assert given is not None and self._groups is not None
-            backend, timeout = host_backend(given), None
+            self.timeout = torch_private.timeout_of(given, device.type)
+            backend = host_backend(given)
             if device.type != "cpu":
-                found, timeout = backend_of(given, device.type), torch_private.timeout_of(given, device.type)
+                found = backend_of(given, device.type)
                 if found is None:
                     raise PlanError(
                         f"parameters are on {device}, for whose tensors the process group has no backend: it has "
                         f"{dist.get_backend_config(given)}"
                     )
                 backend = found
-            self.data = self._groups.new(backend, timeout)
+            self.data = self._groups.new(backend, None if device.type == "cpu" else self.timeout)
             self._by_memory = device.type == "cpu" and self._all_near is not None
             self._by_pairs = device.type == "cpu" and backend == "gloo"
             # gloo blocks the host for a GPU's tensors too. Others make the current stream wait; with a timeout, which a
