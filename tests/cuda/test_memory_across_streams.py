@@ -20,13 +20,14 @@ from zc.engine.cuda_streams import CudaStreams
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[tuple[Gpu, pytest.MonkeyPatch]]:
-    """zc runs its CUDA streams over CPU tensors."""
+def recorded(with_memory: bool = True) -> Iterator[tuple[Gpu, pytest.MonkeyPatch]]:
+    """zc runs its CUDA streams over CPU tensors. ``with_memory``: under a dispatch mode, where Dynamo compiles
+    nothing."""
     gpu = Gpu()
     with pytest.MonkeyPatch.context() as patch:
         install(patch, gpu)
         patch.setattr(zc.api, "make_streams", CudaStreams)
-        with gpu:
+        with gpu if with_memory else contextlib.nullcontext():
             yield gpu, patch
             gc.collect()
             gpu.sweep()
