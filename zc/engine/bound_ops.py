@@ -60,8 +60,8 @@ class BoundOps:
 
 
 class DecidingOps(BoundOps):
-    """Asks where the first operation comes up that depends on the answer: what is computed before is issued by then, and
-    keeps a GPU busy while the host waits for the other ranks (stage 2)."""
+    """Asks where the first operation comes up that depends on the answer: what is computed before is issued by then,
+    and keeps a GPU busy while the host waits for the other ranks (stage 2)."""
 
     def __init__(self, ops: GradientOps, segments: dict[str, Segment], is_agreed: Callable[[], bool]) -> None:
         super().__init__(ops, segments)

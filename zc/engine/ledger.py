@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from zc.engine.program import Program
 from zc.machine import num_page_faults
 from zc.planning.plan import Bucket
-from zc.ranks.agreement import Waits
+
+if TYPE_CHECKING:
+    from zc.ranks.agreement import Waits
 
 Where = tuple[int, int]  # bucket, slot
 
