@@ -257,14 +257,15 @@ def compile_in_place(model: nn.Module, backend: Callable[..., Any], before: Call
 
     call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
     compiled = torch.compile(call, backend=backend)
-    if before is None:
-        model._compiled_call_impl = compiled
-        return
-    ahead = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
+    ahead = None if before is None else torch.compiler.disable(before)  # type: ignore[no-untyped-call]
 
     def start(*args: Any, **kwargs: Any) -> Any:
-        ahead()
-        return compiled(*args, **kwargs)
+        if ahead is not None:
+            ahead()
+        if torch.compiler.is_compiling():  # a function of the program's: under its limits
+            return compiled(*args, **kwargs)
+        with _more_recompiles():
+            return compiled(*args, **kwargs)
 
     model._compiled_call_impl = start
 
@@ -308,11 +309,25 @@ def tell_ddp(module: nn.Module, names: Iterable[str]) -> None:
 def raise_recompile_limit(model: nn.Module) -> None:
     """Identity guards compile one graph for each module instance: 8, the default, would leave the rest eager. Models of
     one class share the code of its methods, which Dynamo compiles apart behind a graph break: each model raises the
-    limits by what it needs."""
-    needed = 2 * sum(1 for _ in model.modules())
+    limits by what it needs, for all that `compile_in_place` has compiled. The program's own functions keep theirs."""
+    _MORE_RECOMPILES["recompile_limit"] += 2 * sum(1 for _ in model.modules())
+
+
+_MORE_RECOMPILES = {"recompile_limit": 0}  # than the program's limit
+
+
+@contextlib.contextmanager
+def _more_recompiles() -> Iterator[None]:
+    """Dynamo's limits are a process's, looked at where it compiles: in a call. (torch.compile's ``recompile_limit``, of
+    2.13, can't grow with `zc.recompile`, and has none for all that the code of one class is compiled to.)"""
     dynamo_config: Any = torch._dynamo.config
-    dynamo_config.recompile_limit += needed
-    dynamo_config.accumulated_recompile_limit += 8 * needed
+    more = _MORE_RECOMPILES["recompile_limit"]
+    before = dynamo_config.recompile_limit, dynamo_config.accumulated_recompile_limit
+    dynamo_config.recompile_limit, dynamo_config.accumulated_recompile_limit = before[0] + more, before[1] + 8 * more
+    try:
+        yield
+    finally:
+        dynamo_config.recompile_limit, dynamo_config.accumulated_recompile_limit = before
 
 
 def guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:

@@ -705,15 +705,24 @@ def test_graph_breaks_are_counted() -> None:
     assert sum(after.values()) > sum(before.values()) and any("graph_break" in reason for reason in after)
 
 
-@contract("raise_recompile_limit", "torch._dynamo.config.recompile_limit")
+@contract("raise_recompile_limit", "torch._dynamo.config.recompile_limit, which it looks at where it compiles")
 def test_recompile_limit() -> None:
+    """Raised inside a model's own calls; the program's functions keep the limit that it has set."""
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        inside.append(config.recompile_limit)
+        return gm.forward
+
     config: Any = torch._dynamo.config
+    inside: list[int] = []
     before = config.recompile_limit, config.accumulated_recompile_limit
-    try:
-        torch_private.raise_recompile_limit(nn.Sequential(*(nn.ReLU() for _ in range(100))))
-        assert config.recompile_limit >= 210 and config.accumulated_recompile_limit >= 8 * 210
-    finally:
-        config.recompile_limit, config.accumulated_recompile_limit = before
+    model = nn.Sequential(*(nn.ReLU() for _ in range(100)))
+    torch_private.raise_recompile_limit(model)
+    torch_private.compile_in_place(model, backend)
+    assert (config.recompile_limit, config.accumulated_recompile_limit) == before
+    model(torch.ones(2))
+    assert inside and inside[0] >= before[0] + 202
+    assert (config.recompile_limit, config.accumulated_recompile_limit) == before
 
 
 # --- what is private without a function of ours ---
