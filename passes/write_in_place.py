@@ -19,7 +19,7 @@ Left alone, and copied as before: a result with another user (%mm returned as we
 whose elements come in another order than they lie in the slot, one of another dtype than the buffer. Two exceptions to
 the last, both in stage 1 alone, where they round less than the copy: a half-precision matmul on a GPU gives fp32
 (``out_dtype``), and an fp32 scatter is not cast to half precision on its way into an fp32 accumulator. In stage 2 not a
-bit changes.
+bit changes on a CPU (docs/decisions.md has what can't be promised on a GPU).
 
 The writes stand behind the bucket's last producer and cut no segment. What they read (the gradient of the layer's
 output, the saved activation) lives until then: at most one bucket's layers at a time.

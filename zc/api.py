@@ -90,7 +90,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             stay there (stage 1: 4 bytes a parameter, stage 2: 4 / W) and are copied once an update.
         verify: False skips the proof of each schedule, and explain says so.
         write_in_place: weight gradients are made in their place in the bucket; False: made apart, then copied there.
-            Stage 2 has the same bits either way. docs/decisions.md has what it costs and gains.
+            Stage 2 has the same bits either way, on a CPU. docs/decisions.md has what it costs and gains.
         broadcast_buffers: buffers are rank 0's before a forward, as under DDP (`zc.engine.buffer_sync`). False: each
             rank goes on with its own; where buffers never change (masks, frequencies) that is the same, and sends
             nothing.

@@ -161,3 +161,5 @@ def fill(runtime: Runtime, buckets: Sequence[Bucket]) -> None:
             del given
             param.data = in_shape(torch_private.own_storage(place), slot)
     buffers.add_staging()
+    if buffers.note is not None:
+        runtime.say_once(buffers.note)

@@ -15,6 +15,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -163,23 +164,58 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-def new_group(ranks: Sequence[int], backend: str, name: str) -> torch.distributed.ProcessGroup:
-    """A process group of ``ranks`` under ``name``; its members call it, nobody else need.
+def own_store() -> tuple[Any, bool]:
+    """`default_store` through a connection of its own, and True: what waits for a key blocks all others of its client.
+    Where a store can't do that, itself, and False. (``Store.clone``, which ProcessGroupNCCL's own threads use.)"""
+    store = default_store()
+    try:
+        return store.clone(), True
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return store, False
+
+
+def new_group(
+    ranks: Sequence[int], backend: str, name: str, timeout: timedelta | None = None, *, high_priority: bool = False
+) -> torch.distributed.ProcessGroup:
+    """A process group of ``ranks`` under ``name``; its members call it, nobody else need. ``timeout``: None, the
+    backend's own. ``high_priority``: with NCCL, its kernels go before others that wait.
 
     What torch.distributed.new_group does, which takes no name and, with ``use_local_synchronization``, makes one of
     the number of groups that there are: after one has been closed it comes again, and the store still has the old
     addresses under it. (``_new_process_group_helper``, ``_world.pg_group_ranks``: frameworks that add workers to a
-    running program make theirs this way; 2.11 to 2.15.)
+    running program make theirs this way; 2.11 to 2.15.) Where the default group is bound to a device, a new one of NCCL
+    is split from it, which all of its ranks must call: of some ranks it is made without, as in a program that binds
+    none. (``ProcessGroup.bound_device_id``, which torch itself sets; ``ProcessGroupNCCL.Options``.)
     """
     from torch.distributed import distributed_c10d as c10d
 
     made: torch.distributed.ProcessGroup
     rank, chosen = ranks.index(torch.distributed.get_rank()), torch.distributed.Backend(backend)
-    timeout = c10d._get_default_timeout(chosen)
     make: Any = c10d._new_process_group_helper
-    made, _ = make(len(ranks), rank, list(ranks), chosen, default_store(), name, timeout=timeout)
+    options: dict[str, Any] = {"timeout": timeout or c10d._get_default_timeout(chosen)}
+    if high_priority and chosen == "nccl":
+        options["backend_options"] = made_options = c10d.ProcessGroupNCCL.Options()
+        made_options.is_high_priority_stream, made_options._timeout = True, options["timeout"]
+    default: Any = c10d._get_default_group()
+    bound = default.bound_device_id
+    try:
+        if len(ranks) < default.size():
+            default.bound_device_id = None
+        made, _ = make(len(ranks), rank, list(ranks), chosen, default_store(), name, **options)
+    finally:
+        default.bound_device_id = bound
     c10d._world.pg_group_ranks[made] = {member: k for k, member in enumerate(ranks)}
     return made
+
+
+def timeout_of(group: torch.distributed.ProcessGroup, device_type: str) -> timedelta | None:
+    """What the program has given ``group`` for its collectives of such tensors; None where its backend does not say.
+    (``ProcessGroup._get_backend``, the backends' ``options._timeout``, which torch sets; 2.11 to 2.15.)"""
+    try:
+        found = group._get_backend(torch.device(device_type)).options._timeout
+    except (AttributeError, RuntimeError, NotImplementedError):  # a backend that a program has registered may have none
+        return None
+    return found if isinstance(found, timedelta) else None
 
 
 def compile_id() -> str:
@@ -221,14 +257,15 @@ def compile_in_place(model: nn.Module, backend: Callable[..., Any], before: Call
 
     call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
     compiled = torch.compile(call, backend=backend)
-    if before is None:
-        model._compiled_call_impl = compiled
-        return
-    ahead = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
+    ahead = None if before is None else torch.compiler.disable(before)  # type: ignore[no-untyped-call]
 
     def start(*args: Any, **kwargs: Any) -> Any:
-        ahead()
-        return compiled(*args, **kwargs)
+        if ahead is not None:
+            ahead()
+        if torch.compiler.is_compiling():  # a function of the program's: under its limits
+            return compiled(*args, **kwargs)
+        with _more_recompiles():
+            return compiled(*args, **kwargs)
 
     model._compiled_call_impl = start
 
@@ -272,11 +309,25 @@ def tell_ddp(module: nn.Module, names: Iterable[str]) -> None:
 def raise_recompile_limit(model: nn.Module) -> None:
     """Identity guards compile one graph for each module instance: 8, the default, would leave the rest eager. Models of
     one class share the code of its methods, which Dynamo compiles apart behind a graph break: each model raises the
-    limits by what it needs."""
-    needed = 2 * sum(1 for _ in model.modules())
+    limits by what it needs, for all that `compile_in_place` has compiled. The program's own functions keep theirs."""
+    _MORE_RECOMPILES["recompile_limit"] += 2 * sum(1 for _ in model.modules())
+
+
+_MORE_RECOMPILES = {"recompile_limit": 0}  # than the program's limit
+
+
+@contextlib.contextmanager
+def _more_recompiles() -> Iterator[None]:
+    """Dynamo's limits are a process's, looked at where it compiles: in a call. (torch.compile's ``recompile_limit``, of
+    2.13, can't grow with `zc.recompile`, and has none for all that the code of one class is compiled to.)"""
     dynamo_config: Any = torch._dynamo.config
-    dynamo_config.recompile_limit += needed
-    dynamo_config.accumulated_recompile_limit += 8 * needed
+    more = _MORE_RECOMPILES["recompile_limit"]
+    before = dynamo_config.recompile_limit, dynamo_config.accumulated_recompile_limit
+    dynamo_config.recompile_limit, dynamo_config.accumulated_recompile_limit = before[0] + more, before[1] + 8 * more
+    try:
+        yield
+    finally:
+        dynamo_config.recompile_limit, dynamo_config.accumulated_recompile_limit = before
 
 
 def guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:

@@ -214,12 +214,9 @@ def _serve(connection: Connection, stacks: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=written, all_threads=True)
     faulthandler.register(signal.SIGUSR2, file=written, all_threads=False)
     import torch
-    import torch._dynamo
 
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    dynamo_config: Any = torch._dynamo.config
-    limits = dynamo_config.recompile_limit, dynamo_config.accumulated_recompile_limit  # zc raises them
     connection.send("ready")
     while True:
         try:
@@ -227,7 +224,6 @@ def _serve(connection: Connection, stacks: str) -> None:
         except EOFError:
             return  # the session ended
         sys.path[:] = path
-        dynamo_config.recompile_limit, dynamo_config.accumulated_recompile_limit = limits
         is_fine, held = True, []
         try:
             # lifetime: longer than the job's objects. A DDP module that is the last to hold the group ends it under the

@@ -12,6 +12,7 @@ import inspect
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -444,6 +445,26 @@ def test_a_group_under_a_name() -> None:
         torch.distributed.destroy_process_group()
 
 
+@contract("new_group timeout_of", "ProcessGroup.bound_device_id, its _get_backend, or a backend's options._timeout")
+def test_a_group_beside_one_that_is_bound_to_a_device() -> None:
+    if torch.distributed.is_initialized():
+        pytest.skip("a process group of another test is open")
+    store, seven = torch.distributed.HashStore(), timedelta(seconds=7)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=seven)
+    try:
+        default: Any = torch.distributed.group.WORLD
+        assert torch_private.timeout_of(default, "cpu") == seven and torch_private.timeout_of(default, "meta") is None
+        default.bound_device_id = torch.device("cuda", 0)
+        assert torch_private.timeout_of(torch_private.new_group([0], "gloo", "zc/0/2", 2 * seven), "cpu") == 2 * seven
+        assert default.bound_device_id == torch.device("cuda", 0)
+        default.bound_device_id = None
+        assert default.bound_device_id is None
+        options = torch.distributed.distributed_c10d.__dict__.get("ProcessGroupNCCL")
+        assert options is None or not options.Options().is_high_priority_stream
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @contract("default_store", "torch.distributed.distributed_c10d._get_default_store")
 def test_store_of_the_default_group() -> None:
     if torch.distributed.is_initialized():
@@ -455,6 +476,18 @@ def test_store_of_the_default_group() -> None:
         assert store.get("a key") == b"a value"
     finally:
         torch.distributed.destroy_process_group()
+
+
+@contract("own_store", "Store.clone")
+def test_a_store_through_another_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = torch.distributed.HashStore(), torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    for store in (*stores, torch.distributed.PrefixStore("a", stores[1])):
+        monkeypatch.setattr(torch_private, "default_store", lambda: store)  # noqa: B023
+        found, is_own = torch_private.own_store()
+        found.set("a key", "a value")
+        assert is_own and store.get("a key") == b"a value"
+    monkeypatch.setattr(torch_private, "default_store", object)
+    assert not torch_private.own_store()[1]
 
 
 @contract("mutates", "OpOverload._schema.is_mutable")
@@ -672,15 +705,24 @@ def test_graph_breaks_are_counted() -> None:
     assert sum(after.values()) > sum(before.values()) and any("graph_break" in reason for reason in after)
 
 
-@contract("raise_recompile_limit", "torch._dynamo.config.recompile_limit")
+@contract("raise_recompile_limit", "torch._dynamo.config.recompile_limit, which it looks at where it compiles")
 def test_recompile_limit() -> None:
+    """Raised inside a model's own calls; the program's functions keep the limit that it has set."""
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        inside.append(config.recompile_limit)
+        return gm.forward
+
     config: Any = torch._dynamo.config
+    inside: list[int] = []
     before = config.recompile_limit, config.accumulated_recompile_limit
-    try:
-        torch_private.raise_recompile_limit(nn.Sequential(*(nn.ReLU() for _ in range(100))))
-        assert config.recompile_limit >= 210 and config.accumulated_recompile_limit >= 8 * 210
-    finally:
-        config.recompile_limit, config.accumulated_recompile_limit = before
+    model = nn.Sequential(*(nn.ReLU() for _ in range(100)))
+    torch_private.raise_recompile_limit(model)
+    torch_private.compile_in_place(model, backend)
+    assert (config.recompile_limit, config.accumulated_recompile_limit) == before
+    model(torch.ones(2))
+    assert inside and inside[0] >= before[0] + 202
+    assert (config.recompile_limit, config.accumulated_recompile_limit) == before
 
 
 # --- what is private without a function of ours ---

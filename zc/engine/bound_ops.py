@@ -6,6 +6,7 @@ A run whose reductions the ranks have not agreed on gets operations that leave t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ _REDUCTION = (
     "launch_reduce", "wait_reduce", "accumulate",
     "signal_full", "await_full", "reduce_rows", "sum_rows", "signal_free", "await_free",
 )  # fmt: skip
+_RING = ("flatten_cast", "wgrad_into", "stage_shard", "copy_to_host", "copy_to_device")  # and what is changed there
 
 
 class ProgramOps(GradientOps):
@@ -51,10 +53,27 @@ class BoundOps:
 
     def reducing_if(self, is_agreed: Callable[[], bool]) -> BoundOps:
         """The same, for one run whose reductions stay away where ranks don't agree on them. ``is_agreed`` is asked on
-        the comm stream, before each; where gradients pass through the ring at once, by the host."""
+        the comm stream, before each; where gradients pass through the ring, by the host, before the first one does."""
         if self._ops.plan.placement.gradient_in_ring:
-            return self if is_agreed() else KeepingOps(self._ops, self._segments)
+            return DecidingOps(self._ops, self._segments, is_agreed)
         return AgreedOps(self._ops, self._segments, is_agreed)
+
+
+class DecidingOps(BoundOps):
+    """Asks where the first operation comes up that depends on the answer: what is computed before is issued by then,
+    and keeps a GPU busy while the host waits for the other ranks (stage 2)."""
+
+    def __init__(self, ops: GradientOps, segments: dict[str, Segment], is_agreed: Callable[[], bool]) -> None:
+        super().__init__(ops, segments)
+        self._is_agreed = is_agreed
+        self._chosen: BoundOps | None = None
+        for name in (*_REDUCTION, *_RING):
+            setattr(self, name, partial(self._call, name))
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self._chosen is None:
+            self._chosen = (BoundOps if self._is_agreed() else KeepingOps)(self._ops, self._segments)
+        return getattr(self._chosen, name)(*args, **kwargs)
 
 
 class KeepingOps(BoundOps):

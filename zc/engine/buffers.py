@@ -42,10 +42,10 @@ class Buffers:
 
     Lifetimes: accumulators and ring are there from a bucket's first write (`hold`) until gradients are set to None
     (`release`), as plain PyTorch's gradients are; both on the home stream, the latter when all others have been joined,
-    so a caching allocator need not be told of other streams. Everything else lives as long as the plan. A ring buffer
-    holds one bucket's gradient from its flatten_cast until its accumulate; the schedule's events keep the next user
-    away until then. ``flat_param[b]`` never moves: it is the memory of its parameters, each under a storage of its own
-    that keeps it.
+    so a caching allocator need not be told of them, only of a home that has changed (`Streams.take`). Everything else
+    lives as long as the plan. A ring buffer holds one bucket's gradient from its flatten_cast until its accumulate; the
+    schedule's events keep the next user away until then. ``flat_param[b]`` never moves: it is the memory of its
+    parameters, each under a storage of its own that keeps it.
 
     Made without any of it; `add` and `add_staging` allocate what stays.
     """
@@ -100,6 +100,11 @@ class Buffers:
         if not any(acc.numel() for acc in self.acc):
             self._drop_ring()
 
+    def gradients(self, buckets: Sequence[Bucket]) -> list[Tensor]:
+        """What `release` of these would let go of, or more."""
+        accs = [self.acc[bucket.index] for bucket in buckets] if self.acc else []
+        return [*accs, *self._flat_grad, *self._recv, *self._part]
+
     def close(self) -> None:
         """Lets go of everything; the parameters have storage of their own by now."""
         self.release(self.plan.buckets)
@@ -123,6 +128,11 @@ class Buffers:
         recv = 0 if plan.world_size == 1 or plan.reads_rows else whole if plan.reduce == "exact" else shard
         part = max(plan.numel_part(b) * b.net_dtype.itemsize for b in plan.buckets)
         return whole if plan.placement.gradient_in_ring else 0, recv or part, part
+
+    @property
+    def note(self) -> str | None:
+        """Of host memory that is not what was asked for."""
+        return self._memory.note if self._memory is not None else None
 
     @property
     def _num_flat_grads(self) -> int:

@@ -6,6 +6,7 @@ A part that needs no more than this takes a `Core`. What knows the state of a ba
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -40,6 +41,7 @@ class Core:
         params: dict[str, nn.Parameter],
     ) -> None:
         self.config, self.plan, self.buffers, self.group, self.streams = config, plan, buffers, group, streams
+        weakref.finalize(buffers, streams.leave).atexit = False  # before any of its memory goes
         self.params = params  # in the plan, by name
         self.frozen: dict[str, nn.Parameter] = {}  # not in the plan; one that asks for a gradient needs zc.recompile
         self.ops = ProgramOps(plan, buffers, group)

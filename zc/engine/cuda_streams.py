@@ -1,11 +1,14 @@
-"""Streams on CUDA: torch.cuda streams and events, and no host synchronisation in forward or backward.
+"""Streams on CUDA: torch.cuda streams and events; the host waits for no device in forward or backward.
+
+With several ranks it waits for the *hosts* of the others: comm's tasks are issued by the calling thread, so an answer
+that a reduction needs (`zc.ranks.agreement`) is waited for there, once a backward. `zc.explain` counts these waits.
 
 Not run here yet: no GPU was at hand when it was written (tests/gpu stands ready).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -17,10 +20,11 @@ class CudaStreams:
     the others are made when first used. Only comm has high priority, so that a reduction's kernels are not queued
     behind compute.
 
-    The caching allocator is told nothing: what crosses streams lives as long as the plan, or is made by the home stream
-    before others see it and dropped after it has joined them (`zc.engine.buffers`), or has a ``release`` in the
-    schedule. An event object is made once a name: a wait captures the record before it, so recording it again later is
-    safe.
+    The caching allocator is told nothing of the others: what crosses streams lives as long as the plan, or is made by
+    the home stream before others see it and dropped after it has joined them (`zc.engine.buffers`), or has a
+    ``release`` in the schedule. It is told where home is another stream than the one that has allocated (`take`): of a
+    forward and its backward, an update, or a zero_grad that are on different ones. An event object is made once a name:
+    a wait captures the record before it, so recording it again later is safe.
 
     The host stream is the calling thread: its tasks run at once, a wait on it blocks until the event has happened, and
     what it records has happened already. Kernels that were issued before go on meanwhile.
@@ -65,6 +69,17 @@ class CudaStreams:
     def synchronize(self) -> None:
         self.join_home()
         self._stream(HOME).synchronize()
+
+    def take(self, tensors: Iterable[object]) -> None:
+        home = self._stream(HOME)
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device.type:
+                tensor.record_stream(home)  # the allocator leaves this away where the memory is of this stream
+
+    def leave(self) -> None:
+        if self._last_home is not None:
+            for side in self._sides.values():
+                self._last_home.wait_stream(side)
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         if name == HOME:

@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from zc.engine.program import Program
 from zc.machine import num_page_faults
 from zc.planning.plan import Bucket
+
+if TYPE_CHECKING:
+    from zc.ranks.agreement import Waits
 
 Where = tuple[int, int]  # bucket, slot
 
@@ -20,12 +24,13 @@ Where = tuple[int, int]  # bucket, slot
 class Step:
     """Of one update. ``runs``: schedule -> times; ``hooks``: (bucket, slot) -> gradients that came in outside of
     compiled graphs; bytes by kind of exchange, sent by this rank; seconds that the calling thread stood still for
-    them; page faults of this process (on a CPU)."""
+    them, and each of its waits for what ranks announce; page faults of this process (on a CPU)."""
 
     runs: Counter[str] = field(default_factory=Counter)
     hooks: Counter[Where] = field(default_factory=Counter)
     nbytes_sent: Counter[str] = field(default_factory=Counter)
     exposed_s: float | None = None
+    waits: Waits = field(default_factory=dict)
     num_page_faults: int | None = None
 
 
@@ -52,8 +57,8 @@ class Ledger:
             found.setdefault(where, Counter())["hook"] += times
         return found
 
-    def close_step(self, exposed_s: float | None, nbytes_sent: Counter[str]) -> None:
-        self.step.exposed_s, self.step.nbytes_sent = exposed_s, nbytes_sent
+    def close_step(self, exposed_s: float | None, nbytes_sent: Counter[str], waits: Waits) -> None:
+        self.step.exposed_s, self.step.nbytes_sent, self.step.waits = exposed_s, nbytes_sent, waits
         faults = num_page_faults()
         if faults is not None and self._faults_before is not None:
             self.step.num_page_faults = faults - self._faults_before

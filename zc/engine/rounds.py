@@ -17,9 +17,10 @@ DDP, they may come to it by different numbers of microbatches in no_sync.
 
 So while ranks agree, a backward makes as many announcements as on every other rank, whatever it turns out to bring, and
 nobody waits inside a backward for what another rank sends only behind a collective of the caller's: what DDP's loops
-may do, these may. A guess that is wrong costs overlap, no number. In stage 1 only the comm stream waits for the others'
-proposals; in stage 2 the host does, once a backward, before it writes the first bucket: what is in the ring must be
-reduced.
+may do, these may. A guess that is wrong costs overlap, no number. In stage 1 on a CPU only the comm stream waits for
+the others' proposals; in stage 2 the host does, once a backward, where it has issued all that comes before its first
+write into the ring, since what is there must be reduced; and on a GPU in both stages, since there is no taking back
+what was issued. `zc.explain` counts these waits.
 
 **At its end** a parameter that only another rank used gets its ``.grad`` too, as in DDP with find_unused_parameters, so
 that stock clipping sums the same gradients everywhere. Nothing is exchanged for that where every rank has said at the

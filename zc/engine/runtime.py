@@ -65,7 +65,13 @@ class Runtime(Core):
         super().__init__(config, plan, buffers, group, streams, params)
         self.ops.on_deposit = self._keep
         if group.world_size > 1:
-            group.watch(plan, torch_private.default_store())
+            store, is_own = torch_private.own_store()
+            group.watch(plan, store)
+            if not is_own:
+                self.say_once(
+                    f"a {type(store).__name__} can't be connected to twice: while the program waits for a key of it, "
+                    "the watch for lost ranks stands still, too"
+                )
         if group.check is not None and isinstance(streams, ThreadStreams):
             streams.wait_for = group.check.wait_event  # a stream's thread may wait for a rank that never comes
         self.agreement = Agreement(group)
@@ -224,6 +230,7 @@ class Runtime(Core):
     def _write(self, index: int, is_final: bool, is_agreed: Callable[[], bool] | None = None) -> None:
         """What waits for one bucket goes into its schedule."""
         grads = self._deposits.take(self.plan.buckets[index])
+        self.streams.take(grads)
         self.flushes.get("flush", index, is_final, self.plan)(grads, self.streams, is_agreed)
 
     # --- boundaries ---
@@ -333,6 +340,7 @@ class Runtime(Core):
         self._cut_short()
         if not self._is_home:  # else gathers may go on (overlap_gather)
             self.streams.join_home()
+        self.streams.take(self.buffers.gradients(buckets) if set_to_none else ())
         if not set_to_none:
             self.wait_for_host_memory()
         for bucket in buckets:
@@ -380,7 +388,7 @@ class Runtime(Core):
         check, exposed_s = self.group.check, None
         if check is not None and isinstance(self.streams, ThreadStreams):  # elsewhere the device waits, not the host
             exposed_s, check.exposed_s = check.exposed_s, 0.0
-        self.ledger.close_step(exposed_s, self.group.take_nbytes_sent())
+        self.ledger.close_step(exposed_s, self.group.take_nbytes_sent(), self.agreement.take_waits())
         log.debug("step %d is done", self.ledger.num_steps)
         self.ops.close_step()
 

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -38,6 +38,13 @@ class Streams(Protocol):
 
     def synchronize(self) -> None:
         """The host waits for everything, and raises the first error of any stream."""
+
+    def take(self, tensors: Iterable[object]) -> None:
+        """The home stream is where the caller stands now, behind all that it was given elsewhere. It may use, or be the
+        last to hold, those of ``tensors`` that are some: their memory goes to nobody else before it is done."""
+
+    def leave(self) -> None:
+        """The memory that was used on the streams goes: whoever gets it comes behind them. The host does not wait."""
 
 
 class Lane:
@@ -149,6 +156,12 @@ class ThreadStreams:
 
     def synchronize(self) -> None:
         self.join_home()
+
+    def take(self, tensors: Iterable[object]) -> None:
+        """Nothing to do: a task holds its tensors, and malloc knows no streams."""
+
+    def leave(self) -> None:
+        """As `take`."""
 
     def close(self) -> None:
         """Ends the threads once they have done what they were given. Without it they end with this object, or, being

@@ -17,6 +17,8 @@ zero_grad of one rank alone) are a RankMismatchError at the boundary, never a pa
 from __future__ import annotations
 
 import struct
+import threading
+import time
 import zlib
 from collections.abc import Iterable, Sequence
 
@@ -25,6 +27,7 @@ import torch
 from zc.ranks.comm import Group
 from zc.ranks.watch import Work
 
+Waits = dict[str, list[float]]  # where -> seconds of each
 BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
 END = "end a backward"  # that no_sync does not hold back
 # digests: what is announced, the journal, what the sums hold, which .grad are shown; and whether it is BOUNDARY or END
@@ -47,6 +50,7 @@ class Announcement:
         head = _HEAD.pack(zlib.crc32(label.encode()), journal, held, shown, what in (BOUNDARY, END))
         self._row = bytearray(head + bytes(flags))
         self.number = number
+        self._waits, self._kind = agreement.waits, {BOUNDARY: "at the boundary", END: "at its end"}.get(what, "inside")
         self._rows = self._row  # of all ranks, one after another; read as bytes: they are few
         self._work: Work | None = None
         if world_size > 1:
@@ -56,9 +60,13 @@ class Announcement:
 
     def is_same(self) -> bool:
         """Whether all ranks announced the same; waits for the slowest."""
-        if self._work is not None:
-            self._work.wait()
+        work = self._work
+        if work is not None:  # two threads may be here
+            started = time.monotonic()
+            work.wait()
             self._work = None
+            if not threading.current_thread().name.startswith("zc "):  # a stream's
+                self._waits[self._kind].append(time.monotonic() - started)
         return self._is_equal(*_WHAT)
 
     def all_meet(self) -> bool:
@@ -105,6 +113,15 @@ class Agreement:
         self.held: dict[int, list[int]] = {}
         self.num_cleared = 0  # times that gradients were dropped since the last boundary: no pair across one
         self._count = 0
+        self.waits: Waits = {"inside": [], "at its end": [], "at the boundary": []}
+
+    def take_waits(self) -> Waits:
+        """Since it was last asked: how long the calling thread has waited for announcements, inside of backwards, at
+        their ends and at boundaries."""
+        found = {kind: list(seconds) for kind, seconds in self.waits.items()}
+        for seconds in self.waits.values():
+            seconds.clear()
+        return found
 
     def announce(self, what: str, flags: Sequence[int], shown: int = 0) -> Announcement:
         self._count += 1

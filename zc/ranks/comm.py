@@ -1,8 +1,10 @@
 """The collectives that zc uses, over one process group.
 
 Two groups: *data* carries gradients and weights, *control* carries a few bytes of host memory a step (which parameters
-got a gradient, a hash of the order of reductions). On CPU both are groups of zc's own: gloo matches collectives by
-their order, and the comm stream's thread must not race with the program's own collectives on the caller's group.
+got a gradient, a hash of the order of reductions). Both are groups of zc's own. On CPU gloo matches collectives by
+their order, and the comm stream's thread must not race with the program's own collectives on the caller's group. With
+NCCL a group has one stream for all its collectives: behind one of the program's a reduction would wait, and the
+program's behind zc's; zc's has high priority, so that its kernels do not wait for compute that was issued before.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zc import torch_private
+from zc.errors import PlanError
 from zc.ranks.control import Control, backend_of, host_backend
 from zc.ranks.journal import EXCHANGES, Entry
 from zc.ranks.neighbours import Neighbours
@@ -45,12 +49,23 @@ class Group(Control):
         """Makes the group that carries gradients and weights of ``device``."""
         if self.world_size > 1:
             given = self._given if self._given is not None else dist.group.WORLD
-            self.data = self.new_group() if device.type == "cpu" else given
+            assert given is not None and self._groups is not None
+            self.timeout = torch_private.timeout_of(given, device.type)
+            backend = host_backend(given)
+            if device.type != "cpu":
+                found = backend_of(given, device.type)
+                if found is None:
+                    raise PlanError(
+                        f"parameters are on {device}, for whose tensors the process group has no backend: it has "
+                        f"{dist.get_backend_config(given)}"
+                    )
+                backend = found
+            self.data = self._groups.new(backend, None if device.type == "cpu" else self.timeout)
             self._by_memory = device.type == "cpu" and self._all_near is not None
-            self._by_pairs = device.type == "cpu" and host_backend(given) == "gloo"
+            self._by_pairs = device.type == "cpu" and backend == "gloo"
             # gloo blocks the host for a GPU's tensors too. Others make the current stream wait; with a timeout, which a
             # watched wait has, NCCL's work blocks the host until it is done (ProcessGroupNCCL.hpp, torch 2.11)
-            self._waits_on_stream = device.type != "cpu" and backend_of(given, device.type) != "gloo"
+            self._waits_on_stream = device.type != "cpu" and backend != "gloo"
 
     def _watched_data(self, work: Any, entry: Entry) -> Any:
         """Of the data group: watched where it is the host that waits."""

@@ -4,8 +4,10 @@ whether they agree."""
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,6 +38,13 @@ def host_backend(group: dist.ProcessGroup | None) -> str:
     return backend_of(group, "cpu") or "gloo"
 
 
+def patience(of_group: timedelta | None) -> float:
+    """Seconds after which a rank that does not answer is given up: ``ZC_RANK_TIMEOUT`` in the environment sets them,
+    else they are those of the process group's own collectives (10 minutes, where NCCL's was made without)."""
+    given = os.environ.get("ZC_RANK_TIMEOUT")
+    return float(given) if given else (of_group or timedelta(minutes=10)).total_seconds()
+
+
 class Control:
     """The ranks of one model. W = ``world_size``; with one rank no process group is needed or used."""
 
@@ -43,6 +52,7 @@ class Control:
         self.rank, self.world_size = 0, 1
         self.control: dist.ProcessGroup | None = None
         self.check: RankCheck | None = None
+        self.timeout: timedelta | None = None  # of the collectives of the group that was given
         self._nbytes_sent: Counter[str] = Counter()  # by kind of exchange, by this rank
         self._given = group
         self._groups: Groups | None = None
@@ -96,10 +106,11 @@ class Control:
             raise failure
 
     def watch(self, plan: Plan, store: Any) -> None:
-        """From here on exchanges are kept in the rank's journal, and watched through ``store``."""
+        """From here on exchanges are kept in the rank's journal, and watched through ``store``, which should be a
+        connection of its own: whoever waits for a key blocks all others of its client."""
         if self.control is not None:
             own = dist.PrefixStore(f"zc/{self.control.group_name}", store)  # type: ignore[attr-defined]
-            self.check = RankCheck(self.rank, self.world_size, own, plan.describe_exchange)
+            self.check = RankCheck(self.rank, self.world_size, own, plan.describe_exchange, patience(self.timeout))
             assert self._groups is not None
             self.check.on_failure = self._groups.abandon
             if self._neighbours is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -61,12 +62,12 @@ class Groups:
         """Whether a collective on them makes sense: False once ranks are lost, or the program has ended all groups."""
         return bool(self._held) and dist.is_initialized() and dist.group.WORLD is self._world()
 
-    def new(self) -> dist.ProcessGroup:
-        """Another one; every rank calls it."""
-
+    def new(self, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
+        """Another one; every rank calls it. ``backend``: None, that of host memory. ``timeout``: None, the backend's
+        own."""
         self._known.count += 1
         name = f"zc/{'_'.join(map(str, self._ranks))}/{self._known.count}"
-        made = torch_private.new_group(self._ranks, self._backend, name)
+        made = torch_private.new_group(self._ranks, backend or self._backend, name, timeout, high_priority=True)
         self._held[self._known.count] = made, []
         return made
 

@@ -9,7 +9,8 @@ find a difference:
 - **The watch**, a thread a rank. It looks at the store once a second. When this rank, or another, has stood in an
   exchange for a second, all ranks put their journals into the store. Two journals that differ at one place can never
   meet again: RankMismatchError on every rank. A rank that does not answer for ``timeout`` seconds is gone:
-  RankLostError, by name. One that answers and is only late (it compiles, it reads data) is waited for.
+  RankLostError, by name. One that answers and is only late (it compiles, it reads data) is waited for; one that keeps
+  Python's lock can't answer, so the timeout is long. A rank that was killed is named sooner: the network reports it.
   A wait of NCCL's is the stream's, not the host's, and is not watched: a lost rank shows at the next announcement or
   boundary, which are waits of the host.
 - **The checksum** of the journal, which travels with the exchange before each update, for what happens to go through.
@@ -22,7 +23,6 @@ doesn't match expected size").
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 import weakref
@@ -35,6 +35,7 @@ from zc.errors import RankLostError, RankMismatchError, ZcError
 from zc.ranks.journal import Entry, Journal, collective_of_the_caller
 
 TICK_S = 1.0  # between two looks at the store; an exchange that takes longer is a stall
+STANDS_S = 20.0  # after which ranks that stand, each in another exchange, are said to be out of step
 SLICE_S = 0.5  # how often a waiting thread looks whether the watch has found something
 LOST_CONNECTION_S = 6.0  # patience with a silent rank once the network has reported an error
 
@@ -54,19 +55,14 @@ class Store(Protocol):
     def delete_key(self, key: str) -> bool: ...
 
 
-def patience() -> float:
-    """Seconds after which a rank that does not answer is given up; ``ZC_RANK_TIMEOUT`` in the environment sets them."""
-    return float(os.environ.get("ZC_RANK_TIMEOUT", "20"))
-
-
 class RankCheck:
     """One rank's journal, and its watch. ``describe`` turns a journal entry into words; what is announced comes in
     words."""
 
-    def __init__(self, rank: int, world_size: int, store: Store, describe: Callable[[Entry], str]) -> None:
+    def __init__(self, rank: int, world_size: int, store: Store, describe: Callable[[Entry], str], timeout: float):
         self.rank, self.world_size = rank, world_size
         self._store, self.describe = store, describe
-        self.timeout = patience()
+        self.timeout, self._soon = timeout, min(timeout, STANDS_S)
         self._journal = Journal(0, [])  # one object: the watch's thread must not see a new epoch with old entries
         self._failed = threading.Event()
         self._failure: tuple[str, str] | None = None
@@ -168,7 +164,7 @@ class RankCheck:
     def explained(self, error: RuntimeError) -> Exception:
         """A broken connection says an address; the watch says which rank, or what it has raised."""
         self._network_error = str(error)
-        if self._failed.wait(self.timeout + 2 * TICK_S):
+        if self._failed.wait(self._soon + 2 * TICK_S):
             return self.error()
         return error
 
@@ -209,7 +205,7 @@ class RankCheck:
         self._store.set(f"state/{self.rank}", json.dumps(state))
 
     def _compare(self, now: float) -> None:
-        states: dict[int, dict[str, Any]] = {}
+        states, silent = dict[int, dict[str, Any]](), dict[int, float]()
         patience = self.timeout if self._network_error is None else min(self.timeout, LOST_CONNECTION_S)
         for rank in range(self.world_size):
             if rank == self.rank:
@@ -221,11 +217,13 @@ class RankCheck:
             if beat != state["beat"]:
                 self._seen[rank] = (state["beat"], now)
             elif now - seen > patience:
-                self._fail(RankLostError, self._lost(rank, now - seen))
-                return
+                silent[rank] = now - seen
             if "journal" in state and self._differs(rank, Journal(state["epoch"], *state["journal"])):
                 return
-        self._find_deadlock(states)
+        if silent:
+            self._fail(RankLostError, self._lost(silent))
+        else:
+            self._find_deadlock(states)
 
     def _find_deadlock(self, states: dict[int, dict[str, Any]]) -> None:
         """Every rank stands in an exchange of zc's, or in a collective that its script has called, and no two in the
@@ -235,12 +233,12 @@ class RankCheck:
         places = {self.rank: {self._words(entry): now - since for entry, since in list(self._waits.values())}}
         for rank, state in states.items():
             places[rank] = state.get("waits") or dict([state["elsewhere"]] if state.get("elsewhere") else [])
-        stands = all(place and min(place.values()) > self.timeout for place in places.values())
+        stands = all(place and min(place.values()) > self._soon for place in places.values())
         if stands and not set.intersection(*(set(place) for place in places.values())):
             shown = "; ".join(f"rank {rank} stands in {', '.join(place)}" for rank, place in places.items())
             self._fail(
                 RankMismatchError,
-                f"ranks are out of step, for {self.timeout:.0f} s now: {shown} (rank {self.rank} after "
+                f"ranks are out of step, for {self._soon:.0f} s now: {shown} (rank {self.rank} after "
                 f"{self._journal.total} exchanges since the last update). Ranks with more batches than others: zc.join",
             )
 
@@ -260,10 +258,11 @@ class RankCheck:
                 return True
         return False
 
-    def _lost(self, rank: int, seconds: float) -> str:
+    def _lost(self, silent: dict[int, float]) -> str:
         waits = [self._words(entry) for entry, _ in list(self._waits.values())]
+        who = f"rank {next(iter(silent))} has" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))} have"
         return (
-            f"rank {rank} has not answered for {seconds:.0f} s (it ended, was killed, or stands still), and rank "
+            f"{who} not answered for {min(silent.values()):.0f} s (ended, was killed, or stands still), and rank "
             f"{self.rank} waits for it in: {', '.join(waits) or 'an exchange'}"
             + (f"; the network says: {self._network_error}" if self._network_error else "")
         )

@@ -191,6 +191,9 @@ def _last_step(runtime: Runtime) -> str:
         rows.append(f"exposed wait: the calling thread stood still for exchanges {step.exposed_s * 1e3:.1f} ms")
     else:
         rows.append("exposed wait: not measured on the host (one rank, or a device that waits by itself)")
+    if plan.world_size > 1:
+        waits = (f"{len(s)} {where} ({sum(s) * 1e3:.1f} ms)" for where, s in step.waits.items())
+        rows.append(f"waits of the calling thread for what other ranks announce of a backward: {', '.join(waits)}")
     if step.num_page_faults is not None and plan.buckets[0].device.type == "cpu":
         rows.append(f"page faults: {step.num_page_faults:,}{_advice(step.num_page_faults)}")
     return "\n".join(rows)

@@ -1,0 +1,145 @@
+"""A gradient's memory is not given away while a stream may be using it, on whatever streams the steps of a loop are."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from clocks import Gpu, Stream, install
+from harness import run_ranks
+from torch import nn
+
+import zc
+from zc import torch_private
+from zc.engine.cuda_streams import CudaStreams
+
+
+@contextlib.contextmanager
+def recorded(with_memory: bool = True) -> Iterator[tuple[Gpu, pytest.MonkeyPatch]]:
+    """zc runs its CUDA streams over CPU tensors. ``with_memory``: under a dispatch mode, where Dynamo compiles
+    nothing."""
+    gpu = Gpu()
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch, gpu)
+        patch.setattr(zc.api, "make_streams", CudaStreams)
+        with gpu if with_memory else contextlib.nullcontext():
+            yield gpu, patch
+            gc.collect()
+            gpu.sweep()
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with recorded() as (made, _):
+        yield made
+
+
+def compiled(stage: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The last layer's bucket is never full: it is written when a backward ends."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.ModuleDict({str(k): nn.Linear(8, 8) for k in range(3)})
+    model.register_parameter("unused", nn.Parameter(torch.zeros(8)))
+    model.forward = lambda x: model["2"](torch.tanh(model["1"](torch.tanh(model["0"](x)))))  # type: ignore[method-assign]
+    optimizer = torch.optim.AdamW(model.parameters())
+    return zc.compile(model, optimizer, stage=stage, backend="eager", bucket_nbytes=400, **options)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, 8)).square().sum().backward()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_backward_step_and_zero_grad_on_any_streams(stage: int, gpu: Gpu) -> None:
+    """The loop orders its forward behind its update, as it must in plain PyTorch too, and nothing else."""
+    model, optimizer = compiled(stage)
+    side, third = Stream(gpu, "side"), Stream(gpu, "third")
+    for streams in itertools.product((gpu.home, side, third), repeat=3):
+        with gpu.on(streams[0]):
+            backward(model)
+        with gpu.on(streams[1]):
+            streams[1].wait_stream(streams[0])
+            zc.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+        with gpu.on(streams[2]):
+            optimizer.zero_grad()
+        gc.collect()
+        gpu.sweep()
+        assert not gpu.errors, (streams, gpu.errors)
+        streams[0].wait_stream(streams[1])
+        for stream in gpu.streams:
+            stream.wait_stream(streams[0])
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_backward_that_ends_on_another_stream_than_its_gradients(
+    stage: int, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd's hooks run on the stream of the forward, its final callback on the one that ``backward()`` was called
+    on: a bucket that is not full is written there."""
+    model, optimizer = compiled(stage)
+    side, plain = Stream(gpu, "side"), torch_private.queue_callback
+
+    def queue_callback(callback: Callable[[], None]) -> None:
+        def end() -> None:
+            gpu.home.wait_stream(side)
+            with gpu.on(gpu.home):
+                callback()
+
+        plain(end)
+
+    monkeypatch.setattr(torch_private, "queue_callback", queue_callback)
+    for _ in range(2):
+        with gpu.on(side):
+            backward(model)
+        gpu.sweep()
+        optimizer.step()
+        optimizer.zero_grad()
+        side.wait_stream(gpu.home)
+    assert not gpu.errors, gpu.errors
+
+
+def _dropped(rank: int, world_size: int, stage: int, overlap_gather: bool) -> list[str]:
+    """Job: a loop of two ranks, and a model that is dropped where reductions, or gathers, are under way."""
+    with recorded() as (gpu, patch):
+        patch.setenv("ZC_HOST_MEMORY", "0")
+        model, optimizer = compiled(stage, overlap_gather=overlap_gather)
+        for _ in range(2):
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(gpu.streams) > 1, "reductions have a stream of their own"
+        if not overlap_gather:
+            backward(model)
+        del model, optimizer
+        gc.collect()
+        gpu.sweep()
+        return gpu.errors
+
+
+@pytest.mark.parametrize("overlap_gather", [False, True])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_two_ranks_and_a_model_that_is_dropped(stage: int, overlap_gather: bool) -> None:
+    assert run_ranks(_dropped, 2, stage, overlap_gather) == [[], []]
+
+
+def test_the_recorder_sees_memory_that_is_given_away(gpu: Gpu) -> None:
+    """The control: used on another stream, ordered or not, told or not."""
+    side = Stream(gpu, "side")
+    for told, ordered in itertools.product((False, True), repeat=2):
+        made = torch.ones(4)
+        side.wait_stream(gpu.home)
+        with gpu.on(side):
+            made.add_(1)
+        if told:
+            made.record_stream(side)  # type: ignore[arg-type]
+        if ordered:
+            gpu.home.wait_stream(side)
+        del made
+        gpu.sweep()
+        assert bool(gpu.errors) == (not told and not ordered)
+        gpu.errors.clear()

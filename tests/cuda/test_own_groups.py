@@ -1,0 +1,88 @@
+"""zc's exchanges of a GPU's tensors are on an NCCL group of zc's own, of high priority, with the program's timeout."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import nccl
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+
+from zc.errors import PlanError
+from zc.ranks.comm import Group
+
+COLLECTIVES = ("all_to_all_single", "all_reduce", "broadcast")
+RENAMED = (("reduce_scatter_single", "reduce_scatter_tensor"), ("all_gather_single", "all_gather_into_tensor"))
+
+
+def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: bool) -> dict[str, Any]:
+    """Job: what zc opens beside the program's group, and which group each exchange names."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = nccl.install(patch)
+        default = dist.group.WORLD
+        given = dist.new_group(list(members), timeout=timedelta(minutes=3), backend="cpu:gloo,cuda:nccl")
+        if rank not in members:
+            return {}
+        if is_bound:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            default.bound_device_id = torch.device("cuda", 0)
+        num_of_program, used = len(made), {}
+
+        def recorder(name: str) -> Any:
+            def call(*args: Any, group: Any = None, **kwargs: Any) -> None:
+                used[name] = group
+
+            return call
+
+        try:
+            ranks = Group(given)
+            ranks.open_data(torch.device("cuda"))
+            bound_after = default.bound_device_id
+        finally:
+            default.bound_device_id = None
+        for name in (*COLLECTIVES, *(next(n for n in names if hasattr(dist, n)) for names in RENAMED)):
+            patch.setattr(dist, name, recorder(name))
+        patch.setattr(ranks, "_watched_data", lambda work, entry: nothing)
+        nothing = type("Done", (), {"wait": lambda self: None})()
+        out, rows = torch.zeros(4), torch.ones(4)
+        ranks.all_to_all(out, rows, 0)
+        ranks.reduce_scatter(out[:2], rows, 0)
+        ranks.all_gather(out, rows[:2], "gather weights", 0)
+        ranks.exchange([(rank, out)], [(rank, rows)], "to owners", 0)
+        ranks.sum_(out)
+        patch.setattr(ranks, "control", None)
+        ranks.broadcast_(torch.ones(2, device="meta"))
+        own = made[num_of_program:]
+        return {
+            "used": sorted(used),
+            "is_own": {name: group is ranks.data and group is not given for name, group in used.items()},
+            "made": [(g.given.is_high_priority_stream, g.given._timeout, g.given.split_from is not None) for g in own],
+            "bound": str(bound_after),
+        }
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+@pytest.mark.parametrize("members", [(0, 1), (0, 1, 2)])
+def test_exchanges_are_on_a_group_of_zcs_own(members: tuple[int, ...], is_bound: bool) -> None:
+    """A group of all ranks may be split from one that is bound to a device; one of some must not be, as the others
+    would have to come, too."""
+    for found in run_ranks(_exchanges, 3, members, is_bound)[: len(members)]:
+        assert len(found["used"]) == 5 and all(found["is_own"].values()), found
+        assert found["made"] == [(True, timedelta(minutes=3), is_bound and len(members) == 3)]
+        assert found["bound"] == ("cuda:0" if is_bound else "None")
+
+
+def _refused(rank: int, world_size: int) -> str:
+    """Job."""
+    ranks = Group(dist.new_group([0, 1], backend="cpu:gloo"))
+    with pytest.raises(PlanError) as raised:
+        ranks.open_data(torch.device("cuda"))
+    return str(raised.value)
+
+
+def test_a_group_without_a_backend_for_the_device_is_refused() -> None:
+    for found in run_ranks(_refused, 2):
+        assert "parameters are on cuda, for whose tensors the process group has no backend: it has cpu:gloo" in found
