@@ -82,13 +82,17 @@ gpu-bench: $(STAMP)
 
 venv: $(STAMP)
 
-.venv/.installed-torch-$(TORCH_VERSION): pyproject.toml
+# An sdist holds each file once, those of passes/ and kernels/ below zc/: here they get their names at the top, which tests and documents use.
+passes kernels:
+	ln -s zc/$@ $@
+
+.venv/.installed-torch-$(TORCH_VERSION): pyproject.toml | passes kernels
 	$(BASE_PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet torch==$(TORCH_VERSION) setuptools wheel
 	$(PY) -m pip install --quiet --no-build-isolation -e ".[test,bench]"
 	touch $@
 
-build/installed%: pyproject.toml
+build/installed%: pyproject.toml | passes kernels
 	$(PY) -c "import torch; print('torch', torch.__version__)"
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
 	mkdir -p build && touch $@

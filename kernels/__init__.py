@@ -10,7 +10,7 @@ from __future__ import annotations
 # As `kernels`, which is found where a checkout is on sys.path, this is nothing: transformers asks for the version of a
 # package of that name (PyPI has one), and must not get all of zc with the answer.
 if __name__ == "zc.kernels":
-    from zc.kernels._triton import why_reference
+    from zc.kernels._triton import note_of, why_reference
     from zc.kernels.accumulate_cast import accumulate_cast
     from zc.kernels.adopt_writes import adopt_writes
     from zc.kernels.flatten_cast import flatten_cast
@@ -23,6 +23,7 @@ __all__ = [
     "adopt_writes",
     "flatten_cast",
     "matmul_into",
+    "note_of",
     "reduce_rows",
     "scatter_into",
     "sums_of_squares",

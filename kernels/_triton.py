@@ -40,6 +40,14 @@ def why_reference() -> str | None:
     return None
 
 
+def note_of(device: torch.device) -> str | None:
+    """What a user of ``device`` should know: that its kernels are slower than need be, and what to install."""
+    why = why_reference() if device.type == "cuda" else None
+    if why is None:
+        return None
+    return f"every kernel runs as its torch reference on {device}, slower: {why} (pip install 'zero-compile[triton]')"
+
+
 def use_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda and triton is not None
 
