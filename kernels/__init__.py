@@ -16,7 +16,7 @@ if __name__ == "zc.kernels":
     from zc.kernels.flatten_cast import flatten_cast
     from zc.kernels.reduce_rows import reduce_rows
     from zc.kernels.sums_of_squares import sums_of_squares
-    from zc.kernels.wgrad_into import matmul_into, scatter_into
+    from zc.kernels.wgrad_into import matmul_into, rows_into, scatter_into
 
 __all__ = [
     "accumulate_cast",
@@ -25,6 +25,7 @@ __all__ = [
     "matmul_into",
     "note_of",
     "reduce_rows",
+    "rows_into",
     "scatter_into",
     "sums_of_squares",
     "why_reference",
