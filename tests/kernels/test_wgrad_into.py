@@ -1,4 +1,4 @@
-"""matmul_into, scatter_into and rows_into: against torch's own products, float64 and a loop; guarded, NaN-filled outputs."""
+"""Gradients made in their slots, against torch's own products, float64 and a loop; guarded, NaN-filled outputs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_rows(add: bool, index_dtype: torch.dtype) -> None:
     rows_into(out, index, values, add=add)
     c.assert_guards(storage, out)
     c.assert_bits(out, (start if add else torch.zeros(9, 5)).index_put([index.long()], values, True).view(-1))
-    with pytest.raises((IndexError, RuntimeError), match="out of range|out of bounds"):
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
         rows_into(out, index + 9, values, add=True)
 
 
@@ -123,7 +123,7 @@ REFUSED = {
     "device": (lambda: matmul_into(OUT, X.to("meta"), X, add=False), "a is on meta, out on cpu"),
     "overlap": (lambda: matmul_into(OUT, OUT.view(8, 8), X, add=False), r"a overlaps out: bytes \[0x"),
     "scatter shapes": (lambda: scatter_into(OUT, INDEX, MASK[:7], X, add=False), r"\(8,\), \(7, 1\), \(8, 8\)"),
-    "rows shapes": (lambda: rows_into(OUT, INDEX, X[:7], add=False), r"out, index, values do.*: \(64,\), \(8,\), \(7, 8\)"),
+    "rows shapes": (lambda: rows_into(OUT, INDEX, X[:7], add=False), r"index, values do.*: \(64,\), \(8,\), \(7, 8\)"),
     "rows overlap": (lambda: rows_into(OUT, INDEX, OUT.view(8, 8), add=True), "values overlaps out"),
     "scatter dtype": (lambda: scatter_into(OUT, INDEX, MASK, HALF, add=False), "values: dtype is torch.bfloat16"),
     "scatter index": (lambda: scatter_into(OUT, X[0], MASK, X, add=False), "index: dtype is torch.float32"),
