@@ -19,7 +19,7 @@ from zc.kernels._triton import cdiv, constexpr, jit, kernel, on_device, tl, use_
 __all__ = ["reduce_rows", "reduce_rows_reference", "reduce_rows_triton"]
 
 MOST_UNROLLED = 16  # rows: 34 to 70 registers of 255 on sm_90, none spilled
-GROUP = 8  # more rows, so many at a time. Either way 4 to 11 loads of a thread come before its first addition (SASS, sm_90)
+GROUP = 8  # of more rows so many at a time. 4 to 11 loads of a thread come before its first addition (SASS, sm_90)
 BLOCK = 2048  # 8 elements a thread on NVIDIA (16) and AMD (256 threads of 8): a 128-bit access of bf16 on both
 
 

@@ -140,10 +140,11 @@ def _maker(grad: Any, bucket: Bucket, slot: int, *, adds: bool) -> _Maker | None
 
 def _scatter(node: fx.Node, chain: tuple[fx.Node, ...]) -> _Maker | None:
     """``full([V, D], 0)[index] += values``, where a mask is set or everywhere."""
+    given: Any = node.args
     if node.target is _SCATTER:
-        how, (zeros, mask, indices, values) = "scatter", node.args
+        how, (zeros, mask, indices, values) = "scatter", given
     else:
-        how, mask, (zeros, indices, values, *accumulate) = "rows", None, node.args
+        how, mask, (zeros, indices, values, *accumulate) = "rows", None, given
         if accumulate != [True]:
             return None
     if not isinstance(zeros, fx.Node) or zeros.target is not _aten.full.default or zeros.args[1] != 0:

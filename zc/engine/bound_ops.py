@@ -79,7 +79,8 @@ class KeepingOps(BoundOps):
     ) -> None:
         record = self._ops.plan.buckets[bucket]
         out = torch.empty(stop - start, dtype=record.reduce_dtype, device=record.device)
-        {"mm": matmul_into, "rows": rows_into, "scatter": scatter_into}[how](out, *inputs, add=False)
+        make: Any = {"mm": matmul_into, "rows": rows_into, "scatter": scatter_into}[how]
+        make(out, *inputs, add=False)
         self.deposit(bucket, slot, out.view(record.slots[slot].shape))
 
 
