@@ -1,4 +1,4 @@
-# make demo | check | test | test-full | test-integrations | fuzz | lint | types | bench | bench-quick | bench-scale | bench-peers | tables | models-table | gpu-test | gpu-bench | venv | clean
+# make demo | check | test | test-full | test-torch | test-integrations | fuzz | lint | types | bench | bench-quick | bench-scale | bench-peers | tables | models-table | gpu-test | gpu-bench | venv | clean
 #
 # Without an override, .venv is made and torch $(TORCH_VERSION) and the rest are installed in it. With one,
 # `make test PYTHON=$(which python)`, that environment is used as it is: only zc itself is installed into it, without
@@ -19,7 +19,7 @@ PY := $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
 STAMP := build/installed$(subst /,-,$(PYTHON))
 endif
 
-.PHONY: demo check test test-full test-integrations fuzz lint types bench bench-quick bench-scale bench-peers tables models-table gpu-test gpu-bench venv clean
+.PHONY: demo check test test-full test-torch test-integrations fuzz lint types bench bench-quick bench-scale bench-peers tables models-table gpu-test gpu-bench venv clean
 
 demo: $(STAMP)
 	$(PY) -m bench.demo --out out/demo $(ARGS)
@@ -34,6 +34,11 @@ test: $(STAMP)
 # All cases of what `make test` samples, 200 kills, elastic agents: hours.
 test-full: $(STAMP)
 	ZC_TESTS=full $(PY) -m pytest tests -o faulthandler_timeout=0 $(ARGS)
+
+# The suite against any torch: `make test-torch TORCH_VERSION=2.15.0 ARGS="tests/passes tests/plan"`. In an environment of its own,
+# build/torch-2.15.0; what ran comes into docs/versions.md.
+test-torch: | passes kernels
+	$(BASE_PYTHON) tests/versions/run.py $(TORCH_VERSION) $(ARGS)
 
 # Accelerate, transformers, trl and Lightning are installed for it, and all of its cases run: some 40 minutes.
 test-integrations: $(STAMP)
@@ -82,13 +87,17 @@ gpu-bench: $(STAMP)
 
 venv: $(STAMP)
 
-.venv/.installed-torch-$(TORCH_VERSION): pyproject.toml
+# An sdist holds each file once, those of passes/ and kernels/ below zc/: here they get their names at the top, which tests and documents use.
+passes kernels:
+	ln -s zc/$@ $@
+
+.venv/.installed-torch-$(TORCH_VERSION): pyproject.toml | passes kernels
 	$(BASE_PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet torch==$(TORCH_VERSION) setuptools wheel
 	$(PY) -m pip install --quiet --no-build-isolation -e ".[test,bench]"
 	touch $@
 
-build/installed%: pyproject.toml
+build/installed%: pyproject.toml | passes kernels
 	$(PY) -c "import torch; print('torch', torch.__version__)"
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
 	mkdir -p build && touch $@

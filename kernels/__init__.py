@@ -10,20 +10,22 @@ from __future__ import annotations
 # As `kernels`, which is found where a checkout is on sys.path, this is nothing: transformers asks for the version of a
 # package of that name (PyPI has one), and must not get all of zc with the answer.
 if __name__ == "zc.kernels":
-    from zc.kernels._triton import why_reference
+    from zc.kernels._triton import note_of, why_reference
     from zc.kernels.accumulate_cast import accumulate_cast
     from zc.kernels.adopt_writes import adopt_writes
     from zc.kernels.flatten_cast import flatten_cast
     from zc.kernels.reduce_rows import reduce_rows
     from zc.kernels.sums_of_squares import sums_of_squares
-    from zc.kernels.wgrad_into import matmul_into, scatter_into
+    from zc.kernels.wgrad_into import matmul_into, rows_into, scatter_into
 
 __all__ = [
     "accumulate_cast",
     "adopt_writes",
     "flatten_cast",
     "matmul_into",
+    "note_of",
     "reduce_rows",
+    "rows_into",
     "scatter_into",
     "sums_of_squares",
     "why_reference",

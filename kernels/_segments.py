@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zc.kernels._triton import cdiv, constexpr, jit, on_device, tl
+from zc.kernels._triton import cdiv, constexpr, jit, kernel, on_device, tl
 
 NUM_COLUMNS = 12
 BLOCK = 4096
@@ -146,7 +146,7 @@ def _move(ptr, out, start, numel, kind, row, scale, DTYPE: constexpr,
         _move_block(source, out + tl.load(row + 1), start, numel, scale, BLOCK, ADD, SCALED)
 
 
-@jit
+@kernel("num_segments")
 def move_segments(table, out, num_segments, scale, BLOCK: constexpr,
                   COLUMNS: constexpr, ADD: constexpr, SCALED: constexpr):  # fmt: skip
     program = tl.program_id(0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -26,9 +27,15 @@ else:
     constexpr = getattr(tl, "constexpr", None)
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """``triton.jit``; without Triton the plain function, which nobody calls."""
-    return function if triton is None else triton.jit(function)
+def jit(function: Callable[..., Any], counts: Sequence[str] = ()) -> Any:
+    """``triton.jit``; without Triton the plain function, which nobody calls. Of ``counts`` nothing is compiled in:
+    whether one is 1 or a multiple of 16 makes nothing faster, and each would be a compile of its own."""
+    return function if triton is None else triton.jit(function, do_not_specialize=list(counts))
+
+
+def kernel(*counts: str) -> Callable[[Callable[..., Any]], Any]:
+    """`jit` of what is launched: names its scalars that count something."""
+    return functools.partial(jit, counts=counts)
 
 
 def why_reference() -> str | None:
@@ -38,6 +45,14 @@ def why_reference() -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no CUDA or ROCm device"
     return None
+
+
+def note_of(device: torch.device) -> str | None:
+    """What a user of ``device`` should know: that its kernels are slower than need be, and what to install."""
+    why = why_reference() if device.type == "cuda" else None
+    if why is None:
+        return None
+    return f"every kernel runs as its torch reference on {device}, slower: {why} (pip install 'zero-compile[triton]')"
 
 
 def use_triton(tensor: Tensor) -> bool:

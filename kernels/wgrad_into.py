@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zc.kernels._check import FLOATS, check_device, check_disjoint, check_dtype, check_flat, check_numel
 
-__all__ = ["matmul_into", "scatter_into"]
+__all__ = ["matmul_into", "rows_into", "scatter_into"]
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -72,20 +72,42 @@ def scatter_into(out: Tensor, index: Tensor, mask: Tensor, values: Tensor, *, ad
     Raises:
         ValueError: shapes, dtypes, devices that break the above, or an overlap; nothing has been written.
     """
-    check_flat("out", out)
-    dim = values.shape[-1] if values.dim() else 0
-    if values.shape != (*index.shape, dim) or mask.shape != (*index.shape, 1) or dim < 1 or out.numel() % dim:
-        shapes = ", ".join(str(tuple(t.shape)) for t in (out, index, mask, values))
-        raise ValueError(f"out, index, mask and values do not fit each other: {shapes}")
-    check_dtype("index", index, (torch.int64, torch.int32))
-    check_dtype("mask", mask, (torch.bool,))
-    check_dtype("values", values, (out.dtype,))
-    for name, tensor in (("index", index), ("mask", mask), ("values", values)):
-        check_device(name, tensor, "out", out)
-    check_disjoint("values", values, "out", out)
-    rows = out.view(-1, dim)
+    rows = _rows_of(out, index, values, mask)
     if not add:
         rows.zero_()
     if values.numel():
-        kept = values.masked_fill(~mask, 0.0).view(-1, dim)
+        kept = values.masked_fill(~mask, 0.0).view(-1, rows.shape[1])
         rows.index_add_(0, index.clamp(0, rows.shape[0] - 1).reshape(-1), kept)
+
+
+@torch.no_grad()
+def rows_into(out: Tensor, index: Tensor, values: Tensor, *, add: bool) -> None:
+    """``out[index[i]] += values[i]``, as `scatter_into` without a mask. A negative index counts from the end; torch
+    raises for one out of range, as it does for index_put."""
+    rows = _rows_of(out, index, values)
+    if not add:
+        rows.zero_()
+    if values.numel():
+        at = torch.where(index < 0, index + rows.shape[0], index)
+        rows.index_add_(0, at.reshape(-1), values.reshape(-1, rows.shape[1]))
+
+
+def _rows_of(out: Tensor, index: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """``out`` as [V, D], when all fit each other."""
+    check_flat("out", out)
+    dim = values.shape[-1] if values.dim() else 0
+    fits = mask is None or mask.shape == (*index.shape, 1)
+    if not fits or values.shape != (*index.shape, dim) or dim < 1 or out.numel() % dim:
+        named = {"out": out, "index": index, "mask": mask, "values": values}
+        there = {name: tensor for name, tensor in named.items() if tensor is not None}
+        names, shapes = ", ".join(there), ", ".join(str(tuple(t.shape)) for t in there.values())
+        raise ValueError(f"{names} do not fit each other: {shapes}")
+    check_dtype("index", index, (torch.int64, torch.int32))
+    check_dtype("values", values, (out.dtype,))
+    check_device("index", index, "out", out)
+    check_device("values", values, "out", out)
+    if mask is not None:
+        check_dtype("mask", mask, (torch.bool,))
+        check_device("mask", mask, "out", out)
+    check_disjoint("values", values, "out", out)
+    return out.view(-1, dim)

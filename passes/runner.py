@@ -56,7 +56,7 @@ def run_passes(
         start = time.perf_counter()
         try:
             new = step.run(graph, plan)
-            new.lint()
+            new.lint()  # type: ignore[no-untyped-call, unused-ignore]
             new.output_node().meta["debt"] = debt  # whatever a pass has done with it
         except ZcError:
             raise

@@ -13,7 +13,11 @@ stage 1 the buffer is acc[2], accumulate_cast comes first (it empties or keeps t
 adds in fp32, or overwrites where the accumulator was empty.
 
 ``how``: "mm" for mm and bmm, whose result may pass through views that keep the order of its elements (a transpose of a
-transpose, a reshape); "scatter" for the gradient of an embedding, whose slot is zeroed first.
+transpose, a reshape); "scatter" for the gradient of an embedding, whose slot is zeroed first, "rows" for that of a
+weight's rows by number (``weight[index]``), and of an embedding as torch 2.11 and 2.12 have it::
+
+    %rows = aten.where(%is_padding, 0.0, %g)
+    %grad = aten.index_put(%zeros, [%index], %rows, True)    ->    wgrad_into(..., %index, %rows, how="rows")
 
 Left alone, and copied as before: a result with another user (%mm returned as well, or a sum of two: tied weights), one
 whose elements come in another order than they lie in the slot, one of another dtype than the buffer. Two exceptions to
@@ -46,6 +50,7 @@ _VIEWS = (
 )  # fmt: skip
 _CASTS = (_aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _SCATTER = _aten._unsafe_masked_index_put_accumulate.default  # what AOTAutograd makes of embedding_dense_backward
+_ADD_ROWS = (_aten.index_put.default, _aten._unsafe_index_put.default)  # what 2.11 and 2.12 do, and ``weight[index]``
 _HALF = (torch.bfloat16, torch.float16)
 # Devices whose matmul of halves gives fp32. A CPU has to widen the inputs, and its bf16 matmul is 2 to 6 times faster
 # than the fp32 one (measured, 1 thread with AVX512-BF16, 512 to 2048 wide).
@@ -111,7 +116,7 @@ def _maker(grad: Any, bucket: Bucket, slot: int, *, adds: bool) -> _Maker | None
     node, has_cast = grad, False
     while isinstance(node, fx.Node) and node.op == "call_function" and len(node.users) == 1:
         chain.append(node)
-        if node.target in _MATMULS or node.target is _SCATTER:
+        if node.target in (*_MATMULS, *_ADD_ROWS, _SCATTER):
             break
         if node.target not in _VIEWS and node.target not in _CASTS:
             return None
@@ -126,7 +131,7 @@ def _maker(grad: Any, bucket: Bucket, slot: int, *, adds: bool) -> _Maker | None
         return None
     wanted = bucket.acc_dtype if adds else bucket.reduce_dtype
     same_dtype = made.dtype == wanted and (adds or not has_cast)
-    if node.target is _SCATTER:
+    if node.target not in _MATMULS:
         return _scatter(node, tuple(chain)) if same_dtype else None
     wider = adds and bucket.device.type in _WIDENS and made.dtype in _HALF and wanted == torch.float32
     inputs: Any = node.args[:2]
@@ -134,21 +139,29 @@ def _maker(grad: Any, bucket: Bucket, slot: int, *, adds: bool) -> _Maker | None
 
 
 def _scatter(node: fx.Node, chain: tuple[fx.Node, ...]) -> _Maker | None:
-    """``full([V, D], 0)[index] += values where mask``."""
-    zeros, mask, indices, values = node.args
-    rows = node.meta["val"]
+    """``full([V, D], 0)[index] += values``, where a mask is set or everywhere."""
+    given: Any = node.args
+    if node.target is _SCATTER:
+        how, (zeros, mask, indices, values) = "scatter", given
+    else:
+        how, mask, (zeros, indices, values, *accumulate) = "rows", None, given
+        if accumulate != [True]:
+            return None
     if not isinstance(zeros, fx.Node) or zeros.target is not _aten.full.default or zeros.args[1] != 0:
         return None
-    if not isinstance(indices, (list, tuple)) or len(indices) != 1 or not isinstance(indices[0], fx.Node):
+    if not isinstance(indices, (list, tuple)) or len(indices) != 1:
         return None
-    inputs = (indices[0], mask, values)
+    inputs = (indices[0], values) if how == "rows" else (indices[0], mask, values)
+    rows = node.meta["val"]
     if rows.dim() != 2 or not all(isinstance(n, fx.Node) for n in inputs):
         return None
-    index, grads = (n.meta.get("val") for n in (indices[0], values))  # type: ignore[union-attr]
+    index, grads = (n.meta.get("val") for n in (indices[0], values))
     if index is None or grads is None or grads.dtype != rows.dtype or index.dtype not in (torch.int64, torch.int32):
         return None
+    if grads.shape != (*index.shape, rows.shape[1]):  # values that index_put would expand
+        return None
     drop = (zeros,) if len(zeros.users) == 1 else ()
-    return _Maker("scatter", inputs, (*chain, *drop))  # type: ignore[arg-type]
+    return _Maker(how, inputs, (*chain, *drop))
 
 
 def _dtype(node: Any) -> torch.dtype | None:

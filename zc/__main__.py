@@ -17,7 +17,7 @@ def report() -> dict[str, str]:
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
-        triton = "none (every kernel runs as its torch reference)"
+        triton = "none (every kernel runs as its torch reference; pip install 'zero-compile[triton]')"
     devices = [f"cpu ({len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores)"]
     for index in range(torch.cuda.device_count()):
         props = torch.cuda.get_device_properties(index)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zc import guards, torch_private
+from zc import guards, kernels, torch_private
 from zc.checkpoint import state_marks, stock_state
 from zc.checks import check, check_initialized, check_module, group_of, owners
 from zc.compiler import backend as compiler
@@ -147,8 +147,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     runtime = Runtime(config, plan, buffers, ranks, streams, params)
     for note in filter(None, map(note_of, optimizers)) if ranks.world_size > 1 else ():
         runtime.say_once(note)
-    if ranks.note is not None:
-        runtime.say_once(ranks.note)
+    for said in filter(None, (ranks.note, kernels.note_of(device))):
+        runtime.say_once(said)
     if not verify:
         runtime.say_once("verify=False: schedules run without their proof")
     broadcast_rest(model, params, ranks)

@@ -112,7 +112,7 @@ def kept_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[str]
     """
     open_ones = {name: p for name, p in params.items() if p.requires_grad}  # not frozen since the forward
     with torch.enable_grad():
-        edges: Any = _Edges.apply(*open_ones.values()) if open_ones else None  # type: ignore[no-untyped-call]
+        edges: Any = _Edges.apply(*open_ones.values()) if open_ones else None  # type: ignore[no-untyped-call, unused-ignore]
     nodes = [node for node, _ in edges.grad_fn.next_functions] if open_ones else []
     free = {n for (n, p), node in zip(open_ones.items(), nodes, strict=True) if not p._backward_hooks and _runs(node)}
     return frozenset(params.keys() - free)
@@ -479,7 +479,13 @@ def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], inner_compile: Call
 
 def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Inductor on one graph; what this torch's does not know of ``kwargs`` is left out. Returns a boxed callable.
-    (``compile_fx_inner(gm, example_inputs, **kwargs)``, 2.11 to 2.15.)"""
+    (``compile_fx_inner(gm, example_inputs, **kwargs)``, 2.11 to 2.15.)
+
+    What AOTAutograd's compilers are called with goes on to every segment of their graph, but for what says something of
+    the graph's own inputs. Since 2.14 there are ``compile_region_name``, for logs, and ``get_decomp_fn``, Inductor's
+    decompositions: both of a segment as of the whole. ``placeholder.meta["is_static_input"]`` (2.15) takes an input out
+    of ``static_input_idxs``, of which a segment has none.
+    """
     from torch._inductor.compile_fx import compile_fx_inner
 
     accepted = inspect.signature(compile_fx_inner).parameters

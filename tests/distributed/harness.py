@@ -5,8 +5,11 @@ processes that share a fresh gloo group, and returns their results by rank. `imp
 processes stay: a pool grows to the largest world size that was asked for, and a smaller job uses its first ranks.
 
 A rank's exception comes back as a `RanksFailed` that names the rank and holds its traceback. A rank that does not
-return within the timeout (most often: it waits in a collective that the others never entered) is asked for the
+return within the limit (most often: it waits in a collective that the others never entered) is asked for the
 stacks of all its threads, then killed, and the pool is rebuilt: one hanging test costs one test.
+
+Limits are for a machine that does nothing else: `patience` makes them longer on another. What Inductor finds out about
+the processor with a C++ compiler, a minute or two of torch 2.11's, is found once a checkout, in no job's time.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import atexit
 import contextlib
 import faulthandler
 import gc
+import importlib.metadata
 import os
 import pickle
 import shutil
@@ -32,6 +36,35 @@ from typing import Any
 
 START_S = 300.0  # for `import torch` on a machine that does other things too; no job's own time
 GRACE_S = 10.0  # how long the other ranks may go on after one has failed: time for their own error to come up
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBE = "import torch._inductor.cpu_vec_isa as isa; print(isa.pick_vec_isa())"
+
+
+def patience() -> float:
+    """How many times longer than on an idle machine work may take: processes that want a core, by cores. Or
+    ``ZC_PATIENCE``, where that is set."""
+    given = os.environ.get("ZC_PATIENCE")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1.0, float(given) if given else os.getloadavg()[0] / cores)
+
+
+def probed(kept: Path = ROOT / "build" / "processor") -> Path:
+    """A folder of Inductor's with what it has found out about the processor; made once for this Python and its torch.
+
+    Where that fails, there is no compiler, say, the folder is empty, and those tests fail that need one.
+    """
+    version = importlib.metadata.version("torch")
+    folder = kept / f"{version}-{sys.version_info.major}.{sys.version_info.minor}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(dir=folder.parent))
+        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(making), "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-c", PROBE], env=env, capture_output=True, timeout=600 * patience())
+        with contextlib.suppress(OSError):  # another session was first
+            making.rename(folder)
+    return folder
 
 
 class RanksFailed(AssertionError):
@@ -77,8 +110,9 @@ class _Rank:
     def wait_until_ready(self) -> None:
         """Its first message says that it has imported torch; that is no job's time."""
         if not self.is_ready:
-            if not self.connection.poll(START_S):
-                raise RuntimeError(f"rank {self.rank} did not start in {START_S:.0f} s\n{self.tail()}")
+            limit = START_S * patience()
+            if not self.connection.poll(limit):
+                raise RuntimeError(f"rank {self.rank} did not start in {limit:.0f} s\n{self.tail()}")
             self.connection.recv()
             self.is_ready = True
 
@@ -109,6 +143,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="zc-ranks-"))
+        shutil.copytree(probed(), self.folder / "inductor")
         self._ranks: list[_Rank] = []
         self._num_jobs = 0
         self._num_started = 0
@@ -117,6 +152,7 @@ class RankPool:
         """See `run_ranks`."""
         self._num_jobs += 1
         job = f"{fn.__module__}.{fn.__qualname__}"
+        timeout *= patience()
         while len(self._ranks) < world_size:
             self._num_started += 1
             folder = self.folder / f"process{self._num_started}"
@@ -154,7 +190,7 @@ class RankPool:
                     results[rank.rank] = payload
                 else:
                     errors[rank.rank] = payload
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + GRACE_S * patience())
         if open_ranks:
             names = sorted(rank.rank for rank in open_ranks.values())
             why = f"stopped {GRACE_S:.0f} s after another rank failed" if errors else f"timed out after {timeout:.0f} s"
@@ -185,6 +221,7 @@ _pool: RankPool | None = None
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """``[fn(rank, world_size, *args) for rank in ...]``, each in its own process, in a fresh gloo group of them all.
+    ``timeout``: seconds on an idle machine.
 
     ``fn`` is a top-level function of an importable module; arguments and results travel by pickle. Raises
     RanksFailed.

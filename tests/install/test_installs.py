@@ -7,6 +7,7 @@ come from the environment of the tests, by a line in a .pth file.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,13 +16,18 @@ import venv
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from email import message_from_bytes
+from email.message import Message
 from pathlib import Path
 
 import pytest
 import torch
 
+import zc
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"zc": ROOT / "zc", "zc/passes": ROOT / "passes", "zc/kernels": ROOT / "kernels"}
+BESIDE = ("tests", "docs", "bench", ".ci")  # what an sdist has and a wheel has not
 KINDS = ("wheel", "sdist", "editable", "checkout")
 IMPORTS = """
 import sys
@@ -36,8 +42,8 @@ print(zc.__file__, zc.passes.__file__, zc.kernels.__file__, zc.lockfile.__file__
 """
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PIP_TARGET"))}
+def run(*command: str | Path, cwd: Path, **more: str) -> str:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PIP_TARGET", "ZC_URL", "MAKE"))} | more
     done = subprocess.run([str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}:\n{done.stdout}{done.stderr}"
     return done.stdout
@@ -49,18 +55,18 @@ def pip_install(folder: Path, python: Path, *args: str | Path) -> None:
 
 
 def copy_of_the_repository(to: Path) -> Path:
-    """What git would check out of the packages, links as links."""
-    to.mkdir()
-    for name in ("zc", "passes", "kernels"):
-        shutil.copytree(ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    """What git would check out, links as links."""
+    to.mkdir(parents=True)
+    for name in ("zc", "passes", "kernels", *BESIDE):
+        shutil.copytree(ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".*cache"))
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "Makefile"):
         shutil.copy(ROOT / name, to / name)
     return to
 
 
-def sdist_of(source: Path) -> Path:
+def sdist_of(source: Path, **env: str) -> Path:
     code = "from setuptools.build_meta import build_sdist as build; build('made')"
-    run(sys.executable, "-c", code, cwd=source)
+    run(sys.executable, "-c", code, cwd=source, **env)
     (made,) = (source / "made").iterdir()
     return made
 
@@ -120,7 +126,8 @@ def test_sdist_and_wheel_hold_each_file_once_and_no_other(tmp_path: Path) -> Non
         members = [m for m in sdist.getmembers() if not m.isdir()]
         assert all(m.isreg() for m in members), "links would be broken, or files twice"
         names = ["/".join(Path(m.name).parts[1:]) for m in members]
-        assert len(names) == len(set(names)) and {n for n in names if n.endswith(".py")} | {"zc/py.typed"} == wanted
+        ours = {n for n in names if n.startswith("zc/")}
+        assert len(names) == len(set(names)) and ours == wanted
         sdist.extractall(tmp_path / "unpacked")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     for number, folder in enumerate((source, unpacked)):
@@ -129,3 +136,59 @@ def test_sdist_and_wheel_hold_each_file_once_and_no_other(tmp_path: Path) -> Non
         (wheel,) = (tmp_path / str(number)).iterdir()
         found = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
         assert sorted(found) == sorted(wanted)
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An sdist's folder."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist_of(copy_of_the_repository(folder / "source"))) as sdist:
+        sdist.extractall(folder / "there")
+    (found,) = (folder / "there").iterdir()
+    return found
+
+
+def test_an_sdist_has_what_its_makefile_and_its_documents_name(unpacked: Path) -> None:
+    wanted = {p.relative_to(ROOT) for top in BESIDE for p in (ROOT / top).rglob("*") if p.is_file()}
+    wanted = {p for p in wanted if p.suffix != ".pyc" and not any(part.endswith("cache") for part in p.parts)}
+    wanted |= {Path(name) for name in ("Makefile", "README.md", "LICENSE", "pyproject.toml", "setup.py")}
+    assert len(wanted) > 200 and not [str(p) for p in sorted(wanted) if not (unpacked / p).is_file()]
+    run("make", "passes", "kernels", cwd=unpacked)  # what every target does first
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/install/test_documents.py", "-k", "links")
+    assert " passed" in run(sys.executable, *command, cwd=unpacked, PYTHONPATH=str(unpacked))
+    assert " passed" in run(sys.executable, "-m", "pytest", "-q", "tests/plan/test_layout.py", cwd=unpacked)
+
+
+def metadata(folder: Path, **env: str) -> tuple[Message, str]:
+    """An sdist's metadata, and the description in them."""
+    with tarfile.open(sdist_of(copy_of_the_repository(folder / "source"), **env)) as sdist:
+        (name,) = [n for n in sdist.getnames() if n.count("/") == 1 and n.endswith("/PKG-INFO")]
+        found = sdist.extractfile(name)
+        assert found is not None
+        message = message_from_bytes(found.read())
+    return message, str(message.get_payload())
+
+
+def test_on_an_index_page_no_link_is_dead(tmp_path: Path) -> None:
+    """Those into the repository lead to where ZC_URL says that it is, or are the paths that they show."""
+    plain, text = metadata(tmp_path / "plain")
+    assert "](" not in text and "docs/design.md follows one gradient" in text
+    assert plain.get_all("Project-URL") is None, "nobody has said where"
+    named, linked = metadata(tmp_path / "named", ZC_URL="https://example.org/own/zc/")
+    at = f"https://example.org/own/zc/blob/v{zc.__version__}"
+    assert f"[docs/design.md]({at}/docs/design.md) follows one gradient" in linked
+    for kept in (text, linked):
+        assert not re.search(r"\]\((?!https://)", kept)
+    assert any(url.endswith(", https://example.org/own/zc") for url in named.get_all("Project-URL") or ())
+    with pytest.raises(AssertionError, match="ZC_URL is 'own/zc', expected https://"):
+        metadata(tmp_path / "wrong", ZC_URL="own/zc")
+
+
+def test_metadata_say_what_runs_it_and_ask_for_no_triton(tmp_path: Path) -> None:
+    """A CPU has no use for it, and a GPU's torch brings its own: only who asks for the extra gets one from us."""
+    message, _ = metadata(tmp_path / "it")
+    required = message.get_all("Requires-Dist") or []
+    assert [r for r in required if "extra ==" not in r] == ["torch>=2.11", "einops", "numpy"]
+    assert [r for r in required if r.startswith("triton") and 'extra == "triton"' in r]
+    classifiers = message.get_all("Classifier") or []
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15)} <= set(classifiers)

@@ -78,7 +78,7 @@ def test_accumulate_cast(scale: float) -> None:
 
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("wire", TRAINING, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 16, 17, 64])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 16, 17, 24, 26, 64])
 def test_reduce_rows(world_size: int, wire: torch.dtype, add: bool) -> None:
     for numel in c.SIZES[:-1]:
         shift = numel % 2

@@ -1,4 +1,7 @@
-"""Each kernel compiles for GPUs that are not here: 128-bit global accesses in the aligned path, no spills.
+"""What is launched compiles for GPUs that are not here: 128-bit global accesses in the aligned path, no spills.
+
+Compiled are the launches of the kernels' own code (launched.py), of tensors laid out as zc.planning.layout packs them:
+with their dtypes, their numbers of rows, and what is a multiple of 16.
 
 Stack and local memory are read from the finished binary: cuobjdump (bundled with Triton) for NVIDIA, the metadata in
 the assembly for AMD. Where there is a stack, ptxas says what of it is spills (the rest: the frame of a call).
@@ -6,71 +9,100 @@ the assembly for AMD. Where there is a stack, ptxas says what of it is spills (t
 
 from __future__ import annotations
 
-import importlib
+import ast
 import re
 import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from zc.kernels import _segments
 from zc.kernels._triton import triton
+from zc.kernels.accumulate_cast import accumulate_cast_triton
+from zc.kernels.flatten_cast import flatten_cast_triton
+from zc.kernels.reduce_rows import GROUP, MOST_UNROLLED, reduce_rows_triton
+from zc.kernels.sums_of_squares import sums_of_squares_triton
 
 if triton is None:
     pytest.skip("no triton: nothing to compile", allow_module_level=True)
 if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET=1: kernels are interpreted, not compiled", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+sys.path.insert(0, str(Path(__file__).parent))
+import comparisons as c
+from launched import TARGETS, compiled_on
+from tiers import FULL
 
-reduce_rows, sums_of_squares = (
-    importlib.import_module(f"zc.kernels.{name}") for name in ("reduce_rows", "sums_of_squares")
-)
-
-TARGETS = {"sm_80": 80, "sm_90": 90, "sm_100": 100, "sm_120": 120, "gfx942": "gfx942"}
-ROWS = {"rows": "*bf16", "out": "*fp32", "numel": "i32", "row_stride": "i32", "num_rows": "i32", "scale": "fp32"}
-SEGMENTS = {"table": "*i64", "num_segments": "i32", "scale": "fp32"}
-SQUARES = {"table": "*i64", "partials": "*fp64"}
-OF_A_PROGRAM = {"PER_PROGRAM": sums_of_squares.PER_PROGRAM, "COLUMNS": sums_of_squares.NUM_COLUMNS}
-# name -> kernel, types of its pointers and scalars, constants, 128-bit loads and stores
-CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], int, int]] = {
-    "flatten_cast": (_segments.move_segments, SEGMENTS | {"out": "*bf16"},
-                     {"BLOCK": _segments.BLOCK, "COLUMNS": 12, "ADD": False, "SCALED": False}, 16, 12),
-    "accumulate_cast": (_segments.move_segments, SEGMENTS | {"out": "*fp32"},
-                        {"BLOCK": _segments.BLOCK, "COLUMNS": 12, "ADD": True, "SCALED": False}, 40, 24),
-    "reduce_rows": (reduce_rows.sum_rows, ROWS, {"UNROLLED": 8, "ADD": True, "BLOCK": reduce_rows.BLOCK}, 16 + 4, 4),
-    "reduce_rows, many": (reduce_rows.sum_rows, ROWS,
-                          {"UNROLLED": 0, "ADD": False, "BLOCK": reduce_rows.BLOCK}, 4, 4),
-    "sums_of_squares": (sums_of_squares.square_segments, SQUARES | {"num_tensors": "i32"},
-                        {"BLOCK": sums_of_squares.BLOCK} | OF_A_PROGRAM, 16, 0),
-    # how Triton launches it for one tensor: an argument of 1 is a constant
-    "sums_of_squares, one": (sums_of_squares.square_segments, SQUARES,
-                             {"BLOCK": sums_of_squares.BLOCK, "num_tensors": 1} | OF_A_PROGRAM, 16, 0),
-    "sums_of_squares, end": (sums_of_squares.add_partials, SQUARES | {"sums": "*fp64"},
-                             {"BLOCK": sums_of_squares.PARTIALS} | OF_A_PROGRAM, 0, 0),
-}  # fmt: skip
-# scalars and pointers to scalars; a known divisor of numel would also widen masked accesses, which no real size has
-UNALIGNED = {"numel", "num_segments", "num_rows", "num_tensors"}
+DTYPES = (c.F32, c.B16, c.F16)
+S = 4096  # elements of a shard: two blocks and nothing else is known of it, but that it is a multiple of 16
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], target: str, aligned: bool = True) -> Any:
-    names = kernel.arg_names
-    signature = {name: types.get(name, "constexpr") for name in names}
-    assert {name for name in names if signature[name] == "constexpr"} == set(constants)
-    hints = [name for name in types if aligned and types[name] != "fp32" and name not in UNALIGNED]
-    arch = TARGETS[target]
-    return triton.compile(
-        ASTSource(
-            fn=kernel,
-            signature=signature,
-            constexprs={(names.index(name),): value for name, value in constants.items()},
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in hints},
-        ),
-        target=GPUTarget("cuda", arch, 32) if isinstance(arch, int) else GPUTarget("hip", arch, 64),
-        options={"num_warps": 4, "enable_fp_fusion": False},
-    )
+def reduced(num_rows: int, dtype: torch.dtype, add: bool = True, numel: int = S, shift: int = 0) -> None:
+    rows = torch.empty(num_rows * numel + shift, dtype=dtype)[shift:].view(num_rows, numel)
+    reduce_rows_triton(rows, torch.empty(numel + shift)[shift:], 1 / num_rows, add)
+
+
+def far_apart() -> None:
+    """Rows whose stride is no int32; the second is never read."""
+    rows = torch.empty(16, dtype=c.B16).as_strided((1, 16), (2**31, 1))
+    reduce_rows_triton(rows, torch.empty(16), 1.0, False)
+
+
+def packed(
+    run: Callable[..., None], dtype: torch.dtype, scale: float = 1.0, dtypes: Sequence[torch.dtype] = DTYPES
+) -> None:
+    grads = [torch.empty(100, 64, dtype=each) for each in dtypes]
+    offsets, numel = c.aligned(grads)
+    run(torch.empty(numel, dtype=dtype), grads, offsets, scale)
+
+
+def squared(dtypes: Sequence[torch.dtype]) -> None:
+    sums_of_squares_triton([torch.empty(100, dtype=dtype) for dtype in dtypes])
+
+
+def one_kernel(launch: Callable[[], None], target: str) -> Any:
+    with compiled_on(target) as found:
+        launch()
+    return found[0]
+
+
+def num_wide(num_rows: int, dtype: torch.dtype, add: bool = True) -> tuple[int, int]:
+    """Loads and stores of sum_rows, 16 elements a thread: in the whole block's branch, and in the masked one, which has
+    them too where sizes are multiples of 16."""
+    return 2 * (num_rows * dtype.itemsize + 4 * add), 2 * 4
+
+
+Case = tuple[Callable[[], None], int, int]  # launch, 128-bit loads and stores of its first kernel
+
+
+def of_rows(num_rows: int, dtype: torch.dtype, add: bool = True) -> Case:
+    written = num_rows if num_rows <= MOST_UNROLLED else 1 + GROUP + 1
+    return lambda: reduced(num_rows, dtype, add), *num_wide(written, dtype, add)
+
+
+CASES: dict[str, Case] = {
+    "flatten_cast to bf16": (lambda: packed(flatten_cast_triton, c.B16), 16, 12),
+    "accumulate_cast": (lambda: packed(accumulate_cast_triton, c.F32), 40, 24),
+    "rows: 2 bf16": of_rows(2, c.B16),
+    "rows: 8 bf16": of_rows(8, c.B16),
+    "rows: 16 bf16": of_rows(16, c.B16),
+    "rows: 17 bf16": of_rows(17, c.B16),
+    "sums_of_squares": (lambda: squared(DTYPES), 16, 0),
+}
+ON_ONE_TARGET: dict[str, Case] = {
+    "flatten_cast to fp16": (lambda: packed(flatten_cast_triton, c.F16), 16, 12),
+    "flatten_cast to fp32": (lambda: packed(flatten_cast_triton, c.F32), 16, 24),
+    "flatten_cast, scaled": (lambda: packed(flatten_cast_triton, c.B16, 0.5), 16, 12),
+    "accumulate_cast, scaled": (lambda: packed(accumulate_cast_triton, c.F32, 0.5), 40, 24),
+    "rows: not added": of_rows(2, c.B16, add=False),
+    **{f"rows: {w} {d}": of_rows(w, d) for w in (2, 8, 16, 17) for d in (c.F16, c.F32)},
+}
+IN_FULL: dict[str, Case] = {f"rows: all, {w} {d}": of_rows(w, d) for w in range(2, 17) for d in DTYPES} if FULL else {}
+LAUNCHES = {(target, name): case for target in TARGETS for name, case in CASES.items()}
+LAUNCHES |= {("sm_90", name): case for name, case in (ON_ONE_TARGET | IN_FULL).items()}
 
 
 def wide_accesses(binary: Any) -> tuple[int, int]:
@@ -108,11 +140,10 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", CASES)
-def test_compiles_with_wide_accesses_and_no_spills(case: str, target: str, tmp_path: Path) -> None:
-    kernel, types, constants, num_loads, num_stores = CASES[case]
-    binary = compiled(kernel, types, constants, target)
+@pytest.mark.parametrize(("target", "case"), LAUNCHES)
+def test_compiles_with_wide_accesses_and_no_spills(target: str, case: str, tmp_path: Path) -> None:
+    launch, num_loads, num_stores = LAUNCHES[target, case]
+    binary = one_kernel(launch, target)
     loads, stores = wide_accesses(binary)
     # AMD's wavefront has 64 lanes: 256 threads instead of 128 share a block, so half the accesses
     if target == "gfx942":  # reads of a table count too
@@ -126,24 +157,54 @@ def test_compiles_with_wide_accesses_and_no_spills(case: str, target: str, tmp_p
         assert ".ftz" not in binary.asm["ptx"]
 
 
-LOW = ("*bf16", "*fp16", "*fp32")
-SUM = {"UNROLLED": 3, "ADD": True, "BLOCK": reduce_rows.BLOCK}
-# what the interpreter hides: a dtype that a branch can't take, and an argument of 1, which Triton makes a constant
-VARIANTS = {
-    **{f"rows of {r}": (reduce_rows.sum_rows, ROWS | {"rows": r}, SUM) for r in LOW},
-    "rows of one element": (reduce_rows.sum_rows, {k: v for k, v in ROWS.items() if k not in ("numel", "row_stride")},
-                            SUM | {"numel": 1, "row_stride": 1}),
-    "rows past int32": (reduce_rows.sum_rows, ROWS | {"numel": "i64", "row_stride": "i64"}, SUM),
-}  # fmt: skip
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_end_of_sums_of_squares_compiles(target: str, tmp_path: Path) -> None:
+    with compiled_on(target) as found:
+        CASES["sums_of_squares"][0]()
+    assert len(found) == 2 and spilled(found[1], target, tmp_path) == {}
+
+
+# what the interpreter hides: a type that a branch can't take, and an argument of 1, which Triton makes a constant
+VARIANTS: dict[str, Callable[[], None]] = {
+    "rows of one element": lambda: reduced(3, c.B16, numel=1),
+    "rows far apart": far_apart,
+    "one tensor": lambda: squared([c.F32]),
+    "one gradient": lambda: packed(flatten_cast_triton, c.B16, dtypes=[c.F32]),
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiles_for_every_dtype_and_for_arguments_of_one(variant: str) -> None:
-    kernel, types, constants = VARIANTS[variant]
-    assert compiled(kernel, types, constants, "sm_90", aligned=False).asm["cubin"]
+def test_compiles_for_arguments_of_one_and_past_int32(variant: str) -> None:
+    assert one_kernel(VARIANTS[variant], "sm_90").asm["cubin"]
 
 
 def test_the_count_sees_narrow_accesses() -> None:
-    """The same kernel where nothing is known of the alignment."""
-    kernel, types, constants, _, _ = CASES["reduce_rows"]
-    assert wide_accesses(compiled(kernel, types, constants, "sm_90", aligned=False)) == (0, 0)
+    """The same kernel where neither a size nor an address is a multiple of 16."""
+    assert wide_accesses(one_kernel(lambda: reduced(8, c.B16, numel=S + 1, shift=1), "sm_90")) == (0, 0)
+
+
+COUNTED: dict[str, Callable[[int], None]] = {
+    "gradients": lambda n: packed(flatten_cast_triton, c.B16, dtypes=[c.F32] * n),
+    "tensors": lambda n: squared([c.F32] * n),
+    "rows": lambda n: reduced(n + 16, c.B16),
+}
+
+
+@pytest.mark.parametrize("what", COUNTED)
+def test_a_count_compiles_nothing_anew(what: str) -> None:
+    """1, 2 and 16 are three kinds of number to Triton: 1 a constant, 16 a multiple of 16."""
+    with compiled_on("sm_90") as found:
+        for number in (1, 2, 16):
+            COUNTED[what](number)
+    assert len({id(kernel) for kernel in found}) == len(found) // 3
+
+
+def test_every_launch_says_whether_products_and_sums_are_fused() -> None:
+    """The default differs between versions of Triton."""
+    root, launches = Path(__file__).parents[2], 0
+    for path in (*(root / "kernels").glob("*.py"), *(root / "bench").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and any(k.arg == "num_warps" for k in node.keywords):
+                launches += 1
+                assert any(k.arg == "enable_fp_fusion" for k in node.keywords), f"{path.name}:{node.lineno}"
+    assert launches >= 6

@@ -15,8 +15,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 import comparisons as c
 
+import zc
 from zc import kernels
-from zc.kernels import _chunks
+from zc.kernels import _chunks, _triton
 
 ALL = (c.F32, c.B16, c.F16, c.F64)
 SCALES = (1.0, 0.25, 1 / 3)
@@ -37,6 +38,22 @@ def reduce(rows: Tensor, out: Tensor, scale: float, add: bool) -> None:
 def test_why_reference_gives_a_reason_where_there_is_no_gpu() -> None:
     reason = kernels.why_reference()
     assert (reason is None) == torch.cuda.is_available() or "triton" in str(reason)
+
+
+def test_without_triton_a_gpu_s_user_is_told_what_to_install() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    with mock.patch.object(_triton, "_import_error", "ModuleNotFoundError: No module named 'triton'"):
+        said = kernels.note_of(gpu)
+        assert said is not None and "No module named 'triton' (pip install 'zero-compile[triton]')" in said
+        assert kernels.note_of(cpu) is None, "a CPU has references only"
+    sees_gpu = mock.patch.object(torch.cuda, "is_available", return_value=True)
+    with mock.patch.object(_triton, "_import_error", None), sees_gpu:
+        assert kernels.note_of(gpu) is None
+    model = torch.nn.Linear(2, 2)
+    noted = mock.patch.object(kernels, "note_of", lambda device: f"a note of {device}")
+    with noted, pytest.warns(UserWarning, match="a note of cpu"):
+        zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager")
+    assert "a note of cpu" in zc.explain(model).sections["notes"]
 
 
 @pytest.mark.parametrize("scale", SCALES)

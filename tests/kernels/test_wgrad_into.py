@@ -1,4 +1,4 @@
-"""matmul_into and scatter_into: against torch's own products, float64 and a loop; guarded, NaN-filled outputs."""
+"""Gradients made in their slots, against torch's own products, float64 and a loop; guarded, NaN-filled outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 import comparisons as c
 
-from zc.kernels import matmul_into, scatter_into
+from zc.kernels import matmul_into, rows_into, scatter_into
 
 SHAPES = [(1, 1, 1), (63, 5, 1), (1, 0, 7), (33, 128, 64), (65, 1025, 3)]
 
@@ -86,6 +86,21 @@ def test_scatter(add: bool, index_dtype: torch.dtype) -> None:
     c.assert_bits(out, torch.tensor(expected).flatten())
 
 
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32], ids=str)
+def test_rows(add: bool, index_dtype: torch.dtype) -> None:
+    """Against torch's index_put; rows that come often, never, and from the end."""
+    index = torch.tensor([[3, 3, 0, 8], [3, -1, -9, 2]], dtype=index_dtype)
+    values, start = torch.randn(2, 5, 4).transpose(1, 2), torch.randn(9, 5)
+    out, storage = c.guarded(45, c.F32, "cpu")
+    out.copy_(start.view(-1) if add else out)
+    rows_into(out, index, values, add=add)
+    c.assert_guards(storage, out)
+    c.assert_bits(out, (start if add else torch.zeros(9, 5)).index_put([index.long()], values, True).view(-1))
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+        rows_into(out, index + 9, values, add=True)
+
+
 def test_scatter_of_nothing_zeros_the_slot() -> None:
     out, storage = c.guarded(12, c.F32, "cpu")
     scatter_into(
@@ -108,6 +123,8 @@ REFUSED = {
     "device": (lambda: matmul_into(OUT, X.to("meta"), X, add=False), "a is on meta, out on cpu"),
     "overlap": (lambda: matmul_into(OUT, OUT.view(8, 8), X, add=False), r"a overlaps out: bytes \[0x"),
     "scatter shapes": (lambda: scatter_into(OUT, INDEX, MASK[:7], X, add=False), r"\(8,\), \(7, 1\), \(8, 8\)"),
+    "rows shapes": (lambda: rows_into(OUT, INDEX, X[:7], add=False), r"index, values do.*: \(64,\), \(8,\), \(7, 8\)"),
+    "rows overlap": (lambda: rows_into(OUT, INDEX, OUT.view(8, 8), add=True), "values overlaps out"),
     "scatter dtype": (lambda: scatter_into(OUT, INDEX, MASK, HALF, add=False), "values: dtype is torch.bfloat16"),
     "scatter index": (lambda: scatter_into(OUT, X[0], MASK, X, add=False), "index: dtype is torch.float32"),
     "scatter overlap": (lambda: scatter_into(OUT, INDEX, MASK, OUT.view(8, 8), add=True), "values overlaps out"),

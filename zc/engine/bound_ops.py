@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zc.engine.ops import GradientOps, Spans
-from zc.kernels import matmul_into, scatter_into
+from zc.kernels import matmul_into, rows_into, scatter_into
 
 if TYPE_CHECKING:
     from zc.engine.program import Segment
@@ -98,7 +98,8 @@ class KeepingOps(BoundOps):
     ) -> None:
         record = self._ops.plan.buckets[bucket]
         out = torch.empty(stop - start, dtype=record.reduce_dtype, device=record.device)
-        (matmul_into if how == "mm" else scatter_into)(out, *inputs, add=False)
+        make: Any = {"mm": matmul_into, "rows": rows_into, "scatter": scatter_into}[how]
+        make(out, *inputs, add=False)
         self.deposit(bucket, slot, out.view(record.slots[slot].shape))
 
 

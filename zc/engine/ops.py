@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from zc.engine.buffers import Buffers
 from zc.engine.memory_order import in_order
 from zc.engine.peer_ops import PeerOps
-from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, scatter_into
+from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, rows_into, scatter_into
 from zc.log import log
 from zc.planning.plan import Bucket, Plan
 
@@ -112,7 +112,8 @@ class GradientOps(PeerOps):
         out = self.buffers.named(buffer, self.plan.buckets[bucket])[start:stop]
         add = not self.plan.placement.gradient_in_ring and slot not in self._fresh[bucket]
         log.debug("bucket %d: slot %d is made in %s (%s)", bucket, slot, buffer, "added" if add else "written")
-        (matmul_into if how == "mm" else scatter_into)(out, *inputs, add=add)
+        make: Any = {"mm": matmul_into, "rows": rows_into, "scatter": scatter_into}[how]
+        make(out, *inputs, add=add)
         self._fresh[bucket].discard(slot)
         self.touched[bucket][slot] = True
 

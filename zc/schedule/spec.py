@@ -82,7 +82,7 @@ class WgradInto(BufferOp):
     start: int
     stop: int
     inputs: Nodes
-    how: str | None = None  # "mm" (None), "scatter": passes/write_in_place.py
+    how: str | None = None  # "mm" (None), "scatter", "rows": passes/write_in_place.py
 
     @property
     def slots(self) -> tuple[int, ...]:
