@@ -74,7 +74,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         reduce: "exact": all-to-all, then a sum in rank order in fp32, bitwise the same for every bucket size and
             overlap setting; "native": the backend's reduce-scatter in ``reduce_dtype``.
         bucket_nbytes: no bucket is larger, unless one parameter is (the ring is as large as the largest bucket). None:
-            25 MiB, or more where that would make more than some 32 buckets, up to the size of the largest parameter.
+            25 MiB (between hosts of CPUs 8), or more where that would make more than some 32 buckets, up to the size of
+            the largest parameter.
         num_buffers: flat_grad buffers in the ring (stage 2), each as large as the largest bucket.
         overlap: False runs the reductions on the compute stream.
         overlap_gather: step() returns with the all-gathers launched, and the next compiled forward waits for each

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from zc.planning.layout import Rule
 from zc.planning.placement import PLACEMENTS, Between
 from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.topology import Topology
 
 pytestmark = pytest.mark.check
 
@@ -135,12 +136,21 @@ def test_the_default_bucket_of_a_large_model_costs_launches_not_memory(rule: Rul
     assert max(nbytes for nbytes, b in zip(filled, default.buckets, strict=True) if len(b.slots) > 1) <= total / 32
 
 
+def test_between_hosts_of_cpus_a_bucket_is_8_mib() -> None:
+    """On a slow link the last bucket and every gather are waited for."""
+    specs = _transformer(8, 512, 8192)
+    far = Topology(num_hosts=2)
+    assert plan_of(specs, bucket_nbytes=None, topology=far) == plan_of(specs, bucket_nbytes=8 * 2**20, topology=far)
+
+
 def test_the_default_bucket_of_a_small_model_is_25_mib() -> None:
     """Some 32 buckets of less would overlap no better; and one of more would make a ring that no parameter asks for."""
     small = _transformer(8, 512, 8192)  # 67 MB
     no_large_one = [ParamSpec(f"w{k}", (2048, 2048), BF16, CPU) for k in range(200)]  # 1.7 GB in 8 MB each
+    near = Topology(ranks_per_host=2, reads_memory=True)
     for specs in (small, no_large_one):
-        assert plan_of(specs, bucket_nbytes=None) == plan_of(specs, bucket_nbytes=25 * 2**20)
+        found = plan_of(specs, bucket_nbytes=None, topology=near)
+        assert found == plan_of(specs, bucket_nbytes=25 * 2**20, topology=near)
 
 
 def test_what_travels_is_the_sum_in_stage_1_and_single_gradients_in_stage_2() -> None:

@@ -21,7 +21,8 @@ from zc.planning.topology import ALONE, Topology, flat
 # 32 buckets, each of which costs the host a write, a reduction and their events in every backward
 DEFAULT_NBYTES = 25 * 2**20
 ENOUGH_BUCKETS = 32
-TAPER, SMALLEST_NBYTES = 4, 4 * 2**20  # between hosts
+# between hosts of CPUs: on a slow link a step waits for the last bucket's reduction, a layer for its bucket's gather
+BETWEEN_HOSTS_NBYTES = 8 * 2**20
 
 NUM_PARTS = 2  # with two levels, sums of a host's ranks: one is made while the one before travels
 
@@ -197,12 +198,13 @@ def make_plan(
         acc_dtype = torch.promote_types(dtype, torch.float32)
         wire = reduce_dtype or (dtype if placement.reduces_every_backward else acc_dtype)
         align = ALIGN_NBYTES // min(dtype.itemsize, wire.itemsize)
-        nbytes = bucket_nbytes or default_nbytes([_nbytes(spec) for spec in specs])
-        tapers = bucket_nbytes is None and hosts.num_hosts > 1
+        is_far = hosts.num_hosts > 1 and device.type == "cpu"
+        least = BETWEEN_HOSTS_NBYTES if is_far else DEFAULT_NBYTES
+        nbytes = bucket_nbytes or default_nbytes([_nbytes(spec) for spec in specs], least)
         arrival = {spec.name: k for k, spec in enumerate(specs)}
         chunks: list[list[ParamSpec]] = []
         for number in sorted({spec.optimizer for spec in specs}):
-            chunks += _split([spec for spec in specs if spec.optimizer == number], nbytes, tapers=tapers)
+            chunks += _split([spec for spec in specs if spec.optimizer == number], nbytes)
         for members in sorted(chunks, key=lambda members: arrival[members[-1].name]):
             number, shapes = members[0].optimizer, [(spec.name, spec.shape) for spec in members]
             layout = layout_of(rules[number], shapes, world_size, align, owners, hosts.num_hosts if levels else 1)
@@ -238,31 +240,26 @@ def _owners(specs: Sequence[ParamSpec], rules: Sequence[Rule], world_size: int, 
     return found
 
 
-def default_nbytes(sizes: Sequence[int]) -> int:
+def default_nbytes(sizes: Sequence[int], least: int = DEFAULT_NBYTES) -> int:
     """Of a bucket, for parameters of these ``sizes`` in bytes: enough for some 32 buckets, but no more than the largest
-    parameter, which is a bucket whatever the limit and so sizes the ring: fewer buckets cost no memory. At least 25
-    MiB."""
-    return max(DEFAULT_NBYTES, min(max(sizes), sum(sizes) // ENOUGH_BUCKETS))
+    parameter, which is a bucket whatever the limit and so sizes the ring: fewer buckets cost no memory."""
+    return max(least, min(max(sizes), sum(sizes) // ENOUGH_BUCKETS))
 
 
 def _nbytes(spec: ParamSpec) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
 
 
-def _split(specs: Sequence[ParamSpec], bucket_nbytes: int, *, tapers: bool) -> list[list[ParamSpec]]:
+def _split(specs: Sequence[ParamSpec], bucket_nbytes: int) -> list[list[ParamSpec]]:
     """No bucket is larger than ``bucket_nbytes``, unless one parameter is: the ring is as large as the largest
-    bucket. ``tapers``: nor larger than a quarter of what is left, for the last ones are what a slow network has yet to
-    carry when the backward ends, and first when the next forward begins."""
+    bucket."""
     chunks: list[list[ParamSpec]] = [[]]
-    filled, limit, left = 0, bucket_nbytes, sum(map(_nbytes, specs))
+    filled = 0
     for spec in specs:
         nbytes = _nbytes(spec)
-        if chunks[-1] and filled + nbytes > limit:
+        if chunks[-1] and filled + nbytes > bucket_nbytes:
             chunks.append([])
-            left -= filled
             filled = 0
-        if tapers and not filled:
-            limit = min(bucket_nbytes, max(left // TAPER, SMALLEST_NBYTES))
         chunks[-1].append(spec)
         filled += nbytes
     return chunks
