@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # what stays away where ranks do not agree on a reduction
 _REDUCTION = (
-    "launch_reduce", "wait_reduce", "accumulate",
+    "launch_reduce", "wait_reduce", "accumulate", "sum_received", "reduce_replicas",
     "signal_full", "await_full", "reduce_rows", "sum_rows", "signal_free", "await_free",
 )  # fmt: skip
 
@@ -45,6 +45,7 @@ class BoundOps:
         self.gather_net, self.sum_rows = ops.gather_net, ops.sum_rows
         self.signal_full, self.await_full, self.reduce_rows = ops.signal_full, ops.await_full, ops.reduce_rows
         self.signal_free, self.await_free = ops.signal_free, ops.await_free
+        self.sum_received, self.reduce_replicas = ops.sum_received, ops.reduce_replicas
 
     def segment(self, key: str, args: list[Any]) -> Sequence[Any]:
         return self._segments[key](args)
