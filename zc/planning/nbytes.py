@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from zc.planning.plan import NUM_PARTS, Bucket, Plan
@@ -125,13 +126,27 @@ def sent_between_hosts(made: Plan, microbatches: int, ranks_per_host: int) -> di
     """Bytes that leave a host in a step, of all its ranks; what the owners of whole parameters exchange is not counted.
     Of two levels the least that there is, 2 (H - 1) / H of the model with one backward; of one, L times that."""
     num = microbatches if made.placement.reduces_every_backward else 1
-    others = ranks_per_host * (made.world_size - ranks_per_host)  # pairs of ranks that messages go between
+    others, copies = _pairs_between_hosts(made, ranks_per_host)
     if made.has_levels:
         others = ranks_per_host * (made.topology.num_hosts - 1)
     wires = [b.net_dtype if made.has_levels else b.reduce_dtype for b in made.buckets]
-    reduced = sum(b.layout.numel_shard * wire.itemsize for b, wire in zip(made.buckets, wires, strict=True))
+    reduced = others * sum(b.layout.numel_shard * wire.itemsize for b, wire in zip(made.buckets, wires, strict=True))
+    if copies:
+        reduced += copies * sum(sent_to_replicas(made, b) for b in made.buckets) // (made.num_replicas - 1)
     gathered = sum(b.layout.numel_shard * b.param_dtype.itemsize for b in made.buckets)
-    return {"gradients": num * others * reduced, "parameters": others * gathered}
+    return {"gradients": num * reduced, "parameters": others * gathered}
+
+
+def _pairs_between_hosts(made: Plan, ranks_per_host: int) -> tuple[int, int]:
+    """Pairs of a rank of one host and a rank elsewhere that messages go between: with shards of one whole, and with the
+    same shard; of the host that has most. Rank r has shard r % W of replica r // W."""
+    found = []
+    for first in range(0, made.num_ranks, ranks_per_host):
+        here = range(first, first + ranks_per_host)
+        shards, replicas = Counter(r // made.world_size for r in here), Counter(r % made.world_size for r in here)
+        whole = sum(n * (made.world_size - n) for n in shards.values())
+        found.append((whole, sum(n * (made.num_replicas - n) for n in replicas.values())))
+    return max(found)
 
 
 def copied(made: Plan, microbatches: int) -> dict[str, int]:
