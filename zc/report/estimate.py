@@ -154,7 +154,7 @@ def plan(
         hosts = Topology(world_size // ranks_per_host, ranks_per_host)
     is_number = isinstance(num_replicas, int) and not isinstance(num_replicas, bool)
     if not is_number or num_replicas < 1 or world_size % num_replicas:
-        raise PlanError(f"num_replicas must be a whole number that divides the {world_size} ranks, got {num_replicas!r}")
+        raise PlanError(f"num_replicas must be a whole number and divide the {world_size} ranks, got {num_replicas!r}")
     check_replicas(config, num_replicas)
     params = trainable(model)
     if not params:
@@ -171,9 +171,9 @@ def plan(
         used = Topology(1, shard, reads_memory=True) if is_inside else flat(shard)
     used = usable(used, reduce, {s.device.type for s in specs})
     made = make_plan(
-        specs, world_size=used.world_size, num_replicas=num_replicas, placement=config.placement, reduce=reduce, reduce_dtype=reduce_dtype,
-        topology=used, bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True, offload=config.host,
-        rules=[RULES.get(name, Rule()) for name in classes],
+        specs, world_size=used.world_size, num_replicas=num_replicas, placement=config.placement, reduce=reduce,
+        reduce_dtype=reduce_dtype, topology=used, bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True,
+        offload=config.host, rules=[RULES.get(name, Rule()) for name in classes],
     )  # fmt: skip
     return estimate(made, classes, microbatches, offload, rates, hosts)
 
