@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from loops import environment, message_of
+from models import Stack
 from oracle import worst
 from pairs import EPS, WideMuon
 from torch import Tensor, nn
@@ -294,3 +295,131 @@ def test_a_mesh_that_does_not_fit_is_refused_with_both_shapes() -> None:
         kind, text = found["differs"]
         assert kind == "RankMismatchError"
         assert "rank 0 has none, rank 1 has (replicate=2, shard=2) of the ranks [[0, 1], [2, 3]]" in text
+
+
+def test_one_result_for_every_bucket_size_and_way() -> None:
+    """Sums are in the order of the ranks of `shard`, then of the replicas, whatever carries them."""
+    first: list[dict[str, Any]] = []
+    for options, memory in (
+        ({"bucket_nbytes": 2000}, True), ({"bucket_nbytes": 10**6, "num_buffers": 1}, False),
+        ({"overlap": False, "bucket_nbytes": 500}, False),
+    ):  # fmt: skip
+        found = run_ranks(train, 4, Loop((2, 2), updates=3, options=options), memory)
+        first = first or found
+        for each in found:
+            for mine, wanted in zip(each["weights"], first[0]["weights"], strict=True):
+                assert all(torch.equal(mine[name], wanted[name]) for name in wanted), (options, memory)
+
+
+def sent_and_held(rank: int, world_size: int, memory: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Job: of the second of two updates of two microbatches, all of which reduce."""
+    model = Stack(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
+    optimizer = AdamW(model.parameters())
+    with environment(ZC_HOST_MEMORY=str(int(memory))):
+        zc.compile(model, optimizer, backend="eager", bucket_nbytes=4000, mesh=init_device_mesh("cpu", (2, 2)))
+    for _ in range(2):
+        for _ in range(2):
+            with zc.no_sync(model):
+                model(torch.ones(2, 40)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(sharded(model).runtime.ledger.last.nbytes_sent), sharded(model).runtime.buffers.nbytes()
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_what_is_sent_and_held_is_what_was_planned(memory: bool) -> None:
+    planned = zc.plan(
+        Stack(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40)), world_size=4, num_replicas=2,
+        ranks_per_host=4 if memory else None, bucket_nbytes=4000, microbatches=2,
+    )  # fmt: skip
+    for sent, held in run_ranks(sent_and_held, 4, memory):
+        reductions = {kind: n for kind, n in sent.items() if kind.startswith(("reduce", "gather sums"))}
+        assert set(reductions) == {"reduce", "reduce, between replicas", "gather sums, between replicas"}
+        assert sum(reductions.values()) == planned.wire["gradients"]
+        assert sent["gather weights"] == planned.wire["parameters"]
+        assert {kind: n for kind, n in held.items() if n} == {k: planned.device[k] for k, n in held.items() if n}
+        assert held["part"] > 0 < held["recv"]
+    assert "4 ranks in 2 replicas" in str(planned)
+
+
+def test_bytes_that_leave_a_host() -> None:
+    """By hand: 2 replicas of 4 ranks, a host each, P elements padded. A shard of P / 4 goes out in two halves, one of
+    gradients and one of sums, of each of 4 ranks: P elements in all. Flat over 8 ranks without levels: 4 of 8 shards of
+    P / 8 of each rank, 2 P, and as much of weights."""
+    model = nn.Linear(64, 64, bias=False)
+    numel = model.weight.numel()
+    planned = zc.plan(model, world_size=8, num_replicas=2, ranks_per_host=4)
+    assert planned.host_wire == {"gradients": 4 * numel, "parameters": 0}
+    assert planned.device["part"] == 2 * numel // 4 * 4 and planned.device["recv"] == numel // 4 * 4
+    flat = zc.plan(model, world_size=8, num_replicas=2)
+    assert flat.host_wire["gradients"] == (3 * numel // 4 + numel // 4) * 4  # each rank on its own: of one rank
+    assert zc.plan(model, world_size=8, num_replicas=4).device["optimizer_state"] == 2 * 4 * numel // 2
+    with pytest.raises(zc.PlanError, match="num_replicas must be a whole number and divide the 8 ranks, got 3"):
+        zc.plan(model, world_size=8, num_replicas=3)
+
+
+def uneven(rank: int, world_size: int, stage: int, declared: bool, backend: str) -> Any:
+    """Job: rank r has r backwards an update where they are declared, else two; three updates of SGD by 1."""
+    torch.manual_seed(0)
+    model = Stack(nn.Linear(6, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight.data = torch.eye(4)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=1.0)
+    model[1].weight.requires_grad_(False)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+    zc.compile(model, optimizer, stage=stage, backend=backend, mesh=mesh)
+    given = model[0].weight.detach().clone()
+    for _ in range(3):
+        num = rank if declared else 2
+        for k in range(num):
+            with zc.no_sync(model) if declared and k < num - 1 else contextlib.nullcontext():
+                model(torch.full((1, 6), float(10**rank))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return (given - model[0].weight.detach()).unique()
+
+
+@pytest.mark.parametrize(("stage", "backend"), [(1, "eager"), (2, "aot_eager")])
+def test_other_numbers_of_backwards(stage: int, backend: str) -> None:
+    """By hand: the mean over ranks of 10^r times the number of its backwards."""
+    for declared, wanted in ((True, 3 * (10 + 200 + 3000) / 4), (False, 3 * 2 * 1111 / 4)):
+        for found in run_ranks(uneven, 4, stage, declared, backend):
+            torch.testing.assert_close(found, torch.full_like(found, wanted), rtol=1e-5, atol=0.0)
+
+
+def over_again(rank: int, world_size: int) -> dict[str, Tensor]:
+    """Job: a layer thaws, the model is closed, and compiled again over another mesh; gradients are 1 an element and
+    rank, whatever the mesh."""
+    torch.manual_seed(0)
+    model = Stack(nn.Linear(5, 5), nn.Linear(5, 5))
+    model[0].requires_grad_(False)
+    for shape in ((2, 2), (4, 1), (4,)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
+        zc.compile(model, optimizer, backend="eager", mesh=mesh)
+        for _ in range(2):
+            model(torch.full((2, 5), rank + 1.0)).sum().backward()
+            zc.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if not model[0].weight.requires_grad:
+                model[0].requires_grad_(True)
+                zc.recompile(model)
+        zc.close(model)
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def test_recompiled_closed_and_compiled_again() -> None:
+    """As one process with the ranks' batches."""
+    torch.manual_seed(0)
+    model = Stack(nn.Linear(5, 5), nn.Linear(5, 5))
+    model[0].requires_grad_(False)
+    for _ in range(6):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sum(model(torch.full((2, 5), rank + 1.0)).sum() / 4 for rank in range(4)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        model[0].requires_grad_(True)
+    wanted = {name: param.detach() for name, param in model.named_parameters()}
+    for found in run_ranks(over_again, 4):
+        assert worst(found, wanted)[0] < TOLERANCE
