@@ -17,6 +17,7 @@ from loops import environment, message_of
 from models import Stack
 from oracle import worst
 from pairs import EPS, WideMuon
+from tiers import full_only
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -311,35 +312,37 @@ def test_one_result_for_every_bucket_size_and_way() -> None:
                 assert all(torch.equal(mine[name], wanted[name]) for name in wanted), (options, memory)
 
 
-def sent_and_held(rank: int, world_size: int, memory: bool) -> tuple[dict[str, int], dict[str, int]]:
+def sent_and_held(rank: int, world_size: int, shape: tuple[int, int], memory: bool) -> list[dict[str, int]]:
     """Job: of the second of two updates of two microbatches, all of which reduce."""
     model = Stack(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
     optimizer = AdamW(model.parameters())
     with environment(ZC_HOST_MEMORY=str(int(memory))):
-        zc.compile(model, optimizer, backend="eager", bucket_nbytes=4000, mesh=init_device_mesh("cpu", (2, 2)))
+        zc.compile(model, optimizer, backend="eager", bucket_nbytes=4000, mesh=init_device_mesh("cpu", shape))
     for _ in range(2):
         for _ in range(2):
             with zc.no_sync(model):
                 model(torch.ones(2, 40)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return dict(sharded(model).runtime.ledger.last.nbytes_sent), sharded(model).runtime.buffers.nbytes()
+    runtime = sharded(model).runtime
+    return [dict(runtime.ledger.last.nbytes_sent), runtime.buffers.nbytes()]
 
 
-@pytest.mark.parametrize("memory", [True, False])
-def test_what_is_sent_and_held_is_what_was_planned(memory: bool) -> None:
+@pytest.mark.parametrize(("shape", "memory"), [((2, 2), True), ((2, 2), False), ((4, 1), True)])
+def test_what_is_sent_and_held_is_what_was_planned(shape: tuple[int, int], memory: bool) -> None:
     planned = zc.plan(
-        Stack(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40)), world_size=4, num_replicas=2,
+        Stack(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40)), world_size=4, num_replicas=shape[0],
         ranks_per_host=4 if memory else None, bucket_nbytes=4000, microbatches=2,
     )  # fmt: skip
-    for sent, held in run_ranks(sent_and_held, 4, memory):
+    for sent, held in run_ranks(sent_and_held, 4, shape, memory):
         reductions = {kind: n for kind, n in sent.items() if kind.startswith(("reduce", "gather sums"))}
-        assert set(reductions) == {"reduce", "reduce, between replicas", "gather sums, between replicas"}
+        inside = {"reduce"} if shape[1] > 1 else set()
+        assert set(reductions) == inside | {"reduce, between replicas", "gather sums, between replicas"}
         assert sum(reductions.values()) == planned.wire["gradients"]
-        assert sent["gather weights"] == planned.wire["parameters"]
+        assert sent.get("gather weights", 0) == planned.wire["parameters"]
         assert {kind: n for kind, n in held.items() if n} == {k: planned.device[k] for k, n in held.items() if n}
-        assert held["part"] > 0 < held["recv"]
-    assert "4 ranks in 2 replicas" in str(planned)
+        assert held["recv"] > 0 and ("part" in held) == (shape[1] > 1)
+    assert f"4 ranks in {shape[0]} replicas" in str(planned)
 
 
 def test_bytes_that_leave_a_host() -> None:
@@ -356,6 +359,39 @@ def test_bytes_that_leave_a_host() -> None:
     assert zc.plan(model, world_size=8, num_replicas=4).device["optimizer_state"] == 2 * 4 * numel // 2
     with pytest.raises(zc.PlanError, match="num_replicas must be a whole number and divide the 8 ranks, got 3"):
         zc.plan(model, world_size=8, num_replicas=3)
+
+
+def on_hosts(rank: int, world_size: int, shape: tuple[int, int], hosts: str) -> dict[str, Any]:
+    """Job: rank r lies on host ``hosts[r]``."""
+    with environment(GROUP_RANK=hosts[rank]):
+        return train(rank, world_size, Loop(shape, updates=2))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "how", "note"),
+    [
+        ("0011", "on 1 host of 2, which read each other's memory", ""),
+        ("0101", "on 2 hosts of 1; inside a replica reductions: messages", ""),
+        ("0012", "on 2 hosts of 1; inside a replica reductions: messages",
+         "the ranks of `shard` lie on 1 host of 2, which read each other's memory or 2 hosts of 1"),
+    ],
+)  # fmt: skip
+def test_all_replicas_take_one_way(hosts: str, how: str, note: str) -> None:
+    """Whatever hosts they lie on: all have one plan, and one order of summation."""
+    found = run_ranks(on_hosts, 4, (2, 2), hosts)
+    assert_as_ddp(found, [{key: values[: len(found[0][key])] for key, values in each.items()} for each in ddp("adamw")])
+    assert all(how in each["explained"] and note in each["explained"] for each in found)
+    assert all(("stands for itself" in each["explained"]) == bool(note) for each in found)
+
+
+@full_only
+def test_a_shard_over_several_hosts() -> None:
+    """2 replicas of 2 hosts of 2: one level, and it is said."""
+    found = run_ranks(on_hosts, 8, (2, 4), "00112233", timeout=300.0)
+    note = "the ranks of `shard` lie on 2 hosts of 2, which read each other's memory"
+    for each in found:
+        assert note in each["explained"] and "on 4 hosts of 1; inside a replica" in each["explained"]
+        assert all(torch.equal(each["weights"][-1][n], w) for n, w in found[0]["weights"][-1].items())
 
 
 def uneven(rank: int, world_size: int, stage: int, declared: bool, backend: str) -> Any:

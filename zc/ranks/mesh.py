@@ -61,7 +61,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names
     if mesh.ndim == 2 and names is not None and ("shard" in names[0] or "replicate" in names[1]):
         raise PlanError(f"{shown}: its dimensions are taken as (replicate, shard), in this order, as FSDP2 takes them")
-    if any(bool((torch.diff(ranks, dim=d) <= 0).any()) for d in range(mesh.ndim)):
+    if mesh.ndim == 2 and any(bool((torch.diff(ranks, dim=d) <= 0).any()) for d in (0, 1)):
         raise PlanError(
             f"{shown} of the ranks {ranks.tolist()}: ranks must ascend along each dimension, as "
             "torch.distributed.device_mesh.init_device_mesh numbers them"
