@@ -20,7 +20,7 @@ from zc.schedule.spec import Op
 # mean over ranks added; LANDED, in host memory. Of weights: OLD, NEW, CAST, SPREAD, GATHERED, PUBLISHED. Of what other
 # ranks read where it lies: OFFERED by this rank, OPEN by all, READ here, RETURNED by this rank.
 NOTHING, SUM, GRADIENT, FLIGHT, ROWS = "nothing", "sum", "gradient", "rows in flight", "rows"
-SEGMENT = "sum of this host"
+SEGMENT = "sum of some ranks"
 SENT, TOTAL, LANDED = "sent sum", "total", "landed total"
 OFFERED, OPEN, READ, RETURNED = "offered rows", "open rows", "read rows", "returned rows"
 OLD, NEW, CAST, GATHERED, PUBLISHED = "old weights", "new weights", "cast weights", "gathered weights", "weights"
@@ -55,6 +55,18 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("src", "acc staging", (OPEN,), SENT, "partial"),
         Row("dst", "part", (NOTHING,), SEGMENT),
     ),
+    spec.SumReceived: (
+        Row("src", "recv", (ROWS,), NOTHING, "replicas"),
+        Row("dst", "part", (NOTHING,), SEGMENT, "replicas"),
+    ),
+    spec.ReduceReplicas: (
+        Row("src", "part", (SEGMENT,), NOTHING, "replicas"),
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring unsharded"),
+        Row("src", "acc", (GRADIENT, SUM), SENT, "partial unsharded"),
+        Row("via", "recv", (NOTHING,), NOTHING, "replicas"),
+        Row("dst", "acc", (SUM,), TOTAL, "ring replicas"),
+        Row("dst", "acc", (SENT,), TOTAL, "partial replicas"),
+    ),
     spec.LaunchReduce: (
         Row("src", "part", (SEGMENT,), NOTHING, "levels"),
         Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring"),
@@ -63,8 +75,8 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
     ),
     spec.WaitReduce: (Row("dst", "recv", (FLIGHT,), ROWS),),
     spec.Accumulate: (
-        Row("src", "recv", (ROWS,), NOTHING),
-        Row("src", "flat_grad", (GRADIENT,), NOTHING, "alone"),  # one rank sends nothing
+        Row("src", "recv", (ROWS,), NOTHING, "flat"),
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "alone flat"),  # one rank sends nothing
         Row("dst", "acc staging", (SUM,), TOTAL, "ring"),
         Row("dst", "acc staging", (SENT,), TOTAL, "partial"),
     ),
@@ -77,20 +89,20 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
     ),
     spec.AwaitFull: (Row("buffer", "flat_grad acc staging flat_param gathered", (OFFERED,), OPEN),),
     spec.ReduceRows: (
-        Row("src", "flat_grad", (OPEN,), READ, "ring"),
-        Row("src", "acc staging", (OPEN,), SENT, "partial"),
+        Row("src", "flat_grad", (OPEN,), READ, "ring flat"),
+        Row("src", "acc staging", (OPEN,), SENT, "partial flat"),
         Row("dst", "acc staging", (SUM,), TOTAL, "ring"),
         Row("dst", "acc staging", (SENT,), TOTAL, "partial"),
     ),
     spec.SignalFree: (
         Row("buffer", "flat_grad flat_param gathered", (READ,), RETURNED),
         Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
-        Row("buffer", "acc staging", (SENT,), SENT, "partial levels"),
+        Row("buffer", "acc staging", (SENT,), SENT, "partial parts"),
     ),
     spec.AwaitFree: (
         Row("buffer", "flat_grad", (RETURNED,), NOTHING),
         Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
-        Row("buffer", "acc staging", (SENT,), SENT, "partial levels"),
+        Row("buffer", "acc staging", (SENT,), SENT, "partial parts"),
         Row("buffer", "flat_param gathered", (RETURNED,), GATHERED),
     ),
     spec.StageShard: (
@@ -133,11 +145,15 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
 def facts_of(plan: Plan | None) -> frozenset[str]:
     """What is true of a plan, as ``Row.when`` names it; without a plan, all of it."""
     if plan is None:
-        return frozenset(("ring", "partial", "alone", "offload", "device", "memory", "messages", "levels"))
+        return frozenset(fact for rows in TABLE.values() for row in rows for fact in row.when.split())
     where = "ring" if plan.placement.gradient_in_ring else "partial"
-    alone = {"alone"} if plan.world_size == 1 else set()
     ways = {"device" if plan.offload is None else "offload", "memory" if plan.reads_weights else "messages"}
-    return frozenset({where} | ways | alone | ({"levels"} if plan.has_levels else set()))
+    others = {
+        "alone": plan.world_size == 1, "levels": plan.has_levels, "parts": plan.has_parts,
+        "flat": plan.num_replicas == 1, "replicas": plan.num_replicas > 1,
+        "unsharded": plan.num_replicas > 1 and plan.world_size == 1,
+    }  # fmt: skip
+    return frozenset({where} | ways | {fact for fact, is_true in others.items() if is_true})
 
 
 def rows_for(kind: type[Op], field: str, buffer: Buffer, facts: frozenset[str]) -> list[Row]:

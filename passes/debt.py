@@ -45,7 +45,7 @@ class Debt:
 
     def reductions(self, plan: Plan) -> frozenset[int]:
         """Buckets whose mean over ranks has to be accumulated here, once."""
-        sends = plan.world_size > 1 or plan.placement.gradient_in_ring  # else the partial sum is the total
+        sends = plan.num_ranks > 1 or plan.placement.gradient_in_ring  # else the partial sum is the total
         return self.sums | (self.whole(plan) if plan.reduces and sends else frozenset())
 
     def landings(self, plan: Plan) -> frozenset[int]:

@@ -171,7 +171,7 @@ class _Ledger:
             elif isinstance(op_of(node), Deposit) and bucket in whole:
                 self.faults.append(f"{node.name} leaves slot {slot} to a flush; all of bucket {bucket} is owed here")
         for what, kinds, owed in (
-            ("reduced", (spec.Accumulate, spec.ReduceRows), debt.reductions(plan)),
+            ("reduced", (spec.Accumulate, spec.ReduceRows, spec.ReduceReplicas), debt.reductions(plan)),
             ("copied to host memory", (spec.CopyToHost,), debt.landings(plan)),
         ):
             done = set[int]().union(*(self.done.get(kind, ()) for kind in kinds))

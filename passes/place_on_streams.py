@@ -56,13 +56,15 @@ def _stream(op: Op, plan: Plan) -> str:
             return HOST
         case spec.LaunchReduce() | spec.WaitReduce() | spec.Accumulate() | spec.StageShard():
             return COMM if plan.overlap else COMPUTE
+        case spec.SumReceived() | spec.ReduceReplicas():
+            return COMM if plan.overlap else COMPUTE
         case spec.ReduceRows() | spec.Spread() | spec.GatherNet() | spec.Gather():
             return COMM if plan.overlap else COMPUTE
         case spec.SumRows():
             return COMM_HOST if plan.overlap else COMPUTE
         case spec.Signal(buffer=buffer):
             is_weights = buffer.kind in ("flat_param", "gathered")
-            side = COMM_HOST if plan.has_levels and not is_weights else COMM
+            side = COMM_HOST if plan.has_parts and not is_weights else COMM
             return side if plan.overlap else COMPUTE
         case _:
             return COMPUTE

@@ -17,6 +17,14 @@ With two levels the sum of a host's ranks is made so, and that is what is sent, 
     wait_reduce(2, %w, "recv[0]", "part[0]")
     accumulate(2, "acc[2]", "recv[0]")
 
+With replicas (a mesh of two dimensions) the sum over the ranks of ``shard`` is made so, or of rows in messages, and
+goes on to the replicas::
+
+    %w = launch_reduce(2, "recv[0]", "flat_grad[0]")            sum_rows(2, "part[0]", "flat_grad[0]")
+    wait_reduce(2, %w, "recv[0]", "flat_grad[0]")         or
+    sum_received(2, "part[0]", "recv[0]")
+    reduce_replicas(2, "acc[2]", "part[0]", "recv[0]")          reduce_replicas(2, "acc[2]", "part[0]", "recv[0]")
+
 Stage 1 sends acc_flat itself. A write that fills only a part of its bucket is left alone: it is reduced at the
 boundary. With one rank there is nothing to send: stage 2 accumulates from the flat_grad, stage 1 is done.
 """
@@ -31,7 +39,17 @@ from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import NUM_PARTS, Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import op_of, ops, put
-from zc.schedule.spec import Accumulate, LaunchReduce, ReduceRows, SumRows, WaitReduce, Write
+from zc.schedule.spec import (
+    Accumulate,
+    LaunchReduce,
+    Op,
+    ReduceReplicas,
+    ReduceRows,
+    SumReceived,
+    SumRows,
+    WaitReduce,
+    Write,
+)
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -63,31 +81,38 @@ def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, t
     acc, src, dst = Buffer("acc", bucket), Buffer("flat_grad", turn % plan.num_buffers), Buffer("recv", 0)
     if not plan.placement.gradient_in_ring:
         src = acc
-    if plan.world_size == 1:
+    if plan.num_ranks == 1:
         if src != acc:
-            with graph.inserting_after(after):
-                put(graph, Accumulate(bucket, acc, src))
+            _behind(graph, after, Accumulate(bucket, acc, src))
         return
-    if plan.reads_rows and not plan.has_levels:
-        with graph.inserting_after(after):
-            put(graph, ReduceRows(bucket, acc, src))
+    if plan.reads_rows and not plan.has_parts:
+        _behind(graph, after, ReduceRows(bucket, acc, src))
         return
-    if plan.has_levels:
-        part = Buffer("part", turn % NUM_PARTS)
-        with graph.inserting_after(after):
-            after = put(graph, SumRows(bucket, part, src))
-        src = part
+    part = Buffer("part", turn % NUM_PARTS)
+    if plan.has_parts and plan.reads_rows:
+        after, src = _behind(graph, after, SumRows(bucket, part, src)), part
+    elif plan.has_parts:
+        after = _exchange(graph, after, bucket, dst, src)
+        after, src = _behind(graph, after, SumReceived(bucket, part, dst)), part
+    if plan.num_replicas > 1:
+        _behind(graph, after, ReduceReplicas(bucket, acc, src, dst))
+        return
+    _behind(graph, _exchange(graph, after, bucket, dst, src), Accumulate(bucket, acc, dst))
+
+
+def _exchange(graph: fx.Graph, after: fx.Node, bucket: int, dst: Buffer, src: Buffer) -> fx.Node:
+    work = _behind(graph, after, LaunchReduce(bucket, dst, src))
+    return _behind(graph, work, WaitReduce(bucket, work, dst, src))
+
+
+def _behind(graph: fx.Graph, after: fx.Node, op: Op) -> fx.Node:
     with graph.inserting_after(after):
-        work = put(graph, LaunchReduce(bucket, dst, src))
-    with graph.inserting_after(work):
-        done = put(graph, WaitReduce(bucket, work, dst, src))
-    with graph.inserting_after(done):
-        put(graph, Accumulate(bucket, acc, dst))
+        return put(graph, op)
 
 
 def _is_reduced(write: fx.Node) -> bool:
     """Whether a reduction follows already: a second run of the pass then changes nothing."""
-    return isinstance(op_of(write.next), LaunchReduce | Accumulate | ReduceRows | SumRows)
+    return isinstance(op_of(write.next), LaunchReduce | Accumulate | ReduceRows | SumRows | ReduceReplicas)
 
 
 PASS = Pass("reduce_buckets", run, requires=frozenset({"writes"}), provides=frozenset({"reductions"}))

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zc import guards, kernels, torch_private
 from zc.checkpoint import state_marks, stock_state
-from zc.checks import check, check_initialized, check_module, group_of, owners
+from zc.checks import check, check_initialized, check_module, check_replicas, owners
 from zc.compiler import backend as compiler
 from zc.config import Config
 from zc.engine import param_grads
@@ -31,9 +31,9 @@ from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer
 from zc.planning.layout import Rule
 from zc.planning.plan import Plan
-from zc.planning.topology import Topology
 from zc.prepare import broadcast_rest, check_host, check_wire, fill, fingerprint, open_state_file, plan_of
 from zc.ranks.comm import Group
+from zc.ranks.mesh import ranks_of
 from zc.registry import COMPILED, sharded
 
 
@@ -83,7 +83,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             While a view, ``p.data`` or array that could be read instead is kept, step() waits as without. Opt-in, since
             a C++ extension that takes tensors past torch's dispatch is not seen: call `synchronize` before such a read.
         group: the ranks that share the model; None: the default group.
-        mesh: the same as a torch.distributed DeviceMesh of one dimension, in place of ``group``.
+        mesh: a torch.distributed DeviceMesh in place of ``group``. Of two dimensions, (replicate, shard), of all ranks:
+            state is sharded inside ``shard``, and each ``replicate`` has a copy (FSDP2's HSDP; docs/multinode.md).
         backend: "inductor"; "aot_eager", the same schedule with its segments run op by op; "eager", hooks only.
         offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there;
             "disk" keeps the state in files under ``offload_dir`` instead (see `flush_state`).
@@ -102,7 +103,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         changed. RankMismatchError: the ranks' models or options differ, on every rank; nothing has changed.
     """
     check_initialized()
-    ranks = Group(group if mesh is None else group_of(mesh, group))
+    ranks = ranks_of(mesh, group)
     checked, file, failure = None, None, None
     optimizers: list[Optimizer] = []
     try:
@@ -126,7 +127,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         )
         check_module(model)
         optimizers = listed(optimizer)
-        checked = _check(model, optimizers, config, ranks.topology)
+        checked = _check(model, optimizers, config, ranks)
         file = open_state_file(config, ranks.rank, checked[1], optimizers, checked[0])
     except (PlanError, TypeError, ZcError) as error:
         failure = error
@@ -143,12 +144,12 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
 
     device = plan.buckets[0].device
     ranks.open_data(device)
-    buffers = Buffers(plan, ranks.rank)
+    buffers = Buffers(plan, ranks.shard.rank)
     streams = make_streams(device)
     runtime = Runtime(config, plan, buffers, ranks, streams, params)
     for note in filter(None, map(note_of, optimizers)) if ranks.world_size > 1 else ():
         runtime.say_once(note)
-    for said in filter(None, (ranks.note, kernels.note_of(device))):
+    for said in filter(None, (ranks.shard.note, kernels.note_of(device))):
         runtime.say_once(said)
     if not verify:
         runtime.say_once("verify=False: schedules run without their proof")
@@ -176,7 +177,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
 
 
 def _check(
-    model: nn.Module, optimizers: Sequence[Optimizer], config: Config, topology: Topology
+    model: nn.Module, optimizers: Sequence[Optimizer], config: Config, ranks: Group
 ) -> tuple[dict[str, nn.Parameter], Plan, list[Rule]]:
     """Everything that this rank can refuse by itself; changes nothing."""
     if model in COMPILED:
@@ -186,8 +187,13 @@ def _check(
     param_grads.refuse_compiled_autograd()
     device = next(iter(params.values())).device
     for optimizer in optimizers:
-        try_out(optimizer, topology.world_size, device if config.offload is None else torch.device("cpu"))
-    plan = plan_of(params, config, topology.world_size, owners(params, optimizers), rules, topology=topology)
+        try_out(optimizer, ranks.shard.world_size, device if config.offload is None else torch.device("cpu"))
+    num_replicas = 1 if ranks.replicas is None else ranks.replicas.world_size
+    check_replicas(config, num_replicas)
+    plan = plan_of(
+        params, config, ranks.shard.world_size, owners(params, optimizers), rules,
+        topology=ranks.shard.topology, num_replicas=num_replicas,
+    )  # fmt: skip
     check_wire(plan)
     if plan.offload is not None:
         check_host(plan, optimizers)

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.config import DTYPES
+from zc.config import DTYPES, Config
 from zc.errors import PlanError
 
 _WRAPPERS = {
@@ -187,17 +186,18 @@ def check_initialized() -> None:
         )
 
 
-def group_of(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group of a mesh of one dimension."""
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a torch.distributed.DeviceMesh, got {type(mesh).__name__}")
-    if group is not None:
-        raise PlanError("both group and mesh were given: leave one of them out")
-    if mesh.ndim != 1:
-        names = mesh.mesh_dim_names or "?" * mesh.ndim
-        shape = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+def check_replicas(config: Config, num_replicas: int) -> None:
+    """What a mesh of two dimensions does not go with."""
+    if num_replicas == 1:
+        return
+    shape = f"a mesh of two dimensions with {num_replicas} replicas"
+    if config.reduce != "exact":
         raise PlanError(
-            f"mesh has {mesh.ndim} dimensions ({shape}), and zc shards over one: a copy of the state for each part of "
-            "the ranks (HSDP) is not built. Give a mesh of one dimension, of all ranks that train one model"
+            f"reduce={config.reduce!r} and {shape}: replicas stay equal because their sums are made in one order; "
+            "leave reduce at 'exact', or give a mesh of one dimension"
         )
-    return mesh.get_group()
+    if config.offload is not None:
+        raise PlanError(
+            f"offload={config.offload!r} and {shape}: what is sharded inside `shard` alone is not offloaded yet; leave "
+            "offload out, or give a mesh of one dimension, which shards over all ranks"
+        )

@@ -35,6 +35,7 @@ def plan_of(
     rules: Sequence[Rule],
     behind: Plan | None = None,
     topology: Topology | None = None,
+    num_replicas: int = 1,
 ) -> Plan:
     """The plan for ``params`` under ``config``. ``owners``: the number of each one's optimizer, which has a rule.
     ``behind``: the plan that it goes on. ``topology``: of the ranks; they read each other's memory on a CPU alone."""
@@ -65,6 +66,7 @@ def plan_of(
         offload=config.host,
         behind=behind,
         topology=topology,
+        num_replicas=num_replicas,
     )
 
 
@@ -145,16 +147,16 @@ def broadcast_rest(model: nn.Module, params: dict[str, nn.Parameter], ranks: Gro
 def fill(runtime: Runtime, buckets: Sequence[Bucket]) -> None:
     """Broadcasts from rank 0, takes the masters from the given values, and makes flat_param the parameters' memory, a
     bucket at a time: what a parameter had before is given back before the next bucket is allocated."""
-    ranks, buffers = runtime.group, runtime.buffers
+    ranks, rank, buffers = runtime.group, runtime.group.shard.rank, runtime.buffers
     for bucket in buckets:
         buffers.add(bucket)
         flat, master = buffers.flat_param[bucket.index], buffers.master_shard[bucket.index]
-        start, _ = bucket.layout.owned_range(ranks.rank)
+        start, _ = bucket.layout.owned_range(rank)
         for slot in bucket.slots:
             param = runtime.params[slot.name]
             given, place = flattened(param.detach(), slot), flat[slot.offset : slot.stop]
             ranks.broadcast_(given)
-            first, stop = bucket.layout.owned(slot, ranks.rank)
+            first, stop = bucket.layout.owned(slot, rank)
             if bucket.has_master or runtime.plan.offload is not None:
                 master[first - start : stop - start] = given[first - slot.offset : stop - slot.offset]
             place.copy_(given)

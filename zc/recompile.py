@@ -70,7 +70,7 @@ def _extended(
     """``plan`` with buckets for ``params`` behind its own."""
     if not params:
         return plan
-    behind = plan_of(params, config, plan.world_size, numbers, rules, plan, plan.topology)
+    behind = plan_of(params, config, plan.world_size, numbers, rules, plan, plan.topology, plan.num_replicas)
     check_wire(behind)
     moved = (replace(b, index=b.index + len(plan.buckets)) for b in behind.buckets)
     return replace(plan, buckets=(*plan.buckets, *moved))

@@ -24,6 +24,7 @@ import rows_several
 import rows_state
 import rows_structure
 import rows_tasks
+import rows_topology
 import torch
 import torch.distributed as dist
 from harness import RanksFailed, run_ranks
@@ -38,7 +39,7 @@ from zc.schedule.buffer import COMM
 
 TABLE = (
     rows_tasks, rows_loops, rows_backward, rows_structure, rows_conv, rows_params, rows_precision, rows_optimizers,
-    rows_state, rows_left, rows_overlap, rows_several,
+    rows_state, rows_left, rows_overlap, rows_several, rows_topology,
 )  # fmt: skip
 
 
@@ -154,7 +155,8 @@ def _cell(rank: int, world_size: int, row: Row, backend: str, stage: int) -> See
     try:
         model = _fresh(row)
         optimizer = row.optimizer(p for p in model.parameters() if p.requires_grad)
-        options = {"bucket_nbytes": 512, **row.options}
+        given = {name: value() if callable(value) else value for name, value in row.options.items()}
+        options = {"bucket_nbytes": 512, **given}
         with _late_gathers() if options.get("overlap_gather") else contextlib.nullcontext():
             zc.compile(model, optimizer, stage=stage, backend=backend, **options)
         script = Script(model, optimizer, rank, world_size, torch.float32, is_zc=True, backend=backend)

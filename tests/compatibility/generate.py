@@ -28,6 +28,7 @@ TITLES = {
     7: "Gradients that are dropped, and ranks that differ",
     10: "With overlap_gather=True",
     11: "Several optimizers, and whole parameters",
+    12: "Over a mesh of two dimensions (mesh=)",
 }
 HEAD = """# Training loops: right, or refused with a reason
 

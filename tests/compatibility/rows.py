@@ -139,7 +139,7 @@ Loop = Callable[[Script], None]
 class Row:
     """``refused``: where -> the error's class and words of it; where is "always", "eager", "compiled", "stage 1" or
     "stage 2". ``needs``: a package without which the row is skipped. ``is_slow``: not in the default test run.
-    ``note``: shown in the table."""
+    ``note``: shown in the table. ``options`` of `zc.compile`; one that is a function is called in the rank."""
 
     name: str
     item: int

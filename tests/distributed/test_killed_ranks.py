@@ -20,13 +20,18 @@ LIMIT_S = 30.0
 LOOP = """
 import os, sys, torch, zc
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 rank, ranks, stage, overlap = (int(arg) for arg in sys.argv[1:5])
+replicas = int(sys.argv[6])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[5]}", rank=rank, world_size=ranks)
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(8)))
 optimizer = torch.optim.AdamW(model.parameters())
-zc.compile(model, optimizer, stage=stage, backend="eager", bucket_nbytes=200_000, overlap_gather=bool(overlap))
+mesh = init_device_mesh("cpu", (replicas, ranks // replicas)) if replicas > 1 else None
+zc.compile(
+    model, optimizer, mesh=mesh, stage=stage, backend="eager", bucket_nbytes=200_000, overlap_gather=bool(overlap)
+)
 step = 0
 try:
     while True:
@@ -52,17 +57,25 @@ def _shared_segments() -> set[str]:
 
 @pytest.mark.parametrize("number", range(NUM_KILLS))
 def test_a_killed_rank_is_named_and_leaves_nothing(number: int, tmp_path: Path) -> None:
+    _kill_one(number, tmp_path, RANKS, 1)
+
+
+def test_a_killed_rank_is_named_by_those_of_other_replicas(tmp_path: Path) -> None:
+    _kill_one(0, tmp_path, 4, 2)
+
+
+def _kill_one(number: int, tmp_path: Path, num_ranks: int, replicas: int) -> None:
     rng = random.Random(number)
-    gone, stage, overlap = rng.randrange(RANKS), rng.choice((1, 2)), rng.randrange(2)
+    gone, stage, overlap = rng.randrange(num_ranks), rng.choice((1, 2)), rng.randrange(2)
     before = _shared_segments()
     # ranks end by themselves: whoever holds the store does not go first, which is the launcher's part
     environment = {**os.environ, "ZC_RANK_TIMEOUT": "6", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", LOOP, str(r), str(RANKS), str(stage), str(overlap), str(tmp_path / "store")],
+            [sys.executable, "-c", LOOP, *map(str, (r, num_ranks, stage, overlap, tmp_path / "store", replicas))],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
         )
-        for r in range(RANKS)
+        for r in range(num_ranks)
     ]  # fmt: skip
     try:
         for process in ranks:

@@ -231,3 +231,12 @@ def test_the_properties_notice_a_broken_layout(fault: str, monkeypatch: pytest.M
     check_slots(good, shapes, 32)
     with pytest.raises(AssertionError):
         check_all(broken, shapes, 32)
+
+
+def test_a_shard_has_a_piece_for_each_replica() -> None:
+    """By hand: 13 elements in 2 shards of 3 pieces of a multiple of 2; owners are of the ranks of `shard` alone."""
+    layout = flat_layout([("w", (13,))], 2, 2, num_replicas=3)
+    assert layout.numel_padded == 24 and layout.numel_shard == 12 and layout.world_size == 2
+    assert [layout.shard_range(rank) for rank in range(2)] == [(0, 12), (12, 24)]
+    whole = whole_layout([("a", (4,)), ("b", (2,))], 2, 1, {"a": 1, "b": 0}, num_replicas=4)
+    assert whole.numel_padded == 8 and whole.runs == {0: (0, 2), 1: (2, 6)}

@@ -129,6 +129,13 @@ class Rank(Simulation):
             out[mine] = rows[mine] + 0.25 * before[mine]
         self.part(src, bucket).fill_(NAN)
 
+    def reduce_replicas(self, bucket: int, acc: str, src: str, via: str) -> None:
+        """The messages between replicas are of ranks like this one, with its shard."""
+        mine = self._part_of(bucket, self.rank)
+        self.part(via, bucket)[mine] = 1.25 * self.part(src, bucket)[mine]
+        self.part(src, bucket).fill_(NAN)
+        self.accumulate(bucket, acc, via)
+
     def gather_net(self, bucket: int, buffer: str) -> None:
         segment = slice(*self.plan.buckets[bucket].layout.segment_range(self.rank))
         own, out = self._part_of(bucket, self.rank), self.part(buffer, bucket)

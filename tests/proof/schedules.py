@@ -30,7 +30,7 @@ NOTHING_OWED = Debt()
 def make(
     num_buckets: int, *, slots: int = 2, stage: int = 2, ring: int = 2, overlap: bool = True, world_size: int = 2,
     overlap_gather: bool = False, offload: str | None = None, dtype: torch.dtype = torch.float32, reads: bool = False,
-    num_hosts: int = 1,
+    num_hosts: int = 1, num_replicas: int = 1,
 ) -> Plan:  # fmt: skip
     """Buckets of ``slots`` parameters of 2 elements each; ``offload``: where accumulators are then; ``reads``: ranks
     read each other's memory, those of one of ``num_hosts``."""
@@ -40,6 +40,7 @@ def make(
         bucket_nbytes=slots * 2 * dtype.itemsize, num_buffers=ring, overlap=overlap, overlap_gather=overlap_gather,
         offload=OFFLOADS[offload] if offload is not None else None,
         topology=Topology(num_hosts, world_size // num_hosts, reads_memory=True) if reads else None,
+        num_replicas=num_replicas,
     )  # fmt: skip
 
 

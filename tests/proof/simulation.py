@@ -165,6 +165,18 @@ class Simulation:
             before = self.aside.pop(bucket, torch.zeros_like(out))  # what was reduced already is added after
             out.copy_(rows + (1.0 - self.keep) * 0.5 * before)
 
+    def sum_received(self, bucket: int, dst: str, src: str) -> None:
+        self.part(dst, bucket).copy_(self.gain * self.part(src, bucket))
+        self.part(src, bucket).fill_(NAN)
+
+    def reduce_replicas(self, bucket: int, acc: str, src: str, via: str) -> None:
+        rows = self.part(via, bucket)
+        rows.copy_(self.gain * self.part(src, bucket) + self.shift * bucket)
+        self.accumulate(bucket, acc, via)
+        rows.fill_(NAN)
+        if not is_lasting(src):
+            self.part(src, bucket).fill_(NAN)
+
     def _copy(self, bucket: int, dst: str, src: str) -> None:
         self.part(dst, bucket).copy_(self.part(src, bucket))
 

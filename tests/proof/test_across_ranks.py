@@ -36,6 +36,10 @@ def cases(world_size: int) -> Iterator[Case]:
         plan = make(num_buckets, stage=stage, ring=ring, world_size=2 * world_size, reads=True, num_hosts=2)
         graph = schedule("mlp", plan)
         yield Case(f"two hosts b{num_buckets} r{ring} s{stage}", plan, (graph, graph))
+    for num_buckets, ring, stage in ((1, 1, 2), (3, 1, 2), (1, 2, 1)):
+        plan = make(num_buckets, stage=stage, ring=ring, world_size=world_size, reads=True, num_replicas=2)
+        graph = schedule("mlp", plan)
+        yield Case(f"two replicas b{num_buckets} r{ring} s{stage}", plan, (graph, graph))
     plan = make(1, world_size=2 * world_size, reads=True, num_hosts=2)
     gathers = placed(plan, gather_graph(plan, range(1)))
     yield Case("two hosts weights", plan, (gathers, gathers))

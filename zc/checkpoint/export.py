@@ -144,9 +144,11 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
 
 
 def gathered(held: ShardedModel, one: ShardedOptimizer, state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By name, on rank 0. Waits for the other ranks."""
-    group, rank = held.runtime.group, held.runtime.group.rank
+    """By name, on rank 0. Waits for the other ranks, with replicas for those of the first."""
+    group, rank, replicas = held.runtime.group.shard, held.runtime.group.shard.rank, held.runtime.group.replicas
     whole: dict[str, dict[str, Any]] = {}
+    if replicas is not None and replicas.rank > 0:
+        return whole
     for name, own in owned(held).items():
         if own.optimizer is not one:
             continue

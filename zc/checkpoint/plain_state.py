@@ -101,7 +101,7 @@ def optimizer_part(
         if name not in mine:
             raise CheckpointError(f"{where} has optimizer state for {name}, which is not a trainable parameter here")
         own = mine[name]
-        cuts = not own.optimizer.keeps_whole and held.runtime.group.world_size > 1
+        cuts = not own.optimizer.keeps_whole and held.runtime.group.shard.world_size > 1
         for option, value in values.items():
             whole = isinstance(value, Tensor) and tuple(value.shape) == own.slot.shape
             if isinstance(value, Tensor) and not whole and value.numel() != 1 and cuts:

@@ -47,7 +47,7 @@ def owned(held: ShardedModel) -> dict[str, Owned]:
     for bucket in runtime.plan.buckets:
         optimizer = held.optimizer_of(bucket)
         for slot in bucket.slots:
-            first, stop = bucket.layout.owned(slot, runtime.group.rank)
+            first, stop = bucket.layout.owned(slot, runtime.group.shard.rank)
             start = first - slot.offset if stop > first else 0
             # the empty slice of a rank that owns nothing stands in for parts of elementwise state alone
             has_part = slot.name in optimizer.slices and (stop > first or not slot.numel or not optimizer.keeps_whole)

@@ -46,11 +46,13 @@ def _install(held: ShardedModel, one: ShardedOptimizer) -> None:
     def mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
         runtime = held.runtime
         runtime.wait_for_host_memory()  # offload: an update may be on its way, and this is saved next
-        if runtime.group.world_size > 1:
+        ranks = runtime.group.shard
+        if ranks.world_size > 1:
             state[PART_KEY] = _mark(held)
             runtime.say_once(
-                f"optimizer.state_dict() is this rank's part of {runtime.group.world_size}, and only this rank can "
-                f"load it again. For a whole one, {WAYS}"
+                f"optimizer.state_dict() is this rank's part of {ranks.world_size}, and only this rank "
+                f"{'and its replicas ' if runtime.group.replicas is not None else ''}can load it again. For a whole "
+                f"one, {WAYS}"
             )
 
     def take(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
@@ -105,7 +107,7 @@ def _cut(held: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> di
 
 
 def _mark(held: ShardedModel) -> dict[str, Any]:
-    group = held.runtime.group
+    group = held.runtime.group.shard
     return {"rank": group.rank, "world_size": group.world_size, "plan": _digest(held.runtime.plan)}
 
 

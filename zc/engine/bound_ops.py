@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # what stays away where ranks do not agree on a reduction
 _REDUCTION = (
-    "launch_reduce", "wait_reduce", "accumulate",
+    "launch_reduce", "wait_reduce", "accumulate", "sum_received", "reduce_replicas",
     "signal_full", "await_full", "reduce_rows", "sum_rows", "signal_free", "await_free",
 )  # fmt: skip
 _RING = ("flatten_cast", "wgrad_into", "stage_shard", "copy_to_host", "copy_to_device")  # and what is changed there
@@ -47,6 +47,7 @@ class BoundOps:
         self.gather_net, self.sum_rows = ops.gather_net, ops.sum_rows
         self.signal_full, self.await_full, self.reduce_rows = ops.signal_full, ops.await_full, ops.reduce_rows
         self.signal_free, self.await_free = ops.signal_free, ops.await_free
+        self.sum_received, self.reduce_replicas = ops.sum_received, ops.reduce_replicas
 
     def segment(self, key: str, args: list[Any]) -> Sequence[Any]:
         return self._segments[key](args)

@@ -8,7 +8,8 @@ to the ``zero_grad`` that sets gradients to None, the others always::
                                      parameters those that the rank owns, as its optimizer state (`zc.planning.layout`)
     acc           S (stage 2) or P (stage 1) * acc_dtype
     ring          num_buffers flat_grad and one recv, in reduce_dtype, sized for the largest bucket; no recv where
-                  ranks read each other's memory. With two levels recv and two part, of P / ranks of a host each
+                  ranks read each other's memory. With two levels recv and two part, of P / ranks of a host each;
+                  with replicas (a mesh of two dimensions) two part [S], and recv has room for one at least
 
 With offload, host memory holds (pinned where the device is a GPU)::
 
@@ -124,10 +125,8 @@ class Buffers:
         if not plan.buckets:
             return 0, 0, 0
         whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
-        shard = max(b.layout.numel_shard * b.reduce_dtype.itemsize for b in plan.buckets)
-        recv = 0 if plan.world_size == 1 or plan.reads_rows else whole if plan.reduce == "exact" else shard
         part = max(plan.numel_part(b) * b.net_dtype.itemsize for b in plan.buckets)
-        return whole if plan.placement.gradient_in_ring else 0, recv or part, part
+        return whole if plan.placement.gradient_in_ring else 0, max(map(plan.nbytes_recv, plan.buckets)), part
 
     @property
     def note(self) -> str | None:
@@ -225,6 +224,10 @@ class Buffers:
                 numel = bucket.numel if self.plan.reduce == "exact" else bucket.layout.numel_shard
                 return _view(self._recv[index], numel, bucket.reduce_dtype)
         raise AssertionError(f"{name} has no tensor of its own")
+
+    def received(self, name: str, like: Tensor) -> Tensor:
+        """``recv[i]``, with room for what the replicas send: as much as ``like``."""
+        return _view(self._recv[Buffer.named(name).index], like.numel(), like.dtype)
 
     def nbytes_whole_grad(self) -> int:
         """Of `room_for_whole` of all buckets, where that is memory of its own; during an update."""

@@ -21,6 +21,7 @@ from zc.engine.peer_ops import PeerOps
 from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, rows_into, scatter_into
 from zc.log import log
 from zc.planning.plan import Bucket, Plan
+from zc.schedule.buffer import Buffer
 
 if TYPE_CHECKING:
     from zc.ranks.comm import Group
@@ -148,7 +149,7 @@ class GradientOps(PeerOps):
     def launch_reduce(self, bucket: int, dst: str, src: str) -> Work | None:
         record = self.plan.buckets[bucket]
         received, sent = self.buffers.named(dst, record), self.buffers.named(src, record)
-        if self.plan.has_levels:
+        if Buffer.named(src).kind == "part":
             size = record.layout.numel_shard
             return self.group.reduce_net(received.view(-1, size), sent.view(-1, size), bucket)
         self._start_reduction(bucket, sent)
@@ -170,7 +171,7 @@ class GradientOps(PeerOps):
         log.debug("bucket %d: the mean over ranks goes from %s into %s", bucket, src, acc)
         rows = self.buffers.named(src, record).view(-1, record.layout.numel_shard)
         out = self.buffers.part(self.buffers.named(acc, record), record)
-        reduce_rows(rows, out, scale=1.0 / self.plan.world_size, add=self._adds(bucket))
+        reduce_rows(rows, out, scale=1.0 / self.plan.num_ranks, add=self._adds(bucket))
         self._is_reduced(bucket, out)
 
     def _adds(self, bucket: int) -> bool:

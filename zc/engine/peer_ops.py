@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from zc.engine.buffers import Buffers
     from zc.planning.plan import Plan
     from zc.ranks.comm import Group
+    from zc.ranks.watch import Work
 
 REDUCE, GATHER = EXCHANGES[:2]
+SUMS = EXCHANGES[-1]
 
 
 def _exchange(buffer: str) -> str:
@@ -30,11 +32,25 @@ def _exchange(buffer: str) -> str:
     return GATHER if Buffer.named(buffer).kind in ("flat_param", "gathered") else REDUCE
 
 
+def _sum(rows: Tensor, out: Tensor, acc_dtype: torch.dtype) -> None:
+    """out [n] <- the sum of rows [ranks, n] in rank order, in ``acc_dtype``."""
+    total = out if out.dtype == acc_dtype else torch.empty_like(out, dtype=acc_dtype)
+    reduce_rows(rows, total, scale=1.0, add=False)
+    if total is not out:
+        out.copy_(total)
+
+
+def _done(work: Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
 class PeerOps:
     """Over one rank's buffers and group. `zc.engine.ops` knows what the accumulators hold."""
 
     def __init__(self, plan: Plan, buffers: Buffers, group: Group) -> None:
-        self.plan, self.buffers, self.group = plan, buffers, group
+        self.plan, self.buffers = plan, buffers
+        self.group, self.replicas = group.shard, group.replicas  # who has the shards of one whole; the same shard
         self._places: dict[str, dict[int, bytes]] = {}  # by buffer: where the other ranks' is
 
     def _start_reduction(self, bucket: int, sent: Tensor) -> None:
@@ -64,7 +80,7 @@ class PeerOps:
         out, add = self.buffers.part(self.buffers.named(dst, record), record), self._adds(bucket)
 
         def use(rows: Tensor, start: int, stop: int) -> None:
-            reduce_rows(rows, out[start:stop], scale=1.0 / self.plan.world_size, add=add)
+            reduce_rows(rows, out[start:stop], scale=1.0 / self.plan.num_ranks, add=add)
 
         sent = self.buffers.named(src, record)
         self.group.near().rows(sent, *record.layout.shard_range(rank), self._places[src], use)
@@ -76,14 +92,29 @@ class PeerOps:
         out, sent = self.buffers.named(dst, record), self.buffers.named(src, record)
 
         def use(rows: Tensor, start: int, stop: int) -> None:
-            into = out[start:stop]
-            total = into if into.dtype == record.acc_dtype else torch.empty_like(into, dtype=record.acc_dtype)
-            reduce_rows(rows, total, scale=1.0, add=False)
-            if total is not into:
-                into.copy_(total)
+            _sum(rows, out[start:stop], record.acc_dtype)
 
         self.group.near().rows(sent, *record.layout.segment_range(self.group.rank), self._places[src], use)
         log.debug("bucket %d: the sum of this host goes from all %s into %s", bucket, src, dst)
+
+    def sum_received(self, bucket: int, dst: str, src: str) -> None:
+        record = self.plan.buckets[bucket]
+        rows = self.buffers.named(src, record).view(self.plan.world_size, -1)
+        _sum(rows, self.buffers.named(dst, record), record.acc_dtype)
+        log.debug("bucket %d: the sum of this replica goes from %s into %s", bucket, src, dst)
+
+    def reduce_replicas(self, bucket: int, dst: str, src: str, via: str) -> None:
+        record, replicas = self.plan.buckets[bucket], self.replicas
+        assert replicas is not None, "the plan has replicas"
+        out, sent = self.buffers.part(self.buffers.named(dst, record), record), self.buffers.named(src, record)
+        if Buffer.named(src).kind != "part":  # nobody shares this rank's whole: it begins here
+            self._start_reduction(bucket, sent)
+        rows, own = self.buffers.received(via, sent), out.view(replicas.world_size, -1)[replicas.rank]
+        _done(replicas.all_to_all(rows, sent, bucket))
+        reduce_rows(rows.view(replicas.world_size, -1), own, scale=1.0 / self.plan.num_ranks, add=self._adds(bucket))
+        self._is_reduced(bucket, out)  # of the other pieces what was there is overwritten
+        _done(replicas.all_gather(out, own, SUMS, bucket))
+        log.debug("bucket %d: the mean over all ranks goes from all %s into %s", bucket, src, dst)
 
     def signal_free(self, bucket: int, buffer: str) -> None:
         self.group.signal_free(_exchange(buffer), bucket)
@@ -109,9 +140,7 @@ class PeerOps:
                 self.group.near().read(flat[slice(*record.layout.segment_range(peer))], peer, place)
             return
         log.debug("bucket %d: its weights are gathered", bucket)
-        work = self.group.all_gather(flat, self.buffers.part(flat, record), "gather weights", bucket)
-        if work is not None:
-            work.wait()
+        _done(self.group.all_gather(flat, self.buffers.part(flat, record), "gather weights", bucket))
 
     def publish(self, bucket: int, buffer: str) -> None:
         """Nothing to do: the node stands for the home stream's right to read, and its waits give it that."""

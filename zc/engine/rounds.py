@@ -76,7 +76,7 @@ class Rounds:
     ) -> None:
         """The first gradient of a backward comes in by ``source``, which will reduce ``buckets`` (None: any) and
         ``brings`` these gradients for sure. Not ``is_boundary``: it is in no_sync."""
-        if self.plan.world_size == 1:
+        if self.plan.num_ranks == 1:
             return
         self._is_boundary = is_boundary
         self._source, self._full, self._num_taken, self._is_astray = source, [], 0, False
@@ -89,7 +89,7 @@ class Rounds:
     def is_agreed(self, buckets: Sequence[int]) -> Callable[[], bool] | None:
         """``buckets`` are full. What to ask before they are reduced, which waits for the other ranks' proposals; None:
         no other rank to ask."""
-        if not buckets or self.plan.world_size == 1:
+        if not buckets or self.plan.num_ranks == 1:
             return None
         if self._made is None:
             return _never

@@ -184,7 +184,7 @@ class Runtime(Core):
     def _end_backward(self) -> None:
         """Autograd's final callback. What is still deposited is written, with zeros where nothing came."""
         keeps_grads = self.plan.placement.gradient_in_ring
-        if not keeps_grads or self.plan.world_size == 1:  # stage 1 keeps a partial sum; one rank has nobody to ask
+        if not keeps_grads or self.plan.num_ranks == 1:  # stage 1 keeps a partial sum; one rank has nobody to ask
             self._flush(sorted(self._deposits.buckets), reduce=keeps_grads)
         if keeps_grads and self.rounds.differs():
             self.say_once(
@@ -280,7 +280,7 @@ class Runtime(Core):
     def _meet(self, by_grad: bool) -> None:
         """All ranks are at the boundary: one small exchange on the host says which parameters have a gradient on any of
         them, and which buckets some rank has yet to reduce."""
-        if self.plan.world_size == 1:
+        if self.plan.num_ranks == 1:
             return
         kept = {k for k, state in enumerate(self.ops.state) if state is Acc.PARTIAL} | self._deposits.buckets
         shown = [list(flags) for flags in self.rounds.known]
@@ -364,9 +364,9 @@ class Runtime(Core):
         self.buffers.hold(bucket)  # one without a gradient has no memory, and is gathered all the same
         shard = self.buffers.acc_shard(bucket).to(bucket.device)
         flat = shard
-        if self.group.world_size > 1:
+        if self.group.shard.world_size > 1:
             flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
-            work = self.group.all_gather(
+            work = self.group.shard.all_gather(
                 flat, shard.contiguous(), "gather gradient", index, bucket.layout.order
             )
             if work is not None:

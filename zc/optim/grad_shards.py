@@ -39,10 +39,11 @@ class GradShards:
         bucket's shard."""
         self._where = self.runtime.plan.slot_of()
         for bucket in buckets:
-            start, _ = bucket.layout.shard_range(self.runtime.group.rank)
+            rank = self.runtime.group.shard.rank
+            start, _ = bucket.layout.shard_range(rank)
             parts = self._parts.setdefault(bucket.index, {})
             for slot in bucket.slots:
-                first, stop = bucket.layout.in_shard(slot, self.runtime.group.rank)
+                first, stop = bucket.layout.in_shard(slot, rank)
                 if first < stop:
                     parts[slot.name] = first - start, stop - start, slot
 
@@ -99,6 +100,9 @@ class GradShards:
             if order == float("inf"):
                 self.runtime.group.max_(joint)
             else:
+                replicas = self.runtime.group.replicas
+                if replicas is not None and replicas.rank > 0:
+                    joint.zero_()  # counted once, by the first; among all, so that all have the same bits
                 self.runtime.group.sum_(joint)
                 joint = joint ** (1.0 / order)
             self._norms[order] = joint

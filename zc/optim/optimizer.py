@@ -117,7 +117,7 @@ class ShardedOptimizer:
         self._slice_grads.update({n: SliceGrad(self, n, self.slices[n]) for n in slots if n in self.slices})
 
     def _make_slice(self, name: str, bucket: Bucket, slot: Slot, is_empty: bool = False) -> None:
-        rank, buffers = self.runtime.group.rank, self.runtime.buffers
+        rank, buffers = self.runtime.group.shard.rank, self.runtime.buffers
         start, _ = bucket.layout.owned_range(rank)
         first, stop = (start, start) if is_empty else bucket.layout.owned(slot, rank)
         if first == stop and not is_empty:
@@ -127,7 +127,7 @@ class ShardedOptimizer:
 
     def _slice_state(self, bucket: Bucket, slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
         """What the optimizer knows of a parameter, cut as the parameter was."""
-        first, stop = bucket.layout.owned(slot, self.runtime.group.rank)
+        first, stop = bucket.layout.owned(slot, self.runtime.group.shard.rank)
         like = self.slices[slot.name]
         return {
             key: in_shape(flattened(item, slot)[first - slot.offset : stop - slot.offset], slot).to(like)
@@ -143,7 +143,7 @@ class ShardedOptimizer:
         if self.rule.whole:
             self.runtime.wait_for_host_memory()
             runtime = self.runtime
-            whole = gather_whole(runtime.plan, runtime.buffers, runtime.group, self._changed())
+            whole = gather_whole(runtime.plan, runtime.buffers, runtime.group.shard, self._changed())
         for bucket in self.buckets:
             flags = self.runtime.ops.touched[bucket.index]
             parts = self.grad_shards.of(bucket) if any(flags) and not self.rule.whole else {}
@@ -154,7 +154,7 @@ class ShardedOptimizer:
                 if touched and not self.rule.whole:
                     grad = parts[slot.name][0] if slot.name in parts else torch.zeros_like(held)  # no element of it
                 elif touched and held.numel() == slot.numel:
-                    first = slot.offset - bucket.layout.owned_range(self.runtime.group.rank)[0]
+                    first = slot.offset - bucket.layout.owned_range(self.runtime.group.shard.rank)[0]
                     grad = in_shape(whole[bucket.index][first : first + slot.numel], slot)
                 self._give(slot.name, grad)
 

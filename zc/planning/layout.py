@@ -189,15 +189,21 @@ def align_up(numel: int, multiple: int) -> int:
 
 
 def flat_layout(
-    shapes: Sequence[tuple[str, tuple[int, ...]]], world_size: int, align: int, num_hosts: int = 1
+    shapes: Sequence[tuple[str, tuple[int, ...]]],
+    world_size: int,
+    align: int,
+    num_hosts: int = 1,
+    num_replicas: int = 1,
 ) -> FlatLayout:
-    """Packs parameters one after another, each slot at a multiple of ``align`` elements, P a multiple of W * align."""
+    """Packs parameters one after another, each slot at a multiple of ``align`` elements, P a multiple of W * align, and
+    each shard of as many pieces of ``align`` as it has replicas."""
     slots, offset = [], 0
     for name, shape in shapes:
         slot = Slot(name, tuple(shape), offset)
         slots.append(slot)
         offset = align_up(slot.stop, align)
-    return FlatLayout(tuple(slots), align_up(max(offset, 1), world_size * align), world_size, num_hosts=num_hosts)
+    numel = align_up(max(offset, 1), world_size * num_replicas * align)
+    return FlatLayout(tuple(slots), numel, world_size, num_hosts=num_hosts)
 
 
 def layout_of(
@@ -207,11 +213,12 @@ def layout_of(
     align: int,
     owners: Mapping[str, int],
     num_hosts: int = 1,
+    num_replicas: int = 1,
 ) -> FlatLayout:
     """The layout of one bucket under ``rule``. ``align``: elements; ``owners``: of parameters that stay whole."""
     if rule.whole:
-        return whole_layout(shapes, world_size, align, owners, num_hosts)
-    return flat_layout(shapes, world_size, math.lcm(align, rule.block), num_hosts)
+        return whole_layout(shapes, world_size, align, owners, num_hosts, num_replicas)
+    return flat_layout(shapes, world_size, math.lcm(align, rule.block), num_hosts, num_replicas)
 
 
 def whole_layout(
@@ -220,7 +227,9 @@ def whole_layout(
     align: int,
     owners: Mapping[str, int],
     num_hosts: int = 1,
+    num_replicas: int = 1,
 ) -> FlatLayout:
     """The same, each rank's parameters behind one another, in the order of the ranks; ``owners`` says whose each is."""
-    packed = flat_layout(sorted(shapes, key=lambda item: owners[item[0]]), world_size, align, num_hosts)
+    ordered = sorted(shapes, key=lambda item: owners[item[0]])
+    packed = flat_layout(ordered, world_size, align, num_hosts, num_replicas)
     return replace(packed, owners=tuple(owners[slot.name] for slot in packed.slots))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from zc.planning.plan import NUM_PARTS, Bucket, Plan
@@ -23,7 +24,6 @@ def held(made: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[st
     cast = tuple(b for b in made.buckets if b.has_master)
     ragged = tuple(b for b in made.buckets if b.layout.owners is not None)
     whole = max(b.numel * b.reduce_dtype.itemsize for b in made.buckets)
-    shard = max(b.layout.numel_shard * b.reduce_dtype.itemsize for b in made.buckets)
     part = max(made.numel_part(b) * b.net_dtype.itemsize for b in made.buckets)
     in_ring, ring = made.placement.gradient_in_ring, min(made.num_buffers, len(made.buckets))
     acc = total("S" if in_ring else "P", "acc_dtype")
@@ -34,7 +34,7 @@ def held(made: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[st
         "master_shard": heaviest(made, cast, lambda b: b.acc_dtype.itemsize) if made.offload is None else 0,
         "acc": 0 if made.offload is not None and made.offload.accumulates_on_host else acc,
         "flat_grad": ring * whole if in_ring else 0,
-        "recv": part or (0 if made.world_size == 1 or made.reads_rows else whole if made.reduce == "exact" else shard),
+        "recv": max(map(made.nbytes_recv, made.buckets)),
         "optimizer_state": state if made.offload is None else 0,
     }
     if part:
@@ -98,8 +98,8 @@ def moved(made: Plan, dtype_of: str) -> tuple[int, int]:
 
 def sent(made: Plan, microbatches: int) -> dict[str, int]:
     """Bytes that a rank sends in a step, or others read of it: W - 1 of W parts of each bucket, for each reduction and
-    for the gather (with two levels L - 1 of L in the host, and H - 1 of H of that to the other hosts); and what goes to
-    the owners of whole parameters and back."""
+    for the gather (with two levels L - 1 of L in the host, and H - 1 of H of that to the other hosts; with R replicas
+    R - 1 of R of a shard to these, twice); and what goes to the owners of whole parameters and back."""
     num = microbatches if made.placement.reduces_every_backward else 1
     others, world_size, hosts = made.world_size - 1, made.world_size, made.topology
     inside, between = hosts.ranks_per_host - 1, hosts.num_hosts - 1
@@ -107,6 +107,7 @@ def sent(made: Plan, microbatches: int) -> dict[str, int]:
     if made.has_levels:
         reduced = sum(b.numel // hosts.ranks_per_host * inside * b.reduce_dtype.itemsize for b in made.buckets)
         reduced += sum(b.layout.numel_shard * between * b.net_dtype.itemsize for b in made.buckets)
+    reduced += sum(sent_to_replicas(made, b) for b in made.buckets)
     return {
         "gradients": num * reduced + moved(made, "acc_dtype")[0],
         "parameters": sum(b.layout.numel_shard * others * b.param_dtype.itemsize for b in made.buckets)
@@ -114,17 +115,38 @@ def sent(made: Plan, microbatches: int) -> dict[str, int]:
     }
 
 
+def sent_to_replicas(made: Plan, bucket: Bucket) -> int:
+    """Bytes that a rank sends to its replicas in a reduction: pieces of its shard, and the sum of its own one."""
+    wire = bucket.net_dtype if made.has_parts else bucket.reduce_dtype
+    piece = bucket.layout.numel_shard // made.num_replicas
+    return piece * (made.num_replicas - 1) * (wire.itemsize + bucket.acc_dtype.itemsize)
+
+
 def sent_between_hosts(made: Plan, microbatches: int, ranks_per_host: int) -> dict[str, int]:
     """Bytes that leave a host in a step, of all its ranks; what the owners of whole parameters exchange is not counted.
     Of two levels the least that there is, 2 (H - 1) / H of the model with one backward; of one, L times that."""
     num = microbatches if made.placement.reduces_every_backward else 1
-    others = ranks_per_host * (made.world_size - ranks_per_host)  # pairs of ranks that messages go between
+    others, copies = _pairs_between_hosts(made, ranks_per_host)
     if made.has_levels:
         others = ranks_per_host * (made.topology.num_hosts - 1)
     wires = [b.net_dtype if made.has_levels else b.reduce_dtype for b in made.buckets]
-    reduced = sum(b.layout.numel_shard * wire.itemsize for b, wire in zip(made.buckets, wires, strict=True))
+    reduced = others * sum(b.layout.numel_shard * wire.itemsize for b, wire in zip(made.buckets, wires, strict=True))
+    if copies:
+        reduced += copies * sum(sent_to_replicas(made, b) for b in made.buckets) // (made.num_replicas - 1)
     gathered = sum(b.layout.numel_shard * b.param_dtype.itemsize for b in made.buckets)
-    return {"gradients": num * others * reduced, "parameters": others * gathered}
+    return {"gradients": num * reduced, "parameters": others * gathered}
+
+
+def _pairs_between_hosts(made: Plan, ranks_per_host: int) -> tuple[int, int]:
+    """Pairs of a rank of one host and a rank elsewhere that messages go between: with shards of one whole, and with the
+    same shard; of the host that has most. Rank r has shard r % W of replica r // W."""
+    found = []
+    for first in range(0, made.num_ranks, ranks_per_host):
+        here = range(first, first + ranks_per_host)
+        shards, replicas = Counter(r // made.world_size for r in here), Counter(r % made.world_size for r in here)
+        whole = sum(n * (made.world_size - n) for n in shards.values())
+        found.append((whole, sum(n * (made.num_replicas - n) for n in replicas.values())))
+    return max(found)
 
 
 def copied(made: Plan, microbatches: int) -> dict[str, int]:

@@ -24,7 +24,7 @@ ENOUGH_BUCKETS = 32
 # between hosts of CPUs: on a slow link a step waits for the last bucket's reduction, a layer for its bucket's gather
 BETWEEN_HOSTS_NBYTES = 8 * 2**20
 
-NUM_PARTS = 2  # with two levels, sums of a host's ranks: one is made while the one before travels
+NUM_PARTS = 2  # sums of a host's ranks, or of those of `shard`: one is made while the one before travels
 
 LOADED = "load_state_dict"  # in a rank's journal: what the optimizer was given, 1: taken, 0: refused
 
@@ -57,7 +57,7 @@ class Bucket:
     acc_dtype: torch.dtype
     device: torch.device
     optimizer: int = 0
-    net_dtype: torch.dtype = torch.float32  # of sums of a host's ranks that travel between hosts
+    net_dtype: torch.dtype = torch.float32  # of sums of some ranks that travel: between hosts, or between replicas
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -76,7 +76,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that the passes may know. ``is_boundary`` is False for the schedule of a microbatch inside no_sync."""
+    """Everything that the passes may know. ``is_boundary`` is False for the schedule of a microbatch inside no_sync.
+
+    W = ``world_size`` ranks have the shards of one whole, and there are ``num_replicas`` such wholes, equal: the other
+    dimension of a mesh of two. ``topology`` is that of the W ranks.
+    """
 
     buckets: tuple[Bucket, ...]
     world_size: int
@@ -88,6 +92,12 @@ class Plan:
     offload: Offload | None = None
     overlap_gather: bool = False
     topology: Topology = ALONE
+    num_replicas: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """All that train: gradients are the mean over them."""
+        return self.world_size * self.num_replicas
 
     def slot_of(self) -> dict[str, tuple[int, int]]:
         """Parameter name -> (bucket, index of its slot)."""
@@ -122,9 +132,21 @@ class Plan:
         """Whether a gather reads the other ranks' weights where they lie."""
         return self.world_size > 1 and self.topology.reads_memory
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether a sum of some ranks (of a host, of ``shard``) is made before it goes on to others."""
+        return self.has_levels or (self.num_replicas > 1 and self.world_size > 1)
+
     def numel_part(self, bucket: Bucket) -> int:
-        """Elements of what ranks of one number reduce between hosts; 0 without levels."""
-        return bucket.layout.numel_shard * self.topology.num_hosts if self.has_levels else 0
+        """Elements of such a sum; 0 without one."""
+        return bucket.layout.numel_shard * (self.topology.num_hosts if self.has_levels else 1) if self.has_parts else 0
+
+    def nbytes_recv(self, bucket: Bucket) -> int:
+        """Of what a reduction of this bucket receives in messages, at one time."""
+        whole, part = bucket.numel * bucket.reduce_dtype.itemsize, self.numel_part(bucket) * bucket.net_dtype.itemsize
+        if self.num_ranks == 1 or self.reads_rows:
+            return part
+        return max(part, whole if self.reduce == "exact" else whole // self.world_size)
 
     def describe_exchange(self, entry: tuple[str, int]) -> str:
         """An entry of a rank's journal in words: what is exchanged, and of which parameters."""
@@ -178,6 +200,7 @@ def make_plan(
     overlap_gather: bool = False,
     behind: Plan | None = None,
     topology: Topology | None = None,
+    num_replicas: int = 1,
 ) -> Plan:
     """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes``
     bytes; None: `default_nbytes` of its dtype and device. ``rules``: of each optimizer, what its layout must keep;
@@ -207,7 +230,8 @@ def make_plan(
             chunks += _split([spec for spec in specs if spec.optimizer == number], nbytes)
         for members in sorted(chunks, key=lambda members: arrival[members[-1].name]):
             number, shapes = members[0].optimizer, [(spec.name, spec.shape) for spec in members]
-            layout = layout_of(rules[number], shapes, world_size, align, owners, hosts.num_hosts if levels else 1)
+            num_hosts = hosts.num_hosts if levels else 1
+            layout = layout_of(rules[number], shapes, world_size, align, owners, num_hosts, num_replicas)
             strides = {spec.name: spec.strides for spec in members}
             layout = replace(layout, slots=tuple(replace(s, strides=strides[s.name]) for s in layout.slots))
             net = reduce_dtype or acc_dtype
@@ -215,7 +239,7 @@ def make_plan(
     packed = tuple(buckets)
     return Plan(
         packed, world_size, placement, reduce, num_buffers, overlap, offload=offload, overlap_gather=overlap_gather,
-        topology=hosts,
+        topology=hosts, num_replicas=num_replicas,
     )  # fmt: skip
 
 

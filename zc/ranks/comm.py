@@ -9,7 +9,9 @@ program's behind zc's; zc's has high priority, so that its kernels do not wait f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from torch import Tensor
 
 from zc import torch_private
 from zc.errors import PlanError
+from zc.planning.plan import Plan
+from zc.planning.topology import flat
 from zc.ranks.control import Control, backend_of, host_backend
 from zc.ranks.journal import EXCHANGES, Entry
 from zc.ranks.neighbours import Neighbours
@@ -31,22 +35,75 @@ def _all_gather() -> Any:
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Group(Control):
-    """The same ranks, with the exchanges of gradients and weights."""
+def _each(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        super().__init__(group)
+
+class Group(Control):
+    """The same ranks, with the exchanges of gradients and weights. Those of a mesh of two dimensions are `split`: what
+    all ranks tell each other goes on among all."""
+
+    def __init__(self, group: dist.ProcessGroup | None, *, is_near: bool = True) -> None:
+        super().__init__(group, is_near=is_near)
+        self._shard: Group | None = None
+        self.replicas: Group | None = None  # the ranks that have this one's shard; None: nobody else has it
         self.data: dist.ProcessGroup | None = None
         self._by_pairs = False
         self._waits_on_stream = False
         self._by_memory = False  # ranks read the gradients and weights where they lie
 
+    @property
+    def shard(self) -> Group:
+        """The ranks that have the shards of one whole: all, or this one's row of a mesh."""
+        return self if self._shard is None else self._shard
+
+    def split(self, shard: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
+        """Into rows and columns of a mesh. Every rank calls it."""
+        self._shard, self.replicas = Group(shard), Group(replicas, is_near=False)
+        self._shard._is_all = self.replicas._is_all = False
+        self.replicas._between = ", between replicas"
+        # else it follows what the ranks of `shard` exchange, on another stream: one journal has no order of the two
+        self.replicas._keeps_journal = self._shard.world_size == 1
+        found = self._gather_objects(str(self._shard.topology))
+        # all ranks have one plan, and replicas one order of summation; a plan has two levels, and with replicas both
+        if len(set(found)) > 1 or self._shard.topology.has_levels:
+            self._shard.leave_memory(f"the ranks of `shard` lie on {' or '.join(dict.fromkeys(found))}")
+
+    def leave_memory(self, why: str) -> None:
+        """These ranks send messages, each to each."""
+        if self._neighbours is not None:
+            self._neighbours.close()
+        self._neighbours, self.topology = None, flat(self.world_size)
+        self.note = f"each rank stands for itself: {why}"
+
+    @property
+    def _parts(self) -> list[Group]:
+        return [group for group in (self._shard, self.replicas) if group is not None]
+
+    def watch(self, plan: Plan, store: Any) -> None:
+        super().watch(plan, store)
+        if self.check is None or not self._parts:
+            return
+        abandons = [group._groups.abandon for group in (self, *self._parts) if group._groups is not None]
+        self.check.on_failure = partial(_each, abandons)
+        for group in self._parts:
+            group.check = self.check
+            group._watch_links()
+
+    def take_nbytes_sent(self) -> Counter[str]:
+        return sum((group.take_nbytes_sent() for group in self._parts), super().take_nbytes_sent())
+
     def close(self) -> None:
+        for group in self._parts:  # under the watch, which closes with the ranks that have it
+            group.close()
         super().close()
         self.data, self._by_memory = None, False
 
     def open_data(self, device: torch.device) -> None:
         """Makes the group that carries gradients and weights of ``device``."""
+        for group in self._parts:
+            group.open_data(device)
         if self.world_size > 1:
             given = self._given if self._given is not None else dist.group.WORLD
             assert given is not None and self._groups is not None

@@ -46,15 +46,18 @@ def patience(of_group: timedelta | None) -> float:
 
 
 class Control:
-    """The ranks of one model. W = ``world_size``; with one rank no process group is needed or used."""
+    """The ranks of one model. W = ``world_size``; with one rank no process group is needed or used. Not ``is_near``:
+    messages are all that goes between them, wherever they are."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, *, is_near: bool = True) -> None:
         self.rank, self.world_size = 0, 1
         self.control: dist.ProcessGroup | None = None
         self.check: RankCheck | None = None
         self.timeout: timedelta | None = None  # of the collectives of the group that was given
         self._nbytes_sent: Counter[str] = Counter()  # by kind of exchange, by this rank
         self._given = group
+        self._is_all = True  # who trains, not some of these: its watch and journal are theirs
+        self._between, self._keeps_journal = "", True
         self._groups: Groups | None = None
         self.topology: Topology = flat(1)
         self.note: str | None = None  # of the topology
@@ -69,8 +72,10 @@ class Control:
             self._groups = Groups(ranks, host_backend(group))
             self.control = self.new_group()
             self._groups.sweep(self._gather_by_pairs)
-            found = find(self.rank, self.world_size, self._gather_objects)
-            self.topology, self._neighbours, self.note = found.topology, found.neighbours, found.note
+            self.topology = flat(self.world_size)
+            if is_near:
+                found = find(self.rank, self.world_size, self._gather_objects)
+                self.topology, self._neighbours, self.note = found.topology, found.neighbours, found.note
 
     def _gather_objects(self, given: Any) -> list[Any]:
         found: list[Any] = [None] * self.world_size
@@ -87,7 +92,7 @@ class Control:
         step or gone nobody is waited for, and the groups stay."""
         if self.control is not None and self._groups is not None and self._groups.is_open:
             self._groups.sweep(self._gather_by_pairs, own=True)
-        if self.check is not None:
+        if self.check is not None and self._is_all:
             self.check.close()
         if self._neighbours is not None:
             self._neighbours.close()
@@ -113,9 +118,12 @@ class Control:
             self.check = RankCheck(self.rank, self.world_size, own, plan.describe_exchange, patience(self.timeout))
             assert self._groups is not None
             self.check.on_failure = self._groups.abandon
-            if self._neighbours is not None:
-                self._neighbours.links.failure = self.check.found
-                self._neighbours.explained = self.check.explained
+            self._watch_links()
+
+    def _watch_links(self) -> None:
+        if self._neighbours is not None and self.check is not None:
+            self._neighbours.links.failure = self.check.found
+            self._neighbours.explained = self.check.explained
 
     def take_nbytes_sent(self) -> Counter[str]:
         """Since it was last asked: bytes that this rank has sent, by kind of exchange."""
@@ -124,8 +132,8 @@ class Control:
 
     def _begin(self, kind: str, index: int, nbytes: int) -> Entry:
         """An exchange starts, of which this rank sends ``nbytes``, or other ranks read them."""
-        self._nbytes_sent[kind] += nbytes
-        if self.check is not None:
+        self._nbytes_sent[kind + self._between] += nbytes
+        if self.check is not None and self._keeps_journal:
             self.check.enter(kind, index)
         return kind, index
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 FOLD = 4096  # exchanges of one update that a rank can still name
 Entry = tuple[str, int]
 # What is exchanged under a bucket's number. On CPU the position in this list is part of the message's tag.
-EXCHANGES = ("reduce", "gather weights", "gather gradient", "to owners", "from owners")
+EXCHANGES = ("reduce", "gather weights", "gather gradient", "to owners", "from owners", "gather sums")
 
 
 class Journal(NamedTuple):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from zc.checks import trainable
+from zc.checks import check_replicas, trainable
 from zc.config import Config
 from zc.errors import PlanError
 from zc.planning.layout import Rule, own_strides
@@ -48,6 +48,7 @@ class Estimate:
     bus: Mapping[str, int]
     update_nbytes: int  # of memory that the update reads and writes: 28 an element with Adam
     floor_seconds: Mapping[str, float]
+    num_replicas: int = 1
 
     @property
     def device_nbytes(self) -> int:
@@ -64,7 +65,8 @@ class Estimate:
         return max(self.floor_seconds.values(), default=None)
 
     def __str__(self) -> str:
-        head = f"stage {self.stage}, {self.world_size} ranks, offload {self.offload}: {self.num_params:,} parameters"
+        ranks = f"{self.world_size} ranks{f' in {self.num_replicas} replicas' if self.num_replicas > 1 else ''}"
+        head = f"stage {self.stage}, {ranks}, offload {self.offload}: {self.num_params:,} parameters"
         lines = [f"{head} in {self.num_buckets} buckets; bytes a rank"]
         groups = {"device": self.device, "host": self.host, "disk": self.disk,
                   "wire, a step": self.wire, "leaves a host": self.host_wire, "bus, a step": self.bus}  # fmt: skip
@@ -90,6 +92,7 @@ def plan(
     bucket_nbytes: int | None = None,
     num_buffers: int = 2,
     ranks_per_host: int | None = None,
+    num_replicas: int = 1,
     offload: str | None = None,
     offload_accumulate: str = "cpu",
     optimizer: str | Mapping[str, str] = "AdamW",
@@ -108,6 +111,7 @@ def plan(
 
     Args:
         ranks_per_host: of each host; None: every rank on its own.
+        num_replicas: the first size of a mesh of two dimensions, (replicate, shard), of ``world_size`` ranks.
         optimizer: class name of a torch optimizer, for the size of its state and the layout that it asks for. Several:
             names of parameters, or patterns of them as of files (``"*.weight"``), to class names; the first that fits
             counts: ``{"embed*": "AdamW", "*norm*": "AdamW", "*.weight": "Muon", "*": "AdamW"}``.
@@ -148,6 +152,10 @@ def plan(
         if world_size % ranks_per_host:
             raise PlanError(f"{world_size} ranks are no whole number of hosts of {ranks_per_host}")
         hosts = Topology(world_size // ranks_per_host, ranks_per_host)
+    is_number = isinstance(num_replicas, int) and not isinstance(num_replicas, bool)
+    if not is_number or num_replicas < 1 or world_size % num_replicas:
+        raise PlanError(f"num_replicas must be a whole number and divide the {world_size} ranks, got {num_replicas!r}")
+    check_replicas(config, num_replicas)
     params = trainable(model)
     if not params:
         raise PlanError(f"{type(model).__name__} has no trainable parameter (requires_grad is False for all)")
@@ -156,11 +164,16 @@ def plan(
         ParamSpec(n, tuple(p.shape), param_dtype or p.dtype, p.device, owners[n], own_strides(p.shape, p.stride()))
         for n, p in params.items()
     ]
-    used = usable(replace(hosts, reads_memory=ranks_per_host is not None), reduce, {s.device.type for s in specs})
+    used = replace(hosts, reads_memory=ranks_per_host is not None)
+    if num_replicas > 1:  # as `zc.ranks.comm.Group.split` has it
+        shard = world_size // num_replicas
+        is_inside = ranks_per_host is not None and ranks_per_host % shard == 0
+        used = Topology(1, shard, reads_memory=True) if is_inside else flat(shard)
+    used = usable(used, reduce, {s.device.type for s in specs})
     made = make_plan(
-        specs, world_size=world_size, placement=config.placement, reduce=reduce, reduce_dtype=reduce_dtype,
-        topology=used, bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True, offload=config.host,
-        rules=[RULES.get(name, Rule()) for name in classes],
+        specs, world_size=used.world_size, num_replicas=num_replicas, placement=config.placement, reduce=reduce,
+        reduce_dtype=reduce_dtype, topology=used, bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True,
+        offload=config.host, rules=[RULES.get(name, Rule()) for name in classes],
     )  # fmt: skip
     return estimate(made, classes, microbatches, offload, rates, hosts)
 
@@ -214,7 +227,7 @@ def estimate(
     floor = {name: amount / rate for name, (amount, rate) in parts.items() if amount and rate is not None}
     numel = sum(slot.numel for b in made.buckets for slot in b.slots)
     return Estimate(
-        made.world_size,
+        made.num_ranks,
         made.placement.stage,
         offload,
         numel,
@@ -227,4 +240,5 @@ def estimate(
         bus,
         update,
         floor,
+        made.num_replicas,
     )

@@ -95,13 +95,17 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
 
 def _ways(plan: Plan) -> str:
     """Which way each exchange takes."""
-    if plan.world_size == 1:
+    if plan.num_ranks == 1:
         return "one rank: nothing is exchanged"
     ways = {True: "read from the other ranks' memory", False: "messages"}
-    return (
-        f"{plan.topology}; reductions: {ways[plan.reads_rows]}; gathers of weights: {ways[plan.reads_weights]}; "
-        f"announcements and norms: {'messages over sockets of the host' if plan.reads_weights else 'messages'}"
-    )
+    inside = f"reductions: {ways[plan.reads_rows]}; gathers of weights: {ways[plan.reads_weights]}; "
+    if plan.num_replicas == 1:
+        how = "messages over sockets of the host" if plan.reads_weights else "messages"
+        return f"{plan.topology}; {inside}announcements and norms: {how}"
+    whole = f"{plan.num_replicas} replicas of {plan.world_size} ranks that share the state"
+    if plan.world_size == 1:
+        return f"{whole}; reductions: messages between replicas; weights: not gathered"
+    return f"{whole}, on {plan.topology}; inside a replica {inside}between replicas reductions: messages"
 
 
 def _optimizers(runtime: Runtime, kinds: list[str]) -> str:

@@ -23,8 +23,10 @@ from zc.schedule.spec import (
     LaunchReduce,
     Op,
     RecordEvent,
+    ReduceReplicas,
     ReduceRows,
     Segment,
+    SumReceived,
     SumRows,
     WaitEvent,
     WaitReduce,
@@ -111,7 +113,8 @@ def simulate(graph: fx.Graph, plan: Plan | None = None, costs: Mapping[str, floa
 
 
 _COLORS: dict[Any, str] = {Segment: "#9ecae1", Write: "#fdd0a2", LaunchReduce: "#a1d99b", Accumulate: "#c7e9c0",
-                          ReduceRows: "#a1d99b", SumRows: "#a1d99b"}  # fmt: skip
+                          ReduceRows: "#a1d99b", SumRows: "#a1d99b",
+                          SumReceived: "#a1d99b", ReduceReplicas: "#a1d99b"}  # fmt: skip
 
 
 def color(node: fx.Node) -> str:

@@ -51,8 +51,9 @@ _NUMBER, _TEXT, _NODE = _Field(_of(int)), _Field(_of(str)), _Field(_of(fx.Node))
 _NODES, _BUFFER = _Field(_all(_of(fx.Node)), list), _Field(lambda name: Buffer.named(_of(str)(name)), str)
 _FIELDS = {
     "bucket": _NUMBER, "slot": _NUMBER, "start": _NUMBER, "stop": _NUMBER, "slots": _Field(_all(_of(int))),
-    "buffer": _BUFFER, "dst": _BUFFER, "src": _BUFFER, "spans": _Field(_all(_span)), "grad": _NODE, "work": _NODE,
-    "grads": _NODES, "inputs": _NODES, "values": _NODES, "key": _TEXT, "how": _TEXT, "event": _Field(_event),
+    "buffer": _BUFFER, "dst": _BUFFER, "src": _BUFFER, "via": _BUFFER, "spans": _Field(_all(_span)),
+    "grad": _NODE, "work": _NODE, "grads": _NODES, "inputs": _NODES, "values": _NODES, "key": _TEXT, "how": _TEXT,
+    "event": _Field(_event),
 }  # fmt: skip
 _EACH = ("inputs", "values")  # one argument each
 _KEYWORDS = ("spans", "how")  # left out where they are None

@@ -24,9 +24,11 @@ from zc.schedule.spec import (
     Cast,
     Deposit,
     LaunchReduce,
+    ReduceReplicas,
     ReduceRows,
     Segment,
     Signal,
+    SumReceived,
     SumRows,
     WaitReduce,
     WgradInto,
@@ -63,6 +65,13 @@ def exchange_us(bucket: Bucket, plan: Plan) -> float:
     c = ceilings_of(plan)
     nbytes = bucket.numel * bucket.reduce_dtype.itemsize
     return c.us_launch + nbytes * (plan.world_size - 1) / plan.world_size / c.nbytes_link
+
+
+def replicas_us(bucket: Bucket, plan: Plan) -> float:
+    """A shard between its replicas: its pieces go out as they are, and come back summed, in the accumulator's dtype."""
+    c, others = ceilings_of(plan), (plan.num_replicas - 1) / plan.num_replicas
+    width = (bucket.net_dtype if plan.has_parts else bucket.reduce_dtype).itemsize + bucket.acc_dtype.itemsize
+    return 2 * c.us_launch + bucket.layout.numel_shard * width * others / c.nbytes_link
 
 
 _aten = torch.ops.aten
@@ -108,10 +117,13 @@ def estimate(plan: Plan | None) -> Cost:
         if isinstance(op, WaitReduce | Signal) or not isinstance(op, BufferOp | Deposit):
             return 0.0
         if plan is None:
-            return 50.0 if isinstance(op, LaunchReduce | ReduceRows | SumRows) else 2 * c.us_launch
+            is_exchange = isinstance(op, LaunchReduce | ReduceRows | SumRows | ReduceReplicas)
+            return 50.0 if is_exchange else 2 * c.us_launch
         bucket = plan.buckets[op.bucket]
         if isinstance(op, LaunchReduce):
             return exchange_us(bucket, plan)
+        if isinstance(op, ReduceReplicas):
+            return replicas_us(bucket, plan)
         if isinstance(op, WgradInto):
             numel = bucket.slots[op.slot].numel
             vals = [n.meta.get("val") for n in op.inputs]
@@ -122,7 +134,7 @@ def estimate(plan: Plan | None) -> Cost:
         numel = bucket.numel
         if isinstance(op, Cast) and op.spans is not None:
             numel = sum(stop - start for start, stop in op.spans)
-        elif isinstance(op, Accumulate | ReduceRows | SumRows):
+        elif isinstance(op, Accumulate | ReduceRows | SumRows | SumReceived):
             numel = bucket.layout.numel_shard * plan.world_size
         return c.us_launch + 2.0 * numel * bucket.reduce_dtype.itemsize / c.nbytes_memory
 

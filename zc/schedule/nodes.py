@@ -56,6 +56,8 @@ wait_reduce = _target(spec.WaitReduce)
 accumulate = _target(spec.Accumulate)
 reduce_rows = _target(spec.ReduceRows)
 sum_rows = _target(spec.SumRows)
+sum_received = _target(spec.SumReceived)
+reduce_replicas = _target(spec.ReduceReplicas)
 signal_full = _target(spec.SignalFull)
 await_full = _target(spec.AwaitFull)
 signal_free = _target(spec.SignalFree)
@@ -178,6 +180,8 @@ def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
             return (*inputs, Access(src)), (Access(dst),)
         case spec.Accumulate(dst=dst, src=src) | spec.ReduceRows(dst=dst, src=src) | spec.Update(dst=dst, src=src):
             return (Access(src), Access(dst)), (Access(dst),)
+        case spec.ReduceReplicas(dst=dst, src=src, via=via):
+            return (Access(src), Access(dst)), (Access(dst), Access(via))
         case spec.Move(dst=dst, src=src):
             return (Access(src),), (Access(dst),)
         case spec.Weights(buffer=buffer):

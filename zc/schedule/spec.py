@@ -129,6 +129,18 @@ class SumRows(Move):
     this one's number reduce between hosts."""
 
 
+class SumReceived(Move):
+    """dst <- sum over the ranks of ``shard`` of the rows in src (a mesh of two dimensions)."""
+
+
+@dataclass(frozen=True)
+class ReduceReplicas(Move):
+    """dst (+)= mean over all ranks of this rank's shard: src is what ``shard`` has of it on each replica. Each replica
+    sums its piece of the shard, of rows that it receives in ``via``, and all get all pieces: one sum, the same bits."""
+
+    via: Buffer
+
+
 class StageShard(Move):
     """dst <- this rank's part of the accumulator src (offload)."""
 

@@ -1,0 +1,28 @@
+"""Loops over ``mesh=`` of two dimensions: two replicas of one rank. tests/distributed/test_mesh.py has four ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rows import Loop, Row, add, plain
+from rows_loops import declared
+from rows_several import pair, stack
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+def mesh() -> DeviceMesh:
+    """Made in the rank."""
+    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+
+
+def _over_mesh(name: str, loop: Loop = plain, refused: str = "", **given: Any) -> None:
+    options = {"mesh": mesh, **given.pop("options", {})}
+    errors = {"always": refused} if refused else {}
+    add(Row(f"a mesh of two dimensions: {name}", 12, loop, options=options, refused=errors, **given))
+
+
+_over_mesh("the plain loop")
+_over_mesh("microbatches declared with no_sync", declared)
+_over_mesh("Muon-like in fp32, and AdamW", make=stack, optimizer=pair)
+_over_mesh("offload", refused="PlanError: offload='cpu' and a mesh of two dimensions", options={"offload": "cpu"})
+_over_mesh("native reduction", refused="PlanError: reduce='native' and a mesh", options={"reduce": "native"})

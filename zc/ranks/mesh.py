@@ -1,0 +1,73 @@
+"""The ranks of ``mesh=``: of one dimension it is a group; of two, (replicate, shard), the ranks of a row have the
+shards of one whole, and those of a column have the same shard::
+
+    replicate \\ shard    0   1   2   3
+        0                 0   1   2   3      each row is a copy of the optimizer state
+        1                 4   5   6   7      rank 6 has the same shard as rank 2
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zc.errors import PlanError
+from zc.ranks.comm import Group
+
+
+def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Group:
+    """All ranks that train one model, every one of which calls it. Raises PlanError, RankMismatchError."""
+    rows: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    if mesh is not None:
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh must be a torch.distributed.DeviceMesh, got {type(mesh).__name__}")
+        if group is not None:
+            raise PlanError("both group and mesh were given: leave one of them out")
+        check_mesh(mesh)
+        if mesh.ndim == 1:
+            group = mesh.get_group()
+        elif mesh.shape[0] > 1:
+            rows = mesh.get_group(1), mesh.get_group(0)
+    ranks = Group(group)
+    shape = "none" if mesh is None else f"({_shown(mesh)}) of the ranks {mesh.mesh.tolist()}"
+    # before more groups are made: ranks that make others wait for each other
+    ranks.same_everywhere("what zc.compile was given as mesh", [shape])
+    if rows is not None:
+        ranks.split(*rows)
+    return ranks
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Raises PlanError for one that does not fit, with its shape and what it does not fit to."""
+    world_size, ranks, shown = dist.get_world_size(), mesh.mesh, f"mesh ({_shown(mesh)})"
+    if mesh.ndim > 2:
+        raise PlanError(
+            f"{shown} has {mesh.ndim} dimensions, and zc takes one, of the ranks that share the state, or two "
+            f"(replicate, shard), of all {world_size} ranks: give the part of it that data parallelism has, or a mesh "
+            f"of shape (replicas, {world_size} / replicas)"
+        )
+    if mesh.ndim == 2 and ranks.numel() != world_size:
+        raise PlanError(
+            f"{shown} has {ranks.numel()} ranks, and the default group has {world_size}: a mesh of two dimensions "
+            f"(replicate, shard) is one of all ranks, of shape (replicas, {world_size} / replicas). For some ranks "
+            "give a mesh of one dimension"
+        )
+    if mesh.get_coordinate() is None:
+        raise PlanError(
+            f"rank {dist.get_rank()} of {world_size} is not in {shown} of the ranks {ranks.tolist()}: only its ranks "
+            "call zc.compile"
+        )
+    names = mesh.mesh_dim_names
+    if mesh.ndim == 2 and names is not None and ("shard" in names[0] or "replicate" in names[1]):
+        raise PlanError(f"{shown}: its dimensions are taken as (replicate, shard), in this order, as FSDP2 takes them")
+    if mesh.ndim == 2 and any(bool((torch.diff(ranks, dim=d) <= 0).any()) for d in (0, 1)):
+        raise PlanError(
+            f"{shown} of the ranks {ranks.tolist()}: ranks must ascend along each dimension, as "
+            "torch.distributed.device_mesh.init_device_mesh numbers them"
+        )
+
+
+def _shown(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names or "?" * mesh.ndim
+    return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
