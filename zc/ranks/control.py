@@ -3,6 +3,7 @@ whether they agree."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ class Control:
         self._nbytes_sent: Counter[str] = Counter()  # by kind of exchange, by this rank
         self._given = group
         self._groups: Groups | None = None
+        self._store: Any = None  # of notes
         self.topology: Topology = flat(1)
         self.note: str | None = None  # of the topology
         self._neighbours: Neighbours | None = None
@@ -99,12 +101,26 @@ class Control:
         """From here on exchanges are kept in the rank's journal, and watched through ``store``."""
         if self.control is not None:
             own = dist.PrefixStore(f"zc/{self.control.group_name}", store)  # type: ignore[attr-defined]
+            self._store = dist.PrefixStore("notes", own)  # type: ignore[attr-defined]
             self.check = RankCheck(self.rank, self.world_size, own, plan.describe_exchange)
             assert self._groups is not None
             self.check.on_failure = self._groups.abandon
             if self._neighbours is not None:
                 self._neighbours.links.failure = self.check.found
                 self._neighbours.explained = self.check.explained
+
+    def tell_note(self, note: str) -> None:
+        """Leaves word that rank 0 has said this."""
+        if self._store is not None:
+            with contextlib.suppress(dist.DistError):  # the store went with its process: the watch says so
+                self._store.set(hashlib.sha256(note.encode()).hexdigest(), "said")
+
+    def is_told(self, note: str) -> bool:
+        """Whether rank 0 has said this. Waits for nobody."""
+        if self._store is not None:
+            with contextlib.suppress(dist.DistError):
+                return bool(self._store.check([hashlib.sha256(note.encode()).hexdigest()]))
+        return False
 
     def take_nbytes_sent(self) -> Counter[str]:
         """Since it was last asked: bytes that this rank has sent, by kind of exchange."""
@@ -184,8 +200,9 @@ class Control:
             self._groups.started(self.control, work)
         return self._watched(work, what)  # type: ignore[no-any-return]
 
-    def same_everywhere(self, what: str, lines: Sequence[str]) -> None:
-        """Raises RankMismatchError on every rank, naming the first line in which some rank differs from rank 0."""
+    def same_everywhere(self, what: str, lines: Sequence[str], so: str) -> None:
+        """Raises RankMismatchError on every rank, naming the first line in which some rank differs from rank 0; ``so``:
+        what to do then."""
         if self.world_size == 1:
             return
         digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
@@ -198,4 +215,6 @@ class Control:
                 here = gathered[0][k] if k < len(gathered[0]) else "(nothing)"
                 there = theirs[k] if k < len(theirs) else "(nothing)"
                 if here != there:
-                    raise RankMismatchError(f"{what} differs between ranks: rank 0 has {here}, rank {rank} has {there}")
+                    raise RankMismatchError(
+                        f"{what} differs between ranks: rank 0 has {here}, rank {rank} has {there}. {so}"
+                    )
