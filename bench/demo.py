@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     runs = {}
     for name, title in RUNS.items():
         out = args.out / name
-        console.print(f"[bold]{title}[/bold]: {args.ranks} ranks, one thread each; torchrun starts them, and each imports torch")
+        console.print(f"[bold]{title}[/bold]: {args.ranks} ranks, one thread each, which import torch first")
         flags = ["--system", "zc", "--stage", "2", "--backend", name, "--steps", str(args.steps), "--out", str(out)]
         launch("bench.train", [*flags, *train_flags], ranks=args.ranks)
         runs[name] = json.loads((out / "run.json").read_text())

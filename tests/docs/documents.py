@@ -17,12 +17,14 @@ _BLOCK = re.compile(r"(?:^<!-- run(?:: (\w+))? -->\n)?^( *)```python\n(.*?)^\2``
 
 
 class Block(NamedTuple):
-    """``run``: None: it only has to compile; "" beside what `zc.compile` takes; "compiled" behind it; "alone"."""
+    """``run``: None: it only has to compile; "" beside what `zc.compile` takes; "compiled" behind it; "alone"; "prints"
+    what the next block of the page has."""
 
     page: Path
     line: int
     run: str | None
     code: str
+    output: str = ""
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -36,7 +38,9 @@ def blocks(page: Path) -> list[Block]:
         indent = len(match[2])
         code = "".join(line[indent:] for line in match[3].splitlines(keepends=True))
         line = text.count("\n", 0, match.start(3)) + 1
-        found.append(Block(page, line, (match[1] or "") if marked else None, code))
+        after = re.match(r"\n+```\n(.*?)^```$", text[match.end() :], flags=re.S | re.M)
+        output = after[1] if after is not None else ""
+        found.append(Block(page, line, (match[1] or "") if marked else None, code, output))
     return found
 
 

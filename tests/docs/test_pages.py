@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import os
 import re
 import runpy
@@ -105,7 +106,8 @@ def given(folder: str) -> dict[str, Any]:
 
 def _run(rank: int, world_size: int, all_blocks: list[Block], folder: str) -> None:
     """Without Inductor, which would take half a minute for each block; docs/examples/train.py is run with it."""
-    stock = zc.compile
+    before, stock = Path.cwd(), zc.compile
+    os.chdir(folder)
     zc.compile = lambda *args, **options: stock(*args, **{"backend": "eager", **options})
     try:
         for number, block in enumerate(all_blocks):
@@ -114,13 +116,17 @@ def _run(rank: int, world_size: int, all_blocks: list[Block], folder: str) -> No
                 names = given(f"{folder}/{number}")
             if block.run == "compiled":
                 zc.compile(names["model"], names["optimizer"])
-            exec(compile(block.code, str(block), "exec"), names)
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(block.code, str(block), "exec"), names)
+            assert block.run != "prints" or printed.getvalue() == block.output, printed.getvalue()
     finally:
         zc.compile = stock
+        os.chdir(before)
 
 
 def test_blocks_that_are_marked_run_on_two_ranks(tmp_path: Path) -> None:
-    assert {block.run for block in RUN} == {"", "compiled", "alone"} and len(RUN) >= 14
+    assert {block.run for block in RUN} == {"", "compiled", "alone", "prints"} and len(RUN) >= 14
     run_ranks(_run, 2, RUN, str(tmp_path), timeout=240.0)
 
 
