@@ -65,7 +65,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     Gradients are the mean over the ranks of ``group`` and the sum over backward calls, as in DDP. Without an
     initialised process group it works as one rank. Parameters and buffers are first broadcast from rank 0.
 
-    Most programs need the first six options; defaults are meant for the rest.
+    Most programs need no option but those under Args.
 
     Args:
         optimizer: a torch.optim.Optimizer, or a list, tuple or dict of several, with each trainable parameter in one
