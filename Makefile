@@ -1,4 +1,4 @@
-# make demo | check | test | test-full | test-torch | test-integrations | fuzz | lint | types | bench | bench-quick | bench-scale | bench-peers | tables | models-table | gpu-test | gpu-bench | venv | clean
+# make demo | api | check | test | test-full | test-torch | test-integrations | fuzz | lint | types | bench | bench-quick | bench-scale | bench-peers | tables | models-table | gpu-test | gpu-bench | venv | clean
 #
 # Without an override, .venv is made and torch $(TORCH_VERSION) and the rest are installed in it. With one,
 # `make test PYTHON=$(which python)`, that environment is used as it is: only zc itself is installed into it, without
@@ -19,10 +19,14 @@ PY := $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
 STAMP := build/installed$(subst /,-,$(PYTHON))
 endif
 
-.PHONY: demo check test test-full test-torch test-integrations fuzz lint types bench bench-quick bench-scale bench-peers tables models-table gpu-test gpu-bench venv clean
+.PHONY: demo api check test test-full test-torch test-integrations fuzz lint types bench bench-quick bench-scale bench-peers tables models-table gpu-test gpu-bench venv clean
 
 demo: $(STAMP)
 	$(PY) -m bench.demo --out out/demo $(ARGS)
+
+# The docstrings as pages, in build/api.
+api: $(STAMP)
+	$(PY) -m pdoc --docformat google --output-directory build/api zc
 
 # Plan, passes, private names, a sample of the proof, and two ranks against DDP once a backend: below 2 minutes.
 check: $(STAMP)

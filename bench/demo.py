@@ -30,7 +30,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser = argparse.ArgumentParser(prog="bench.demo", description="Further flags go to bench.train.")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the runs and the pictures")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=140)
     return parser.parse_known_args(argv)
 
 
@@ -109,6 +109,21 @@ def problems(runs: dict[str, dict[str, Any]]) -> list[str]:
     return found
 
 
+def next_steps(python: str) -> str:
+    """What to try behind the demo; each is one command from the root of the repository."""
+    run = f"{python} -m torch.distributed.run --standalone --nproc-per-node 2"
+    return "\n".join(
+        [
+            "",
+            "[bold]What to try next[/bold]",
+            f"  a script of 30 lines, to make your own:  {run} docs/examples/train.py",
+            f"  the same loop by hand, with DDP:         {run} docs/examples/train_ddp.py",
+            f"  what a model of yours would hold:        {python} docs/examples/plan.py",
+            "  your own loop, step by step:             docs/guide.md",
+        ]
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
     args, train_flags = parse(argv)
     console = Console()
@@ -116,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     runs = {}
     for name, title in RUNS.items():
         out = args.out / name
-        console.print(f"[bold]{title}[/bold]: {args.ranks} ranks, one thread each")
+        console.print(f"[bold]{title}[/bold]: {args.ranks} ranks, one thread each, which import torch first")
         flags = ["--system", "zc", "--stage", "2", "--backend", name, "--steps", str(args.steps), "--out", str(out)]
         launch("bench.train", [*flags, *train_flags], ranks=args.ranks)
         runs[name] = json.loads((out / "run.json").read_text())
@@ -133,6 +148,7 @@ def main(argv: list[str] | None = None) -> None:
         console.print(f"[red]failed:[/red] {problem}")
     if found:
         sys.exit(1)
+    console.print(next_steps(sys.executable), soft_wrap=True)
 
 
 if __name__ == "__main__":

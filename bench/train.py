@@ -153,6 +153,14 @@ def held_out_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]], rank: 
 
 def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> dict[str, object]:
     """One run; returns this rank's record: losses, seconds, bytes."""
+    with Progress(args.steps, f"{args.system} {args.backend}", shown=rank == 0 and not args.quiet) as progress:
+        return _train(args, rank, world_size, device, progress)
+
+
+def _train(
+    args: argparse.Namespace, rank: int, world_size: int, device: torch.device, progress: Progress
+) -> dict[str, object]:
+    progress.say("reads the standard library's sources")
     corpus = data.load(vocab=args.vocab)
     pairs = data.held_out_batches(corpus.held_out, batch=args.batch, seq=args.seq, num_batches=args.eval_batches)
     batches = [(x.to(device), y.to(device)) for x, y in pairs]
@@ -160,12 +168,14 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     model = model_of(args, device)
     record: dict[str, object] = {"rank": rank, "num_params": num_parameters(model)}
     if batches:
+        progress.say("takes the held-out loss before training")
         record["held_out_loss_before"] = held_out_loss(model, batches, rank, world_size)
 
     if args.global_accum is not None:
         if args.global_accum % world_size:
             raise SystemExit(f"--global-accum {args.global_accum} is not a multiple of {world_size} ranks")
         args.accum = args.global_accum // world_size
+    progress.say("shards the model and its optimizer" if args.system == "zc" else "wraps the model")
     started = time.perf_counter()
     system, scheduler = system_of(args, model)
     setup_s = time.perf_counter() - started
@@ -175,23 +185,23 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     losses, norms, step_s, host_s = [], [], [], []
     peaks = [0]
     tokens_per_step = args.batch * args.seq * args.accum * world_size
-    with Progress(args.steps, f"{args.system} {args.backend}", shown=rank == 0 and not args.quiet) as progress:
-        for step in range(first, args.steps):
-            if step == first + args.settle:
-                peaks.append(peak_rss_nbytes())
-                record["peak_is_steady"] = reset_peak_rss()
-            start = time.perf_counter()
-            loss, norm = one_step(args, system, corpus.train, step, rank, device)
-            scheduler.step()
-            host_s.append(time.perf_counter() - start)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            losses.append(float(loss))
-            norms.append(float(norm))
-            step_s.append(time.perf_counter() - start)
-            if resume is not None:
-                resume.after_step(step, losses[-1], rank, world_size)
-            progress.update(losses[-1], norms[-1], tokens_per_step / step_s[-1])
+    progress.say("the first step" if args.backend == "eager" else "traces the forward")
+    for step in range(first, args.steps):
+        if step == first + args.settle:
+            peaks.append(peak_rss_nbytes())
+            record["peak_is_steady"] = reset_peak_rss()
+        start = time.perf_counter()
+        loss, norm = one_step(args, system, corpus.train, step, rank, device)
+        scheduler.step()
+        host_s.append(time.perf_counter() - start)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        losses.append(float(loss))
+        norms.append(float(norm))
+        step_s.append(time.perf_counter() - start)
+        if resume is not None:
+            resume.after_step(step, losses[-1], rank, world_size)
+        progress.update(losses[-1], norms[-1], tokens_per_step / step_s[-1])
     if resume is not None:
         resume.finish()
     if not step_s:
@@ -201,6 +211,8 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     record["persistent_nbytes"] = system.persistent_nbytes()
     record["held_nbytes"] = live_nbytes(before) + system.unseen_nbytes
     if batches:
+        again = "" if args.backend == "eager" else ", which compiles one more graph"
+        progress.say(f"takes the held-out loss{again}")
         record["held_out_loss"] = held_out_loss(system.model, batches, rank, world_size)
     record["peak_nbytes"] = max(*peaks, peak_rss_nbytes())
     if device.type == "cuda":

@@ -63,39 +63,47 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     """ZeRO stage 1 or 2 for ``model`` and ``optimizer``: the same two objects come back, and the loop stays as it is.
 
     Gradients are the mean over the ranks of ``group`` and the sum over backward calls, as in DDP. Without an
-    initialised process group it works as one rank. Parameters and buffers are first broadcast from rank 0.
+    initialised process group it works as one rank. Parameters and buffers are first broadcast from rank 0. Most
+    programs need no option but those under Args.
 
     Args:
         optimizer: a torch.optim.Optimizer, or a list, tuple or dict of several, with each trainable parameter in one
             of them. Each updates, and clears, its own when its ``step()`` and ``zero_grad()`` are called.
         stage: 1 keeps full-size fp32 gradients and shards masters and optimizer state; 2 shards the gradients as well.
         param_dtype: casts the trainable parameters, after their fp32 masters were taken from the given values.
-        reduce_dtype: what travels between ranks; None: the parameters' dtype (stage 2), the accumulator's (stage 1).
+        backend: "inductor"; "aot_eager", the same schedule with its segments run op by op; "eager", hooks only.
+        group: the ranks that share the model; None: the default group.
+        mesh: a torch.distributed DeviceMesh in place of ``group``. Of two dimensions, (replicate, shard), of all ranks:
+            state is sharded inside ``shard``, and each ``replicate`` has a copy (FSDP2's HSDP; docs/multinode.md).
+        broadcast_buffers: buffers are rank 0's before a forward, as under DDP (`zc.engine.buffer_sync`). False: each
+            rank keeps its own; where they never change (masks, frequencies) that is the same, and sends nothing.
+
+    Reductions:
         reduce: "exact": all-to-all, then a sum in rank order in fp32, bitwise the same for every bucket size and
             overlap setting; "native": the backend's reduce-scatter in ``reduce_dtype``.
+        reduce_dtype: what travels between ranks; None: the parameters' dtype (stage 2), the accumulator's (stage 1).
         bucket_nbytes: no bucket is larger, unless one parameter is (the ring is as large as the largest bucket). None:
             25 MiB (between hosts of CPUs 8), or more where that would make more than some 32 buckets, up to the size of
             the largest parameter.
         num_buffers: flat_grad buffers in the ring (stage 2), each as large as the largest bucket.
+        write_in_place: weight gradients are made in their place in the bucket; False: made apart, then copied there.
+            Stage 2 has the same bits either way, on a CPU. docs/decisions.md has what it costs and gains.
+
+    Overlap:
         overlap: False runs the reductions on the compute stream.
         overlap_gather: step() returns with the all-gathers launched, and the next compiled forward waits for each
             bucket where it first reads it; whoever reads a parameter before that waits for all (`zc.engine.pending`).
             While a view, ``p.data`` or array that could be read instead is kept, step() waits as without. Opt-in, since
             a C++ extension that takes tensors past torch's dispatch is not seen: call `synchronize` before such a read.
-        group: the ranks that share the model; None: the default group.
-        mesh: a torch.distributed DeviceMesh in place of ``group``. Of two dimensions, (replicate, shard), of all ranks:
-            state is sharded inside ``shard``, and each ``replicate`` has a copy (FSDP2's HSDP; docs/multinode.md).
-        backend: "inductor"; "aot_eager", the same schedule with its segments run op by op; "eager", hooks only.
+
+    Offload:
         offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there;
-            "disk" keeps the state in files under ``offload_dir`` instead (see `flush_state`).
+            "disk" keeps the state in files under ``offload_dir`` (see `flush_state`).
         offload_accumulate: "cpu": accumulators in host memory, which visit the device for each backward; "device": they
             stay there (stage 1: 4 bytes a parameter, stage 2: 4 / W) and are copied once an update.
-        verify: False skips the proof of each schedule, and explain says so.
-        write_in_place: weight gradients are made in their place in the bucket; False: made apart, then copied there.
-            Stage 2 has the same bits either way, on a CPU. docs/decisions.md has what it costs and gains.
-        broadcast_buffers: buffers are rank 0's before a forward, as under DDP (`zc.engine.buffer_sync`). False: each
-            rank goes on with its own; where buffers never change (masks, frequencies) that is the same, and sends
-            nothing.
+
+    Looking inside:
+        verify: False skips the proof of each schedule; explain says so.
         dump_dir: a folder for each graph before and after every pass, and the schedule as Python.
 
     Raises:
@@ -129,14 +137,14 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         optimizers = listed(optimizer)
         checked = _check(model, optimizers, config, ranks)
         file = open_state_file(config, ranks.rank, checked[1], optimizers, checked[0])
-    except (PlanError, TypeError, ZcError) as error:
+    except (ZcError, TypeError) as error:
         failure = error
     try:
         ranks.agree_on(failure)  # before the first exchange: nobody waits for a rank that was refused
         assert checked is not None
         params, plan, rules = checked
         lines = fingerprint(model, config, optimizers, owners(params, optimizers))
-        ranks.same_everywhere("the model or an option", lines)
+        ranks.same_everywhere("the model or an option", lines, "Make both from the same arguments on all ranks")
     except BaseException:
         if file is not None:
             file.discard()
@@ -219,14 +227,12 @@ def _own_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
             name = names.get(id(param))
             if name is None or name in owner.runtime.params:
                 shown = (
-                    f"parameter {name}, which has its place"
+                    f"parameter {name}, which has its place: set its options in optimizer.param_groups"
                     if name
-                    else f"a tensor {tuple(param.shape)} that the model lacks"
+                    else f"a tensor {tuple(param.shape)} that the model lacks: register it there first, and call "
+                    "zc.recompile(model) behind this"
                 )
-                raise PlanError(
-                    f"add_param_group was given {shown}: after zc.compile it takes parameters of the model that were "
-                    "frozen or are new; call zc.recompile(model) behind it"
-                )
+                raise PlanError(f"add_param_group was given {shown}")
         add(optimizer, {**param_group, "params": given})
         owner.runtime.frozen.update({names[id(param)]: param for param in given})
 
@@ -291,11 +297,4 @@ def full_grad(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: gathered[name] for name in runtime.params}
 
 
-__all__ = [
-    "Streams",
-    "clip_grad_norm_",
-    "compile",
-    "flush_state",
-    "full_grad",
-    "no_sync",
-]
+__all__ = ["Streams", "clip_grad_norm_", "compile", "flush_state", "full_grad", "no_sync", "synchronize"]

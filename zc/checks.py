@@ -41,7 +41,10 @@ def check(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Par
     """The trainable parameters. Raises PlanError (or TypeError) naming what can't be planned."""
     params = trainable(model)
     if not params:
-        raise PlanError(f"{type(model).__name__} has no trainable parameter (requires_grad is False for all)")
+        raise PlanError(
+            f"{type(model).__name__} has no trainable parameter (requires_grad is False for all): "
+            "call requires_grad_(True) on what is to train"
+        )
     _check_tensors(params)
     _check_sparse(model)
     _check_devices(params)
@@ -59,7 +62,9 @@ def check_added(params: dict[str, nn.Parameter], optimizers: Sequence[Optimizer]
     _check_held(params, optimizers)
     for name, param in params.items():
         if param.device != device:
-            raise PlanError(f"parameters are on several devices: the plan's on {device}, {name} on {param.device}")
+            raise PlanError(
+                f"parameters are on several devices: the plan's on {device}, {name} on {param.device}: move it"
+            )
 
 
 def _check_tensors(params: dict[str, nn.Parameter]) -> None:
@@ -67,12 +72,18 @@ def _check_tensors(params: dict[str, nn.Parameter]) -> None:
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise PlanError(f"parameter {name} is not initialised yet: run one forward pass before zc.compile")
         if param.layout != torch.strided:
-            raise PlanError(f"parameter {name} has layout {param.layout}, zc takes torch.strided")
+            raise PlanError(f"parameter {name} has layout {param.layout}, zc takes torch.strided: make it dense")
         if param.is_complex() or param.dtype not in DTYPES:
             valid = ", ".join(str(d) for d in DTYPES)
-            raise PlanError(f"parameter {name} has dtype {param.dtype}, zc takes {valid}")
+            so = "keep it as a real one of two columns, and torch.view_as_complex it in the forward"
+            raise PlanError(
+                f"parameter {name} has dtype {param.dtype}, zc takes {valid}: "
+                f"{so if param.is_complex() else 'cast it to one of these, or freeze it with requires_grad_(False)'}"
+            )
         if type(param.data) is not torch.Tensor:
-            raise PlanError(f"parameter {name} is a {type(param.data).__name__}, zc takes plain tensors")
+            raise PlanError(
+                f"parameter {name} is a {type(param.data).__name__}, zc takes plain tensors: give it one, or freeze it"
+            )
         if torch_private.num_accumulate_hooks(param):
             raise PlanError(
                 f"parameter {name} has a post-accumulate-grad hook, which would find no gradient: zc takes it to its "
@@ -97,7 +108,9 @@ def _check_devices(params: dict[str, nn.Parameter]) -> None:
         if param.device.type == "meta":
             raise PlanError(f"parameter {name} is on the meta device: materialise the model before zc.compile")
         if param.device != device:
-            raise PlanError(f"parameters are on several devices: {first} on {device}, {name} on {param.device}")
+            raise PlanError(
+                f"parameters are on several devices: {first} on {device}, {name} on {param.device}: move all to one"
+            )
 
 
 def _check_storages(params: dict[str, nn.Parameter]) -> None:
@@ -130,8 +143,9 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             )
     if not all(_is_fresh(state) for state in optimizer.state.values()):
         raise PlanError(
-            f"the {type(optimizer).__name__} has state for {len(optimizer.state)} parameters already: call zc.compile "
-            "before the first step, and make a fresh optimizer here"
+            f"the {type(optimizer).__name__} has state for {len(optimizer.state)} parameters already, of steps without "
+            "zc (DDP's, say): give zc.compile a fresh optimizer, then take the old one's state up by "
+            'zc.load_state_dict(model, optimizer, {"model": model.state_dict(), "optimizer": old.state_dict()})'
         )
 
 

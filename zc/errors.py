@@ -16,11 +16,10 @@ __all__ = [
 
 
 class ZcError(RuntimeError):
-    """Base of all errors that zc raises while a program trains. (Bad arguments raise ``ValueError`` /
-    ``TypeError``.)"""
+    """Base of all errors that zc raises. (An argument of the wrong type is a ``TypeError``.)"""
 
 
-class PlanError(ValueError):
+class PlanError(ZcError, ValueError):
     """The model, the optimizer or an option can't be planned. Raised by ``zc.compile`` before anything is changed."""
 
 

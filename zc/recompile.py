@@ -48,7 +48,9 @@ def recompile(model: nn.Module) -> None:
         failure = error
     runtime.group.agree_on(failure)
     runtime.group.same_everywhere(
-        "the set of trainable parameters", fingerprint(model, config, optimizers, owners(params, optimizers))
+        "the set of trainable parameters",
+        fingerprint(model, config, optimizers, owners(params, optimizers)),
+        "Freeze and unfreeze the same parameters on all ranks",
     )
     if not params:
         return

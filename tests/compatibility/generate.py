@@ -39,6 +39,8 @@ every rank, and nothing hangs. Columns are backend and stage.
 
 Made by `python tests/compatibility/generate.py` from `tests/compatibility/results.csv`. Do not edit."""
 
+TEXT = 500  # characters of an error that are kept: its end says what to do
+
 Key = tuple[str, str, int]
 
 
@@ -85,7 +87,7 @@ def write(known: dict[Key, tuple[str, str]], order: list[Key]) -> None:
     with RESULTS.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["row", "backend", "stage", "kind", "text"])
-        writer.writerows([*key, known[key][0], known[key][1][:300]] for key in order if key in known)
+        writer.writerows([*key, known[key][0], known[key][1][:TEXT]] for key in order if key in known)
 
 
 def document(known: dict[Key, tuple[str, str]]) -> str:
@@ -109,11 +111,11 @@ def note(row: object, known: dict[Key, tuple[str, str]], keys: list[tuple[str, i
     from rows import Row
 
     assert isinstance(row, Row)
-    texts = [row.note] if row.note else []
+    errors = [known[(row.name, *key)][1] for key in keys if known.get((row.name, *key), ("", ""))[0] == "refused"]
+    texts = [re.sub(r"[|<>]", "", error) for error in errors[:1]]
+    texts += [row.note] if row.note else []
     if row.tolerance != 2e-5:
         texts.append(f"within {row.tolerance:g}")
-    errors = [known[(row.name, *key)][1] for key in keys if known.get((row.name, *key), ("", ""))[0] == "refused"]
-    texts += [re.sub(r"[|<>]", "", error)[:160] for error in dict.fromkeys(e.split(";")[0] for e in errors)][:1]
     return "; ".join(texts)
 
 

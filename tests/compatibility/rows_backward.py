@@ -117,7 +117,7 @@ DOUBLE = {"compiled": "RuntimeError: torch.compile with aot_autograd does not cu
 
 
 @row(2, "a gradient penalty (double backward)", make=lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh(),
-     nn.Linear(16, 16)), refused=DOUBLE)  # fmt: skip
+     nn.Linear(16, 16)), refused=DOUBLE, note="torch's own, with and without zc: use backend='eager'")  # fmt: skip
 def gradient_penalty(s: Script) -> None:
     for step in range(3):
         x, y = s.batch(step)
@@ -173,7 +173,10 @@ def reverse_order(s: Script) -> None:
         s.update()
 
 
-@row(2, "a backward through a forward of before the step",
+STALE = "PyTorch's own, with and without zc: run the forward again behind the step"
+
+
+@row(2, "a backward through a forward of before the step", note=STALE,
      refused={"always": "RuntimeError: modified by an inplace operation"})  # fmt: skip
 def stale_forward(s: Script) -> None:
     kept = s.loss(0, 1)

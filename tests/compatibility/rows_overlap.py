@@ -45,7 +45,7 @@ overlapped("layers unfrozen one after the other, evaluated between", rows_params
 overlapped("a layer unfrozen, the others frozen, evaluated between", rows_params.unfrozen_alone, frozen)
 overlapped("an eager layer unfrozen, then trained alone", rows_params.unfrozen_eager, rows_params.partly_frozen)
 overlapped("load_state_dict between steps", rows_loops.load_between)
-overlapped("a backward through a forward of before the step", rows_backward.stale_forward,
+overlapped("a backward through a forward of before the step", rows_backward.stale_forward, note=rows_backward.STALE,
            refused={"always": "RuntimeError: modified by an inplace operation"})  # fmt: skip
 overlapped("fp16 overflow in one element of one rank", rows_precision.overflow, **rows_precision.FP16)
 

@@ -107,8 +107,8 @@ def _recurrent(rank: int, world_size: int, backend: str) -> tuple[dict[str, Tens
                 other.step()
                 other.zero_grad()
     said = [str(w.message) for w in caught if "flatten_parameters" in str(w.message)]
-    assert len(said) == 1 and "rnn.flatten_parameters() does nothing" in said[0], said
-    assert said[0].removeprefix("zc: ") in str(zc.explain(model))
+    assert ["rnn.flatten_parameters() does nothing" in text for text in said] == [True] * (rank == 0), said  # for all
+    assert "rnn.flatten_parameters() does nothing" in zc.explain(model).sections["notes"]
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         before = copied.rnn.weight_ih_l0.data_ptr()
         copied.rnn.flatten_parameters()

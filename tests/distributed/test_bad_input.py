@@ -222,7 +222,7 @@ def test_an_optimizer_with_state() -> None:
     mean_square(model, vectors()(0, 0, 0)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    refused(zc.PlanError, "AdamW", "state", "before the first step", model=model, optimizer=optimizer)
+    refused(zc.PlanError, "AdamW", "state", "fresh optimizer", "zc.load_state_dict", model=model, optimizer=optimizer)
 
 
 def test_optimizers_that_cannot_work_on_shards() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -69,7 +70,8 @@ def test_ranks_end_together_and_the_trace_has_names(tmp_path: Path) -> None:
     _by_torchrun("uneven_and_traced", "--out", str(tmp_path))
     for rank in range(2):
         text = (tmp_path / f"rank{rank}.json").read_text()
-        assert "zc comm | launch_reduce bucket 0 (2.bias, ...)" in text
+        reduced = re.findall(r"zc comm \| (\w+) bucket 0 \(2\.bias, \.\.\.\)", text)
+        assert "reduce_rows" in reduced or {"launch_reduce", "wait_reduce"} <= set(reduced)  # by memory, or messages
         assert "zc comm | gather bucket 0 (2.bias, ...)" in text
 
 
@@ -91,7 +93,7 @@ def test_trl_s_trainer_ends_with_ddp_s_weights(tmp_path: Path) -> None:
 
 
 def test_the_page_names_the_scripts() -> None:
-    """docs/integrations.md names every script."""
+    """docs/integrations.md names every script of a framework; tests/docs has the others."""
     page = (ROOT / "docs" / "integrations.md").read_text()
-    for path in sorted(EXAMPLES.glob("*.py")):
+    for path in sorted(EXAMPLES.glob("with_*.py")):
         assert f"(examples/{path.name})" in page, path.name

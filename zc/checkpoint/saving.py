@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from zc.errors import CheckpointError, PlanError, ZcError
+from zc.errors import CheckpointError, ZcError
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -113,7 +113,7 @@ class Channel:
         bad = [rank for rank, text in enumerate(found) if text is not None]
         if not bad:
             return
-        if isinstance(failure, ZcError | PlanError | TypeError):
+        if isinstance(failure, ZcError | TypeError):
             raise failure
         raise CheckpointError(f"{what} failed on rank {bad[0]}: {found[bad[0]]}") from failure
 

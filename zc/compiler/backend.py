@@ -21,6 +21,7 @@ from zc.compiler.segments import interpret, segment_compiler
 from zc.engine import param_grads
 from zc.engine.program import Program, build
 from zc.errors import PassError, ZcError
+from zc.log import log
 from zc.passes.base import copy_graph
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def _whole(runtime: Runtime, gm: fx.GraphModule, example_inputs: Sequence[Any], 
     """A forward or inference graph: Inductor's as it is, or op by op."""
     if runtime.config.backend == "aot_eager":
         return interpret(gm)
+    log.info("Inductor compiles a forward graph of %d operations", len(gm.graph.nodes))
     return torch_private.compile_inner(gm, example_inputs, **kwargs)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from zc import torch_private
+from zc.log import log
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -44,6 +45,12 @@ def compile_segment(core: Core, kwargs: dict[str, Any], gm: fx.GraphModule) -> S
     key = canonical_key(gm)
     if key is not None and key in core.compiled_segments:
         return core.compiled_segments[key]
+    log.info(
+        "Inductor compiles segment %d, of %d operations (%s)",
+        len(core.compiled_segments),
+        len(gm.graph.nodes),
+        "backward" if kwargs["is_backward"] else "forward",
+    )
     output = gm.graph.output_node()
     outputs: Any = output.args[0]
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))

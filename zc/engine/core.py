@@ -52,6 +52,7 @@ class Core:
         self.ledger = Ledger()
         self.ledger.breaks_before = torch_private.graph_breaks()
         self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
+        self._unsaid: list[tuple[int, str]] = []  # this rank's, with the update in which they came
         self.num_skipped = 0  # steps that a GradScaler left out
         self.is_boundary = True
 
@@ -73,7 +74,21 @@ class Core:
             self.streams.synchronize()
 
     def say_once(self, note: str) -> None:
-        """Records a fallback or a condition for explain, and warns the first time."""
-        if note not in self.notes:
-            self.notes.append(note)
+        """Records a fallback or a condition for explain. Rank 0 warns, the first time; another rank only of what rank
+        0 has not said, in `say_rest`."""
+        if note in self.notes:
+            return
+        self.notes.append(note)
+        if self.group.rank == 0:
             warnings.warn(f"zc: {note}", stacklevel=3)
+            self.group.tell_note(note)
+        else:
+            self._unsaid.append((self.ledger.num_steps, note))
+
+    def say_rest(self) -> None:
+        """At the end of an update: what has come up on this rank and not on rank 0, which has had a whole update more
+        to say it."""
+        while self._unsaid and self._unsaid[0][0] + 1 < self.ledger.num_steps:
+            _, note = self._unsaid.pop(0)
+            if not self.group.is_told(note):
+                warnings.warn(f"zc, rank {self.group.rank}, not rank 0: {note}", stacklevel=3)

@@ -389,6 +389,7 @@ class Runtime(Core):
         if check is not None and isinstance(self.streams, ThreadStreams):  # elsewhere the device waits, not the host
             exposed_s, check.exposed_s = check.exposed_s, 0.0
         self.ledger.close_step(exposed_s, self.group.take_nbytes_sent(), self.agreement.take_waits())
+        self.say_rest()
         log.debug("step %d is done", self.ledger.num_steps)
         self.ops.close_step()
 

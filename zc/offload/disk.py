@@ -188,7 +188,7 @@ class DiskState:
             state = {name: self._saved(name, param) for name, param in self.slices.items()}
             facts = {"flush": number, "num_updates": self.num_updates, "weights": weights}
             self.file.flush({**facts, "state": {name: items for name, items in state.items() if items}})
-        except (OSError, PlanError, ZcError) as error:
+        except (OSError, ZcError) as error:
             failure = error
         core.group.agree_on(failure)
 

@@ -30,8 +30,9 @@ ELEMENTWISE = (
 )  # fmt: skip
 WHOLE = ("Muon", "Adafactor")  # torch's own that read matrices
 REFUSED = {
-    "LBFGS": "it evaluates its closure several times, and keeps one history over all parameters",
-    "SparseAdam": "it takes sparse gradients, zc reduces dense ones",
+    "LBFGS": "it evaluates its closure several times, and keeps one history over all parameters. Use a first-order "
+    "optimizer here, or DistributedDataParallel for LBFGS",
+    "SparseAdam": "it takes sparse gradients, zc reduces dense ones. Use Adam, and embeddings made with sparse=False",
 }
 _DECLARED: weakref.WeakKeyDictionary[type[Optimizer], int] = weakref.WeakKeyDictionary()  # class -> block
 

@@ -99,7 +99,9 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
         if any(_differs(a, b) is not None for a, b in zip(joint, apart, strict=True)):
             raise PlanError(
                 f"the update of {type(optimizer).__name__} depends on all of its parameters together (a norm or an "
-                "estimate over them), and ranks own different ones: it can't be shared between ranks"
+                "estimate over them), and ranks own different ones: it can't be shared between ranks. Clip by "
+                "zc.clip_grad_norm_ in the loop and leave it out of the update, or use an optimizer that treats "
+                "parameters one by one"
             )
 
 

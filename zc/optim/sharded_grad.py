@@ -79,6 +79,8 @@ class ShardedGrad(Tensor):
         if handler is None or not isinstance(args[0], ShardedGrad):
             grad = next((a for a in args if isinstance(a, ShardedGrad)), None)
             name = grad.param_name if grad is not None else "a parameter"
+            if func is aten.add.Tensor and torch_private.current_graph_task() != -1:
+                raise ZcError(_CREATE_GRAPH.format(name))
             raise ZcError(_refusal(func, name))
         return handler(args[0], *args[1:], **(kwargs or {}))
 
@@ -128,6 +130,14 @@ class SliceGrad(Tensor):
             f"{func} on the optimizer's gradient of {name}: the optimizer holds this rank's slices only, and their "
             "gradients are finished when step() starts. Clip, scale and look at model.parameters() instead"
         )
+
+
+# without create_graph AccumulateGrad adds in place, with it out of place, so that the sum can be differentiated
+_CREATE_GRAPH = (
+    "backward(create_graph=True) found a gradient of {0}, and can't add to it: it is sharded over ranks, without a "
+    "graph. Call zero_grad() before each such backward, or take what is to be differentiated again by "
+    "torch.autograd.grad(..., create_graph=True), and call backward() once on the whole loss"
+)
 
 
 def _refusal(what: Any, name: str) -> str:

@@ -163,6 +163,7 @@ class Agreement:
             "what the gradients hold: some rank has cleared its gradients (zero_grad, or a backward that raised) and "
             "others have not; what they hold",
             lines,
+            "Clear them on all ranks or on none, whatever each rank's own loss says",
         )
 
     def _compare_journals(self, boundary: Announcement) -> None:
@@ -172,5 +173,6 @@ class Agreement:
         if check is None:
             return
         if not boundary.has_one_past():
-            self.group.same_everywhere("what was exchanged since the last update", check.lines())
+            so = "Let every rank make the same calls between two updates (norms, step, loading of states), in one order"
+            self.group.same_everywhere("what was exchanged since the last update", check.lines(), so)
         check.agreed()

@@ -3,6 +3,7 @@ whether they agree."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections import Counter
@@ -59,6 +60,7 @@ class Control:
         self._is_all = True  # who trains, not some of these: its watch and journal are theirs
         self._between, self._keeps_journal = "", True
         self._groups: Groups | None = None
+        self._store: Any = None  # of notes
         self.topology: Topology = flat(1)
         self.note: str | None = None  # of the topology
         self._neighbours: Neighbours | None = None
@@ -115,6 +117,7 @@ class Control:
         connection of its own: whoever waits for a key blocks all others of its client."""
         if self.control is not None:
             own = dist.PrefixStore(f"zc/{self.control.group_name}", store)  # type: ignore[attr-defined]
+            self._store = dist.PrefixStore("notes", own)  # type: ignore[attr-defined]
             self.check = RankCheck(self.rank, self.world_size, own, plan.describe_exchange, patience(self.timeout))
             assert self._groups is not None
             self.check.on_failure = self._groups.abandon
@@ -124,6 +127,19 @@ class Control:
         if self._neighbours is not None and self.check is not None:
             self._neighbours.links.failure = self.check.found
             self._neighbours.explained = self.check.explained
+
+    def tell_note(self, note: str) -> None:
+        """Leaves word that rank 0 has said this."""
+        if self._store is not None:
+            with contextlib.suppress(dist.DistError):  # the store went with its process: the watch says so
+                self._store.set(hashlib.sha256(note.encode()).hexdigest(), "said")
+
+    def is_told(self, note: str) -> bool:
+        """Whether rank 0 has said this. Waits for nobody."""
+        if self._store is not None:
+            with contextlib.suppress(dist.DistError):
+                return bool(self._store.check([hashlib.sha256(note.encode()).hexdigest()]))
+        return False
 
     def take_nbytes_sent(self) -> Counter[str]:
         """Since it was last asked: bytes that this rank has sent, by kind of exchange."""
@@ -203,8 +219,9 @@ class Control:
             self._groups.started(self.control, work)
         return self._watched(work, what)  # type: ignore[no-any-return]
 
-    def same_everywhere(self, what: str, lines: Sequence[str]) -> None:
-        """Raises RankMismatchError on every rank, naming the first line in which some rank differs from rank 0."""
+    def same_everywhere(self, what: str, lines: Sequence[str], so: str) -> None:
+        """Raises RankMismatchError on every rank, naming the first line in which some rank differs from rank 0; ``so``:
+        what to do then."""
         if self.world_size == 1:
             return
         digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
@@ -217,4 +234,6 @@ class Control:
                 here = gathered[0][k] if k < len(gathered[0]) else "(nothing)"
                 there = theirs[k] if k < len(theirs) else "(nothing)"
                 if here != there:
-                    raise RankMismatchError(f"{what} differs between ranks: rank 0 has {here}, rank {rank} has {there}")
+                    raise RankMismatchError(
+                        f"{what} differs between ranks: rank 0 has {here}, rank {rank} has {there}. {so}"
+                    )

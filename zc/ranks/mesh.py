@@ -32,7 +32,7 @@ def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Group:
     ranks = Group(group)
     shape = "none" if mesh is None else f"({_shown(mesh)}) of the ranks {mesh.mesh.tolist()}"
     # before more groups are made: ranks that make others wait for each other
-    ranks.same_everywhere("what zc.compile was given as mesh", [shape])
+    ranks.same_everywhere("what zc.compile was given as mesh", [shape], "Give all ranks the same one")
     if rows is not None:
         ranks.split(*rows)
     return ranks

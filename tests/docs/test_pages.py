@@ -1,0 +1,215 @@
+"""README and docs as a reader finds them: links lead somewhere, blocks run or at least are Python, diffs are what the
+files say, examples run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from documents import PAGES, ROOT, Block, blocks, with_diffs
+from harness import run_ranks
+from torch import nn
+from torch.nn import functional as F
+
+import zc
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+RUN = [block for block in BLOCKS if block.run is not None]
+EXAMPLES = ROOT / "docs" / "examples"
+
+
+def ids(item: Any) -> str:
+    return str(item.relative_to(ROOT)) if isinstance(item, Path) else str(item)
+
+
+# --- links ---
+
+
+def anchors(text: str) -> set[str]:
+    """As GitHub makes them of headings; a second one of a name gets a number."""
+    found: set[str] = set()
+    for title in re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), flags=re.M):
+        slug = re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title).lower()).replace(" ", "-")
+        found.add(slug if slug not in found else f"{slug}-1")
+    return found
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    found = []
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    for target in re.findall(r'\]\(([^)\s]+)\)|(?:src|href)="([^"]+)"', prose):
+        link = target[0] or target[1]
+        if re.match(r"https?:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        file = (page.parent / path).resolve()
+        known = anchors(text if not path else file.read_text()) if anchor and (not path or file.is_file()) else set()
+        is_there = file.exists() and (not anchor or anchor in known)
+        found += [] if is_there else [link]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert broken_links(page, page.read_text()) == []
+
+
+def test_a_broken_link_is_found() -> None:
+    text = '# One\n[a](docs/none.md) [b](#two) [c](#one) ![d](docs/none.png) <img src="none.svg"> [e](docs/faq.md#no)'
+    found = broken_links(ROOT / "README.md", text)
+    assert found == ["docs/none.md", "#two", "docs/none.png", "none.svg", "docs/faq.md#no"]
+
+
+def test_the_index_leads_to_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert [p.name for p in (ROOT / "docs").glob("*.md") if f"({p.name})" not in index] == ["index.md"]
+
+
+def test_every_example_is_named_on_a_page() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert [p.name for p in EXAMPLES.glob("*.py") if f"examples/{p.name}" not in text] == []
+
+
+# --- Python blocks ---
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=ids)
+def test_every_block_is_python(block: Block) -> None:
+    compile(block.code, str(block), "exec")
+
+
+def given(folder: str) -> dict[str, Any]:
+    """What a block finds: a small model and its data, other data on each rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    torch.manual_seed(1 + dist.get_rank())
+    loader = [(torch.randn(6, 8), torch.randint(4, (6,))) for _ in range(4)]
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {
+        "model": model, "optimizer": optimizer, "loader": loader, "data": loader, "folder": folder, "x": loader[0][0],
+        "y": loader[0][1], "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "torch": torch, "nn": nn, "F": F,
+        "dist": dist, "zc": zc, "contextlib": contextlib, "copy": copy,
+    }  # fmt: skip
+
+
+def _run(rank: int, world_size: int, all_blocks: list[Block], folder: str) -> None:
+    """Without Inductor, which would take half a minute for each block; docs/examples/train.py is run with it."""
+    before, stock = Path.cwd(), zc.compile
+    os.chdir(folder)
+    zc.compile = lambda *args, **options: stock(*args, **{"backend": "eager", **options})
+    try:
+        for number, block in enumerate(all_blocks):
+            names: dict[str, Any] = {}
+            if block.run != "alone":
+                names = given(f"{folder}/{number}")
+            if block.run == "compiled":
+                zc.compile(names["model"], names["optimizer"])
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(block.code, str(block), "exec"), names)
+            assert block.run != "prints" or printed.getvalue() == block.output, printed.getvalue()
+    finally:
+        zc.compile = stock
+        os.chdir(before)
+
+
+def test_blocks_that_are_marked_run_on_two_ranks(tmp_path: Path) -> None:
+    assert {block.run for block in RUN} == {"", "compiled", "alone", "prints"} and len(RUN) >= 14
+    run_ranks(_run, 2, RUN, str(tmp_path), timeout=240.0)
+
+
+def test_a_block_that_is_wrong_is_found(tmp_path: Path) -> None:
+    wrong = Block(ROOT / "README.md", 1, "compiled", "assert zc.clip_grad_norm_(model, 1.0) > 0")
+    with pytest.raises(AssertionError, match=r"README\.md:1"):
+        run_ranks(_run, 2, [wrong], str(tmp_path))
+
+
+# --- diffs, pictures, examples ---
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_diffs_are_the_files(page: Path) -> None:
+    assert with_diffs(page) == page.read_text(), "python tests/docs/documents.py"
+
+
+def test_the_guide_shows_two_lines_against_ddp() -> None:
+    shown = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), flags=re.S)
+    assert len(shown) == 2
+    added = [line for line in shown[1].splitlines() if line.startswith("+")]
+    assert added == ["+import zc", "+model, optimizer = zc.compile(model, optimizer, stage=2)"]
+    assert sum(line.startswith("-") for line in shown[1].splitlines()) == 2
+    assert len((EXAMPLES / "train.py").read_text().splitlines()) == 30
+
+
+def launched(*command: str, ranks: int) -> str:
+    """As the example's first line says; gloo by the loopback, as in all tests."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    done = subprocess.run(
+        [sys.executable, *launcher, *command], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_script_trains_as_ddp_does() -> None:
+    """The same losses, printed by rank 0 of two."""
+    ends = [launched(f"docs/examples/{name}.py", ranks=2) for name in ("train", "train_ddp")]
+    losses = [[float(loss) for loss in re.findall(r"step \d+: loss (\S+)", text)] for text in ends]
+    assert len(losses[0]) == 5 and losses[0][-1] < 0.7 * losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+
+
+def test_the_plain_script_runs() -> None:
+    assert "step 200: loss" in launched("docs/examples/train_plain.py", ranks=0)
+
+
+def test_the_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "plan.py"), run_name="__main__")
+    assert capsys.readouterr().out.count("| total") >= 4
+
+
+def test_the_picture_is_what_its_command_draws() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        launched("docs/examples/picture.py", f"{folder}/made.svg", ranks=2)
+        made = Path(folder, "made.svg").read_text()
+    assert made == (ROOT / "docs" / "backward.svg").read_text(), "draw it anew: docs/examples/picture.py"
+
+
+# --- figures of the README's first screen ---
+
+
+def rows_of(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+
+
+def test_the_figures_of_the_readme_are_measured() -> None:
+    """Each number of its first table stands in a row of that system in docs/benchmarks.md, which is made of results."""
+    first = (ROOT / "README.md").read_text().split("<!-- table:")[0]
+    table = rows_of(first[first.index("| | ") :].split("\n\n")[0])
+    systems = {"zc": "zc stage 2", "FSDP2": "FSDP2 + compile", "DDP": "DDP + ZeroRedundancyOptimizer + compile"}
+    measured = rows_of((ROOT / "docs" / "benchmarks.md").read_text())
+    checked = 0
+    for column, cells in enumerate(zip(*table, strict=True)):
+        name = next((full for start, full in systems.items() if cells[0].startswith(start)), None)
+        if name is None:
+            assert column == 0
+            continue
+        known = " ".join(" ".join(row[1:]) for row in measured if row[0] == name)
+        for cell in cells[2:]:
+            for number in re.findall(r"\d[\d,.]*\d|\d", cell):
+                assert re.search(rf"(?<![\d,.]){re.escape(number)}(?![\d,.]*\d)", known), f"{name}: {number}"
+                checked += 1
+    assert checked >= 12
