@@ -63,13 +63,12 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     """ZeRO stage 1 or 2 for ``model`` and ``optimizer``: the same two objects come back, and the loop stays as it is.
 
     Gradients are the mean over the ranks of ``group`` and the sum over backward calls, as in DDP. Without an
-    initialised process group it works as one rank. Parameters and buffers are first broadcast from rank 0. Most
-    programs need no option but those under Args.
+    initialised process group it works as one rank. Parameters and buffers are first broadcast from rank 0.
 
     Args:
         optimizer: a torch.optim.Optimizer, or a list, tuple or dict of several, with each trainable parameter in one
             of them. Each updates, and clears, its own when its ``step()`` and ``zero_grad()`` are called.
-        stage: 1 keeps full-size fp32 gradients and shards masters and optimizer state; 2 shards the gradients as well.
+        stage: 1 keeps full-size fp32 gradients and shards masters and optimizer state; 2 shards the gradients, too.
         param_dtype: casts the trainable parameters, after their fp32 masters were taken from the given values.
         backend: "inductor"; "aot_eager", the same schedule with its segments run op by op; "eager", hooks only.
         group: the ranks that share the model; None: the default group.
@@ -93,14 +92,15 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         overlap: False runs the reductions on the compute stream.
         overlap_gather: step() returns with the all-gathers launched, and the next compiled forward waits for each
             bucket where it first reads it; whoever reads a parameter before that waits for all (`zc.engine.pending`).
-            While a view, ``p.data`` or array that could be read instead is kept, step() waits as without. Opt-in, since
-            a C++ extension that takes tensors past torch's dispatch is not seen: call `synchronize` before such a read.
+            While a view, ``p.data`` or array of one is kept, step() waits as without. Opt-in: a C++ extension that
+            takes tensors past torch's dispatch is not seen; call `synchronize` before such a read.
 
     Offload:
         offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there;
             "disk" keeps the state in files under ``offload_dir`` (see `flush_state`).
         offload_accumulate: "cpu": accumulators in host memory, which visit the device for each backward; "device": they
             stay there (stage 1: 4 bytes a parameter, stage 2: 4 / W) and are copied once an update.
+        offload_dir: the folder of ``offload="disk"``.
 
     Looking inside:
         verify: False skips the proof of each schedule; explain says so.
