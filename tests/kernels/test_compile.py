@@ -1,6 +1,6 @@
 """What is launched compiles for GPUs that are not here: 128-bit global accesses in the aligned path, no spills.
 
-Compiled are the launches of the kernels' own code (launched.py), of tensors laid out as zc.planning.layout packs them:
+Compiled are the launches of the kernels' own code (driver_stand_in.py), of tensors laid out as zc.planning.layout packs them:
 with their dtypes, their numbers of rows, and what is a multiple of 16.
 
 Stack and local memory are read from the finished binary: cuobjdump (bundled with Triton) for NVIDIA, the metadata in
@@ -33,7 +33,7 @@ if triton.knobs.runtime.interpret:
 
 sys.path.insert(0, str(Path(__file__).parent))
 import comparisons as c
-from launched import TARGETS, compiled_on
+from driver_stand_in import TARGETS, compiled_on
 from tiers import FULL
 
 DTYPES = (c.F32, c.B16, c.F16)
