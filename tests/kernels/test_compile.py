@@ -1,7 +1,7 @@
 """What is launched compiles for GPUs that are not here: 128-bit global accesses in the aligned path, no spills.
 
-Compiled are the launches of the kernels' own code (driver_stand_in.py), of tensors laid out as zc.planning.layout packs them:
-with their dtypes, their numbers of rows, and what is a multiple of 16.
+Compiled are the launches of the kernels' own code (driver_stand_in.py), of tensors laid out as zc.planning.layout packs
+them: with their dtypes, their numbers of rows, and what is a multiple of 16.
 
 Stack and local memory are read from the finished binary: cuobjdump (bundled with Triton) for NVIDIA, the metadata in
 the assembly for AMD. Where there is a stack, ptxas says what of it is spills (the rest: the frame of a call).
