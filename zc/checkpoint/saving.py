@@ -33,7 +33,8 @@ class Call:
         self._done = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
-        threading.Thread(target=self._work, args=(run, device), name="zc checkpoint", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, args=(run, device), name="zc checkpoint", daemon=True)
+        self._thread.start()
 
     def _work(self, run: Callable[[], Any], device: torch.device) -> None:
         try:
@@ -48,6 +49,8 @@ class Call:
         """Raises an error of the network. Whatever else went wrong `result` raises: it concerns this rank alone."""
         if not self._done.wait(timeout.total_seconds() if timeout is not None else None):
             raise RuntimeError("timed out")
+        # it lets go of tensors on its way out: in C++, at the process's end, that would abort (zc/engine/streams.py)
+        self._thread.join()
         if isinstance(self._error, RuntimeError) and not isinstance(self._error, ZcError):
             raise self._error
 
