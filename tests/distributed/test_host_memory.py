@@ -34,7 +34,7 @@ def by_messages(rank: int, world_size: int, run: Run) -> dict[str, Tensor]:
         return zc_weights(rank, world_size, run)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case} {run.stage} {run.backend}")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_same_bits_as_by_messages(run: Run, world_size: int) -> None:
     for read, sent in zip(run_ranks(zc_weights, world_size, run), run_ranks(by_messages, world_size, run), strict=True):
