@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from test_reshard import assert_same
 import zc
 from zc import durable
 from zc.checkpoint.folders import Unfinished
+from zc.checkpoint.saving import Call
 
 
 def _async(rank: int, world_size: int, path: Path) -> dict[str, Any]:
@@ -62,6 +64,20 @@ def test_a_process_that_ends_ends_its_save(tmp_path: Path) -> None:
     folders = [str(tests / name) for name in ("checkpoint", "distributed", ".")]
     subprocess.run([sys.executable, "-c", AT_THE_END, str(tmp_path / "a"), *folders], check=True)
     assert zc.latest(tmp_path) == tmp_path / "a"
+
+
+def test_who_has_waited_for_a_call_finds_its_thread_gone() -> None:
+    """What it lets go of on its way out, it lets go of before the process may end."""
+    let_go = []
+
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.3)
+            let_go.append(True)
+
+    call = Call(partial(lambda held: None, Slow()), torch.device("cpu"))
+    call.wait()
+    assert let_go
 
 
 def _failing(rank: int, world_size: int, path: Path) -> list[tuple[str, str]]:

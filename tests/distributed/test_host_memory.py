@@ -121,6 +121,14 @@ def _pair() -> tuple[Links, Links]:
     return Links({1: one}), Links({0: other})
 
 
+def test_links_that_nobody_holds_are_closed() -> None:
+    """By themselves: a model that is dropped leaves no open socket to the collector."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with other:
+        Links({1: one})
+        assert one.fileno() == -1
+
+
 def test_messages_of_a_key_keep_their_order_and_no_others_wait() -> None:
     one, other = _pair()
     large = bytes(range(256)) * 400  # of several pieces
