@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -75,7 +76,9 @@ def test_who_has_waited_for_a_call_finds_its_thread_gone() -> None:
             time.sleep(0.3)
             let_go.append(True)
 
-    call = Call(partial(lambda held: None, Slow()), torch.device("cpu"))
+    go = threading.Event()  # once nobody but the thread holds it
+    call = Call(partial(lambda held: go.wait(), Slow()), torch.device("cpu"))
+    go.set()
     call.wait()
     assert let_go
 
