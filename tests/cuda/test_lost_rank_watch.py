@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import nccl
 import pytest
@@ -16,7 +20,7 @@ from torch import nn
 
 import zc
 from zc import torch_private
-from zc.ranks import watch
+from zc.ranks import process, watch
 from zc.ranks.comm import Group
 from zc.ranks.control import patience
 from zc.ranks.watch import RankCheck
@@ -181,3 +185,22 @@ def _shared(rank: int, world_size: int) -> str:
 def test_a_store_that_has_one_connection_is_said() -> None:
     for notes in run_ranks(_shared, 2):
         assert notes.count("can't be connected to twice") == 1
+
+
+def test_a_process_that_has_ended_is_known_by_a_rank_of_its_host() -> None:
+    """Also one that nobody has waited for yet, and one whose number another process has now."""
+    store = Shelf()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with child:
+        process.tell_process(store, 0)
+        here, _, began = json.loads(store.items["process/0"])
+        fields = Path(f"/proc/{child.pid}/stat").read_text().split()
+        store.items["process/1"] = json.dumps([here, str(child.pid), fields[21]])
+        store.items["process/2"] = json.dumps([here, str(child.pid), began])
+        assert [process.has_ended(store, rank) for rank in range(4)] == [False, False, True, False]
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert process.has_ended(store, 1)
+    assert process.has_ended(store, 1)
+    store.items["process/1"] = json.dumps(["another host", str(child.pid), fields[21]])
+    assert not process.has_ended(store, 1)

@@ -18,7 +18,7 @@ NUM_KILLS = 50 if FULL else 2
 RANKS = 3
 LIMIT_S = 30.0
 LOOP = """
-import os, sys, torch, zc
+import os, sys, time, torch, zc
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 rank, ranks, stage, overlap = (int(arg) for arg in sys.argv[1:5])
@@ -42,7 +42,11 @@ try:
         optimizer.zero_grad()
         step += 1
         if step == 2:
-            print("ready", flush=True)
+            child = os.fork()  # as of a loader: it has this rank's connections, and outlives it
+            if child == 0:
+                os.closerange(0, 3)
+                time.sleep(600)
+            print("ready", child, flush=True)
 except zc.RankLostError as error:
     print("lost", error, flush=True)
     os._exit(7)
@@ -69,7 +73,7 @@ def _kill_one(number: int, tmp_path: Path, num_ranks: int, replicas: int) -> Non
     gone, stage, overlap = rng.randrange(num_ranks), rng.choice((1, 2)), rng.randrange(2)
     before = _shared_segments()
     # ranks end by themselves: whoever holds the store does not go first, which is the launcher's part
-    environment = {**os.environ, "ZC_RANK_TIMEOUT": "6", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", LOOP, *map(str, (r, num_ranks, stage, overlap, tmp_path / "store", replicas))],
@@ -77,10 +81,13 @@ def _kill_one(number: int, tmp_path: Path, num_ranks: int, replicas: int) -> Non
         )
         for r in range(num_ranks)
     ]  # fmt: skip
+    children = []
     try:
         for process in ranks:
             assert process.stdout is not None
-            assert any("ready" in line for line in iter(process.stdout.readline, "")), process.stdout.read()
+            ready = next((line for line in iter(process.stdout.readline, "") if line.startswith("ready")), None)
+            assert ready is not None, process.stdout.read()
+            children.append(int(ready.split()[1]))
         time.sleep(rng.random() * 0.5)
         ranks[gone].send_signal(signal.SIGKILL)
         started = time.monotonic()
@@ -93,4 +100,6 @@ def _kill_one(number: int, tmp_path: Path, num_ranks: int, replicas: int) -> Non
     finally:
         for process in ranks:
             process.kill()
+        for child in children:
+            os.kill(child, signal.SIGKILL)
     assert _shared_segments() <= before

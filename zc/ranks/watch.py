@@ -10,7 +10,8 @@ find a difference:
   exchange for a second, all ranks put their journals into the store. Two journals that differ at one place can never
   meet again: RankMismatchError on every rank. A rank that does not answer for ``timeout`` seconds is gone:
   RankLostError, by name. One that answers and is only late (it compiles, it reads data) is waited for; one that keeps
-  Python's lock can't answer, so the timeout is long. A rank that was killed is named sooner: the network reports it.
+  Python's lock can't answer, so the timeout is long. A rank that was killed is named sooner: the network reports it,
+  or, to a rank of the same host, the kernel.
   A wait of NCCL's is the stream's, not the host's, and is not watched: a lost rank shows at the next announcement or
   boundary, which are waits of the host.
 - **The checksum** of the journal, which travels with the exchange before each update, for what happens to go through.
@@ -33,26 +34,17 @@ from typing import Any, Protocol
 
 from zc.errors import RankLostError, RankMismatchError, ZcError
 from zc.ranks.journal import Entry, Journal, collective_of_the_caller
+from zc.ranks.process import Store, has_ended, tell_process
 
 TICK_S = 1.0  # between two looks at the store; an exchange that takes longer is a stall
 STANDS_S = 20.0  # after which ranks that stand, each in another exchange, are said to be out of step
 SLICE_S = 0.5  # how often a waiting thread looks whether the watch has found something
-LOST_CONNECTION_S = 6.0  # patience with a silent rank once the network has reported an error
+LOST_CONNECTION_S = 6.0  # patience with a silent rank that has ended, or once the network has reported an error
 
 
 class Work(Protocol):
     def wait(self, timeout: timedelta = ...) -> Any: ...
     def is_completed(self) -> bool: ...
-
-
-class Store(Protocol):
-    """The part of torch.distributed's stores that never blocks."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
-    def delete_key(self, key: str) -> bool: ...
 
 
 class RankCheck:
@@ -74,6 +66,7 @@ class RankCheck:
         self._beat = 0
         self._alarmed = False
         self.exposed_s = 0.0  # seconds that the calling thread stood still for exchanges, since the last update
+        tell_process(store, rank)
         stop = threading.Event()
         tick = TICK_S * max(1.0, world_size / 64)  # the store answers W ranks that each read W states
         thread = threading.Thread(target=_watch, args=(weakref.ref(self), stop, tick), name="zc watch", daemon=True)
@@ -206,7 +199,8 @@ class RankCheck:
 
     def _compare(self, now: float) -> None:
         states, silent = dict[int, dict[str, Any]](), dict[int, float]()
-        patience = self.timeout if self._network_error is None else min(self.timeout, LOST_CONNECTION_S)
+        soon = min(self.timeout, LOST_CONNECTION_S)
+        patience = self.timeout if self._network_error is None else soon
         for rank in range(self.world_size):
             if rank == self.rank:
                 continue
@@ -216,7 +210,7 @@ class RankCheck:
             beat, seen = self._seen.get(rank, (-1, now))
             if beat != state["beat"]:
                 self._seen[rank] = (state["beat"], now)
-            elif now - seen > patience:
+            elif now - seen > patience or (now - seen > soon and has_ended(self._store, rank)):
                 silent[rank] = now - seen
             if "journal" in state and self._differs(rank, Journal(state["epoch"], *state["journal"])):
                 return
