@@ -78,9 +78,11 @@ def test_from_pretrained_reads_the_export(tmp_path: Path) -> None:
         zc.export(tmp_path / "whole", tmp_path / "checkpoint")
 
 
-def test_export_casts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["frozen", "batch_norm"])
+def test_export_casts(tmp_path: Path, case: str) -> None:
+    """Floating point alone: batch_norm counts its batches."""
     safetensors = pytest.importorskip("safetensors.torch")
-    job = Job("frozen")
+    job = Job(case)
     model, optimizer = job.compiled()
     zc.save(tmp_path / "a", model, optimizer)
     zc.export(tmp_path / "out", tmp_path / "a", dtype=torch.bfloat16)
