@@ -89,7 +89,8 @@ def test_export_casts(tmp_path: Path, case: str) -> None:
     found = safetensors.load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == model.state_dict().keys()
     for name, value in model.state_dict().items():
-        assert torch.equal(found[name], value.bfloat16() if value.is_floating_point() else value), name
+        wanted = value.bfloat16() if value.is_floating_point() else value
+        assert found[name].dtype == wanted.dtype and torch.equal(found[name], wanted), name
 
 
 def _out(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
