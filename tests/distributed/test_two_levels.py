@@ -158,3 +158,23 @@ def test_a_mesh() -> None:
         torch.manual_seed(0)
         torch.testing.assert_close(weight, nn.Linear(8, 8).weight.detach() - 0.1 * 3.0)
         assert error == ("", "")
+
+
+def _with_a_row(rank: int, world_size: int) -> Tensor:
+    """Job: the weight after a step with the ranks of one row of a mesh of (2, 2)."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))["data"]
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, backend="eager", mesh=mesh)
+    model(torch.full((2, 8), rank + 1.0)).sum().backward()
+    optimizer.step()
+    return model.weight.detach().clone()
+
+
+def test_a_mesh_of_some_ranks() -> None:
+    """By hand: a weight's gradient is the mean of 2 and 4 in one row, of 6 and 8 in the other."""
+    torch.manual_seed(0)
+    first = nn.Linear(8, 8).weight.detach()
+    for weight, gradient in zip(run_ranks(_with_a_row, 4), (3.0, 3.0, 7.0, 7.0), strict=True):
+        torch.testing.assert_close(weight, first - 0.1 * gradient)
