@@ -4,16 +4,22 @@
 
 A table on the device has one row of int64, 96 bytes, for a segment, so that a launch serves any number of them. A
 column holds the first program of each row, ascending: a program finds its row by a binary search over it (log2 of the
-rows, in L1 after a processor's first program), then moves one block of the segment::
+rows, in L1 after a processor's first program), then moves one block of the segment, or some tiles::
 
     column    0    1       2      3              4      5..7         8..11
               ptr  offset  numel  first_program  kind   sizes[1:4]   strides (elements)
+
+A transposed gradient, [B, J, M] whose dimension J has stride 1, goes in tiles of [TILE_M, TILE_J]: reads follow J and
+writes M, so both are of neighbours, and what is divided is a tile's number. (A channels-last [O, I, 3, 3] is [O, I, 9];
+a transposed matrix has B = 1.) Every other strided one goes element by element.
+
 The idea of a table instead of a launch a tensor: apex / PyTorch multi_tensor_apply; here without its limit of 4 KB of
 arguments.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -23,8 +29,10 @@ from zc.kernels._triton import cdiv, constexpr, jit, kernel, on_device, tl
 
 NUM_COLUMNS = 12
 BLOCK = 4096
+TILE_M, TILE_J = 16, 64  # writes of at least a sector of 32 bytes; M is 9 for a convolution of 3 x 3, J 64 and more
+TILES = BLOCK // (TILE_M * TILE_J)  # of a program
 _DTYPE_KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # 0: zeros
-_STRIDED, _UNALIGNED = 4, 8  # added to the dtype's kind
+_STRIDED, _UNALIGNED, _TILED = 4, 8, 12  # added to the dtype's kind
 
 
 def handles(flat: Tensor, grads: Sequence[Tensor]) -> bool:
@@ -57,7 +65,7 @@ def launch(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale:
         nonlocal num_programs
         if numel > 0:
             rows.append([ptr, offset, numel, num_programs, kind, *sizes, *strides])
-            num_programs += cdiv(numel, BLOCK)
+            num_programs += cdiv(_num_tiles(sizes), TILES) if kind > _TILED else cdiv(numel, BLOCK)
 
     for grad, offset in zip(grads, offsets, strict=True):
         if not add:
@@ -70,7 +78,7 @@ def launch(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale:
             sizes, strides = collapse(grad)
         kind = _DTYPE_KINDS[grad.dtype]
         if len(sizes) > 1 or strides not in ([], [1]):
-            kind += _STRIDED
+            kind += _TILED if fills_tiles(sizes, strides) else _STRIDED
         elif grad.data_ptr() % 16 or offset % 16:
             kind += _UNALIGNED
         missing = 4 - len(sizes)
@@ -82,9 +90,22 @@ def launch(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale:
     table = to_device(rows, flat.device)
     with on_device(flat):
         move_segments[(num_programs,)](
-            table, flat, len(rows), float(scale),
-            BLOCK=BLOCK, COLUMNS=NUM_COLUMNS, ADD=add, SCALED=scale != 1.0, num_warps=4, enable_fp_fusion=False,
+            table, flat, len(rows), float(scale), BLOCK=BLOCK, TILE_M=TILE_M, TILE_J=TILE_J,
+            COLUMNS=NUM_COLUMNS, ADD=add, SCALED=scale != 1.0, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
+
+
+def _num_tiles(sizes: Sequence[int]) -> int:
+    """Of [B, J, M]."""
+    return sizes[0] * cdiv(sizes[1], TILE_J) * cdiv(sizes[2], TILE_M)
+
+
+def fills_tiles(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether these, of `collapse`, are of a transposed gradient, and tiles hold a quarter of what they could."""
+    if len(sizes) not in (2, 3) or strides[-2] != 1:
+        return False
+    batched = sizes if len(sizes) == 3 else (1, *sizes)
+    return _num_tiles(batched) * TILE_M * TILE_J <= 4 * math.prod(sizes)
 
 
 @jit
@@ -131,8 +152,25 @@ def _move_strided(source, out, start, numel, row, scale, BLOCK: constexpr, ADD: 
 
 
 @jit
-def _move(ptr, out, start, numel, kind, row, scale, DTYPE: constexpr,
-          BLOCK: constexpr, ADD: constexpr, SCALED: constexpr):  # fmt: skip
+def _move_tiles(source, out, first, row, scale, NUM: constexpr, TILE_M: constexpr, TILE_J: constexpr,
+                ADD: constexpr, SCALED: constexpr):  # fmt: skip
+    """Tiles [first, first + NUM) of a [B, J, M], those of one run of writes behind one another."""
+    num_b, size_j, size_m = tl.load(row + 5).to(tl.int32), tl.load(row + 6).to(tl.int32), tl.load(row + 7).to(tl.int32)
+    stride_b, stride_m = tl.load(row + 9), tl.load(row + 11)
+    per_run = tl.cdiv(size_m, TILE_M)
+    per_matrix = per_run * tl.cdiv(size_j, TILE_J)
+    for tile in range(first, first + NUM):
+        b = tile // per_matrix
+        j = tile % per_matrix // per_run * TILE_J + tl.arange(0, TILE_J)[None, :]
+        m = tile % per_run * TILE_M + tl.arange(0, TILE_M)[:, None]
+        mask = (j < tl.where(b < num_b, size_j, 0)) & (m < size_m)
+        x = tl.load(source + (b * stride_b + m.to(tl.int64) * stride_m) + j, mask=mask)
+        _put(out + (b * size_j * size_m + j * size_m + m), x, mask, scale, ADD, SCALED)
+
+
+@jit
+def _move(ptr, out, start, numel, kind, row, scale, DTYPE: constexpr, BLOCK: constexpr, TILE_M: constexpr,
+          TILE_J: constexpr, ADD: constexpr, SCALED: constexpr):  # fmt: skip
     # a pointer of its own in each branch: tl.multiple_of marks the very value that it is given, for all its uses
     if kind < 4:
         source = tl.multiple_of(ptr.to(tl.pointer_type(DTYPE)), 16)
@@ -141,13 +179,18 @@ def _move(ptr, out, start, numel, kind, row, scale, DTYPE: constexpr,
     elif kind < 8:
         source = ptr.to(tl.pointer_type(DTYPE))
         _move_strided(source, out + tl.load(row + 1), start, numel, row, scale, BLOCK, ADD, SCALED)
+    elif kind > 12:
+        source = ptr.to(tl.pointer_type(DTYPE))
+        size = TILE_M * TILE_J
+        _move_tiles(source, out + tl.load(row + 1), start // size, row, scale, BLOCK // size, TILE_M, TILE_J, ADD,
+                    SCALED)  # fmt: skip
     else:
         source = ptr.to(tl.pointer_type(DTYPE))
         _move_block(source, out + tl.load(row + 1), start, numel, scale, BLOCK, ADD, SCALED)
 
 
 @kernel("num_segments")
-def move_segments(table, out, num_segments, scale, BLOCK: constexpr,
+def move_segments(table, out, num_segments, scale, BLOCK: constexpr, TILE_M: constexpr, TILE_J: constexpr,
                   COLUMNS: constexpr, ADD: constexpr, SCALED: constexpr):  # fmt: skip
     program = tl.program_id(0)
     row = find_row(table, num_segments, program, 3, COLUMNS)
@@ -159,11 +202,11 @@ def move_segments(table, out, num_segments, scale, BLOCK: constexpr,
         at = start + tl.arange(0, BLOCK)
         tl.store(out + tl.load(row + 1) + at, tl.zeros([BLOCK], out.dtype.element_ty), mask=at < numel)
     elif kind % 4 == 1:
-        _move(ptr, out, start, numel, kind, row, scale, tl.float32, BLOCK, ADD, SCALED)
+        _move(ptr, out, start, numel, kind, row, scale, tl.float32, BLOCK, TILE_M, TILE_J, ADD, SCALED)
     elif kind % 4 == 2:
-        _move(ptr, out, start, numel, kind, row, scale, tl.bfloat16, BLOCK, ADD, SCALED)
+        _move(ptr, out, start, numel, kind, row, scale, tl.bfloat16, BLOCK, TILE_M, TILE_J, ADD, SCALED)
     else:
-        _move(ptr, out, start, numel, kind, row, scale, tl.float16, BLOCK, ADD, SCALED)
+        _move(ptr, out, start, numel, kind, row, scale, tl.float16, BLOCK, TILE_M, TILE_J, ADD, SCALED)
 
 
 def to_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:

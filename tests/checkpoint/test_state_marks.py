@@ -143,6 +143,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (adamw, {}),
     "Adagrad": (OPTIMIZERS["Adagrad"], {}),
     "whole parameters": (OPTIMIZERS["Adafactor"], {}),
+    "in the parameters' shapes": (OPTIMIZERS["Muon"], {}),
     "offload": (adamw, {"offload": "cpu"}),
     "disk": (adamw, {"offload": "disk"}),
     "overlap_gather": (adamw, {"overlap_gather": True}),

@@ -91,6 +91,20 @@ def _whole(rank: int, world_size: int) -> None:
     for name in names:
         assert all(torch.equal(again["state"][name][key], value) for key, value in full["state"][name].items())
 
+    # of no update
+    new, its_own = Job("mlp", seed=3).compiled()
+    first = get_optimizer_state_dict(new, its_own, options=StateDictOptions(full_state_dict=True))
+    assert set(first["state"]) == set(names)
+    assert all(not value.any() for items in first["state"].values() for value in items.values())
+
+    # written into narrow weights, and no update since: no older master comes back
+    narrow, its_own = Job("mlp", options={"param_dtype": torch.bfloat16}).compiled()
+    with torch.no_grad():
+        for param in narrow.parameters():
+            param.fill_(0.5)
+    set_optimizer_state_dict(narrow, its_own, full)
+    assert all(bool((param == 0.5).all()) for param in narrow.parameters())
+
     # what is refused changes nothing
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     wrong = copy.deepcopy(full)

@@ -78,16 +78,19 @@ def test_from_pretrained_reads_the_export(tmp_path: Path) -> None:
         zc.export(tmp_path / "whole", tmp_path / "checkpoint")
 
 
-def test_export_casts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["frozen", "batch_norm"])
+def test_export_casts(tmp_path: Path, case: str) -> None:
+    """Floating point alone: batch_norm counts its batches."""
     safetensors = pytest.importorskip("safetensors.torch")
-    job = Job("frozen")
+    job = Job(case)
     model, optimizer = job.compiled()
     zc.save(tmp_path / "a", model, optimizer)
     zc.export(tmp_path / "out", tmp_path / "a", dtype=torch.bfloat16)
     found = safetensors.load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == model.state_dict().keys()
     for name, value in model.state_dict().items():
-        assert torch.equal(found[name], value.bfloat16() if value.is_floating_point() else value), name
+        wanted = value.bfloat16() if value.is_floating_point() else value
+        assert found[name].dtype == wanted.dtype and torch.equal(found[name], wanted), name
 
 
 def _out(rank: int, world_size: int, folder: Path) -> dict[str, Any]:

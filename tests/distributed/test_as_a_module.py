@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,8 +59,14 @@ def _moved(rank: int, world_size: int, options: dict[str, Any], is_moved: bool) 
     assert all(param.device == torch.device("cpu") for param in model.parameters())
     found = {name: param.detach().clone() for name, param in model.named_parameters()}
     if is_moved:
-        model.double()
-        said = message_of(lambda: mean_square(model, [t.double() for t in batch(rank, 9, 0)]).backward())
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[0] = float("nan")
+        model.to("cpu:0")
+        assert places == [param.data_ptr() for param in model.parameters()], "a NaN has not changed"
+        changes = model.double if rank else partial(model.to_empty, device="cpu")  # other dtypes; other values
+        changes()
+        dtype = next(model.parameters()).dtype
+        said = message_of(lambda: mean_square(model, [t.to(dtype) for t in batch(rank, 9, 0)]).backward())
         assert said[0] == "ZcError" and "has left its bucket" in said[1], "one that changes something"
     return found
 

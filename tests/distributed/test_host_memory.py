@@ -3,6 +3,7 @@ refuses; and the sockets between them."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import threading
@@ -28,17 +29,29 @@ RUNS = [
 ]  # fmt: skip
 
 
-def by_messages(rank: int, world_size: int, run: Run) -> dict[str, Tensor]:
-    """Job."""
-    with environment(ZC_HOST_MEMORY="0"):
-        return zc_weights(rank, world_size, run)
+def _counted(rank: int, world_size: int, run: Run, host_memory: str) -> tuple[dict[str, Tensor], int]:
+    """Job: the weights, and how many bytes this rank has read of the others' memory."""
+    nbytes: list[int] = []
+
+    def counting(self: memory.Reader, *given: int) -> None:
+        nbytes.append(given[-1])
+        _READ(self, *given)
+
+    memory.Reader.read_into = counting  # type: ignore[method-assign, assignment]
+    try:
+        with environment(ZC_HOST_MEMORY=host_memory):
+            return zc_weights(rank, world_size, run), sum(nbytes)
+    finally:
+        memory.Reader.read_into = _READ  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case} {run.stage} {run.backend}")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_same_bits_as_by_messages(run: Run, world_size: int) -> None:
-    for read, sent in zip(run_ranks(zc_weights, world_size, run), run_ranks(by_messages, world_size, run), strict=True):
-        assert all(torch.equal(read[name], sent[name]) for name in read) and read.keys() == sent.keys()
+    read, sent = (run_ranks(_counted, world_size, run, host_memory) for host_memory in "10")
+    for (found, nbytes), (wanted, none) in zip(read, sent, strict=True):
+        assert all(torch.equal(found[name], wanted[name]) for name in found) and found.keys() == wanted.keys()
+        assert nbytes > sum(value.nbytes for value in found.values()) and none == 0
 
 
 def _ways(rank: int, world_size: int, refused_on: int | None, how: str) -> tuple[str, str, list[str]]:
@@ -48,6 +61,8 @@ def _ways(rank: int, world_size: int, refused_on: int | None, how: str) -> tuple
             memory.Reader.read_into = _forbidden  # type: ignore[method-assign]
         elif how == "no such call":
             topology.Reader = _no_reader  # type: ignore[assignment, misc]
+        elif how == "another memory":  # a process of this number is there, and is not the rank
+            memory.Reader.read_into = _of_zeros  # type: ignore[method-assign]
         elif how == "another process":  # what it has announced is another one's number, as in another PID namespace
             topology.Listener = _elsewhere  # type: ignore[assignment, misc]
     before = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
@@ -72,6 +87,10 @@ def _forbidden(self: memory.Reader, out: int, pid: int, address: int, nbytes: in
     raise PermissionError(1, f"process {pid} can't be read: Operation not permitted")
 
 
+def _of_zeros(self: memory.Reader, out: int, pid: int, address: int, nbytes: int) -> None:
+    ctypes.memset(out, 0, nbytes)
+
+
 def _no_reader() -> Any:
     raise AttributeError("undefined symbol: process_vm_readv")
 
@@ -93,6 +112,7 @@ def test_explain_says_which_way() -> None:
     [
         ("kernel", "rank 1: [Errno 1] process"),
         ("no such call", "rank 1: undefined symbol: process_vm_readv"),
+        ("another memory", "is not rank 0 (another PID namespace)"),
         ("another process", "has connected as rank 1, which it is not"),
     ],
 )
@@ -134,9 +154,9 @@ def test_messages_of_a_key_keep_their_order_and_no_others_wait() -> None:
     large = bytes(range(256)) * 400  # of several pieces
     for key, payload in ((7, b"first"), (9, b"other"), (7, b"later"), (8, large), (5, b"")):
         one.send(1, key, payload)
-    assert other.receive(0, 8, len(large)) == large
-    assert other.receive(0, 7, 5) == b"first" and other.receive(0, 7, 5) == b"later"
-    assert other.receive(0, 9, 5) == b"other" and other.receive(0, 5, 0) == b""
+    assert other.receive(0, 8, len(large), timeout=15) == large
+    assert other.receive(0, 7, 5, timeout=15) == b"first" and other.receive(0, 7, 5, timeout=15) == b"later"
+    assert other.receive(0, 9, 5, timeout=15) == b"other" and other.receive(0, 5, 0, timeout=15) == b""
     with pytest.raises(RuntimeError, match="timed out"):
         other.receive(0, 7, 5, timeout=0.05)
 
@@ -161,7 +181,11 @@ def test_two_ranks_that_send_more_than_a_socket_takes_do_not_stand_still() -> No
 def test_two_threads_take_each_its_own() -> None:
     one, other = _pair()
     found: dict[int, bytes] = {}
-    threads = [threading.Thread(target=lambda k=k: found.update({k: other.receive(0, k, 4)})) for k in range(8)]
+
+    def take(key: int) -> None:
+        found[key] = other.receive(0, key, 4, timeout=15)
+
+    threads = [threading.Thread(target=take, args=(key,)) for key in range(8)]
     for thread in threads:
         thread.start()
     for k in (3, 1, 7, 0, 2, 6, 5, 4):
@@ -175,10 +199,10 @@ def test_a_rank_that_ends_is_heard_of_at_once_but_what_it_sent_counts() -> None:
     one, other = _pair()
     one.send(1, 3, b"last")
     one.close()
-    assert other.receive(0, 3, 4) == b"last"
+    assert other.receive(0, 3, 4, timeout=15) == b"last"
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 0 has closed its connection"):
-        other.receive(0, 3, 4)
+        other.receive(0, 3, 4, timeout=15)
     assert time.monotonic() - started < 5
     other.send(0, 3, b"x")  # nobody is there; the next wait is what tells
 
@@ -187,7 +211,7 @@ def test_a_failure_that_the_watch_has_found_ends_a_wait() -> None:
     one, other = _pair()
     other.failure = lambda: ValueError("out of step")
     with pytest.raises(ValueError, match="out of step"):
-        other.receive(0, 3, 4)
+        other.receive(0, 3, 4, timeout=15)
     assert one.peers == (1,)
 
 

@@ -92,6 +92,27 @@ def test_a_checkpoint_of_one_topology_loads_in_another(tmp_path: Path, stage: in
         assert worst(other["gradient"], resumed[0]["gradient"])[0] < TOLERANCE
 
 
+def _own_state(rank: int, world_size: int, per_host: int, given: list[Any] | None) -> Any:
+    """Job: this rank's optimizer.state_dict() after an update, or what loading the one given to it says."""
+    with environment(GROUP_RANK=str(rank // per_host)):
+        torch.manual_seed(0)
+        model = nn.Linear(40, 40)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        zc.compile(model, optimizer, backend="eager")
+    model(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    return optimizer.state_dict() if given is None else message_of(lambda: optimizer.load_state_dict(given[rank]))
+
+
+@pytest.mark.filterwarnings("ignore:zc")
+def test_a_rank_s_part_is_of_one_topology() -> None:
+    """4 hosts of 1 and 2 of 2: parts are equally long, and ranks 1 and 2 have each other's."""
+    states = run_ranks(_own_state, 4, 1, None)
+    for kind, text in run_ranks(_own_state, 4, 2, states):
+        assert kind == "CheckpointError" and "another plan" in text
+    assert run_ranks(_own_state, 4, 1, states) == [("", "")] * 4
+
+
 @pytest.mark.parametrize("options", [{"offload": "cpu"}, {"offload": "cpu", "offload_accumulate": "device"}], ids=str)
 @full_only
 def test_with_offload(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -137,3 +158,23 @@ def test_a_mesh() -> None:
         torch.manual_seed(0)
         torch.testing.assert_close(weight, nn.Linear(8, 8).weight.detach() - 0.1 * 3.0)
         assert error == ("", "")
+
+
+def _with_a_row(rank: int, world_size: int) -> Tensor:
+    """Job: the weight after a step with the ranks of one row of a mesh of (2, 2)."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))["data"]
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, backend="eager", mesh=mesh)
+    model(torch.full((2, 8), rank + 1.0)).sum().backward()
+    optimizer.step()
+    return model.weight.detach().clone()
+
+
+def test_a_mesh_of_some_ranks() -> None:
+    """By hand: a weight's gradient is the mean of 2 and 4 in one row, of 6 and 8 in the other."""
+    torch.manual_seed(0)
+    first = nn.Linear(8, 8).weight.detach()
+    for weight, gradient in zip(run_ranks(_with_a_row, 4), (3.0, 3.0, 7.0, 7.0), strict=True):
+        torch.testing.assert_close(weight, first - 0.1 * gradient)

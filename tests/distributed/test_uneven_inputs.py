@@ -125,24 +125,23 @@ def _buffers(rank: int, world_size: int, counts: tuple[int, ...]) -> tuple[Tenso
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     model, optimizer = zc.compile(model, _optimizer(model), backend="eager")
-    of_rank_0 = torch.zeros(4)
+    own = torch.zeros(4)
     for number, batch in enumerate(zc.join(model, range(counts[rank]))):
         if batch is not None:
             torch.manual_seed(10 * number + rank)
             model(torch.randn(5, 3)).square().sum().backward()
-            of_rank_0 = model[1].running_mean.clone()
+            own = model[1].running_mean.clone()
         optimizer.step()
         optimizer.zero_grad()
-    return model[1].running_mean.clone(), of_rank_0
+    return model[1].running_mean.clone(), own
 
 
-@pytest.mark.parametrize("counts", [(1, 4), (4, 1)])
+@pytest.mark.parametrize("counts", [(1, 4), (4, 1), (0, 3)])
 def test_buffers_stay_those_of_rank_0(counts: tuple[int, ...]) -> None:
-    """A rank that has no forward takes part in their exchange at the boundary."""
-    (first, own), _ = run_ranks(_buffers, 2, counts)
-    assert torch.equal(first, own)
-    if counts[1] < counts[0]:
-        assert not torch.equal(first, torch.zeros(4))
+    """On all ranks those of rank 0's last forward, also where another rank has forwards behind it."""
+    (first, own), (other, _) = run_ranks(_buffers, 2, counts)
+    assert torch.equal(first, own) and torch.equal(other, own)
+    assert torch.equal(own, torch.zeros(4)) == (counts[0] == 0)
 
 
 @full_only

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 import zc
 from zc.integrations.lightning import ZcFabricStrategy, ZcStrategy
+from zc.registry import COMPILED, sharded
 
 Options = dict[str, Any] | None  # of zc.compile; None: DDP
 
@@ -36,11 +37,14 @@ class Forward(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = mlp()
+        self.boundaries: list[bool] = []
 
     def forward(self, x: Tensor) -> Any:
         return self.net(x)
 
     def training_step(self, batch: Any, index: int) -> Tensor:
+        if self in COMPILED:
+            self.boundaries.append(sharded(self).runtime.is_boundary)
         loss = mse_loss(self(batch[0]).float(), batch[1])
         self.log("loss", loss)
         return loss
@@ -122,6 +126,7 @@ def _fit(
         numbers["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
         found = {"weights": whole(module), "numbers": numbers, "programs": compiled}
         if kind == "forward":
+            found["boundaries"] = module.boundaries
             found["validated"] = trainer.validate(module, DataLoader(regression(8), batch_size=2), verbose=False)
         return found
 
@@ -156,6 +161,9 @@ def test_fit_is_ddp_s(
             assert furthest(other[rank]["weights"], wanted[rank]["weights"]) < tolerance
             assert other[rank]["numbers"] == pytest.approx(wanted[rank]["numbers"], rel=max(tolerance, 1e-4))
         assert furthest(again[rank]["weights"], found[rank]["weights"]) == 0, "a run that was resumed is another one"
+        if kind == "forward":  # no_sync around all but the last microbatch
+            every = more.get("accumulate_grad_batches", 1)
+            assert found[rank]["boundaries"] == [k % every == every - 1 for k in range(3 * 4)]
     assert options["backend"] == "eager" or found[0]["programs"] > 0, "nothing was compiled"
     files = [torch.load(folder / "last.ckpt", weights_only=True) for folder in (ours, ddp)]
     assert furthest(files[0]["state_dict"], files[1]["state_dict"]) < tolerance

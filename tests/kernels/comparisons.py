@@ -71,10 +71,27 @@ def mixed_grads(sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: str
         values((40, 50), dtype, device)[:, ::2],
         values((2, 2, 2, 2, 2, 2), dtype, device).permute(5, 3, 1, 4, 2, 0),  # more digits than the kernel's index
         values((1,), dtypes[-1], device).expand(37),
-        values((100, 90), dtype, device).t().unsqueeze(1),  # more than one piece of the kernel's strided loop
+        values((100, 90), dtype, device).t().unsqueeze(1),
+        values((100, 90), dtype, device)[:, ::2],  # more than one piece of the kernel's strided loop
+        values((6, 7, 7, 3), dtype, device).permute(0, 3, 1, 2),  # channels-last, few
+        *transposed(dtypes, device),
     ]
     odd = [values((2000,), dtype, device)[1:], values((4, 0, 3), dtype, device), values((1025,), dtype, device)]
     return [values((), dtype, device), *flat, *strided, *odd]  # the last is not empty: its slot can end at P
+
+
+def transposed(dtypes: Sequence[torch.dtype], device: str) -> list[Tensor]:
+    """Of [B, J, M] in memory of another order, J at a stride of 1: sizes at a tile's edges, of several tiles, of 1."""
+    made = [
+        values((16, 64), dtypes[0], device).t(),
+        values((17, 65), dtypes[-1], device).t(),
+        values((7, 3, 3, 40), dtypes[0], device).permute(0, 3, 1, 2),  # channels-last, as of a convolution
+        values((2, 5, 5, 130), dtypes[-1], device).permute(0, 3, 1, 2),
+        values((1, 3, 3, 40), dtypes[0], device).permute(0, 3, 1, 2),
+        values((4, 70, 1, 33), dtypes[-1], device)[..., 1:].permute(0, 3, 1, 2),  # holes, and an odd address
+        values((1, 40, 20), dtypes[0], device).expand(3, 40, 20).transpose(1, 2),  # B at a stride of 0
+    ]
+    return [grad.unsqueeze(1) for grad in made]
 
 
 def spread(grads: Sequence[Tensor], gaps: Sequence[int]) -> tuple[list[int], int]:

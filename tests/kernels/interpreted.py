@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from zc.kernels._segments import collapse, fills_tiles
 from zc.kernels._triton import tl, triton
 from zc.kernels.accumulate_cast import accumulate_cast_triton
 from zc.kernels.flatten_cast import flatten_cast_triton
@@ -57,6 +58,33 @@ def test_flatten_cast(dtype: torch.dtype, scale: float) -> None:
     grads = c.mixed_grads((0, 1, 63, 1025, 9000), TRAINING, "cpu")
     for offsets, numel in c.layouts(grads):
         c.check_flatten(flatten_cast_triton, "cpu", dtype, grads, offsets, numel, scale, c.nearest, shift=numel % 2)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+@pytest.mark.parametrize("dtype", TRAINING, ids=str)
+def test_transposed_gradients_go_in_tiles(dtype: torch.dtype, scale: float) -> None:
+    grads = c.transposed(TRAINING, "cpu")
+    assert all(fills_tiles(*collapse(grad)) for grad in grads)
+    for offsets, numel in c.layouts(grads):
+        c.check_flatten(flatten_cast_triton, "cpu", dtype, grads, offsets, numel, scale, c.nearest, shift=numel % 2)
+    c.check_accumulate(accumulate_cast_triton, "cpu", c.F32, grads, *c.aligned(grads), scale)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "fills"),
+    [
+        ((64, 16), (1, 64), True),
+        ((4, 64, 3, 3), (576, 1, 192, 64), True),
+        ((4, 16, 3, 3), (144, 1, 48, 16), False),  # 144 of the 1024 elements of a tile
+        ((64, 3, 7, 7), (147, 1, 21, 3), False),
+        ((64, 16), (2, 128), False),
+        ((64, 16), (32, 1), False),
+        ((8, 64, 16, 8), (1, 8192, 8, 128), False),  # four dimensions
+    ],
+    ids=str,
+)
+def test_what_fills_tiles(shape: tuple[int, ...], strides: tuple[int, ...], fills: bool) -> None:
+    assert fills_tiles(*collapse(torch.empty_strided(shape, strides))) == fills
 
 
 def test_flatten_cast_of_a_million() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from zc.kernels._segments import TILE_J, TILE_M
 from zc.kernels._triton import triton
 from zc.kernels.accumulate_cast import accumulate_cast_triton
 from zc.kernels.flatten_cast import flatten_cast_triton
@@ -162,6 +163,16 @@ def test_the_end_of_sums_of_squares_compiles(target: str, tmp_path: Path) -> Non
     with compiled_on(target) as found:
         CASES["sums_of_squares"][0]()
     assert len(found) == 2 and spilled(found[1], target, tmp_path) == {}
+
+
+def test_a_tile_is_read_along_one_dimension_and_written_along_the_other() -> None:
+    """Neighbouring threads have neighbouring addresses: the order in which a layout deals a tile's elements to them."""
+    text = one_kernel(CASES["flatten_cast to bf16"][0], "sm_90").asm["ttgir"]
+    orders = dict(re.findall(r"^#(\w+) = #ttg.blocked<.*order = (\[[\d, ]+\])", text, re.MULTILINE))
+    tile = rf"tensor<{TILE_M}x{TILE_J}x!tt\.ptr<\w+>, #(\w+)>"
+    loads, stores = (re.findall(rf"tt\.{kind} .*{tile}", text) for kind in ("load", "store"))
+    assert [orders[layout] for layout in loads] == ["[1, 0]"] * len(DTYPES)
+    assert [orders[layout] for layout in stores] == ["[0, 1]"] * len(DTYPES)
 
 
 # what the interpreter hides: a type that a branch can't take, and an argument of 1, which Triton makes a constant

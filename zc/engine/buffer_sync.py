@@ -42,6 +42,7 @@ class BufferSync(Listener):
         runtime.listeners.append(self)
         self._shapes = {name: (tuple(b.shape), b.dtype) for name, b in model.named_buffers()}
         self._is_due = False  # DDP would broadcast before the next forward
+        self._has_trained = False  # a forward with gradients, in this update
         self._has_ended = False  # rank 0 is at the boundary of this update
         # lifetime of what rank 0 sends: until it has arrived. What was sent before a meeting the others take right
         # behind it, so at the next one nobody has to be waited for.
@@ -55,6 +56,7 @@ class BufferSync(Listener):
         if self._is_due and not self._has_ended:
             self._exchange(runtime, is_last=False)
         self._is_due = torch.is_grad_enabled() and runtime.is_boundary
+        self._has_trained |= torch.is_grad_enabled()
 
     def before_meeting(self) -> None:
         """Rank 0 is at the boundary of an update, and has waited for nobody there."""
@@ -63,6 +65,7 @@ class BufferSync(Listener):
         if runtime.group.rank == 0:
             while self._taken:
                 self._taken.pop()[0].wait()
+            self._is_due |= not self._has_trained  # the others may have, and changed their own: rank 0's data is out
             self._exchange(runtime, is_last=True)
 
     def after_meeting(self) -> None:
@@ -71,7 +74,7 @@ class BufferSync(Listener):
         assert runtime is not None, "who calls this lives"
         while not self._has_ended:
             self._exchange(runtime, is_last=True)
-        self._has_ended = self._is_due = False
+        self._has_ended = self._is_due = self._has_trained = False
         self._taken, self._sent = self._sent, []
 
     @torch.no_grad()
