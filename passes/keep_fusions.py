@@ -38,7 +38,11 @@ _VIEW, _POINTWISE, _REDUCTION = "view", "pointwise", "reduction"
 _aten = torch.ops.aten
 _CanLeave = Callable[[fx.Node, set[fx.Node]], bool]
 _Read = tuple[fx.Node, str]  # a value, and over how many elements it is read
-_MORE = {_aten._unsafe_view.default: _VIEW, _aten._to_copy.default: _POINTWISE, _aten.cat.default: _POINTWISE}
+_MORE = {  # what torch has no tag for
+    _aten._unsafe_view.default: _VIEW,
+    **dict.fromkeys((_aten._to_copy.default, _aten.cat.default, _aten.full.default), _POINTWISE),
+    **dict.fromkeys((_aten.arange.start_step, torch.ops.prims.iota.default), _POINTWISE),
+}
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
