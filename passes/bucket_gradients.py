@@ -6,13 +6,11 @@ A bucket of which every slot is deposited once in this graph is complete. Stage 
     %sum = aten.sum(...)            ->     flatten_cast(2, "flat_grad[0]", (0, 1), [%mm, %sum])
     deposit(2, 1, %sum)
 
-The k-th complete bucket of a graph takes ring buffer k mod num_buffers. An incomplete bucket of stage 2 is left alone.
-In stage 1 gradients are added to acc_flat, which always exists, so an incomplete bucket is written the same way::
+The k-th complete bucket of a graph takes ring buffer k mod num_buffers. An incomplete bucket of stage 2 is left alone,
+but its deposits move down to the next bucket's write (or the output), so that they cut no segment of their own. In
+stage 1 gradients are added to acc_flat, which always exists, so an incomplete bucket is written the same way::
 
     deposit(2, 0, %mm)              ->     accumulate_cast(2, "acc[2]", (0,), [%mm])
-
-What an incomplete bucket has, deposits or that write, launches nothing: it moves down to the next complete bucket's
-write (or the output), so that it cuts no segment of its own.
 """
 
 from __future__ import annotations
@@ -33,35 +31,31 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
         if isinstance(op, Deposit):
             found[op.bucket] = [*found.pop(op.bucket, []), (node, op)]  # buckets in the order of their last ones
     writes: list[fx.Node] = []
-    waiting: set[fx.Node] = set()  # writes of incomplete buckets
     for bucket, deposits in found.items():
         by_slot = sorted((op for _, op in deposits), key=lambda op: op.slot)
         slots, grads = tuple(op.slot for op in by_slot), tuple(op.grad for op in by_slot)
         write: Cast = AccumulateCast(bucket, Buffer("acc", bucket), slots, grads)
-        is_complete = slots == tuple(range(len(plan.buckets[bucket].slots)))
         if plan.placement.gradient_in_ring:
-            if not is_complete:
+            if slots != tuple(range(len(plan.buckets[bucket].slots))):
                 continue
             write = FlattenCast(bucket, Buffer("flat_grad", len(writes) % plan.num_buffers), slots, grads)
         with new.inserting_after(deposits[-1][0]):
-            made = put(new, write)
-        (writes.append if is_complete else waiting.add)(made)
+            writes.append(put(new, write))
         for node, _ in deposits:
             new.erase_node(node)
-    _sink(new, set(writes), waiting)
+    _sink_deposits(new, set(writes))
     return new
 
 
-def _sink(graph: fx.Graph, writes: set[fx.Node], waiting: set[fx.Node]) -> None:
-    """Deposits, and the writes in ``waiting``, to the next of ``writes``."""
-    going: list[fx.Node] = []
+def _sink_deposits(graph: fx.Graph, writes: set[fx.Node]) -> None:
+    waiting: list[fx.Node] = []
     for node in list(graph.nodes):
-        if node in waiting or isinstance(op_of(node), Deposit):
-            going.append(node)
+        if isinstance(op_of(node), Deposit):
+            waiting.append(node)
         elif node in writes or node.op == "output":
-            for moved in going:
+            for moved in waiting:
                 node.prepend(moved)
-            going = []
+            waiting = []
 
 
 PASS = Pass("bucket_gradients", run, requires=frozenset({"deposits"}), provides=frozenset({"writes"}))
