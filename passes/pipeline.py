@@ -5,6 +5,7 @@ from __future__ import annotations
 from zc.passes import (
     bucket_gradients,
     insert_events,
+    keep_fusions,
     offload_gradients,
     outline_segments,
     place_on_streams,
@@ -23,7 +24,7 @@ def pipeline(*, in_place: bool, prove: bool = True) -> tuple[Pass, ...]:
     if in_place:
         passes.append(write_in_place.PASS)
     passes += [reduce_buckets.PASS, offload_gradients.PASS, signal_peers.PASS]
-    passes += [outline_segments.PASS, place_on_streams.PASS, insert_events.PASS]
+    passes += [keep_fusions.PASS, outline_segments.PASS, place_on_streams.PASS, insert_events.PASS]
     if prove:
         passes.append(verify.PASS)
     return tuple(passes)

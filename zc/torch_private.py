@@ -94,9 +94,10 @@ def num_accumulate_hooks(param: torch.nn.Parameter) -> int:
     return len(getattr(param, "_post_accumulate_grad_hooks", None) or ())
 
 
-class _Edges(torch.autograd.Function):
+class _Edges(torch.autograd.function._SingleLevelFunction):
     """Its node in the graph knows the nodes of all its inputs: one call for all, where
-    torch.autograd.graph.get_gradient_edge makes a view for each."""
+    torch.autograd.graph.get_gradient_edge makes a view for each. (Of Function's base, 2.11 to 2.15: no
+    look at each input for functorch's sake.)"""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -112,7 +113,7 @@ def kept_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[str]
     """
     open_ones = {name: p for name, p in params.items() if p.requires_grad}  # not frozen since the forward
     with torch.enable_grad():
-        edges: Any = _Edges.apply(*open_ones.values()) if open_ones else None  # type: ignore[no-untyped-call, unused-ignore]
+        edges: Any = _Edges.apply(*open_ones.values()) if open_ones else None  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
     nodes = [node for node, _ in edges.grad_fn.next_functions] if open_ones else []
     free = {n for (n, p), node in zip(open_ones.items(), nodes, strict=True) if not p._backward_hooks and _runs(node)}
     return frozenset(params.keys() - free)

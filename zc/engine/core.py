@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from zc import torch_private
 from zc.engine.bound_ops import ProgramOps
@@ -44,6 +44,7 @@ class Core:
         weakref.finalize(buffers, streams.leave).atexit = False  # before any of its memory goes
         self.params = params  # in the plan, by name
         self.frozen: dict[str, nn.Parameter] = {}  # not in the plan; one that asks for a gradient needs zc.recompile
+        self.shown: dict[str, Tensor] = {}  # what each of params has as .grad while it has a gradient, by name
         self.ops = ProgramOps(plan, buffers, group)
         self.passes = pipeline(in_place=config.write_in_place, prove=config.verify)
         self.programs: list[Program] = []  # of compiled backward graphs, for explain

@@ -3,8 +3,6 @@ overridden."""
 
 from __future__ import annotations
 
-from torch import Tensor
-
 
 class Listener:
     """Of one compiled model: its optimizers, its buffers."""
@@ -30,8 +28,4 @@ class Listener:
 
     def may_be_cleared(self) -> bool:
         """The same, by a look at one tensor of each optimizer."""
-        return False
-
-    def shows(self, name: str, grad: Tensor) -> bool:
-        """Whether ``grad``, found as the ``.grad`` of a parameter, was put there by this one."""
         return False

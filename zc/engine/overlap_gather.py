@@ -105,9 +105,8 @@ class WeightGather:
         self._is_open = core.plan.overlap_gather
         # the parameters changed behind autograd's back (their memory is flat_param): a backward through a forward from
         # before this step must fail as it does in PyTorch
-        for index in buckets:
-            for slot in core.plan.buckets[index].slots:
-                torch.autograd.graph.increment_version(core.params[slot.name])
+        slots = (slot for index in buckets for slot in core.plan.buckets[index].slots)
+        torch.autograd.graph.increment_version([core.params[slot.name] for slot in slots])
 
     def count_sharing(self) -> None:
         """New buckets are ready: their parameters' storages are new, and nobody but the parameters can hold them."""

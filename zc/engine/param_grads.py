@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -22,12 +22,12 @@ def refuse_accumulate_hooks(params: Mapping[str, nn.Parameter]) -> None:
 
 
 def check(
-    params: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter], is_shown: Callable[[str, Tensor], bool]
+    params: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter], shown: Mapping[str, Tensor]
 ) -> None:
-    """Raises UncoveredGradientError for a gradient that is not one of our ShardedGrads (``is_shown``), ZcError for a
-    parameter of ``frozen`` that asks for one."""
+    """Raises UncoveredGradientError for a gradient that is none of ours (``shown``), ZcError for a parameter of
+    ``frozen`` that asks for one."""
     for name, param in params.items():
-        if param.grad is not None and not is_shown(name, param.grad):
+        if (grad := param.grad) is not None and grad is not shown.get(name):
             raise UncoveredGradientError(
                 f"{name}.grad holds a full gradient that did not come through a backward of this model; zc trains "
                 "from its own shards: don't assign param.grad by hand"

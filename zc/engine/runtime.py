@@ -141,7 +141,7 @@ class Runtime(Core):
     def receive_eager(self, bucket: int, slot: int, param: nn.Parameter) -> None:
         """The post-accumulate-grad hook: the gradient leaves ``param.grad`` for the plan."""
         grad = param.grad
-        if grad is None or self.shows(self.plan.buckets[bucket].slots[slot].name, grad):
+        if grad is None or grad is self.shown.get(self.plan.buckets[bucket].slots[slot].name):
             return  # nothing came, or it was added to a ShardedGrad, which has called `receive`
         param.grad = None
         self.receive(bucket, slot, grad)
@@ -158,10 +158,6 @@ class Runtime(Core):
         log.debug("bucket %d: a hook brings the gradient of %s", bucket, self.plan.buckets[bucket].slots[slot].name)
         self._keep(bucket, slot, grad)
         self._flush_ready()
-
-    def shows(self, name: str, grad: Tensor) -> bool:
-        """Whether ``grad`` of parameter ``name`` was put there by a listener, not by autograd or the caller."""
-        return any(listener.shows(name, grad) for listener in self.listeners)
 
     def may_be_cleared(self) -> bool:
         """Whether the caller may have taken the gradients of an optimizer's own tensors, by a look at few."""
@@ -251,7 +247,7 @@ class Runtime(Core):
         where these had not shown the same ones.
         """
         self.weights.synchronize()
-        param_grads.check(self.params, self.frozen, self.shows)
+        param_grads.check(self.params, self.frozen, self.shown)
         self._drop_failed()
         self._notice_cleared()
         if self.is_final:

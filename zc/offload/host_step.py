@@ -209,8 +209,8 @@ class HostStep:
 
     def publish(self, bucket: int, buffer: str) -> None:
         # a backward through a forward from before this step must fail as it does in PyTorch
-        for slot in self.core.plan.buckets[bucket].slots:
-            torch.autograd.graph.increment_version(self.core.params[slot.name])
+        slots = self.core.plan.buckets[bucket].slots
+        torch.autograd.graph.increment_version([self.core.params[slot.name] for slot in slots])
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class GradShards:
         """The gradient of ``name`` is complete, and there. Raises ZcError where it has been set to None."""
         runtime = self.runtime
         grad = runtime.params[name].grad
-        if not runtime.is_final or grad is None or not runtime.shows(name, grad) or runtime.may_be_cleared():
+        if not runtime.is_final or grad is None or grad is not runtime.shown[name] or runtime.may_be_cleared():
             runtime.finish_gradients(by_grad=True)
         if not self._is_touched(name):
             raise ZcError(f"the gradient of {name} was set to None (zero_grad) since: take param.grad anew")
@@ -196,12 +196,16 @@ class GradShards:
 def _cut(shard: Tensor, parts: Sequence[tuple[int, int, Slot]]) -> list[Tensor]:
     """Views [start, stop) of ``shard`` [S], `in_shape` of their slots; parts ascend and are disjoint. One call into C++
     cuts all, in place of two a part: a model has hundreds."""
-    sizes, at = [], 0
+    sizes: list[int] = []
+    places, at = [], 0
     for start, stop, _ in parts:
-        sizes += [start - at, stop - start]
+        if start > at:
+            sizes.append(start - at)
+        places.append(len(sizes))
+        sizes.append(stop - start)
         at = stop
-    cut = shard.split_with_sizes([*sizes, shard.numel() - at])[1::2]
-    return [in_shape(piece, slot) for piece, (_, _, slot) in zip(cut, parts, strict=True)]
+    cut = shard.split_with_sizes([*sizes, shard.numel() - at])
+    return [in_shape(cut[k], slot) for k, (_, _, slot) in zip(places, parts, strict=True)]
 
 
 def _sums(parts: list[Tensor], order: float) -> Tensor:

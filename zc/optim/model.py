@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zc import torch_private
@@ -44,7 +44,7 @@ class ShardedModel(Listener):
         file: StateFile | None,
     ) -> None:
         self.runtime, self.given = runtime, given
-        self.grads: dict[str, ShardedGrad] = {}
+        self._showed: list[list[bool]] = []  # `Rounds.known` when gradients were shown last
         self.grad_shards = GradShards(runtime)
         self._writes = ParamWrites(runtime)
         self.optimizers = [
@@ -59,13 +59,9 @@ class ShardedModel(Listener):
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """The parameters in these buckets show their gradients, and become slices of their optimizers."""
         self.grad_shards.adopt(buckets)
-        self.grads.update(
-            {
-                s.name: ShardedGrad(self.grad_shards, s.name, self.runtime.params[s.name])
-                for b in buckets
-                for s in b.slots
-            }
-        )
+        for slot in (slot for bucket in buckets for slot in bucket.slots):
+            shown = ShardedGrad(self.grad_shards, slot.name, self.runtime.params[slot.name])
+            self.runtime.shown[slot.name] = shown
         for optimizer in self.optimizers:
             optimizer.adopt([b for b in buckets if b.optimizer == optimizer.number])
         self._writes.adopt(buckets)
@@ -85,9 +81,6 @@ class ShardedModel(Listener):
         self.runtime.streams.synchronize()
         self.disk.flush(self._writes.take_over)
 
-    def shows(self, name: str, grad: Tensor) -> bool:
-        return grad is self.grads[name]
-
     def cleared_optimizers(self) -> list[int]:
         return [o.number for o in self.optimizers if o.are_cleared()]
 
@@ -95,7 +88,9 @@ class ShardedModel(Listener):
         return any(o.is_one_cleared() for o in self.optimizers)
 
     def gradients_finished(self) -> None:
-        self.backward_ended()  # a rank without a backward has gradients now, too, and may drop them by any way
+        self.grad_shards.changed()
+        if self.runtime.rounds.known != self._showed:
+            self.backward_ended()  # a rank without a backward has gradients now, too, and may drop them by any way
 
     def backward_ended(self) -> None:
         for optimizer in self.optimizers:
@@ -106,12 +101,13 @@ class ShardedModel(Listener):
         """``param.grad`` of every parameter with a gradient becomes its ShardedGrad."""
         self.grad_shards.changed()
         self._writes.check_places()
+        self._showed = self.runtime.rounds.known
         for bucket in self.runtime.plan.buckets:
-            for slot, is_known in zip(bucket.slots, self.runtime.rounds.known[bucket.index], strict=True):
+            for slot, is_known in zip(bucket.slots, self._showed[bucket.index], strict=True):
                 param = self.runtime.params[slot.name]
                 if is_known and param.grad is None:
-                    param.grad = self.grads[slot.name]
-                elif not is_known and param.grad is self.grads[slot.name]:
+                    param.grad = self.runtime.shown[slot.name]
+                elif not is_known and param.grad is self.runtime.shown[slot.name]:
                     param.grad = None  # of gradients that were dropped when this backward had begun
 
     def gradients_cleared(self, optimizer: int | None) -> None:

@@ -42,6 +42,8 @@ class ParamWrites:
 
     def remember(self) -> None:
         """Parameters and masters agree now."""
+        if self._core.plan.offload is None:
+            return  # the masters are on the parameters' device, and are compared with them
         self._versions = {name: torch_private.version(param) for name, param in self._core.params.items()}
 
     def check_places(self) -> None:
