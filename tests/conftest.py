@@ -6,6 +6,7 @@ asks for ranks and is shut down here.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 for folder in (Path(__file__).parent, Path(__file__).parent / "distributed"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay to the end: tests that collect garbage need not walk them, 0.7 s each time
 
 
 @pytest.fixture(scope="session", autouse=True)
