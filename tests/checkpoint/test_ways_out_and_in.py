@@ -53,9 +53,10 @@ def _train_gpt2(rank: int, world_size: int, folder: Path) -> tuple[list[str], Te
 
 READER = """
 import sys, torch, transformers
-model = transformers.GPT2LMHeadModel.from_pretrained(sys.argv[1]).eval()
-with torch.no_grad():
-    torch.save(model(torch.arange(16).reshape(2, 8) % 101).logits, sys.argv[1] + "/logits.pt")
+for folder in sys.argv[1:]:
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        torch.save(model(torch.arange(16).reshape(2, 8) % 101).logits, folder + "/logits.pt")
 assert "zc" not in sys.modules
 """
 
@@ -69,10 +70,11 @@ def test_from_pretrained_reads_the_export(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "split" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == set(names[1:])
     assert "lm_head.weight" not in index["weight_map"], "a tied weight stands once"
+    # transformers imports a package "kernels" where it finds one: not this repository's folder
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    folders = [str(tmp_path / name) for name in ("whole", "split")]
+    subprocess.run([sys.executable, "-c", READER, *folders], check=True, cwd=tmp_path, env=env)
     for name in ("whole", "split"):
-        # transformers imports a package "kernels" where it finds one: not this repository's folder
-        env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        subprocess.run([sys.executable, "-c", READER, str(tmp_path / name)], check=True, cwd=tmp_path, env=env)
         assert torch.equal(torch.load(tmp_path / name / "logits.pt", weights_only=True), wanted)
     with pytest.raises(zc.CheckpointError, match=r"model\.safetensors exists already"):
         zc.export(tmp_path / "whole", tmp_path / "checkpoint")

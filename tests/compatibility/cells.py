@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import rows_backward
@@ -28,14 +28,12 @@ import rows_topology
 import torch
 import torch.distributed as dist
 from harness import RanksFailed, run_ranks
+from late_gathers import late_gathers
 from oracle import weights, worst
 from rows import BACKENDS, ROWS, STAGES, Row, Script, make_plain, plain, sgd
 from torch import Tensor, nn
 
 import zc
-import zc.api
-from zc.engine.streams import ThreadStreams
-from zc.schedule.buffer import COMM
 
 TABLE = (
     rows_tasks, rows_loops, rows_backward, rows_structure, rows_conv, rows_params, rows_precision, rows_optimizers,
@@ -139,16 +137,7 @@ def _fresh(row: Row) -> nn.Module:
     return row.make()
 
 
-LATE = 0.004  # seconds before each task of the comm stream
-
-
-@contextlib.contextmanager
-def _late_gathers() -> Iterator[None]:
-    given, zc.api.make_streams = zc.api.make_streams, lambda device: ThreadStreams({COMM: LATE})
-    try:
-        yield
-    finally:
-        zc.api.make_streams = given
+LATE = 0.012  # seconds before each bucket's gather
 
 
 def _cell(rank: int, world_size: int, row: Row, backend: str, stage: int) -> Seen:
@@ -157,11 +146,11 @@ def _cell(rank: int, world_size: int, row: Row, backend: str, stage: int) -> See
         optimizer = row.optimizer(p for p in model.parameters() if p.requires_grad)
         given = {name: value() if callable(value) else value for name, value in row.options.items()}
         options = {"bucket_nbytes": 512, **given}
-        with _late_gathers() if options.get("overlap_gather") else contextlib.nullcontext():
+        with late_gathers(LATE) if options.get("overlap_gather") else contextlib.nullcontext():
             zc.compile(model, optimizer, stage=stage, backend=backend, **options)
-        script = Script(model, optimizer, rank, world_size, torch.float32, is_zc=True, backend=backend)
-        row.loop(script)
-        script.synchronize()  # the weights are read below
+            script = Script(model, optimizer, rank, world_size, torch.float32, is_zc=True, backend=backend)
+            row.loop(script)
+            script.synchronize()  # the weights are read below
     except Exception as error:  # noqa: BLE001  (the table says which are expected)
         text = f"{type(error).__name__}: {error}"
         if row.error(backend, stage) is None:

@@ -9,7 +9,8 @@ return within the limit (most often: it waits in a collective that the others ne
 stacks of all its threads, then killed, and the pool is rebuilt: one hanging test costs one test.
 
 Limits are for a machine that does nothing else: `patience` makes them longer on another. What Inductor finds out about
-the processor with a C++ compiler, a minute or two of torch 2.11's, is found once a checkout, in no job's time.
+the processor with a C++ compiler, a minute or two of torch 2.11's, is found once a checkout, in no job's time. What it
+compiles lies in one folder of the whole run (`compiled_code`), empty when that begins.
 """
 
 from __future__ import annotations
@@ -67,6 +68,18 @@ def probed(kept: Path = ROOT / "build" / "processor") -> Path:
     return folder
 
 
+def compiled_code(alone: Path) -> Path:
+    """The folder where Inductor keeps what it compiles: that of this run of pytest, which all its processes share, or
+    one in ``alone`` where there is none."""
+    folder = Path(os.environ.get("ZC_TEST_COMPILED") or alone) / "inductor"
+    if not folder.exists():
+        making = Path(tempfile.mkdtemp(dir=folder.parent))
+        shutil.copytree(probed(), making, dirs_exist_ok=True)
+        with contextlib.suppress(OSError):  # another process was first
+            making.rename(folder)
+    return folder
+
+
 class RanksFailed(AssertionError):
     """Some ranks raised, died or hung. ``errors``: rank -> its traceback, its stacks, or how it died."""
 
@@ -79,7 +92,7 @@ class RanksFailed(AssertionError):
 class _Rank:
     """One process, the pipe to it, and its files: what it prints, and the stacks it writes when it is asked to."""
 
-    def __init__(self, rank: int, folder: Path) -> None:
+    def __init__(self, rank: int, folder: Path, compiled: Path) -> None:
         self.rank, self.folder, self.is_ready = rank, folder, False
         self.log = folder / f"rank{rank}.log"
         self.stacks = folder / f"rank{rank}.stacks"
@@ -93,7 +106,7 @@ class _Rank:
             OMP_NUM_THREADS="1",
             MKL_NUM_THREADS="1",
             GLOO_SOCKET_IFNAME="lo",
-            TORCHINDUCTOR_CACHE_DIR=str(folder.parent / "inductor"),  # of the session: a graph is compiled once
+            TORCHINDUCTOR_CACHE_DIR=str(compiled),
             TORCHINDUCTOR_COMPILE_THREADS="1",
             PYTHONUNBUFFERED="1",
         )
@@ -143,7 +156,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="zc-ranks-"))
-        shutil.copytree(probed(), self.folder / "inductor")
+        self._compiled = compiled_code(self.folder)
         self._ranks: list[_Rank] = []
         self._num_jobs = 0
         self._num_started = 0
@@ -157,7 +170,7 @@ class RankPool:
             self._num_started += 1
             folder = self.folder / f"process{self._num_started}"
             folder.mkdir()
-            self._ranks.append(_Rank(len(self._ranks), folder))
+            self._ranks.append(_Rank(len(self._ranks), folder, self._compiled))
         for rank in self._ranks:
             rank.wait_until_ready()
         ranks = self._ranks[:world_size]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from functools import cache
 from typing import Any
 
 import pytest
@@ -181,14 +182,18 @@ def _table_losses(rank: int, world_size: int, per_device: int, how: str, dtype: 
     return (mean / world_size).tolist()
 
 
+@cache
+def _losses(per_device: int, how: str, dtype: torch.dtype | None = None) -> list[float]:
+    """Of rank 0; a run that several tests compare with is trained once."""
+    return run_ranks(_table_losses, 2, per_device, how, dtype, timeout=120)[0]
+
+
 @pytest.mark.parametrize("how", ["1", "2"])
 def test_pr_7985_table(how: str) -> None:
     """deepspeed#7985: with global batch 64 and 10 steps, (2 x 16) and (8 x 4) ended 0.103 apart in loss; DDP's own ways
     to split it end 0.0002 apart. How a batch is split into microbatches must not matter, and both must end where DDP
     does."""
-    many = run_ranks(_table_losses, 2, 2, how, None, timeout=120)[0]
-    few = run_ranks(_table_losses, 2, 8, how, None, timeout=120)[0]
-    ddp = run_ranks(_table_losses, 2, 8, "ddp", None, timeout=120)[0]
+    many, few, ddp = _losses(2, how), _losses(8, how), _losses(8, "ddp")
     assert many[-1] < many[0] - 0.5, "it learns, so that a lost microbatch would show"
     assert abs(many[-1] - few[-1]) < 5e-4
     assert abs(many[-1] - ddp[-1]) < 5e-4 and abs(few[-1] - ddp[-1]) < 5e-4
@@ -197,9 +202,7 @@ def test_pr_7985_table(how: str) -> None:
 def test_pr_7985_table_in_bf16() -> None:
     """The same with bf16 parameters, fp32 masters and fp32 accumulation, as in the report (measured: 0.0002 apart).
     From the fp32 run it may differ by what bf16 rounds in the forward (measured 0.002; DDP, bf16 weights: 0.029)."""
-    many = run_ranks(_table_losses, 2, 2, "1", torch.bfloat16, timeout=120)[0]
-    few = run_ranks(_table_losses, 2, 8, "1", torch.bfloat16, timeout=120)[0]
-    exact = run_ranks(_table_losses, 2, 8, "1", None, timeout=120)[0]
+    many, few, exact = _losses(2, "1", torch.bfloat16), _losses(8, "1", torch.bfloat16), _losses(8, "1")
     assert abs(many[-1] - few[-1]) < 5e-4, (many[-1], few[-1])
     assert abs(many[-1] - exact[-1]) < 5e-3, (many[-1], exact[-1])
 

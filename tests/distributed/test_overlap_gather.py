@@ -1,6 +1,6 @@
 """overlap_gather: step() returns with the gathers launched, and nothing but time changes.
 
-The comm thread sleeps before each of its tasks, so a gather is always late; what reads without waiting reads the
+The comm thread sleeps before each gather (late_gathers.py), so it is always late; what reads without waiting reads the
 weights of before the update (Megatron-LM #950), which the control shows.
 """
 
@@ -15,24 +15,24 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from late_gathers import Late, late_gathers
 from loops import adamw
 from models import mean_square, mlp, vectors
 from torch import nn
 
 import zc
-import zc.api
 from zc.engine.overlap_gather import WeightGather
 from zc.engine.pending import Pending, PendingParameter
-from zc.engine.streams import ThreadStreams
 from zc.errors import PlanError
 from zc.ranks.comm import Group
-from zc.schedule.buffer import COMM, HOME
+from zc.schedule.buffer import HOME
 
 DIM, DEPTH, BUCKET = 32, 4, 5000  # one bucket a layer
-LATE = 0.012  # seconds
+LATE = 0.02  # seconds before each bucket's gather
+VERY_LATE = 0.07  # where a single read has to come before the last one
 
 
-class Careless(ThreadStreams):
+class Careless(Late):
     """The home stream does not wait for gathers."""
 
     def wait(self, event: str, stream: str) -> None:
@@ -45,33 +45,31 @@ Weights = dict[str, torch.Tensor]
 
 def _train(
     rank: int,
-    streams: Callable[[dict[str, float]], ThreadStreams],
+    streams: type[Late],
     look: Callable[[nn.Module], None] | None = None,
     num_steps: int = 4,
+    late: float = LATE,
     **options: Any,
 ) -> tuple[Weights, str]:
     """Weights after ``num_steps`` updates, and the explanation. ``look`` is called right after each update."""
     torch.manual_seed(0)
     model: nn.Module = mlp(DIM, DEPTH)
     batch = vectors(DIM, 8)
-    given, zc.api.make_streams = zc.api.make_streams, lambda device: streams({COMM: LATE})
-    try:
+    with late_gathers(late if options.get("overlap_gather") else 0.0, streams):
         model, optimizer = zc.compile(model, adamw(model), bucket_nbytes=BUCKET, **options)
-    finally:
-        zc.api.make_streams = given
-    for step in range(num_steps):
-        mean_square(model, batch(rank, step, 0)).backward()
-        optimizer.step()
-        if look is not None:
-            look(model)
-        optimizer.zero_grad()
+        for step in range(num_steps):
+            mean_square(model, batch(rank, step, 0)).backward()
+            optimizer.step()
+            if look is not None:
+                look(model)
+            optimizer.zero_grad()
     explanation = str(zc.explain(model))
     return {name: t.clone() for name, t in model.state_dict().items()}, explanation
 
 
 def _with_and_without(rank: int, world_size: int, options: dict[str, Any]) -> tuple[bool, bool, str]:
-    expected, _ = _train(rank, ThreadStreams, **options)
-    found, explanation = _train(rank, ThreadStreams, overlap_gather=True, **options)
+    expected, _ = _train(rank, Late, **options)
+    found, explanation = _train(rank, Late, overlap_gather=True, **options)
     careless, _ = _train(rank, Careless, overlap_gather=True, **options)
     same = [all(torch.equal(expected[k], w[k]) for k in expected) for w in (found, careless)]
     return same[0], same[1], explanation
@@ -127,7 +125,7 @@ def _reads(rank: int, world_size: int, kind: str) -> None:
         backend = "eager" if kind == "eager part" else "aot_eager"
         into = seen[k]
         weights, _ = _train(
-            rank, ThreadStreams, lambda m: look(m, into), backend=backend, overlap_gather=overlap_gather  # noqa: B023
+            rank, Late, lambda m: look(m, into), backend=backend, overlap_gather=overlap_gather  # noqa: B023
         )
         into.append(weights)
     torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
@@ -202,7 +200,8 @@ def _raw(rank: int, world_size: int, is_watched: bool) -> dict[str, bool]:
                 into.append(next(kinds)(model))
 
             options = {"backend": "aot_eager", "overlap_gather": overlap_gather}
-            weights, _ = _train(rank, ThreadStreams, look, num_steps=len(RAW), **options)
+            late = LATE if is_watched else VERY_LATE
+            weights, _ = _train(rank, Late, look, num_steps=len(RAW), late=late, **options)
             into[-1] = list(weights.values())  # a clamp shows in what the run ends with
     finally:
         WeightGather.watch = watch  # type: ignore[method-assign]
@@ -242,7 +241,7 @@ def _asks_for_no_value(rank: int, world_size: int) -> None:
         assert _last(model).sum().item() and not weights._is_open
         assert all(type(p) is nn.Parameter for p in model.parameters())
 
-    _, explanation = _train(rank, ThreadStreams, look, backend="aot_eager", overlap_gather=True)
+    _, explanation = _train(rank, Late, look, backend="aot_eager", overlap_gather=True)
     assert seen == [True] * 4, "the gathers went on meanwhile"
     assert "schedule forward_0" in explanation and "schedule forward_1" not in explanation, "compiled once"
 
@@ -285,11 +284,12 @@ def _aliases(rank: int, world_size: int, is_counted: bool) -> tuple[dict[str, bo
     when step() waited."""
     count, plain, keeper = zc.torch_private.num_sharing, Keeper(), Keeper()
     options: dict[str, Any] = {"backend": "aot_eager", "num_steps": 2 * len(ALIASES)}
-    _train(rank, ThreadStreams, plain, **options)
+    _train(rank, Late, plain, **options)
     if not is_counted:
         zc.torch_private.num_sharing = lambda tensor: 0
     try:
-        _, explanation = _train(rank, ThreadStreams, keeper, overlap_gather=True, **options)
+        late = LATE if is_counted else VERY_LATE
+        _, explanation = _train(rank, Late, keeper, overlap_gather=True, late=late, **options)
     finally:
         zc.torch_private.num_sharing = count
     same = {kind: torch.equal(*pair) for kind, *pair in zip(ALIASES, plain.seen, keeper.seen, strict=True)}
@@ -330,7 +330,7 @@ def _in_flight(rank: int, world_size: int) -> tuple[list[bool], str]:
 
     try:
         Group.all_gather, WeightGather.watch = slow_gather, late_watch  # type: ignore[method-assign]
-        _, explanation = _train(rank, lambda delays: ThreadStreams(), look, backend="aot_eager", overlap_gather=True)
+        _, explanation = _train(rank, Late, look, late=0.0, backend="aot_eager", overlap_gather=True)
     finally:
         Group.all_gather, WeightGather.watch = gather, watch  # type: ignore[method-assign]
     return waited, explanation

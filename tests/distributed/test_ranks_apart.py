@@ -18,6 +18,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from models import Heads, seeded
 from oracle import weights
+from tiers import full_only
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -250,7 +251,9 @@ def test_with_every_option(name: str, options: dict[str, Any]) -> None:
     check(name, 2, "aot_eager", **options)
 
 
+@full_only
 def test_inductor() -> None:
+    """What is kept or reduced is decided around the segments, by the schedule that aot_eager runs too."""
     check("microbatches in no_sync", 2, "inductor")
 
 

@@ -28,11 +28,10 @@ def on_hosts(rank: int, world_size: int, per_host: int, run: Run) -> dict[str, T
         return zc_weights(rank, world_size, run)
 
 
-SHAPES = [(4, 2), (3, 1), (4, 4), (4, 1)] if FULL else [(4, 2), (3, 1)]
+SHAPES = [(stage, *shape) for stage in (1, 2) for shape in ((4, 2), (3, 1), (4, 4), (4, 1))]
 
 
-@pytest.mark.parametrize(("world_size", "per_host"), SHAPES)
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("stage", "world_size", "per_host"), SHAPES if FULL else [(1, 4, 2), (2, 4, 2), (2, 3, 1)])
 def test_ddp_s_weights_and_one_result_for_every_bucket_size(world_size: int, per_host: int, stage: int) -> None:
     runs = [
         Run("mlp", stage=stage, backend="aot_eager", options=options)
@@ -41,7 +40,7 @@ def test_ddp_s_weights_and_one_result_for_every_bucket_size(world_size: int, per
     wanted = ddp_reference(world_size, "mlp", 1, 20, runs[0].make_optimizer, None)
     first = run_ranks(on_hosts, world_size, per_host, runs[0])
     assert worst(first[0], wanted)[0] < TOLERANCE
-    for run in runs:
+    for run in runs if FULL else runs[1:]:  # that the first gives the same twice is in test_bitwise.py
         for found in run_ranks(on_hosts, world_size, per_host, run):
             assert all(torch.equal(found[name], first[0][name]) for name in wanted), run.options
 

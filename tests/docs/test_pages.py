@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from documents import PAGES, ROOT, Block, blocks, with_diffs
-from harness import run_ranks
+from harness import compiled_code, patience, run_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -154,11 +154,14 @@ def test_the_guide_shows_two_lines_against_ddp() -> None:
 
 
 def launched(*command: str, ranks: int) -> str:
-    """As the example's first line says; gloo by the loopback, as in all tests."""
+    """As the example's first line says; gloo by the loopback, compiled code in the run's own folder, as in all tests:
+    the user's is shared with whatever else runs or cleans up."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env["TORCHINDUCTOR_CACHE_DIR"] = str(compiled_code(Path(tempfile.gettempdir())))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    limit = 300 * patience()
     done = subprocess.run(
-        [sys.executable, *launcher, *command], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, *launcher, *command], env=env, cwd=ROOT, capture_output=True, text=True, timeout=limit
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
