@@ -29,6 +29,7 @@ from zc.optim.given import Given, listed
 from zc.optim.kinds import note_of, rule_of, try_out
 from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer
+from zc.optim.param_writes import note_of_shared
 from zc.planning.layout import Rule
 from zc.planning.plan import Plan
 from zc.prepare import broadcast_rest, check_host, check_wire, fill, fingerprint, open_state_file, plan_of
@@ -150,15 +151,14 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             file.discard()
         raise
 
-    device = plan.buckets[0].device
+    device, shared = plan.buckets[0].device, note_of_shared(params)
     ranks.open_data(device)
     buffers = Buffers(plan, ranks.shard.rank)
     streams = make_streams(device)
     runtime = Runtime(config, plan, buffers, ranks, streams, params)
-    for note in filter(None, map(note_of, optimizers)) if ranks.world_size > 1 else ():
+    layouts = map(note_of, optimizers) if ranks.world_size > 1 else ()
+    for note in filter(None, (*layouts, ranks.shard.note, kernels.note_of(device), shared)):
         runtime.say_once(note)
-    for said in filter(None, (ranks.shard.note, kernels.note_of(device))):
-        runtime.say_once(said)
     if not verify:
         runtime.say_once("verify=False: schedules run without their proof")
     broadcast_rest(model, params, ranks)

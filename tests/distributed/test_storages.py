@@ -142,6 +142,30 @@ def test_what_is_kept_of_a_parameter_keeps_its_memory() -> None:
     run_ranks(_kept, 2)
 
 
+def _shared(rank: int, world_size: int) -> str:
+    before = mlp().share_memory()
+    held = [p.detach() for p in before.parameters()]  # as another process has them
+    zc.compile(before, adamw(before), backend="eager")
+    notes = zc.explain(before).sections["notes"]
+    assert all(p.is_shared() for p in held) and not any(p.is_shared() for p in before.parameters())
+    model = mlp()
+    optimizer = adamw(model)
+    zc.compile(model, optimizer, backend="eager")
+    mean_square(model, vectors()(rank, 0, 0)).backward()
+    model.share_memory()
+    weights = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(zc.ZcError, match=r"has left its bucket.*share_memory.*clones"):
+        optimizer.step()
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+    return notes
+
+
+def test_memory_that_processes_share_is_left_with_a_note_or_refused() -> None:
+    """Who holds it in another process, an actor say, sees no update: never without a word."""
+    for notes in run_ranks(_shared, 2):
+        assert ".weight lay in memory that processes share" in notes
+
+
 def _hub(rank: int, world_size: int, folder: Path) -> None:
     import transformers
 

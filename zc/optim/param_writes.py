@@ -9,10 +9,10 @@ rounded, was not written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zc import torch_private
 from zc.errors import ZcError
@@ -21,6 +21,22 @@ from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether other processes may have this memory too (share_memory, a tensor that came through a queue)."""
+    return tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def note_of_shared(params: Mapping[str, nn.Parameter]) -> str | None:
+    """What explain says where `zc.compile` takes parameters out of memory that other processes may read."""
+    shared = next((name for name, param in params.items() if _is_shared(param)), None)
+    if shared is None:
+        return None
+    return (
+        f"{shared} lay in memory that processes share (share_memory, or it came through a queue), and is in a bucket "
+        "of this process now: others that hold it don't see it trained. Copy it into a second model that is shared"
+    )
 
 
 class ParamWrites:
@@ -51,11 +67,18 @@ class ParamWrites:
         for name, (address, bucket) in self._places.items():
             param = self._core.params[name]
             if param.data_ptr() != address:
+                so = (
+                    "Was the model moved, cast or given other tensors (model.to, .half, param.data = ...) after "
+                    "zc.compile? Do that before, and write values in place (param.copy_, load_state_dict)"
+                )
+                if _is_shared(param):
+                    so = (
+                        "share_memory, or a queue between processes, has moved it into memory that they share: put "
+                        "clones into the queue, or copy into a second model that is shared"
+                    )
                 raise ZcError(
                     f"parameter {name} has left its bucket, so no update would reach it: it is {param.dtype} on "
-                    f"{param.device}, the bucket {bucket.param_dtype} on {bucket.device}. Was the model moved, cast or "
-                    "given other tensors (model.to, .half, param.data = ...) after zc.compile? Do that before, and "
-                    "write values in place (param.copy_, load_state_dict)"
+                    f"{param.device}, the bucket {bucket.param_dtype} on {bucket.device}. {so}"
                 )
 
     def take_over(self) -> None:
