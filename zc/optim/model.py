@@ -44,7 +44,6 @@ class ShardedModel(Listener):
         file: StateFile | None,
     ) -> None:
         self.runtime, self.given = runtime, given
-        self._showed: list[list[bool]] = []  # `Rounds.known` when gradients were shown last
         self.grad_shards = GradShards(runtime)
         self._writes = ParamWrites(runtime)
         self.optimizers = [
@@ -88,9 +87,7 @@ class ShardedModel(Listener):
         return any(o.is_one_cleared() for o in self.optimizers)
 
     def gradients_finished(self) -> None:
-        self.grad_shards.changed()
-        if self.runtime.rounds.known != self._showed:
-            self.backward_ended()  # a rank without a backward has gradients now, too, and may drop them by any way
+        self.backward_ended()  # a rank without a backward has gradients now, too, and may drop them by any way
 
     def backward_ended(self) -> None:
         for optimizer in self.optimizers:
@@ -101,9 +98,8 @@ class ShardedModel(Listener):
         """``param.grad`` of every parameter with a gradient becomes its ShardedGrad."""
         self.grad_shards.changed()
         self._writes.check_places()
-        self._showed = self.runtime.rounds.known
         for bucket in self.runtime.plan.buckets:
-            for slot, is_known in zip(bucket.slots, self._showed[bucket.index], strict=True):
+            for slot, is_known in zip(bucket.slots, self.runtime.rounds.known[bucket.index], strict=True):
                 param = self.runtime.params[slot.name]
                 if is_known and param.grad is None:
                     param.grad = self.runtime.shown[slot.name]
