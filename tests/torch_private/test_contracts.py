@@ -619,6 +619,31 @@ def test_inner_compilers_get_no_argument_that_zc_does_not_know(traced: Traced) -
     assert given | declared <= KNOWN and {"static_input_idxs", "is_backward"} <= declared
 
 
+@contract("use_of_streams", "the operators of torch.ops.streams, control_deps around them or meta['custom']['stream']")
+def test_streams_of_the_program() -> None:
+    from torch._dynamo.variables.streams import StreamContextVariable
+    from torch._functorch._aot_autograd import streams
+    from torch._inductor.fx_passes.control_dependencies import control_deps
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    plain = graph.call_function(aten.sin.default, (x,))
+    record = graph.call_function(torch.ops.streams.record_event.default, (0, 3))
+    graph.output(graph.call_function(aten.cos.default, (plain,)))
+    assert [torch_private.use_of_streams(n) for n in (x, plain)] == [None, None]
+    assert torch_private.use_of_streams(record) == "streams.record_event.default"
+    # what Dynamo writes at a stream context, AOTAutograd reads: under the same key
+    assert '={"stream": self.get_stream().user_object_index}' in inspect.getsource(StreamContextVariable.__init__)
+    streams.set_stream(plain, 3)
+    assert streams.get_stream(plain) == 3 and torch_private.use_of_streams(plain) == "stream 3"
+    wrap = getattr(streams, "wrap_all_sync_nodes_with_control_deps", None)
+    if wrap is not None:  # since 2.13
+        plain.meta["val"] = torch.empty(())
+        wrap(gm := fx.GraphModule(nn.Module(), graph))
+        uses = {n.target: torch_private.use_of_streams(n) for n in gm.graph.nodes}
+        assert control_deps in uses and list(uses.values()).count("streams.record_event.default") == 1
+
+
 @contract("compile_id", "torch._guards.CompileContext")
 def test_compile_id(traced: Traced) -> None:
     frame, times = traced.ids[0].split("/")
