@@ -186,6 +186,10 @@ def new_group(
     running program make theirs this way; 2.11 to 2.15.) Where the default group is bound to a device, a new one of NCCL
     is split from it, which all of its ranks must call: of some ranks it is made without, as in a program that binds
     none. (``ProcessGroup.bound_device_id``, which torch itself sets; ``ProcessGroupNCCL.Options``.)
+
+    Since 2.15 ``nccl`` is ProcessGroupNCCL2, with the same options. It binds each group to a device when it is made: to
+    that of the default group here, as torch.distributed.new_group does, and else to one that it guesses by the rank.
+    (``_nccl2_device``, ``device_id`` of the helper.)
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -198,6 +202,8 @@ def new_group(
         made_options.is_high_priority_stream, made_options._timeout = True, options["timeout"]
     default: Any = c10d._get_default_group()
     bound = default.bound_device_id
+    if chosen == "nccl" and hasattr(c10d, "_nccl2_device"):
+        options["device_id"] = bound
     try:
         if len(ranks) < default.size():
             default.bound_device_id = None
