@@ -11,6 +11,7 @@ import copy
 import inspect
 import io
 import pickle
+import types
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import wraps
@@ -457,6 +458,12 @@ def test_a_group_beside_one_that_is_bound_to_a_device() -> None:
         default.bound_device_id = torch.device("cuda", 0)
         assert torch_private.timeout_of(torch_private.new_group([0], "gloo", "zc/0/2", 2 * seven), "cpu") == 2 * seven
         assert default.bound_device_id == torch.device("cuda", 0)
+        c10d: Any = torch.distributed.distributed_c10d
+        if hasattr(c10d, "_nccl2_device"):  # since 2.15: the group's own device comes first
+            assert "device_id" in inspect.signature(c10d._new_process_group_helper).parameters
+            asked = types.SimpleNamespace(enable_reconfigure=False, process_group=default)
+            assert c10d._nccl2_device(asked) == torch.device("cuda", 0)
+            assert hasattr(c10d.ProcessGroupNCCL2, "options")
         default.bound_device_id = None
         assert default.bound_device_id is None
         options = torch.distributed.distributed_c10d.__dict__.get("ProcessGroupNCCL")
