@@ -19,6 +19,9 @@ segment needs come in as inputs of their own.
 
 An input that nobody else uses, and whose storage no other value shares, is *donated*: the segment may write its result
 there. It is named ``donated3`` in place of ``arg3``, since Inductor's cache looks at names, and not at what is donated.
+
+A segment is one stream's. A node that the program has put on a stream of its own, or that records or waits for an event
+of the program's, is refused by name: in a segment it would be on the wrong one, or in another order.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from zc import torch_private
+from zc.errors import PassError
 from zc.passes.base import Pass, copy_node
 from zc.planning.plan import Plan
 from zc.schedule.nodes import is_getitem, is_schedule_node, maker, op_of, put
@@ -39,6 +44,7 @@ _KEPT_META = ("val", "tensor_meta")  # the rest (stack traces, names) differs be
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
+    _refuse_streams(graph)
     symbols = _symbol_inputs(graph)
     shared = _shared_storages(graph)
     new = fx.Graph(owning_module=graph.owning_module)
@@ -63,6 +69,16 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
                 flush()
             pending.append(node)
     return new
+
+
+def _refuse_streams(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        use = torch_private.use_of_streams(node)
+        if use is not None:
+            raise PassError(
+                f"{node.name} of a compiled graph uses {use}: a schedule has no stream or event of the program's. Put "
+                "what uses them in a function under torch.compiler.disable: that runs as PyTorch has it"
+            )
 
 
 def _of_segment(node: fx.Node) -> bool:

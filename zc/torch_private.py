@@ -187,6 +187,10 @@ def new_group(
     running program make theirs this way; 2.11 to 2.15.) Where the default group is bound to a device, a new one of NCCL
     is split from it, which all of its ranks must call: of some ranks it is made without, as in a program that binds
     none. (``ProcessGroup.bound_device_id``, which torch itself sets; ``ProcessGroupNCCL.Options``.)
+
+    Since 2.15 ``nccl`` is ProcessGroupNCCL2, with the same options. It binds each group to a device when it is made: to
+    that of the default group here, as torch.distributed.new_group does, and else to one that it guesses by the rank.
+    (``_nccl2_device``, ``device_id`` of the helper.)
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -199,6 +203,8 @@ def new_group(
         made_options.is_high_priority_stream, made_options._timeout = True, options["timeout"]
     default: Any = c10d._get_default_group()
     bound = default.bound_device_id
+    if chosen == "nccl" and hasattr(c10d, "_nccl2_device"):
+        options["device_id"] = bound
     try:
         if len(ranks) < default.size():
             default.bound_device_id = None
@@ -483,7 +489,7 @@ def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: A
     (``compile_fx_inner(gm, example_inputs, **kwargs)``, 2.11 to 2.15.)
 
     What AOTAutograd's compilers are called with goes on to every segment of their graph, but for what says something of
-    the graph's own inputs. Since 2.14 there are ``compile_region_name``, for logs, and ``get_decomp_fn``, Inductor's
+    the graph's own inputs. 2.13, unlike 2.11, has ``compile_region_name``, for logs, and ``get_decomp_fn``, Inductor's
     decompositions: both of a segment as of the whole. ``placeholder.meta["is_static_input"]`` (2.15) takes an input out
     of ``static_input_idxs``, of which a segment has none.
     """
@@ -520,6 +526,26 @@ def mutates(target: Any) -> bool:
     """Whether an operator writes into an argument. (``OpOverload._schema.is_mutable``, since 2.0.)"""
     schema = getattr(target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
+
+
+def use_of_streams(node: fx.Node) -> str | None:
+    """What a node has to do with streams of the program's own: the operator that it calls, by itself or in a graph that
+    it hands on, or the stream that it runs on. None: nothing.
+
+    Relies on the namespace ``streams`` of torch's operators for them; on AOTAutograd, since 2.13, putting each into a
+    graph of its own, an attribute that goes to ``control_deps``; and on Dynamo's ``meta["custom"]["stream"]`` at what
+    stands under ``torch.cuda.stream``, which autograd's nodes inherit (2.11 to 2.15).
+    """
+    if node.op == "get_attr":
+        found = getattr(node.graph.owning_module, str(node.target), None)
+        inner = found.graph.nodes if isinstance(found, fx.GraphModule) else ()
+        return next((use for use in map(use_of_streams, inner) if use is not None), None)
+    if node.op != "call_function":
+        return None
+    if getattr(node.target, "namespace", None) == "streams":
+        return str(node.target)
+    stream = (node.meta.get("custom") or {}).get("stream")
+    return None if stream is None else f"stream {stream}"
 
 
 def unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:

@@ -61,6 +61,7 @@ def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: b
             "is_own": {name: group is ranks.data and group is not given for name, group in used.items()},
             "made": [(g.given.is_high_priority_stream, g.given._timeout, g.given.split_from is not None) for g in own],
             "bound": str(bound_after),
+            "devices": [str(g.device) for g in own],
         }
 
 
@@ -73,6 +74,8 @@ def test_exchanges_are_on_a_group_of_zcs_own(members: tuple[int, ...], is_bound:
         assert len(found["used"]) == 5 and all(found["is_own"].values()), found
         assert found["made"] == [(True, timedelta(minutes=3), is_bound and len(members) == 3)]
         assert found["bound"] == ("cuda:0" if is_bound else "None")
+        if hasattr(dist.distributed_c10d, "_nccl2_device"):  # else the group binds itself in its first collective
+            assert found["devices"] == [found["bound"]]
 
 
 def _refused(rank: int, world_size: int) -> str:

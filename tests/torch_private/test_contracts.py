@@ -11,6 +11,7 @@ import copy
 import inspect
 import io
 import pickle
+import types
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import wraps
@@ -457,6 +458,12 @@ def test_a_group_beside_one_that_is_bound_to_a_device() -> None:
         default.bound_device_id = torch.device("cuda", 0)
         assert torch_private.timeout_of(torch_private.new_group([0], "gloo", "zc/0/2", 2 * seven), "cpu") == 2 * seven
         assert default.bound_device_id == torch.device("cuda", 0)
+        c10d: Any = torch.distributed.distributed_c10d
+        if hasattr(c10d, "_nccl2_device"):  # since 2.15: the group's own device comes first
+            assert "device_id" in inspect.signature(c10d._new_process_group_helper).parameters
+            asked = types.SimpleNamespace(enable_reconfigure=False, process_group=default)
+            assert c10d._nccl2_device(asked) == torch.device("cuda", 0)
+            assert hasattr(c10d.ProcessGroupNCCL2, "options")
         default.bound_device_id = None
         assert default.bound_device_id is None
         options = torch.distributed.distributed_c10d.__dict__.get("ProcessGroupNCCL")
@@ -617,6 +624,31 @@ def test_inner_compilers_get_no_argument_that_zc_does_not_know(traced: Traced) -
     given = {name for kwargs in traced.kwargs.values() for name in kwargs}
     declared = set(compile_fx._CompileFxKwargs.__annotations__)
     assert given | declared <= KNOWN and {"static_input_idxs", "is_backward"} <= declared
+
+
+@contract("use_of_streams", "the operators of torch.ops.streams, control_deps around them or meta['custom']['stream']")
+def test_streams_of_the_program() -> None:
+    from torch._dynamo.variables.streams import StreamContextVariable
+    from torch._functorch._aot_autograd import streams
+    from torch._inductor.fx_passes.control_dependencies import control_deps
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    plain = graph.call_function(aten.sin.default, (x,))
+    record = graph.call_function(torch.ops.streams.record_event.default, (0, 3))
+    graph.output(graph.call_function(aten.cos.default, (plain,)))
+    assert [torch_private.use_of_streams(n) for n in (x, plain)] == [None, None]
+    assert torch_private.use_of_streams(record) == "streams.record_event.default"
+    # what Dynamo writes at a stream context, AOTAutograd reads: under the same key
+    assert '={"stream": self.get_stream().user_object_index}' in inspect.getsource(StreamContextVariable.__init__)
+    streams.set_stream(plain, 3)
+    assert streams.get_stream(plain) == 3 and torch_private.use_of_streams(plain) == "stream 3"
+    wrap = getattr(streams, "wrap_all_sync_nodes_with_control_deps", None)
+    if wrap is not None:  # since 2.13
+        plain.meta["val"] = torch.empty(())
+        wrap(gm := fx.GraphModule(nn.Module(), graph))
+        uses = {n.target: torch_private.use_of_streams(n) for n in gm.graph.nodes}
+        assert control_deps in uses and list(uses.values()).count("streams.record_event.default") == 1
 
 
 @contract("compile_id", "torch._guards.CompileContext")

@@ -130,6 +130,8 @@ def _why_whole(gm: fx.GraphModule, kwargs: dict[str, Any]) -> str | None:
     for node in gm.graph.nodes:
         if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.SymInt):
             return "its sizes are symbolic"
+        if (use := torch_private.use_of_streams(node)) is not None:
+            return f"it uses {use}"
         if node.op == "call_function" and torch_private.mutates(node.target):
             return f"{node.target} changes an input"
     return None
