@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import run_ranks
 from models import batch_norm, seeded
+from tiers import full_only
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -106,7 +107,7 @@ def _against_ddp(rank: int, world_size: int, backend: str, stage: int, chosen: l
 @pytest.mark.parametrize(
     ("backend", "stage", "chosen"),
     [("eager", 1, ["batch_norm", "codebook"]), ("eager", 2, ["codebook"]), ("aot_eager", 2, ["codebook"]),
-     ("inductor", 1, ["codebook"])], ids=str,
+     pytest.param("inductor", 1, ["codebook"], marks=full_only)], ids=str,
 )  # fmt: skip
 def test_buffers_and_what_reads_them_are_ddps(backend: str, stage: int, chosen: list[str]) -> None:
     """Several forwards an update, accumulation under no_sync, a forward without gradients between

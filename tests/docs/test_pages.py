@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from documents import PAGES, ROOT, Block, blocks, with_diffs
 from harness import compiled_code, patience, run_ranks
+from tiers import full_only
 from torch import nn
 from torch.nn import functional as F
 
@@ -184,6 +185,7 @@ def test_the_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("| total") >= 4
 
 
+@full_only
 def test_the_picture_is_what_its_command_draws() -> None:
     with tempfile.TemporaryDirectory() as folder:
         launched("docs/examples/picture.py", f"{folder}/made.svg", ranks=2)

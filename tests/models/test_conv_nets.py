@@ -1,7 +1,7 @@
 """Convolutional nets of random blocks, in both memory formats, train through Inductor as under plain torch.compile.
 
 Inductor gives a forward's saved activations other strides than they were traced with, and which ones is its own affair;
-the backward's segments must take them as they come. By default two nets run, that did not, and with ZC_TESTS=full
+the backward's segments must take them as they come. By default one net runs, that did not, and with ZC_TESTS=full
 fifty. The oracle is torch.compile of the same net: the same kernels, so that the difference is zc's alone.
 """
 
@@ -19,7 +19,7 @@ from torch import nn
 
 import zc
 
-KNOWN = (22, 34)  # max pooling between convolutions
+KNOWN = (22,)  # max pooling between convolutions
 RUNS = tuple(range(50)) if FULL else KNOWN
 TOLERANCE = 1e-5
 

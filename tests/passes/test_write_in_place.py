@@ -11,6 +11,7 @@ import pytest
 import torch
 from graphs import chain, plan_for
 from llama import Llama, tokens
+from tiers import full_only
 from torch import Tensor, fx
 
 import zc
@@ -282,6 +283,7 @@ def test_stage_1_has_them_where_it_overwrites() -> None:
     assert equal(copied, made)
 
 
+@full_only
 def test_inductor_s_segments_without_the_matmuls_give_the_same_bits() -> None:
     copied, made = (trained(p, backend="inductor", steps_=1, microbatches=1, layers=1)[0] for p in (False, True))
     assert equal(copied, made)
