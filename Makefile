@@ -32,9 +32,9 @@ api: $(STAMP)
 check: $(STAMP)
 	$(PY) -m pytest tests -q -m check $(ARGS)
 
-# Two tests at a time where pytest-xdist is there: half of them use one core.
+# Three tests at a time where pytest-xdist is there: half of them use one core, and ranks wait for each other.
 test: $(STAMP)
-	$(PY) -m pytest tests --durations 15 $$($(PY) -c 'import xdist; print("-n 2 --dist loadfile")' 2>&1 | grep ^-n) $(ARGS)
+	$(PY) -m pytest tests --durations 15 $$($(PY) -c 'import xdist; print("-n 3 --dist loadfile")' 2>&1 | grep ^-n) $(ARGS)
 
 # All cases of what `make test` samples, 200 kills, elastic agents: hours.
 test-full: $(STAMP)
