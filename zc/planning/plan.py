@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -107,7 +108,7 @@ class Plan:
         """The buckets of one optimizer; None: of all."""
         return tuple(b for b in self.buckets if number is None or b.optimizer == number)
 
-    @property
+    @cached_property
     def num_optimizers(self) -> int:
         """Of those that have a bucket, the highest number and one."""
         return max((b.optimizer for b in self.buckets), default=0) + 1
