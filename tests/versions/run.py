@@ -1,9 +1,10 @@
 """The suite against any torch, in an environment of its own; what ran comes into docs/versions.md.
 
-    python tests/versions/run.py 2.15.0 [tests/passes tests/plan ...] [--python PYTHON]
+    python tests/versions/run.py 2.15.0 [tests/passes tests/plan ...] [--python PYTHON] [--report report.xml]
 
 ``make test-torch TORCH_VERSION=2.15.0`` is that. The environment is build/torch-VERSION; ``--python`` takes one that is
-there. Each folder or file of tests runs by itself. Its counts are a row of tests/versions/results.csv, in place of the
+there. Each folder or file of tests runs by itself; or nothing runs, and ``--report`` is what pytest's ``--junitxml``
+wrote of a run of the suite with that ``--python``. Its counts are a row of tests/versions/results.csv, in place of the
 one of that torch, Python and folder, and the document's table is made of all rows. The exit status is 1 where a test
 has failed.
 """
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +35,7 @@ except metadata.PackageNotFoundError:
 print(torch.__version__, triton, platform.python_version())
 """
 Row = dict[str, str]
+Counts = tuple[int, int, int]
 
 
 def environment(version: str, base: str) -> Path:
@@ -48,7 +51,7 @@ def environment(version: str, base: str) -> Path:
     return python
 
 
-def run_folder(python: Path, tests: str) -> tuple[int, int, int]:
+def run_folder(python: Path, tests: str) -> Counts:
     """Tests passed, failed (errors are), skipped."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -57,11 +60,23 @@ def run_folder(python: Path, tests: str) -> tuple[int, int, int]:
         done = subprocess.run(command, cwd=ROOT, env=env, check=False)
         if not report.exists():
             raise SystemExit(f"pytest {tests} ended with status {done.returncode} and left no report")
-        suite = ElementTree.parse(report).getroot().find("testsuite")
-    assert suite is not None
-    total, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
-    failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
-    return total - failed - skipped, failed, skipped
+        return counts_of(report, lambda _: tests).get(tests, (0, 0, 0))
+
+
+def counts_of(report: Path, name: Callable[[str], str]) -> dict[str, Counts]:
+    """Tests passed, failed (errors are), skipped, by the ``name`` of their module."""
+    found: dict[str, list[int]] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        counts = found.setdefault(name(case.attrib["classname"] or case.attrib["name"]), [0, 0, 0])
+        kinds = {child.tag for child in case}
+        counts[1 if kinds & {"failure", "error"} else 2 if "skipped" in kinds else 0] += 1
+    return {tests: (passed, failed, skipped) for tests, (passed, failed, skipped) in found.items()}
+
+
+def folder_of(module: str) -> str:
+    """``tests.plan.test_plan`` (a module, or a class in one) -> tests/plan."""
+    parts = module.split(".")
+    return "/".join(parts[: next(k for k, part in enumerate(parts) if part.startswith("test_"))])
 
 
 def key(row: Row) -> tuple[str, str, str]:
@@ -124,6 +139,7 @@ def main() -> int:
     parser.add_argument("version", help="of torch; or 'table': only makes the document")
     parser.add_argument("tests", nargs="*", help="folders; all of them where none is named")
     parser.add_argument("--python", type=Path, help="of an environment that has this torch")
+    parser.add_argument("--report", type=Path, help="of pytest's --junitxml: nothing runs")
     args = parser.parse_args()
     any_failed = False
     if args.version != "table":
@@ -133,14 +149,17 @@ def main() -> int:
         ).stdout.split()
         if torch.split("+")[0] != args.version:
             parser.error(f"{python} has torch {torch}, not {args.version}")
-        for tests in args.tests or folders_of_tests():
-            passed, failed, skipped = run_folder(python, tests.rstrip("/"))
+        folders = [tests.rstrip("/") for tests in args.tests or folders_of_tests()]
+        ready = counts_of(args.report, folder_of) if args.report else None
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+        for tests in folders if ready is None else [name for name in folders if name in ready]:
+            passed, failed, skipped = run_folder(python, tests) if ready is None else ready[tests]
             any_failed |= failed > 0
-            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-            values = (torch, triton, version, tests.rstrip("/"), str(passed), str(failed), str(skipped))
-            today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+            values = (torch, triton, version, tests, str(passed), str(failed), str(skipped))
             row = dict(zip(COLUMNS, (*values, today, commit.stdout.strip()), strict=True))
             write([r for r in read() if key(r) != key(row)] + [row])
+            DOCUMENT.write_text(document(read(), folders_of_tests()))
     DOCUMENT.write_text(document(read(), folders_of_tests()))
     return int(any_failed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -40,6 +41,16 @@ def test_counts_are_pytest_s(tmp_path: Path) -> None:
         "def test_d(missing): pass\n"
     )
     assert versions.run_folder(Path(sys.executable), str(tmp_path)) == (1, 2, 1)
+    (tmp_path / "test_none.py").write_text("import pytest\npytest.importorskip('no_such_package')\n")
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", tmp_path, f"--rootdir={tmp_path}", f"--junitxml={report}"]
+    subprocess.run(command, check=False)
+    assert versions.counts_of(report, lambda module: module) == {"test_three": (1, 2, 1), "test_none": (0, 0, 1)}
+
+
+def test_a_module_s_folder() -> None:
+    assert versions.folder_of("tests.plan.test_plan") == "tests/plan"
+    assert versions.folder_of("tests.a.b.test_c.TestD") == "tests/a/b"
 
 
 def test_another_torch_than_was_asked_for_is_refused(
