@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from generated import kernels
+from tiers import full_only
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -92,7 +93,9 @@ def kernels_when_cut(graph: fx.Graph, plan: Plan, passes: tuple[Pass, ...]) -> l
     return [name for segment in segments for name in kernels(segment)]
 
 
-@pytest.mark.parametrize(("dtype", "bucket_nbytes"), [(torch.bfloat16, 1), (torch.float32, 300_000)])
+@pytest.mark.parametrize(
+    ("dtype", "bucket_nbytes"), [pytest.param(torch.bfloat16, 1, marks=full_only), (torch.float32, 300_000)]
+)
 def test_a_cut_llama_has_at_most_a_tenth_more_kernels_than_the_whole(dtype: torch.dtype, bucket_nbytes: int) -> None:
     """A bucket a parameter, the worst case; and some four a layer. The negative control is the pass left out."""
     pytest.importorskip("triton")
