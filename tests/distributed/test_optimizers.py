@@ -413,3 +413,37 @@ def test_padding_stays_zero(stage: int) -> None:
     """deepspeed#5105: padding came back as data. No update may write what belongs to no parameter, or a norm would
     count it."""
     assert all(run_ranks(_padding, 2, stage))
+
+
+class Scale(nn.Module):
+    """One number to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.75))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def _one_number(rank: int, world_size: int, recompiled: bool) -> list[float]:
+    model = Scale()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5, initial_accumulator_value=0.25)
+    zc.compile(model, optimizer, backend="eager")
+    found = []
+    for step in range(3):
+        model(torch.ones(2) * (rank + 1)).sum().backward()  # gradients 2 and 4: 3 in the mean
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(model.scale.item())
+        if recompiled and step == 0:
+            zc.recompile(model)
+    return found
+
+
+@pytest.mark.parametrize("recompiled", [False, True])
+def test_state_of_one_number_that_a_rank_has_nothing_of(recompiled: bool) -> None:
+    """Adagrad makes its sums with the optimizer, 0-d ones of a 0-d parameter (fuzz program 20075: RuntimeError)."""
+    wanted = [0.75 - 0.5 * sum(3 / (0.25 + 9 * n) ** 0.5 for n in range(1, step + 1)) for step in (1, 2, 3)]
+    for found in run_ranks(_one_number, 2, recompiled):
+        assert found == pytest.approx(wanted, rel=1e-6)
