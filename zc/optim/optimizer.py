@@ -129,11 +129,9 @@ class ShardedOptimizer:
         """What the optimizer knows of a parameter, cut as the parameter was."""
         first, stop = bucket.layout.owned(slot, self.runtime.group.shard.rank)
         like = self.slices[slot.name]
-        # of a 0-d parameter all state is 0-d; torch's "step" alone is a number of its own
-        numbers = {key for key, item in state.items() if key == "step" or not isinstance(item, Tensor)}
-        return {
+        return {  # of a 0-d parameter all state is 0-d; torch's "step" alone is a number of its own
             key: in_shape(flattened(item, slot)[first - slot.offset : stop - slot.offset], slot).to(like)
-            if key not in numbers and tuple(item.shape) == slot.shape
+            if key != "step" and isinstance(item, Tensor) and tuple(item.shape) == slot.shape
             else item
             for key, item in state.items()
         }

@@ -33,16 +33,22 @@ def has_ended(store: Store, rank: int) -> bool:
         return False
     try:
         state, began = _state(told[1])
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
+    except OSError:  # not ours to see
+        return False
     return state in "ZX" or began != told[2]  # killed and not yet waited for; or another one has its number
+
+
+def boot_id() -> str:
+    """Of this start of this machine's kernel. Raises OSError where there is none."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _this_process() -> list[str]:
     """[where its number is known, its number, when it began]; empty where the system doesn't say."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return [f"{boot} {os.readlink('/proc/self/ns/pid')}", str(os.getpid()), _state("self")[1]]
+        return [f"{boot_id()} {os.readlink('/proc/self/ns/pid')}", str(os.getpid()), _state("self")[1]]
     except OSError:
         return []
 

@@ -8,7 +8,6 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from zc.planning.topology import Topology, flat
 from zc.ranks.links import Address, Links, Listener
 from zc.ranks.memory import Reader, let_siblings_read
 from zc.ranks.neighbours import Neighbours
+from zc.ranks.process import boot_id
 
 _TOKEN_NBYTES = 16
 Gather = Callable[[Any], Sequence[Any]]  # every rank's object, by rank; all ranks call it
@@ -44,7 +44,7 @@ class Found:
 def host() -> tuple[str, str]:
     """The same on all ranks of a host, of torchrun's node where there is one."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = boot_id()
     except OSError:
         boot = socket.gethostname()
     return boot, os.environ.get("GROUP_RANK", "")
