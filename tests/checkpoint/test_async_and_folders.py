@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from loops import message_of
-from saved import Job, joined, parts
+from save_and_load import Job, joined, parts
 from test_reshard import assert_same
+from training_runs import message_of
 
 import zc
 from zc import durable
@@ -53,7 +53,7 @@ def test_an_asynchronous_save_holds_the_state_of_its_call(tmp_path: Path) -> Non
 AT_THE_END = """
 import sys
 sys.path[:0] = sys.argv[2:]
-from saved import Job
+from save_and_load import Job
 import zc
 zc.save(sys.argv[1], *Job("mlp").compiled(), asynchronous=True)
 """

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from loops import message_of, sgd
-from saved import Job, parts
+from save_and_load import Job, parts
+from training_runs import message_of, sgd
 
 import zc
 from zc.checkpoint import folders as checkpoint_folders

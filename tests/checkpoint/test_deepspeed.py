@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from harness import run_ranks
-from saved import joined, parts
+from save_and_load import joined, parts
 
 import zc
 

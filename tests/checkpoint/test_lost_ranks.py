@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from harness import RanksFailed, run_ranks
-from loops import message_of
-from saved import Job
+from save_and_load import Job
 from tiers import full_only
+from training_runs import message_of
 
 import zc
 from zc.checkpoint.files import Reader, Writer

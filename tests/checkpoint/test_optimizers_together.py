@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from loops import message_of
 from oracle import weights, worst
-from pairs import CASE, MAKE, Loop, on_ranks, plain, reference, train, two_adamw, wide_muon
 from tiers import full_only
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from training_runs import message_of
+from two_optimizers import CASE, MAKE, Loop, on_ranks, plain, reference, train, two_adamw, wide_muon
 
 import zc
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from harness import run_ranks
 from models import CASES
-from saved import Job, joined, load_and_train, parts, train_and_save
+from save_and_load import Job, joined, load_and_train, parts, train_and_save
 from tiers import FULL
 from torch import Tensor, nn
 from torch.optim import Optimizer

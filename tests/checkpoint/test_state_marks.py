@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from loops import adamw, message_of
 from models import CASES
-from saved import Job, joined, parts
+from save_and_load import Job, joined, parts
 from test_reshard import OPTIMIZERS, assert_same
 from test_ways_out_and_in import plain_steps
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from training_runs import adamw, message_of
 
 import zc
 

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import run_ranks
-from loops import adamw, message_of
 from models import CASES
-from saved import Job, joined, parts
+from save_and_load import Job, joined, parts
 from test_reshard import OPTIMIZERS, assert_same
 from test_ways_out_and_in import plain_steps
 from torch.distributed.checkpoint.state_dict import (
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from training_runs import adamw, message_of
 
 import zc
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from loops import adamw, message_of
 from models import CASES
-from saved import Job, joined, parts
+from save_and_load import Job, joined, parts
 from test_reshard import assert_same
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from training_runs import adamw, message_of
 
 import zc
 

@@ -55,7 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "distributed")]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from cells import ALL_CELLS, run_cells
+    from run_rows import ALL_CELLS, run_cells
 
     known = read()
     chosen = [c for c in ALL_CELLS if not args.only or any(word in c.row for word in args.only)]

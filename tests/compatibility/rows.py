@@ -2,8 +2,8 @@
 
 A row is a model, a loop, and what must come out: the weights (and whatever the loop notes) of the same loop in plain
 PyTorch, in float64, its gradients averaged over ranks before each step; or an error. The loop is one function, run
-unchanged for both sides, so a row can't compare two different programs. `cells.py` runs rows; the files ``rows_*.py``
-hold them.
+unchanged for both sides, so a row can't compare two different programs. `run_rows.py` runs rows; the files
+``rows_*.py`` hold them.
 """
 
 from __future__ import annotations

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import rows_backward
-import rows_loops
 import rows_params
 import rows_precision
+import rows_several_models
 import rows_structure
 import rows_tasks
+import rows_unfreezing
+import rows_updates
 import torch
 from models import GPT, Broken, Heads, PartlyEager, frozen, mlp
 from rows import STEPS, Loop, Row, Script, add, plain, sgd
@@ -25,26 +27,26 @@ def overlapped(name: str, loop: Loop, make: Callable[[], nn.Module] = mlp, **opt
 
 
 overlapped("the plain loop", plain, lambda: mlp(depth=3))
-overlapped("evaluation under no_grad between steps", rows_loops.evaluation)
-overlapped("evaluation between a forward and its backward", rows_loops.evaluation_inside)
-overlapped("inference_mode between steps", rows_loops.inference)
+overlapped("evaluation under no_grad between steps", rows_updates.evaluation)
+overlapped("evaluation between a forward and its backward", rows_updates.evaluation_inside)
+overlapped("inference_mode between steps", rows_updates.inference)
 overlapped("a layer under torch.compiler.disable", plain, PartlyEager)
 overlapped("a graph break, a layer used on both sides", plain, Broken)
 overlapped("tasks in varying order and number, a backward each", rows_tasks.varying_backwards, Heads)
 overlapped("submodules called from the loop", rows_structure.submodules)
 overlapped("dynamic sequence lengths", rows_structure.dynamic_lengths, rows_structure.Sequences)
-overlapped("microbatches declared with no_sync", rows_loops.declared)
-overlapped("a step without a backward", rows_loops.nothing_to_do)
-overlapped("two steps on one gradient", rows_loops.two_steps)
-overlapped("two models in one process", rows_structure.two_models)
+overlapped("microbatches declared with no_sync", rows_updates.declared)
+overlapped("a step without a backward", rows_updates.nothing_to_do)
+overlapped("two steps on one gradient", rows_updates.two_steps)
+overlapped("two models in one process", rows_several_models.two_models)
 overlapped("checkpointing, reentrant", rows_params.language,
            lambda: GPT(dim=16, layers=1, use_checkpoint=True, reentrant=True))  # fmt: skip
-overlapped("a layer unfrozen, zc.recompile(model)", rows_params.unfrozen, frozen)
-overlapped("layers unfrozen one after the other, evaluated between", rows_params.gradual_evaluated,
+overlapped("a layer unfrozen, zc.recompile(model)", rows_unfreezing.unfrozen, frozen)
+overlapped("layers unfrozen one after the other, evaluated between", rows_unfreezing.gradual_evaluated,
            lambda: mlp(depth=3), optimizer=sgd)  # fmt: skip
-overlapped("a layer unfrozen, the others frozen, evaluated between", rows_params.unfrozen_alone, frozen)
-overlapped("an eager layer unfrozen, then trained alone", rows_params.unfrozen_eager, rows_params.partly_frozen)
-overlapped("load_state_dict between steps", rows_loops.load_between)
+overlapped("a layer unfrozen, the others frozen, evaluated between", rows_unfreezing.unfrozen_alone, frozen)
+overlapped("an eager layer unfrozen, then trained alone", rows_unfreezing.unfrozen_eager, rows_unfreezing.partly_frozen)
+overlapped("load_state_dict between steps", rows_updates.load_between)
 overlapped("a backward through a forward of before the step", rows_backward.stale_forward, note=rows_backward.STALE,
            refused={"always": "RuntimeError: modified by an inplace operation"})  # fmt: skip
 overlapped("fp16 overflow in one element of one rank", rows_precision.overflow, **rows_precision.FP16)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from models import Stack
-from pairs import WideMuon
 from rows import STEPS, Loop, Row, Script, add, plain, row
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
+from two_optimizers import WideMuon
 
 import zc
 

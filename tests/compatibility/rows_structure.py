@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from models import Broken, InsideAndOutside, ManyGraphs, PartlyEager, Stack, mlp
-from rows import STEPS, Script, adamw, plain, row
+from rows import STEPS, Script, plain, row
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import zc
 
@@ -93,38 +91,6 @@ def branch(s: Script) -> None:
         s.update()
 
 
-@row(3, "two models in one process", make=lambda: mlp())
-def two_models(s: Script) -> None:
-    other = mlp().to(s.dtype)
-    second = adamw(other.parameters())
-    s.compile_too(other, second)
-    for step in range(STEPS):
-        x, y = s.batch(step)
-        F.mse_loss(other(s.model(x)), y).backward()  # one backward through both
-        s.update()
-        second.step()
-        second.zero_grad()
-    for name, param in other.named_parameters():
-        s.note(f"other {name}", param)
-
-
-@row(3, "two models and optimizers in turn (a GAN's loop)")
-def gan(s: Script) -> None:
-    critic = mlp().to(s.dtype)
-    second = adamw(critic.parameters())
-    s.compile_too(critic, second)
-    for step in range(STEPS):
-        x, y = s.batch(step)
-        (critic(s.model(x).detach()).mean() - critic(y).mean()).backward()
-        second.step()
-        second.zero_grad()
-        (-critic(s.model(x)).mean()).backward()
-        s.update()
-        second.zero_grad()
-    for name, param in critic.named_parameters():
-        s.note(f"critic {name}", param)
-
-
 @row(3, "a varying last batch")
 def last_batch(s: Script) -> None:
     for step in range(STEPS):
@@ -166,31 +132,6 @@ def submodules(s: Script) -> None:
         x, y = s.batch(step)
         F.mse_loss(s.model[2](s.model[1](s.model[0](x))), y).backward()
         s.update()
-
-
-@row(3, "an averaged copy (EMA by deepcopy)")
-def ema(s: Script) -> None:
-    average = copy.deepcopy(s.model)
-    for step in range(STEPS):
-        s.loss(step).backward()
-        average.zero_grad()  # of the copy: the model's own gradients stay
-        s.update()
-        with torch.no_grad():
-            for mean, param in zip(average.parameters(), s.model.parameters(), strict=True):
-                mean.lerp_(param, 0.5)
-    for name, param in average.named_parameters():
-        s.note(f"average {name}", param)
-
-
-@row(3, "an averaged copy (torch.optim.swa_utils.AveragedModel)")
-def swa(s: Script) -> None:
-    average = torch.optim.swa_utils.AveragedModel(s.model)
-    for step in range(STEPS):
-        s.loss(step).backward()
-        s.update()
-        average.update_parameters(s.model)
-    for name, param in average.module.named_parameters():
-        s.note(f"average {name}", param)
 
 
 class Residual(nn.Module):
@@ -261,19 +202,6 @@ class Wrapper(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.model(x), y)
-
-
-@row(3, "the loop calls a module around the model")
-def wrapped(s: Script) -> None:
-    wrapper = Wrapper(s.model)
-    for step in range(STEPS):
-        wrapper(*s.batch(step)).backward()
-        s.update()
-
-
-@row(3, "DistributedDataParallel around the compiled model", refused={"always": "PlanError: leave DDP out"})
-def ddp_around(s: Script) -> None:
-    DistributedDataParallel(s.model)
 
 
 @row(3, "the caller compiles model and loss together (torch.compile)")

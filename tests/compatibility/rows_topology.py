@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rows import Loop, Row, add, plain
-from rows_loops import declared
 from rows_several import pair, stack
+from rows_updates import declared
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from cells import ALL_CELLS, Cell, Outcome, run_cells
 from generate import DOCUMENT, documented_rows
 from harness import run_ranks
-from loops import counted_collectives, environment
 from models import mlp
 from rows import ROWS, Row, adamw
+from run_rows import ALL_CELLS, Cell, Outcome, run_cells
 from tiers import FULL
+from training_runs import counted_collectives, environment
 
 import zc
 from zc.engine import param_grads

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from loops import adamw, counted_collectives, environment, sgd
 from models import CASES, Heads, probe, vectors
 from oracle import full_gradients, relative, train_ddp, weights, worst
 from torch import Tensor, nn
+from training_runs import adamw, counted_collectives, environment, sgd
 
 import zc
 from zc.engine.ops import GradientOps

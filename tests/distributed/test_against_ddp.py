@@ -10,9 +10,9 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import run_ranks
-from loops import Run, adamw, against_ddp, sgd
 from models import NAMES
 from tiers import FULL
+from training_runs import Run, adamw, against_ddp, sgd
 
 from zc.ranks.comm import Group
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from loops import adamw, message_of
 from models import mean_square, mlp, vectors
 from test_bad_input import refused
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from training_runs import adamw, message_of
 
 import zc
 

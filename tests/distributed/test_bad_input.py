@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from loops import adamw, message_of
 from models import CASES, mean_square, mlp, vectors
 from oracle import full_gradients, weights, worst
 from torch import nn
 from torch.optim import LBFGS, AdamW, SparseAdam
+from training_runs import adamw, message_of
 
 import zc
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from loops import adamw
 from models import mean_square, mlp, vectors
 from tiers import full_only
 from torch import nn
+from training_runs import adamw
 
 import zc
 
@@ -121,13 +121,11 @@ def test_the_hash_notices_one_bit() -> None:
 
 
 def _hashes_nudged(rank: int, world_size: int) -> str:
-    import loops
-
-    kept = loops.adamw
+    stock = adamw
     globals()["adamw"] = lambda model: torch.optim.AdamW(
         model.parameters(), lr=1e-3 * (1 + 1e-5), betas=(0.9, 0.95), weight_decay=0.1
     )
     try:
         return _train(rank, "eager", stage=2)[0]
     finally:
-        globals()["adamw"] = kept
+        globals()["adamw"] = stock

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import run_ranks
-from loops import adamw
 from models import mean_square, mlp, vectors
 from tiers import FULL
 from torch import nn
+from training_runs import adamw
 
 import zc
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from loops import DIFFERS_MOST, adamw, message_of, sgd
 from models import CASES
 from oracle import weights, worst
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from training_runs import DIFFERS_MOST, adamw, message_of, sgd
 
 import zc
 

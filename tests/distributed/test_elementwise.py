@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from loops import DIFFERS_MOST, message_of
 from models import CASES
 from oracle import train_ddp, weights, worst
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer, lr_scheduler
+from training_runs import DIFFERS_MOST, message_of
 
 import zc
 from zc.optim.kinds import rule_of, try_out

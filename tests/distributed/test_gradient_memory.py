@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 from harness import run_ranks
-from loops import adamw
 from models import Heads, mean_square, mlp, seeded, vectors
 from torch import Tensor, nn
+from training_runs import adamw
 
 import zc
 import zc.api

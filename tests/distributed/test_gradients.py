@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from loops import Run, adamw, message_of
 from models import CASES, NAMES
 from oracle import full_gradients, widen, worst
 from tiers import FULL
 from torch import Tensor, nn
+from training_runs import Run, adamw, message_of
 
 import zc
 from zc.engine.ops import GradientOps

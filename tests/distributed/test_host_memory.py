@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from loops import Run, environment, zc_weights
 from torch import Tensor, nn
+from training_runs import Run, environment, zc_weights
 
 import zc
 from zc.planning.topology import Topology, flat

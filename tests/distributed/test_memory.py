@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from loops import adamw
 from models import mean_square, mlp, vectors
 from torch import Tensor
+from training_runs import adamw
 
 import zc
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import run_ranks
-from loops import Run, adamw, ddp_weights, train_zc
 from models import CASES, Case, mean_square, vectors
 from oracle import worst
 from tiers import full_only
 from torch import Tensor, nn
 from torch.optim import Adafactor, Optimizer
+from training_runs import Run, adamw, ddp_weights, train_zc
 
 import zc
 from zc.planning.layout import Slot, own_strides

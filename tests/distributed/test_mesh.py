@@ -13,10 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from loops import environment, message_of
 from models import Stack
 from oracle import worst
-from pairs import EPS, WideMuon
 from tiers import full_only
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -24,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
+from training_runs import environment, message_of
+from two_optimizers import EPS, WideMuon
 
 import zc
 from zc.registry import sharded

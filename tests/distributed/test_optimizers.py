@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from loops import DIFFERS_MOST, adamw
 from models import CASES, Heads, WithUnused, mean_square, vectors
 from oracle import train_ddp, weights, worst
 from tiers import FULL
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
+from training_runs import DIFFERS_MOST, adamw
 
 import zc
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from harness import run_ranks
 from late_gathers import Late, late_gathers
-from loops import adamw
 from models import mean_square, mlp, vectors
 from torch import nn
+from training_runs import adamw
 
 import zc
 from zc.engine.overlap_gather import WeightGather

@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RanksFailed, run_ranks
-from loops import message_of, sgd
 from models import Heads
 from oracle import weights
 from tiers import full_only
 from torch import Tensor, nn
+from training_runs import message_of, sgd
 
 import zc
 

@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 from harness import run_ranks
-from loops import sgd
 from models import Broken, mlp
 from torch import nn
+from training_runs import sgd
 
 import zc
 from zc.ranks.agreement import Agreement

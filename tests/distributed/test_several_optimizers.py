@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from loops import message_of
 from oracle import weights, worst
-from pairs import CASE, MAKE, Loop, is_matrix, on_ranks, reference, split, two_adamw, wide_muon
 from tiers import FULL, full_only
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
+from training_runs import message_of
+from two_optimizers import CASE, MAKE, Loop, is_matrix, on_ranks, reference, split, two_adamw, wide_muon
 
 import zc
 

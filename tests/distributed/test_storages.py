@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from loops import adamw
 from models import GPT, mean_square, mlp, vectors
 from torch import Tensor, nn
+from training_runs import adamw
 
 import zc
 

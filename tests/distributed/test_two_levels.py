@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from loops import Run, ddp_reference, environment, message_of, zc_weights
 from oracle import worst
 from tiers import FULL, full_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from training_runs import Run, ddp_reference, environment, message_of, zc_weights
 
 import zc
 from zc.planning.layout import flat_layout

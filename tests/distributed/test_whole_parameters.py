@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from loops import message_of
 from oracle import weights, worst
-from pairs import CASE, MAKE, Loop, WideMuon, is_matrix, on_ranks, reference, split, torch_muon
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
+from training_runs import message_of
+from two_optimizers import CASE, MAKE, Loop, WideMuon, is_matrix, on_ranks, reference, split, torch_muon
 
 import zc
 from zc.ranks.works import Several

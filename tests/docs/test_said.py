@@ -109,7 +109,7 @@ WAY_OUT = re.compile(
 def test_every_refusal_of_the_table_ends_with_what_to_do() -> None:
     """In docs/compatibility.md, which is made from what the errors have said."""
     sys.path.insert(0, str(ROOT / "tests" / "compatibility"))
-    import cells as _rows  # noqa: F401  (with it all rows are there)
+    import run_rows as _rows  # noqa: F401  (with it all rows are there)
     from generate import DOCUMENT, document, read
 
     assert DOCUMENT.read_text() == document(read()), "run tests/compatibility/generate.py"

@@ -14,13 +14,13 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DDPCommunicationHookType, DynamoBackend, set_seed
 from harness import run_ranks
 from launched import TOLERANCE, furthest, mlp, regression, torchrun, whole
-from loops import message_of
 from safetensors.torch import load_file
 from tiers import FULL, full_only
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
+from training_runs import message_of
 
 import zc
 from zc.integrations.accelerate import prepare

@@ -16,13 +16,13 @@ from launched import TOLERANCE, furthest, mlp, regression, torchrun, whole
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from loops import message_of
 from tiers import FULL, full_only
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
+from training_runs import message_of
 
 import zc
 from zc.integrations.lightning import ZcFabricStrategy, ZcStrategy

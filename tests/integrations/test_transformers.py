@@ -13,10 +13,10 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: make test
 
 from harness import run_ranks
 from launched import TOLERANCE, furthest, torchrun, whole
-from loops import message_of
 from tiers import FULL, full_only
 from torch import Tensor
 from torch.utils.data import Dataset
+from training_runs import message_of
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from zc.integrations.transformers import ZcMixin, ZcTrainer

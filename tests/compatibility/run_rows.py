@@ -13,18 +13,24 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import rows_backward
+import rows_checkpointing
+import rows_clearing
 import rows_conv
-import rows_left
-import rows_loops
+import rows_dropped_gradients
 import rows_optimizers
 import rows_overlap
+import rows_param_grad
 import rows_params
 import rows_precision
 import rows_several
+import rows_several_models
 import rows_state
 import rows_structure
 import rows_tasks
 import rows_topology
+import rows_unequal_ranks
+import rows_unfreezing
+import rows_updates
 import torch
 import torch.distributed as dist
 from harness import RanksFailed, run_ranks
@@ -36,8 +42,9 @@ from torch import Tensor, nn
 import zc
 
 TABLE = (
-    rows_tasks, rows_loops, rows_backward, rows_structure, rows_conv, rows_params, rows_precision, rows_optimizers,
-    rows_state, rows_left, rows_overlap, rows_several, rows_topology,
+    rows_tasks, rows_updates, rows_clearing, rows_backward, rows_structure, rows_several_models, rows_conv,
+    rows_params, rows_unfreezing, rows_precision, rows_checkpointing, rows_param_grad, rows_optimizers, rows_state,
+    rows_dropped_gradients, rows_unequal_ranks, rows_overlap, rows_several, rows_topology,
 )  # fmt: skip
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loops import adamw
 from models import CASES, Case, mean_square, mlp, vectors
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from training_runs import adamw
 
 import zc
 from zc.registry import sharded
