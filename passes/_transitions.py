@@ -146,7 +146,7 @@ def facts_of(plan: Plan | None) -> frozenset[str]:
     """What is true of a plan, as ``Row.when`` names it; without a plan, all of it."""
     if plan is None:
         return frozenset(fact for rows in TABLE.values() for row in rows for fact in row.when.split())
-    where = "ring" if plan.placement.gradient_in_ring else "partial"
+    where = "ring" if plan.placement.shards_gradients else "partial"
     ways = {"device" if plan.offload is None else "offload", "memory" if plan.reads_weights else "messages"}
     others = {
         "alone": plan.world_size == 1, "levels": plan.has_levels, "parts": plan.has_parts,

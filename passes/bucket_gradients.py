@@ -35,7 +35,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
         by_slot = sorted((op for _, op in deposits), key=lambda op: op.slot)
         slots, grads = tuple(op.slot for op in by_slot), tuple(op.grad for op in by_slot)
         write: Cast = AccumulateCast(bucket, Buffer("acc", bucket), slots, grads)
-        if plan.placement.gradient_in_ring:
+        if plan.placement.shards_gradients:
             if slots != tuple(range(len(plan.buckets[bucket].slots))):
                 continue
             write = FlattenCast(bucket, Buffer("flat_grad", len(writes) % plan.num_buffers), slots, grads)

@@ -45,7 +45,7 @@ class Debt:
 
     def reductions(self, plan: Plan) -> frozenset[int]:
         """Buckets whose mean over ranks has to be accumulated here, once."""
-        sends = plan.num_ranks > 1 or plan.placement.gradient_in_ring  # else the partial sum is the total
+        sends = plan.num_ranks > 1 or plan.placement.shards_gradients  # else the partial sum is the total
         return self.sums | (self.whole(plan) if plan.reduces and sends else frozenset())
 
     def landings(self, plan: Plan) -> frozenset[int]:
@@ -54,7 +54,7 @@ class Debt:
             return frozenset()
         if not plan.offload.accumulates_on_host:
             return self.totals | self.sums | (self.whole(plan) if plan.is_boundary else frozenset())
-        written = self.whole(plan) if plan.placement.gradient_in_ring else frozenset(b for b, _ in self.gradients)
+        written = self.whole(plan) if plan.placement.shards_gradients else frozenset(b for b, _ in self.gradients)
         return self.sums | written
 
 

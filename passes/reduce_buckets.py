@@ -79,7 +79,7 @@ def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, t
     """Launch, completion and accumulation of one bucket, behind ``after``. ``turn``: whose of the rings it is."""
     # one receive buffer is enough: launch, completion and accumulation of a bucket follow each other on one stream
     acc, src, dst = Buffer("acc", bucket), Buffer("flat_grad", turn % plan.num_buffers), Buffer("recv", 0)
-    if not plan.placement.gradient_in_ring:
+    if not plan.placement.shards_gradients:
         src = acc
     if plan.num_ranks == 1:
         if src != acc:

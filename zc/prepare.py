@@ -77,7 +77,7 @@ def check_wire(plan: Plan) -> None:
                 f"{bucket.slots[0].name} is {bucket.param_dtype} and its gradients are summed in float64, which "
                 f"reduce_dtype={bucket.reduce_dtype} would round: leave reduce_dtype at None"
             )
-        if not plan.placement.reduces_every_backward and bucket.reduce_dtype != bucket.acc_dtype:
+        if not plan.placement.shards_gradients and bucket.reduce_dtype != bucket.acc_dtype:
             raise PlanError(
                 f"stage 1 reduces sums in {bucket.acc_dtype}; reduce_dtype={bucket.reduce_dtype} would round them: "
                 "leave reduce_dtype at None, or use stage 2"

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zc.planning.layout import Rule
-from zc.planning.placement import PLACEMENTS, Between
+from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import ParamSpec, Plan, make_plan
 from zc.planning.topology import Topology
 
@@ -164,8 +164,7 @@ def test_what_travels_is_the_sum_in_stage_1_and_single_gradients_in_stage_2() ->
 def test_the_stage_table() -> None:
     """ZeRO's definition (arXiv:1910.02054, 5.1 and 5.2) as data. deepspeed#7366 reduced on every microstep without
     need."""
-    assert [p.gradient for p in PLACEMENTS.values()] == [Between.PARTIAL, Between.SHARD]
-    assert [p.reduces_every_backward for p in PLACEMENTS.values()] == [False, True]
+    assert [p.shards_gradients for p in PLACEMENTS.values()] == [False, True]
     specs = [ParamSpec("w", (4, 4), F32, CPU)]
     for stage, reduces in ((1, False), (2, True)):
         inside = plan_of(specs, placement=PLACEMENTS[stage]).microbatch()

@@ -247,7 +247,7 @@ def _rest(captured: Captured, plan: Plan, passes: tuple[Pass, ...], owed: Debt) 
     """What the runtime does behind the backwards: flushes of what was deposited or came through hooks, and in stage 1
     the reductions of partial sums."""
     no_segments = tuple(p for p in passes if p.name != "outline_segments")
-    ring = plan.placement.gradient_in_ring
+    ring = plan.placement.shards_gradients
     for bucket in plan.buckets:
         hooks = {k: captured.hooks[s.name] for k, s in enumerate(bucket.slots) if s.name in captured.hooks}
         if bucket.index not in owed.sums and (hooks or ring):

@@ -106,7 +106,7 @@ class Rank(Simulation):
         mine = self._part_of(bucket, self.rank)
         rows: Tensor = sum((r + 1.5) * each.part(src, bucket)[mine] for r, each in enumerate(self.everyone))  # type: ignore[assignment]
         out = self.part(dst, bucket)
-        if self.plan.placement.gradient_in_ring:
+        if self.plan.placement.shards_gradients:
             out[mine] = self.keep * out[mine] + rows + self.shift * bucket
         else:
             before = self.aside.pop(bucket, torch.zeros_like(out))
@@ -122,7 +122,7 @@ class Rank(Simulation):
         """With two levels: the message between hosts is one of `Simulation`'s, of a host like this one."""
         mine = self._part_of(bucket, self.rank)
         out, rows = self.part(acc, bucket), self.part(src, bucket)
-        if self.plan.placement.gradient_in_ring:
+        if self.plan.placement.shards_gradients:
             out[mine] = self.keep * out[mine] + rows[mine]
         else:
             before = self.aside.pop(bucket, torch.zeros_like(out))

@@ -67,7 +67,7 @@ class Builder:
         """All gradients of one bucket, and its reduction where the plan says so."""
         ring = next(self._written) % self.plan.num_buffers
         write: Cast = AccumulateCast(index, Buffer("acc", index), tuple(range(len(grads))), tuple(grads))
-        if self.plan.placement.gradient_in_ring:
+        if self.plan.placement.shards_gradients:
             write = FlattenCast(index, Buffer("flat_grad", ring), write.slots, write.grads)
         for slot, grad in enumerate(grads):
             self._owe(index, slot, grad)

@@ -159,7 +159,7 @@ class Simulation:
     def accumulate(self, bucket: int, acc: str, src: str) -> None:
         out, rows = self.part(acc, bucket), self.part(src, bucket).clone()
         self._spend(src)
-        if self.plan.placement.gradient_in_ring:
+        if self.plan.placement.shards_gradients:
             out.copy_(self.keep * out + rows)
         else:
             before = self.aside.pop(bucket, torch.zeros_like(out))  # what was reduced already is added after

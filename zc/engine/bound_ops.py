@@ -55,7 +55,7 @@ class BoundOps:
     def reducing_if(self, is_agreed: Callable[[], bool]) -> BoundOps:
         """The same, for one run whose reductions stay away where ranks don't agree on them. ``is_agreed`` is asked on
         the comm stream, before each; where gradients pass through the ring, by the host, before the first one does."""
-        if self._ops.plan.placement.gradient_in_ring:
+        if self._ops.plan.placement.shards_gradients:
             return DecidingOps(self._ops, self._segments, is_agreed)
         return AgreedOps(self._ops, self._segments, is_agreed)
 

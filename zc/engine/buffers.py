@@ -35,7 +35,7 @@ from zc.schedule.buffer import Buffer
 
 def fp32_shard(plan: Plan, bucket: Bucket) -> int:
     """Elements of the accumulator of one bucket: P where gradients stay partial, S where they are sharded."""
-    return bucket.layout.numel_shard if plan.placement.gradient_in_ring else bucket.numel
+    return bucket.layout.numel_shard if plan.placement.shards_gradients else bucket.numel
 
 
 class Buffers:
@@ -126,7 +126,7 @@ class Buffers:
             return 0, 0, 0
         whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
         part = max(plan.numel_part(b) * b.net_dtype.itemsize for b in plan.buckets)
-        return whole if plan.placement.gradient_in_ring else 0, max(map(plan.nbytes_recv, plan.buckets)), part
+        return whole if plan.placement.shards_gradients else 0, max(map(plan.nbytes_recv, plan.buckets)), part
 
     @property
     def note(self) -> str | None:
@@ -231,7 +231,7 @@ class Buffers:
 
     def nbytes_whole_grad(self) -> int:
         """Of `room_for_whole` of all buckets, where that is memory of its own; during an update."""
-        if self.plan.world_size == 1 or (not self.plan.placement.gradient_in_ring and not self.host):
+        if self.plan.world_size == 1 or (not self.plan.placement.shards_gradients and not self.host):
             return 0
         whole = [b for b in self.plan.buckets if b.layout.owners is not None]
         return sum(self.numel_owned(b) * b.acc_dtype.itemsize for b in whole)

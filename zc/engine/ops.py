@@ -111,7 +111,7 @@ class GradientOps(PeerOps):
     ) -> None:
         self.buffers.hold(self.plan.buckets[bucket])
         out = self.buffers.named(buffer, self.plan.buckets[bucket])[start:stop]
-        add = not self.plan.placement.gradient_in_ring and slot not in self._fresh[bucket]
+        add = not self.plan.placement.shards_gradients and slot not in self._fresh[bucket]
         log.debug("bucket %d: slot %d is made in %s (%s)", bucket, slot, buffer, "added" if add else "written")
         make: Any = {"mm": matmul_into, "rows": rows_into, "scatter": scatter_into}[how]
         make(out, *inputs, add=add)
@@ -176,7 +176,7 @@ class GradientOps(PeerOps):
 
     def _adds(self, bucket: int) -> bool:
         """Whether a mean is added to what the accumulator holds; in stage 1 the sum that was there has been sent."""
-        return self.plan.placement.gradient_in_ring and self.state[bucket] is not Acc.EMPTY
+        return self.plan.placement.shards_gradients and self.state[bucket] is not Acc.EMPTY
 
     def _is_reduced(self, bucket: int, out: Tensor) -> None:
         self.landed[bucket] = False
@@ -203,7 +203,7 @@ class GradientOps(PeerOps):
         """An accumulator visits the device, unless it is empty: the first write of an update overwrites."""
         record = self.plan.buckets[bucket]
         out, given = self.buffers.named(dst, record), self.buffers.named(src, record)
-        if self.plan.placement.gradient_in_ring or self.state[bucket] is Acc.PARTIAL:
+        if self.plan.placement.shards_gradients or self.state[bucket] is Acc.PARTIAL:
             if self.state[bucket] is not Acc.EMPTY:
                 self.move(out, given, "to_device")
         elif self.state[bucket] is Acc.REDUCED:

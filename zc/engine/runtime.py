@@ -118,7 +118,7 @@ class Runtime(Core):
             self._notice_cleared()
         self._backwards.enter(self._end_backward)
         # inside another backward, of which nothing has come yet, is no round of its own: other ranks may have none
-        may_wait = not self.plan.placement.reduces_every_backward
+        may_wait = not self.plan.placement.shards_gradients
         is_new = self.current_plan.reduces and not self.rounds.is_open
         if is_new and not (may_wait and torch_private.is_inside_another_backward()):
             if program is None:
@@ -179,7 +179,7 @@ class Runtime(Core):
 
     def _end_backward(self) -> None:
         """Autograd's final callback. What is still deposited is written, with zeros where nothing came."""
-        keeps_grads = self.plan.placement.gradient_in_ring
+        keeps_grads = self.plan.placement.shards_gradients
         if not keeps_grads or self.plan.num_ranks == 1:  # stage 1 keeps a partial sum; one rank has nobody to ask
             self._flush(sorted(self._deposits.buckets), reduce=keeps_grads)
         if keeps_grads and self.rounds.differs():
@@ -290,7 +290,7 @@ class Runtime(Core):
     def _reduce_kept(self, buckets: Sequence[int], *, is_final: bool) -> None:
         """What this rank keeps of these buckets (zc/engine/rounds.py), on all ranks, whether or not this one has
         something; a model that was called twice may have proposed a bucket twice."""
-        if self.plan.placement.gradient_in_ring:
+        if self.plan.placement.shards_gradients:
             for index in buckets:
                 self._write(index, is_final)
             return

@@ -25,7 +25,7 @@ def held(made: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[st
     ragged = tuple(b for b in made.buckets if b.layout.owners is not None)
     whole = max(b.numel * b.reduce_dtype.itemsize for b in made.buckets)
     part = max(made.numel_part(b) * b.net_dtype.itemsize for b in made.buckets)
-    in_ring, ring = made.placement.gradient_in_ring, min(made.num_buffers, len(made.buckets))
+    in_ring, ring = made.placement.shards_gradients, min(made.num_buffers, len(made.buckets))
     acc = total("S" if in_ring else "P", "acc_dtype")
     state = heaviest(made, made.buckets, lambda b: num_states[b.optimizer] * b.acc_dtype.itemsize)
     apart = made.world_size > 1 and (in_ring or made.offload is not None)
@@ -100,7 +100,7 @@ def sent(made: Plan, microbatches: int) -> dict[str, int]:
     """Bytes that a rank sends in a step, or others read of it: W - 1 of W parts of each bucket, for each reduction and
     for the gather (with two levels L - 1 of L in the host, and H - 1 of H of that to the other hosts; with R replicas
     R - 1 of R of a shard to these, twice); and what goes to the owners of whole parameters and back."""
-    num = microbatches if made.placement.reduces_every_backward else 1
+    num = microbatches if made.placement.shards_gradients else 1
     others, world_size, hosts = made.world_size - 1, made.world_size, made.topology
     inside, between = hosts.ranks_per_host - 1, hosts.num_hosts - 1
     reduced = sum(b.numel // world_size * others * b.reduce_dtype.itemsize for b in made.buckets)
@@ -125,7 +125,7 @@ def sent_to_replicas(made: Plan, bucket: Bucket) -> int:
 def sent_between_hosts(made: Plan, microbatches: int, ranks_per_host: int) -> dict[str, int]:
     """Bytes that leave a host in a step, of all its ranks; what the owners of whole parameters exchange is not counted.
     Of two levels the least that there is, 2 (H - 1) / H of the model with one backward; of one, L times that."""
-    num = microbatches if made.placement.reduces_every_backward else 1
+    num = microbatches if made.placement.shards_gradients else 1
     others, copies = _pairs_between_hosts(made, ranks_per_host)
     if made.has_levels:
         others = ranks_per_host * (made.topology.num_hosts - 1)
@@ -158,5 +158,5 @@ def copied(made: Plan, microbatches: int) -> dict[str, int]:
     if not made.offload.accumulates_on_host:
         return {"to host": shard, "to device": up}
     visit = sum(made.numel_on_host(b) * b.acc_dtype.itemsize for b in made.buckets)
-    reduced_alone = 0 if made.placement.gradient_in_ring or made.world_size == 1 else visit - shard
+    reduced_alone = 0 if made.placement.shards_gradients or made.world_size == 1 else visit - shard
     return {"to host": microbatches * visit - reduced_alone, "to device": (microbatches - 1) * visit + up}

@@ -116,7 +116,7 @@ class Plan:
     @property
     def reduces(self) -> bool:
         """Whether a backward under this plan reduces, or only accumulates."""
-        return self.placement.reduces_every_backward or self.is_boundary
+        return self.placement.shards_gradients or self.is_boundary
 
     @property
     def reads_rows(self) -> bool:
@@ -173,7 +173,7 @@ class Plan:
 
     def numel_on_host(self, bucket: Bucket) -> int:
         """Elements of ``host[b]`` and of a staging buffer: P where a partial sum lives in host memory, else S."""
-        partial = not self.placement.gradient_in_ring and self.offload is not None and self.offload.accumulates_on_host
+        partial = not self.placement.shards_gradients and self.offload is not None and self.offload.accumulates_on_host
         return bucket.numel if partial else bucket.layout.numel_shard
 
     def __str__(self) -> str:
@@ -220,7 +220,7 @@ def make_plan(
     buckets: list[Bucket] = []
     for (dtype, device), specs in groups.items():
         acc_dtype = torch.promote_types(dtype, torch.float32)
-        wire = reduce_dtype or (dtype if placement.reduces_every_backward else acc_dtype)
+        wire = reduce_dtype or (dtype if placement.shards_gradients else acc_dtype)
         align = ALIGN_NBYTES // min(dtype.itemsize, wire.itemsize)
         is_far = hosts.num_hosts > 1 and device.type == "cpu"
         least = BETWEEN_HOSTS_NBYTES if is_far else DEFAULT_NBYTES

@@ -130,7 +130,7 @@ def _offload(runtime: Runtime, on_host: list[HostStep]) -> str:
     assert plan.offload is not None
     shard, whole = (sum(n) for n in zip(*((b.layout.numel_shard, b.numel) for b in plan.buckets), strict=True))
     size = plan.buckets[0].acc_dtype.itemsize
-    kept = shard if plan.placement.gradient_in_ring else whole
+    kept = shard if plan.placement.shards_gradients else whole
     here, there = ("in use", "instead") if plan.offload.accumulates_on_host else ("instead", "in use")
     disk = on_host[0].disk
     return "\n".join(

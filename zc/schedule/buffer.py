@@ -40,12 +40,12 @@ class Kind(NamedTuple):
 
 def _is_summed(plan: Plan) -> bool:
     """Accumulators that are read on comm as well: partial sums that are sent, or copied to host memory."""
-    return not plan.placement.gradient_in_ring and (plan.num_ranks > 1 or plan.offload is not None)
+    return not plan.placement.shards_gradients and (plan.num_ranks > 1 or plan.offload is not None)
 
 
 KINDS = {
     "flat_grad": Kind("gradients of one bucket; a ring", COMM, shared="stage 2 with overlap",
-                      is_shared=lambda plan, _: plan.overlap and plan.placement.gradient_in_ring),
+                      is_shared=lambda plan, _: plan.overlap and plan.placement.shards_gradients),
     "recv": Kind("what the other ranks have sent", COMM),
     "part": Kind("two levels: the sum of a host's ranks; a mesh of two dimensions: of those of `shard`; a ring", COMM,
                  shared="with overlap, where ranks read each other's memory",
