@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 
 from bench import train
 from bench.cases import CASES, data
-from bench.cases.models import GPT, GPTConfig, make_gpt, make_model, num_parameters, param_groups
+from bench.cases.models import GPT, GPTConfig, make_gpt, make_model, num_parameters
 
 SMALL = GPTConfig(vocab=256, seq=16, layers=2, width=24, heads=3)
 
@@ -41,24 +40,6 @@ def test_split_is_by_file_disjoint_and_covers(library: Path) -> None:
     assert not any("never" in name for name in train_files | held_out)
 
 
-def test_split_is_a_literal_hash_and_ignores_other_files(library: Path) -> None:
-    before = data.load(library)
-    for name in before.train_files + before.held_out_files:
-        digest = int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)
-        assert (name in before.held_out_files) == (digest % 10 == 0)
-    assert data.is_held_out("json/tool.py") is (int(hashlib.sha256(b"json/tool.py").hexdigest()[:16], 16) % 10 == 0)
-    (library / "a" / before.train_files[0].split("/")[-1]).unlink()
-    after = data.load(library)
-    assert set(after.held_out_files) == set(before.held_out_files)
-
-
-def test_the_stdlib_itself_splits() -> None:
-    files = data.source_files(data.stdlib())
-    held_out = [f for f in files if data.is_held_out(f)]
-    assert len(files) > 100
-    assert 0.03 < len(held_out) / len(files) < 0.25
-
-
 def test_windows_are_shifted_and_fixed_by_their_key(library: Path) -> None:
     tokens = data.load(library).train
     x, y = data.train_batch(tokens, batch=3, seq=16, seed=1, step=2, rank=0)
@@ -69,22 +50,6 @@ def test_windows_are_shifted_and_fixed_by_their_key(library: Path) -> None:
     for other in ({"rank": 1}, {"step": 3}, {"seed": 2}):
         key = {"seed": 1, "step": 2, "rank": 0, **other}
         assert not torch.equal(x, data.train_batch(tokens, batch=3, seq=16, **key)[0])
-
-
-def test_held_out_windows_are_distinct_and_reach_the_end(library: Path) -> None:
-    tokens = torch.arange(1000, dtype=torch.int16)
-    batches = data.held_out_batches(tokens, batch=4, seq=16, num_batches=3)
-    starts = torch.cat([x[:, 0] for x, _ in batches])
-    assert len(starts.unique()) == 12
-    assert starts[0] == 0
-    assert batches[-1][1][-1, -1] == 999
-
-
-def test_pairs_of_bytes_by_frequency() -> None:
-    text = torch.tensor(list(b"abababcdcdxy"), dtype=torch.uint8).numpy()
-    ids, other = data._pairs(text, text[6:], vocab=3)
-    assert ids.tolist() == [0, 0, 0, 1, 1, 2]
-    assert other.tolist() == [1, 1, 2]
 
 
 def test_data_says_what_is_wrong(tmp_path: Path, library: Path) -> None:
@@ -122,23 +87,6 @@ def test_loss_is_the_mean_in_nats_and_near_uniform_at_first() -> None:
     by_hand = -model(x).log_softmax(-1).gather(-1, y[..., None]).mean()
     torch.testing.assert_close(model(x, y), by_hand)
     assert abs(model(x, y).item() - math.log(256)) < 0.2
-
-
-def test_seed_alone_sets_the_weights() -> None:
-    torch.manual_seed(5)
-    first = make_gpt(SMALL, seed=1).state_dict()
-    torch.manual_seed(6)
-    second, third = make_gpt(SMALL, seed=1).state_dict(), make_gpt(SMALL, seed=2).state_dict()
-    assert all(torch.equal(first[k], second[k]) for k in first)
-    assert not torch.equal(first["tokens.weight"], third["tokens.weight"])
-
-
-def test_param_groups_hold_each_parameter_once() -> None:
-    model = make_gpt(SMALL, seed=0)
-    groups = param_groups(model, 0.1)
-    held = [id(p) for g in groups for p in g["params"]]
-    assert sorted(held) == sorted(id(p) for p in model.parameters())
-    assert all(p.dim() < 2 for p in groups[1]["params"])
 
 
 def test_bad_sizes() -> None:

@@ -11,7 +11,6 @@ import torch
 
 from bench import gpu, scale
 from bench.cases import CASES, PROVIDERS
-from bench.report import rows
 
 
 def fake_run(cell: Any, session: str, expected: object, args: argparse.Namespace) -> dict[str, Any]:
@@ -31,23 +30,6 @@ def test_cells_run_in_order_once_and_only_while_there_is_time(monkeypatch: pytes
     assert len(list(gpu.step_rows(1061.0, "another", known))) == len(gpu.CELLS)
     assert list(gpu.step_rows(1059.0, "s", known)) == []
     assert all(c.case in CASES and c.provider in PROVIDERS for c in gpu.CELLS)
-
-
-def test_a_run_that_the_deadline_ends_is_left_to_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, given = [1000.0], []
-
-    def cut_off(wanted: Any, session: str, expected: object, args: argparse.Namespace) -> dict[str, Any]:
-        given.append(args.timeout)
-        clock[0] += args.timeout
-        return {"status": f"failed: not at its end after {args.timeout} s"}
-
-    monkeypatch.setattr(gpu.run, "run_once", cut_off)
-    monkeypatch.setattr(gpu.time, "monotonic", lambda: clock[0])
-    assert list(gpu.step_rows(1100.0, "s", [])) == []
-    assert given == [100.0]
-    clock[0] = 1000.0  # with time for it, the same is the provider's own failure; then there is no time for another
-    assert [r["provider"] for r in gpu.step_rows(1300.0, "s", [])] == [gpu.FLOOR]
-    assert given[1:] == [gpu.LONGEST_RUN_S]
 
 
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,15 +60,6 @@ def test_a_real_rank_is_compared_with_the_floor() -> None:
     assert gpu.depart(near, [floor | {"case": "other"}]) == "no floor to compare its losses with"
 
 
-def test_kernel_rows_fit_the_columns() -> None:
-    kernel = {"case": "k", "MiB": 16, "run": "zc", "p20_ms": 1, "p50_ms": 2, "p80_ms": 3, "fraction": 0.9, "note": ""}
-    made = gpu.as_row(kernel | {"device": "d"})
-    assert made["provider"] == "zc (0.9 of a copy)"
-    assert set(made) <= set(rows.COLUMNS)
-    failed = kernel | {"fraction": "", "p50_ms": "", "note": "RuntimeError: no"}
-    assert gpu.as_row(failed | {"device": "d"})["status"] == "failed: RuntimeError: no"
-
-
 def test_the_plan_at_many_ranks() -> None:
     points = list(scale.plan_points("llama-0.3b", [8, 4096]))
     held = {p.x: p.value for p in points if p.kind.startswith("persistent")}
@@ -102,42 +75,3 @@ def test_the_plan_at_many_ranks() -> None:
     both_ways = 2 * numel * 2 * 7 / 8 / 45e9 * 1e3  # bf16 gradients out, bf16 weights in
     assert both_ways < wire["native, 400g", 8] < 1.1 * both_ways
     assert wire["exact, 400g", 4096] > wire["native, 400g", 4096]  # one message a peer against a tree's levels
-
-
-def test_rows_of_scale_are_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "scale.csv"
-    for x in (8, 64):
-        scale.append(path, "s", scale.Point("plan", "m", x, 1.5 * x, "ms"))
-    scale.append(path, "s", scale.Point("slope", "m", 8, 2.0, "us"))
-    assert [r["value"] for r in rows.read(path)] == ["12", "96", "2"]
-    scale.draw(path, tmp_path)
-    assert [p.name for p in tmp_path.glob("*.png")] == ["scale-plan.png"]
-
-
-def test_host_time_has_a_point_a_count_and_a_slope() -> None:
-    points = list(scale.host_points([1, 2], world=2, num_steps=7, layers=2))
-    assert [(p.kind, p.x) for p in points] == [
-        ("host time of a step", 1),
-        ("host time of a step", 2),
-        ("host time a bucket", 2),
-    ]
-    assert points[2].value == pytest.approx(points[1].value - points[0].value)
-
-
-def test_what_has_no_number_fails_and_every_run_has_a_folder_that_a_compiler_takes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """g++ splits Inductor's command at spaces: a cache named after "zc stage 2" compiled nothing."""
-    folders: list[str] = []
-
-    def train_once(provider: str, flags: list[str], timeout_s: float, cache: str | None = None) -> str:
-        folders.append(cache or "")
-        return "it ended early"
-
-    monkeypatch.setattr(scale, "train_once", train_once)
-    with pytest.raises(SystemExit, match="W=8: it ended early; no number for zc stage 2, ethernet"):
-        scale.main(["paced", "--worlds", "8", "--providers", "zc stage 2", "--csv", str(tmp_path / "scale.csv")])
-    assert len(folders) == 2
-    assert not any(" " in folder for folder in folders)
-    with pytest.raises(SystemExit, match="no number for zc stage 2, 12 layers: it ended early"):
-        scale.main(["depth", "--depths", "12", "--providers", "zc stage 2", "--csv", str(tmp_path / "scale.csv")])

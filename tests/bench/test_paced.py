@@ -74,15 +74,6 @@ def test_a_sequence_takes_what_the_model_says() -> None:
     assert clock.time - 101.0 == pytest.approx(sum(model) + model[0])
 
 
-def test_a_move_that_outlasts_the_model_is_counted_and_delays_the_next() -> None:
-    clock = Clock()
-    line = CpuLine(clock.now, clock.sleep)
-    line.one(100.0, 1.0, lambda: clock.sleep(5.0), PacedWork([]))
-    assert (line.num_late, clock.time) == (1, 105.0)
-    line.one(100.0, 1.0, lambda: None, PacedWork([]))
-    assert clock.time == 106.0
-
-
 def test_a_failed_move_is_raised_by_wait() -> None:
     work = PacedWork([])
 
@@ -147,41 +138,6 @@ def test_zc_updates_its_shard_as_a_plain_optimizer_does(reduce: str) -> None:
     torch.testing.assert_close(found[:owned], expected[:owned])
     flat = torch.cat([found, model[0].bias.detach(), model[0].weight.detach().view(-1)])
     assert not torch.equal(flat[-64:], plain[0].weight.detach().view(-1)[-64:])  # another rank's, made up
-
-
-@pytest.mark.usefixtures("paced")
-def test_ddp_runs_unchanged() -> None:
-    plain, batch = model_and_batch()
-    model, _ = model_and_batch()
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    for network in (plain, wrapped):
-        network(batch).square().mean().backward()
-    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)
-
-
-@pytest.mark.usefixtures("paced")
-def test_compiled_ddp_broadcasts_its_buffers() -> None:
-    """From inside the compiled wrapper, through C++, back to Python, into which Dynamo must not trace."""
-    plain, batch = model_and_batch()
-    model, _ = model_and_batch()
-    model.register_buffer("table", torch.ones(3))
-    wrapped = torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager")
-    for network in (plain, wrapped):
-        network(batch).square().mean().backward()
-    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)
-
-
-@pytest.mark.usefixtures("paced")
-def test_zc_opens_its_groups_on_the_callers_backend() -> None:
-    from zc.ranks.comm import Group
-
-    group = Group(None)
-    group.open_data(torch.device("cpu"))
-    assert isinstance(group.control, PacedGroup)
-    assert isinstance(group.data, PacedGroup)
-    assert group.world_size == 4
 
 
 @pytest.mark.usefixtures("paced")

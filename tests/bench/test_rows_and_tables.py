@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from bench import run, scale
+from bench import run
 from bench.cases import CASES, COMPILED_PAIRS, PROVIDERS
 from bench.cases.reference import NUM_LOSSES, compute, disagreement, flags_of
 from bench.measure import ROOT, error_line, launch_quietly
-from bench.report import charts, rows, tables
+from bench.report import rows, tables
 
 # --- the matrix ---
 
@@ -131,11 +131,6 @@ def test_error_line_is_what_a_rank_died_of() -> None:
 # --- rows and tables ---
 
 
-def test_percentiles() -> None:
-    assert rows.percentiles([float(v) for v in range(11)]) == (2.0, 5.0, 8.0)
-    assert rows.percentiles([4.0]) == (4.0, 4.0, 4.0)
-
-
 def record() -> dict[str, Any]:
     rank = {
         "losses": [5.0] * 8, "step_s": [9.0] * 6 + [1.0, 3.0], "tokens_per_step": 64, "num_params": 10,
@@ -155,16 +150,6 @@ def test_a_row_has_times_only_without_a_reason() -> None:
     assert not set(rows.NUMBERS) & set(bad)
     assert set(rows.NUMBERS) - {"host_ms"} <= set(good)  # which is a GPU's
     assert set(good) <= set(rows.COLUMNS)
-
-
-def test_rows_of_another_shape_are_not_mixed(tmp_path: Path) -> None:
-    path = tmp_path / "run.csv"
-    rows.append(path, {"case": "a"})
-    rows.append(path, {"case": "b"})
-    assert [r["case"] for r in rows.read(path)] == ["a", "b"]
-    path.write_text("case,other\n")
-    with pytest.raises(ValueError, match="name another file"):
-        rows.append(path, {"case": "c"})
 
 
 def test_fingerprint_follows_the_measured_code_alone(tmp_path: Path) -> None:
@@ -217,59 +202,7 @@ def test_a_table_takes_the_last_session_and_ratios_within_a_repeat(tmp_path: Pat
         tables.run(path, {"depth": "24"})
 
 
-def test_a_table_shows_the_reason_in_place_of_a_number(tmp_path: Path) -> None:
-    path = tmp_path / "run.csv"
-    written(path, "s", 1, zc_ms=400, status="loss after 3 updates is 1.0, float64 says 2.0")
-    cells = line_of(tables.run(path, {}), "zc stage 2")
-    assert cells[1] == "no number: loss after 3 updates is 1.0, float64 says 2.0"
-    assert set(cells[2:]) == {""}
-    assert line_of(tables.run(path, {}), "DDP + compile")[2] == ""  # nothing to compare it with
-
-
-def test_a_table_of_scale_has_a_line_an_x(tmp_path: Path) -> None:
-    path = tmp_path / "scale.csv"
-    for series, x, value in (("a", 64, 9.0), ("a", 8, 1.5), ("b", 64, 4000.0), ("a", 64, 2.0)):
-        scale.append(path, "s", scale.Point("first step, cold", series, x, value, "s"))
-    made = tables.scale(path, {"kind": "first_step,_cold"}).splitlines()
-    assert made[:4] == ["|  | a | b |", "| --- | --: | --: |", "| 8 | 1.5 |  |", "| 64 | 2 | 4,000 |"]
-    assert tables.scale(path, {"kind": "plan"}).startswith("No rows yet")
-
-
-def test_a_table_of_the_gpu_shows_what_communication_adds(tmp_path: Path) -> None:
-    path = tmp_path / "gpu.csv"
-    base = dict.fromkeys(rows.COLUMNS, "1") | {"session": "s", "status": "ok", "case": "c", "num_params": "1000"}
-    for network, p50 in (("", 70.0), ("zero", 80.0), ("nvlink", 83.5)):
-        rows.append(path, base | {"provider": "zc stage 2", "network": network} | times_of(p50))
-    rows.append(path, base | {"provider": "DDP", "network": "nvlink", "status": "failed: no", "p50_ms": ""})
-    lines = [[c.strip() for c in line.split("|")[1:-1]] for line in tables.paced(path, {"case": "c"}).splitlines()[2:6]]
-    assert [line[1] for line in lines] == ["none, 1 rank", "zero", "nvlink", "nvlink"]
-    assert [line[3] for line in lines] == ["", "", "3.5", ""]
-    assert lines[2][2] == "83.50 (82.50 to 85.50)"
-    assert lines[3][2] == "no number: failed: no"
-
-
-def test_fill_replaces_only_what_is_marked(tmp_path: Path) -> None:
-    written(tmp_path / "run.csv", "s", 1, zc_ms=400)
-    text = "before\n<!-- table: run case=tiny -->\nstale\n<!-- end -->\nafter\n"
-    filled = tables.fill(text, tmp_path)
-    assert filled.startswith("before\n<!-- table: run case=tiny -->\n| provider |")
-    assert filled.endswith("<!-- end -->\nafter\n")
-    assert "stale" not in filled
-    assert tables.fill(filled, tmp_path) == filled
-    with pytest.raises(ValueError, match="no table is named 'other'"):
-        tables.fill("<!-- table: other -->\n<!-- end -->", tmp_path)
-
-
 def test_tables_are_those_of_the_committed_rows() -> None:
     for name in tables.FILES:
         text = (ROOT / name).read_text()
         assert tables.fill(text) == text, f"{name}: run python -m bench.report.tables"
-
-
-def test_a_chart_is_drawn_and_leaves_out_what_has_no_number(tmp_path: Path) -> None:
-    written(tmp_path / "run.csv", "s", 1, zc_ms=400, status="no")
-    charts.draw("tiny", rows.read(tmp_path / "run.csv"), tmp_path / "tiny.png")
-    assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
-    only_bad = [r for r in rows.read(tmp_path / "run.csv") if r["provider"] == "zc stage 2"]
-    charts.draw("tiny", only_bad, tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()

@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
 from bench import turns
 from bench.report import rows, tables
 
@@ -44,28 +41,6 @@ def test_losses_that_depart_take_the_numbers_away() -> None:
     assert zc["ratio"] == floor["ratio"] == "1.0000"  # who does not communicate has its own losses
     ddp, zc, _ = turns.made_rows("tiny", ["DDP", "zc stage 2", names[2]], made, RIGHT)
     assert (ddp["status"], zc["status"], zc["p50_ms"], zc["ratio"]) == (ddp["status"], "ok", "1000.00", "")
-
-
-def test_too_few_turns_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        turns.parse(["--turns", "4"])
-    assert "--turns must be at least 5" in capsys.readouterr().err
-
-
-def test_what_a_step_leaves_behind_falls_into_the_systems_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in whose steps each leave a second's work to the next: of three in a turn two are timed, with two
-    seconds of it."""
-    now, left, system = [0.0], [0.0], turns.Turn.__new__(turns.Turn)
-    system.losses, system.step_s, system.cpu_s, system.sent = [], [], [], []
-
-    def step(self: turns.Turn, tokens: object, rank: int) -> None:
-        now[0] += 3.0 + left[0]
-        left[0] = 1.0
-
-    monkeypatch.setattr(turns.Turn, "_step", step)
-    monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])
-    system.take(torch.zeros(1), 0, 2)
-    assert system.step_s == [4.0]
 
 
 def test_two_ranks_in_turn(tmp_path: Path) -> None:

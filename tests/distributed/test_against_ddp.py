@@ -20,20 +20,20 @@ TOLERANCE = 2e-5
 # microbatches, and whether they are declared with zc.no_sync
 LOOPS = {"one": (1, True), "declared": (3, True), "undeclared": (3, False)}
 
+SMOKE = ((2, "eager", 1, "declared"), (2, "aot_eager", 2, "one"), (2, "inductor", 2, "declared"))
+
 
 def combinations() -> list[tuple[int, str, int, str]]:
-    """World size, backend, stage, loop. With four ranks, which share two cores, one eager and one compiled run by
-    default, since Inductor's segments know of no ranks; ZC_TESTS=full has all."""
+    """World size, backend, stage, loop. By default, each loop with each backend or stage; ZC_TESTS=full has all."""
     loops = [(2, "one"), (2, "declared"), (2, "undeclared"), (4, "one"), (4, "declared")]
     chosen = [(w, b, s, loop) for b in ("eager", "aot_eager", "inductor") for s in (1, 2) for w, loop in loops]
     if FULL:
         return chosen
     four = [(4, "eager", 1, "declared"), (4, "aot_eager", 2, "declared")]
-    slow = [(2, "inductor", 1, "undeclared"), (2, "inductor", 2, "one")]
-    return [c for c in chosen if (c[0] == 2 or c in four) and c not in slow]
+    two = [(2, "eager", 2, "undeclared"), (2, "aot_eager", 1, "undeclared"), (2, "inductor", 1, "one")]
+    return [*SMOKE, *four, *two]
 
 
-SMOKE = ((2, "eager", 1, "declared"), (2, "aot_eager", 2, "one"), (2, "inductor", 2, "declared"))
 CASES = [pytest.param(*c, marks=pytest.mark.check if c in SMOKE else ()) for c in combinations()]
 
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from models import CASES, mean_square, mlp, vectors
-from oracle import full_gradients, weights, worst
+from models import mean_square, mlp, vectors
 from torch import nn
-from torch.optim import LBFGS, AdamW, SparseAdam
+from torch.optim import AdamW
 from training_runs import adamw, message_of
 
 import zc
@@ -117,30 +116,6 @@ def test_several_devices() -> None:
     refused(zc.PlanError, "1.weight", "meta", model=model)
 
 
-def test_complex_parameters() -> None:
-    """A sum of complex rows in fp32 would drop the imaginary part."""
-    model = mlp()
-    model.register_parameter("phase", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
-    refused(zc.PlanError, "phase", "complex64", model=model)
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients(kind: type[nn.Module]) -> None:
-    """Embedding(sparse=True) gives a sparse gradient, which a flat buffer can't hold. The error comes from
-    zc.compile, or from the first backward with nothing changed, and names the parameter: never a hang or a zero."""
-    model = kind(10, 4, sparse=True)
-    optimizer = AdamW(model.parameters())
-    before = model.weight.detach().clone()
-
-    def compile_and_train() -> None:
-        zc.compile(model, optimizer, backend="eager")
-        model(torch.tensor([[1, 2]])).sum().backward()
-
-    raised, text = message_of(compile_and_train)
-    assert raised in ("PlanError", "UncoveredGradientError") and "weight" in text and "sparse" in text, (raised, text)
-    assert torch.equal(model.weight, before)
-
-
 def test_two_parameters_share_part_of_a_storage() -> None:
     """DDP and DeepSpeed reduce such a storage twice; flat_param would tear it apart."""
     model = mlp()
@@ -207,30 +182,6 @@ def test_an_optimizer_with_a_parameter_that_the_model_lacks() -> None:
     model, old = mlp(), mlp()
     optimizer = AdamW([*model.parameters(), old[0].weight])
     refused(zc.PlanError, "(16, 16)", "model lacks", model=model, optimizer=optimizer)
-
-
-def test_an_optimizer_that_lacks_a_parameter() -> None:
-    """deepspeed#5639: a layer that was unfrozen after the optimizer was made never updates."""
-    model = mlp()
-    refused(zc.PlanError, "lacks", "2.weight", "requires_grad_", model=model, optimizer=AdamW(model[0].parameters()))
-
-
-def test_an_optimizer_with_state() -> None:
-    """Its moments have whole parameters' shapes; the text says what to do."""
-    model = mlp()
-    optimizer = adamw(model)
-    mean_square(model, vectors()(0, 0, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    refused(zc.PlanError, "AdamW", "state", "fresh optimizer", "zc.load_state_dict", model=model, optimizer=optimizer)
-
-
-def test_optimizers_that_cannot_work_on_shards() -> None:
-    """L-BFGS needs a closure and one history over all parameters; SparseAdam sparse gradients."""
-    model = mlp()
-    refused(zc.PlanError, "LBFGS", "closure", model=model, optimizer=LBFGS(model.parameters()))
-    model = mlp()
-    refused(zc.PlanError, "SparseAdam", "sparse", model=model, optimizer=SparseAdam(list(model.parameters())))
 
 
 def test_after_an_error_the_corrected_call_works() -> None:
@@ -319,77 +270,3 @@ def test_a_rank_outside_the_group() -> None:
     """Otherwise it trains alone beside the others."""
     found = run_ranks(_outside_the_group, 2, timeout=60)
     assert found[0] == ("", "") and found[1][0] == "PlanError" and "not a member" in found[1][1]
-
-
-# --- gradients that come in another way ---
-
-
-def _by_hand(rank: int, world_size: int) -> tuple[str, str]:
-    model = mlp()
-    model, optimizer = zc.compile(model, adamw(model), backend="eager")
-    mean_square(model, vectors()(rank, 0, 0)).backward()
-    model[0].weight.grad = torch.ones_like(model[0].weight)
-    return message_of(optimizer.step)
-
-
-def test_a_gradient_assigned_by_hand_is_an_error() -> None:
-    """It would be dropped in silence: it never went through the plan."""
-    for kind, text in run_ranks(_by_hand, 2, timeout=60):
-        assert kind == "UncoveredGradientError" and "0.weight" in text
-
-
-def _compiled_autograd(rank: int, world_size: int, how: str, backend: str) -> tuple[str, str, float]:
-    """Job: the error, or how far the gradients are from the oracle's."""
-    case = CASES["mlp"]
-    model = case.model()
-    wanted = full_gradients(case.model(), case.loss, [[case.batch(r, 0, 0)] for r in range(world_size)])
-    found: dict[str, Any] = {}
-
-    def train() -> None:
-        zc.compile(model, adamw(model), backend=backend)
-        if how == "flag":  # on while compiled functions run, so a backward that is called outside of them is not taken
-            with torch._dynamo.config.patch(compiled_autograd=True):
-                case.loss(model, case.batch(rank, 0, 0)).backward()
-        else:
-            loss = case.loss(model, case.batch(rank, 0, 0))
-            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-                loss.backward()
-        found.update(zc.full_grad(model))
-
-    return (*message_of(train), worst(found, wanted)[0] if found else 0.0)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("how", ["flag", "context"])
-def test_compiled_autograd_is_refused_or_harmless(how: str, backend: str) -> None:
-    """Compiled autograd traces through the backward's side effects and drops them: zeros would be trained
-    with. Around the backward it is refused; the flag alone does not reach a plain ``loss.backward()``."""
-    for kind, text, error in run_ranks(_compiled_autograd, 2, how, backend):
-        if how == "context":
-            assert kind == "ZcError" and "compiled autograd" in text, (kind, text, error)
-        else:
-            assert error < 1e-6 and (not kind or "compiled autograd" in text), (kind, text, error)
-
-
-# --- one process, no group ---
-
-
-def _no_group(rank: int, world_size: int, stage: int, backend: str) -> float:
-    dist.destroy_process_group()
-    case = CASES["gpt_tied"]
-    model, plain = case.model(), case.model()
-    model, optimizer = zc.compile(model, adamw(model), stage=stage, backend=backend, bucket_nbytes=4096)
-    reference = adamw(plain)
-    for step in range(3):
-        for one, how in ((model, optimizer), (plain, reference)):
-            case.loss(one, case.batch(0, step, 0)).backward()
-            how.step()
-            how.zero_grad()
-    return worst(weights(model), weights(plain))[0]
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_without_a_process_group_it_is_one_rank(stage: int, backend: str) -> None:
-    """A script must run on a laptop as it is: plain PyTorch's numbers."""
-    assert run_ranks(_no_group, 1, stage, backend)[0] < 2e-5

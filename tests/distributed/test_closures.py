@@ -10,7 +10,6 @@ from harness import run_ranks
 from models import CASES
 from oracle import weights, worst
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from training_runs import DIFFERS_MOST, adamw, message_of, sgd
 
 import zc
@@ -136,17 +135,6 @@ def _raises(rank: int, world_size: int) -> dict[str, Any]:
 def test_a_closure_that_raises_changes_nothing() -> None:
     for seen in run_ranks(_raises, 2):
         assert seen["raised"] == ("ValueError", "no data") and seen["same"] and seen["moved"]
-
-
-def _lbfgs(rank: int, world_size: int) -> tuple[str, str]:
-    model: nn.Module = CASES["mlp"].model()
-    optimizer: Optimizer = torch.optim.LBFGS(model.parameters())
-    return message_of(lambda: zc.compile(model, optimizer, backend="eager"))
-
-
-def test_lbfgs_is_refused_by_name() -> None:
-    for kind, text in run_ranks(_lbfgs, 2):
-        assert kind == "PlanError" and "LBFGS" in text and "closure several times" in text
 
 
 class Child(torch.optim.SGD):

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from harness import run_ranks
 from models import Stack
 from oracle import worst
-from tiers import full_only
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -382,16 +381,6 @@ def test_all_replicas_take_one_way(hosts: str, how: str, note: str) -> None:
     assert_as_ddp(found, [{key: values[: len(found[0][key])] for key, values in each.items()} for each in ddp("adamw")])
     assert all(how in each["explained"] and note in each["explained"] for each in found)
     assert all(("stands for itself" in each["explained"]) == bool(note) for each in found)
-
-
-@full_only
-def test_a_shard_over_several_hosts() -> None:
-    """2 replicas of 2 hosts of 2: one level, and it is said."""
-    found = run_ranks(on_hosts, 8, (2, 4), "00112233", timeout=300.0)
-    note = "the ranks of `shard` lie on 2 hosts of 2, which read each other's memory"
-    for each in found:
-        assert note in each["explained"] and "on 4 hosts of 1; inside a replica" in each["explained"]
-        assert all(torch.equal(each["weights"][-1][n], w) for n, w in found[0]["weights"][-1].items())
 
 
 def uneven(rank: int, world_size: int, stage: int, declared: bool, backend: str) -> Any:

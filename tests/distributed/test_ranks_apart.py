@@ -18,7 +18,6 @@ import torch.distributed as dist
 from harness import run_ranks
 from models import Heads, seeded
 from oracle import weights
-from tiers import full_only
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -249,12 +248,6 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", ["microbatches in no_sync", "one backward more"])
 def test_with_every_option(name: str, options: dict[str, Any]) -> None:
     check(name, 2, "aot_eager", **options)
-
-
-@full_only
-def test_inductor() -> None:
-    """What is kept or reduced is decided around the segments, by the schedule that aot_eager runs too."""
-    check("microbatches in no_sync", 2, "inductor")
 
 
 @pytest.mark.parametrize("name", [name for name, loop in LOOPS.items() if loop.has_ddp])

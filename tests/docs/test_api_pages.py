@@ -66,13 +66,6 @@ def test_the_pages_are_made_and_their_links_lead_somewhere(tmp_path: Path) -> No
     assert all(f">{section}:</h6>" in text for section in ("Reductions", "Overlap", "Offload", "Looking inside"))
 
 
-def test_a_broken_link_of_a_page_is_found() -> None:
-    page = Page(
-        '<h1 id="a"></h1><a href="#a"></a><a href="#b"></a><a href="other.html"></a><a href="https://x.org"></a>'
-    )
-    assert broken({"zc.html": page}) == ["zc.html: #b", "zc.html: other.html"]
-
-
 def docstrings() -> Iterator[tuple[str, str]]:
     for name, item in PUBLIC.items():
         if not callable(item):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import warnings
@@ -96,6 +97,17 @@ def test_an_optimizer_with_state_is_told_of_load_state_dict() -> None:
     whole = zc.full_optimizer_state(model, optimizer)
     for k, state in old.state_dict()["state"].items():
         torch.testing.assert_close(whole["state"][k]["exp_avg"], state["exp_avg"])
+
+
+def test_zc_says_what_it_compiles(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model, _ = zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with caplog.at_level(logging.INFO, logger="zc"):
+        model(torch.ones(2, 4)).sum().backward()
+    said = [record.getMessage() for record in caplog.records if record.name == "zc"]
+    assert re.fullmatch(r"Inductor compiles a forward graph of \d+ operations", said[0])
+    assert re.fullmatch(r"Inductor compiles segment 0, of \d+ operations \(backward\)", said[1])
 
 
 # verbs in the last two sentences of an error: one says what to do

@@ -14,11 +14,11 @@ from tiers import FULL
 from torch import Tensor
 
 SCRIPTS = Path(__file__).parent / "scripts"
-# a norm is summed in another order than in one process, and several backwards an update in another than under DDP
-ROUNDED = {"nanogpt", "mingpt", "dcgan"}
+# clipped by a norm that is summed in another order than in one process
+ROUNDED = {"nanogpt"}
 COMPILED = pytest.param("nanogpt", "aot_eager")
-EAGER = [pytest.param(name, "eager") for name in ("nanogpt", "imagenet", "mingpt", "dcgan")]
-INDUCTOR = [pytest.param(name, "inductor") for name in ("nanogpt", "imagenet", "mingpt", "dcgan")]
+EAGER = [pytest.param(name, "eager") for name in ("nanogpt", "imagenet")]
+INDUCTOR = [pytest.param(name, "inductor") for name in ("nanogpt", "imagenet")]
 
 
 def _run(rank: int, world_size: int, script: str, argv: list[str]) -> None:
@@ -40,7 +40,7 @@ def _end(folder: Path, backend: str) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("script", "backend"), [*EAGER, COMPILED, *INDUCTOR] if FULL else EAGER[:2])
+@pytest.mark.parametrize(("script", "backend"), [*EAGER, COMPILED, *INDUCTOR] if FULL else EAGER)
 def test_it_ends_with_ddp_s_weights(tmp_path: Path, script: str, backend: str) -> None:
     ends = {}
     for engine in ("ddp", "zc"):

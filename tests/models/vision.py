@@ -24,38 +24,6 @@ def vit() -> nn.Module:
     return ViTForImageClassification(ViTConfig(image_size=16, patch_size=4, num_labels=5, **sizes, **none))
 
 
-def resnet() -> nn.Module:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2], "layer_type": "basic"}
-    return ResNetForImageClassification(ResNetConfig(num_labels=5, **sizes))
-
-
-def regnet() -> nn.Module:
-    from transformers import RegNetConfig, RegNetForImageClassification
-
-    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4, "layer_type": "y"}
-    return RegNetForImageClassification(RegNetConfig(num_labels=5, **sizes))
-
-
-def convnext() -> nn.Module:
-    from transformers import ConvNextConfig, ConvNextForImageClassification
-
-    sizes = {"num_stages": 2, "hidden_sizes": [8, 16], "depths": [2, 2], "patch_size": 2, "drop_path_rate": 0.0}
-    return ConvNextForImageClassification(ConvNextConfig(num_labels=5, **sizes))
-
-
-def segformer() -> nn.Module:
-    from transformers import SegformerConfig, SegformerForSemanticSegmentation
-
-    sizes = {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32]}
-    patches = {"patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}
-    none = {"hidden_dropout_prob": 0.0, "classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}
-    return SegformerForSemanticSegmentation(
-        SegformerConfig(num_labels=5, decoder_hidden_size=16, **sizes, **patches, **none)
-    )
-
-
 def detr() -> nn.Module:
     from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
@@ -67,14 +35,6 @@ def detr() -> nn.Module:
     return DetrForObjectDetection(
         DetrConfig(backbone_config=backbone, d_model=16, num_labels=5, **encoder, **decoder, **none)
     )
-
-
-def diffusers_unet() -> nn.Module:
-    from diffusers import UNet2DModel
-
-    sizes = {"layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4, "attention_head_dim": 8}
-    down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
-    return UNet2DModel(sample_size=16, down_block_types=down, up_block_types=up, **sizes)
 
 
 def images(rank: int, step: int) -> dict[str, Tensor]:
@@ -134,20 +94,6 @@ class ConvNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
-
-
-class PooledConvNet(nn.Module):
-    """A ResNet's real stem, as torchvision has it: a strided convolution, batch norm, max pooling."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8)
-        self.pool, self.blocks = nn.MaxPool2d(3, 2, 1), nn.Sequential(Residual(8, 1), Residual(16, 2))
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(self.pool(F.relu(self.norm(self.conv(x)))))
-        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
 class UNet(nn.Module):

@@ -41,7 +41,6 @@ class Entry:
     batch: Callable[[int, int], Any] = causal
     loss: Callable[[Callable[..., Any], Any], Tensor] = own_loss
     why_eager: str | None = None  # Dynamo's words, where it compiles none of the model
-    needs: str | None = None  # a package that the tests don't install: without it the model is skipped
     parts: tuple[str, ...] = ("",)  # modules that are models of their own, each with its optimizer; "": the whole
 
     def update(self, models: Sequence[Callable[..., Any]], optimizers: Sequence[Optimizer], batch: Any) -> float:
@@ -93,18 +92,6 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**_decoder()))
 
 
-def qwen3() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(Qwen3Config(**_decoder(head_dim=8, tie_word_embeddings=True)))
-
-
-def gemma() -> nn.Module:
-    from transformers import GemmaConfig, GemmaForCausalLM
-
-    return GemmaForCausalLM(GemmaConfig(**_decoder(head_dim=8)))
-
-
 def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -128,42 +115,11 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(config)
 
 
-def whisper() -> nn.Module:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    encoder = {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 64, "max_source_positions": 16}
-    decoder = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "max_target_positions": 32}
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    config = WhisperConfig(
-        vocab_size=VOCAB, num_mel_bins=8, d_model=32, dropout=0.0, use_cache=False, **encoder, **decoder, **special
-    )
-    return WhisperForConditionalGeneration(config)
-
-
 def translation(rank: int, step: int) -> dict[str, Tensor]:
     return {"input_ids": tokens(rank, step), "labels": tokens(rank, step + 500, 8)}
 
 
-def speech(rank: int, step: int) -> dict[str, Tensor]:
-    features = torch.randn(BATCH, 8, 32, generator=seeded(rank, step))
-    return {"input_features": features, "labels": tokens(rank, step, 8)}
-
-
 # --- plain PyTorch ---
-
-
-class Translator(nn.Module):
-    """torch.nn.Transformer with embeddings and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 32, padding_idx=0)
-        self.transformer = nn.Transformer(32, 4, 2, 2, 64, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(32, VOCAB)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
-        return self.head(self.transformer(self.embed(source), self.embed(target), tgt_mask=mask, tgt_is_causal=True))
 
 
 class Recurrent(nn.Module):
@@ -178,11 +134,6 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(self.embed(ids))[0])
 
 
-def translate(model: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
-    target = batch["labels"]
-    return F.cross_entropy(model(batch["input_ids"], target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
-
-
 def next_token(model: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
     ids = batch["input_ids"]
     return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
@@ -191,24 +142,14 @@ def next_token(model: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
 ZOO: dict[str, Entry] = {
     "GPT-2": Entry(gpt2),
     "Llama": Entry(llama),
-    "Qwen3": Entry(qwen3),
-    "Gemma": Entry(gemma),
     "Mixtral": Entry(mixtral),
     "BERT": Entry(bert),
     "T5": Entry(t5, translation),
     "ViT": Entry(vision.vit, vision.images),
-    "Whisper": Entry(whisper, speech),
-    "ResNet": Entry(vision.resnet, vision.images),
-    "RegNet": Entry(vision.regnet, vision.images),
-    "ConvNeXt": Entry(vision.convnext, vision.images),
-    "SegFormer": Entry(vision.segformer, vision.masks),
     "DETR": Entry(vision.detr, vision.boxes, vision.detect),
     "ResNet-like": Entry(vision.ConvNet, vision.images, vision.classify),
-    "ResNet-like, pooled": Entry(vision.PooledConvNet, vision.images, vision.classify),
     "U-Net": Entry(vision.UNet, vision.masks, vision.classify),
     "diffusion U-Net": Entry(vision.Diffusion, vision.noise, vision.denoise),
-    "diffusers' UNet2DModel": Entry(vision.diffusers_unet, vision.noise, vision.denoise, needs="diffusers"),
     "DCGAN": Adversaries(vision.Gan, vision.latents, parts=("generator", "discriminator")),
-    "nn.Transformer": Entry(Translator, translation, translate),
     "nn.LSTM": Entry(Recurrent, causal, next_token, why_eager="Dynamo does not support RNN, GRU, or LSTM"),
 }
