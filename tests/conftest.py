@@ -21,7 +21,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The rank processes import tests' modules by name, and tests import the helpers beside them.
-for folder in (Path(__file__).parent, Path(__file__).parent / "distributed"):
+HERE = Path(__file__).parent
+for folder in (HERE, *(HERE / name for name in ("cuda", "distributed", "engine", "proof"))):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

@@ -22,8 +22,6 @@ from training_runs import adamw
 
 import zc
 from zc.engine.overlap_gather import WeightGather
-from zc.engine.pending import Pending, PendingParameter
-from zc.errors import PlanError
 from zc.ranks.comm import Group
 from zc.schedule.buffer import HOME
 
@@ -361,27 +359,3 @@ def _own_class(rank: int, world_size: int) -> str:
 def test_a_parameter_that_cannot_be_watched_is_waited_for() -> None:
     for text in run_ranks(_own_class, 2):
         assert "overlap_gather: parameters of class Named can't be watched: step() waits for the weights" in text
-
-
-class _Model:
-    def wait(self) -> None:
-        raise AssertionError("there is nobody to wait for")
-
-
-def test_a_dropped_model_leaves_plain_parameters() -> None:
-    param, model = nn.Parameter(torch.ones(2)), _Model()
-    pending = Pending(model.wait)
-    pending.leave([param])
-    assert type(param) is PendingParameter
-    del pending
-    assert type(param) is nn.Parameter and param.sum().item() == 2.0
-
-
-def test_refused() -> None:
-    model = nn.Linear(4, 4)
-    with pytest.raises(PlanError, match="needs overlap=True"):
-        zc.compile(model, adamw(model), overlap=False, overlap_gather=True)
-    with pytest.raises(PlanError, match="leave one of them out"):
-        zc.compile(model, adamw(model), offload="cpu", overlap_gather=True)
-    with pytest.raises(PlanError, match="overlap_gather must be True or False"):
-        zc.compile(model, adamw(model), overlap_gather=1)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """The proof's schedules on real streams: delays injected into one stream at a time, bitwise the serial result.
 
-On a CPU the same schedules run over ThreadStreams (tests/proof/test_streams.py); here they need a GPU.
+On a CPU the same schedules run over ThreadStreams (tests/engine/test_thread_streams.py); here they need a GPU.
 """
 
 from __future__ import annotations
