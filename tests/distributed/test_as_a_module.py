@@ -135,28 +135,6 @@ def test_an_rnn_stays_in_its_bucket(backend: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-7)
 
 
-def _wrapped(rank: int, world_size: int) -> None:
-    model = mlp()
-    model, optimizer = zc.compile(model, adamw(model), backend="eager", bucket_nbytes=512)
-    before = [param.data_ptr() for param in model.parameters()]
-    said = message_of(lambda: DistributedDataParallel(model))
-    assert said[0] == "PlanError" and "averaged over the ranks already: leave DDP out" in said[1], said
-    assert before == [param.data_ptr() for param in model.parameters()]
-    mean_square(model, vectors()(rank, 0, 0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    copied = DistributedDataParallel(copy.deepcopy(model))
-    mean_square(copied, vectors()(rank, 1, 0)).backward()
-    around = DistributedDataParallel(Around(model))
-    said = message_of(lambda: mean_square(around, vectors()(rank, 1, 0)).backward())
-    assert said[0] == "ZcError" and "inside a DistributedDataParallel? Leave that out" in said[1], said
-
-
-def test_ddp_around_a_compiled_model() -> None:
-    """It ended in "aten.mul.out does not work on the gradient"."""
-    run_ranks(_wrapped, 2)
-
-
 class _FabricModule(Around):
     """By name: Fabric's, which knows the module inside as its own attributes."""
 

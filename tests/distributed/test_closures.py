@@ -10,56 +10,9 @@ from harness import run_ranks
 from models import CASES
 from oracle import weights, worst
 from torch import Tensor, nn
-from training_runs import DIFFERS_MOST, adamw, message_of, sgd
+from training_runs import DIFFERS_MOST, adamw, message_of
 
 import zc
-
-MAKE = {"adamw": adamw, "sgd": sgd}
-
-
-def _losses(
-    rank: int, world_size: int, stage: int, backend: str, make: str, offload: str | None
-) -> tuple[DIFFERS_MOST, bool, int]:
-    """Against plain PyTorch's own step(closure) in float64, one process that sees all ranks' batches."""
-    case = CASES["mlp"]
-    model, twin = case.model(), case.model().double()
-    plain = MAKE[make](twin)
-    model, optimizer = zc.compile(
-        model, MAKE[make](model), stage=stage, backend=backend, bucket_nbytes=512, offload=offload
-    )
-    same, calls = True, 0
-    for step in range(4):
-
-        def closure(step: int = step) -> Tensor:
-            nonlocal calls
-            calls += 1
-            assert torch.is_grad_enabled()
-            optimizer.zero_grad()
-            loss = case.loss(model, case.batch(rank, step, 0))
-            loss.backward()
-            return loss
-
-        def joint(step: int = step) -> Tensor:
-            plain.zero_grad()
-            losses = [case.loss(twin, tuple(t.double() for t in case.batch(r, step, 0))) for r in range(world_size)]
-            (torch.stack(losses).sum() / world_size).backward()
-            return losses[rank]
-
-        wanted = plain.step(joint)
-        with torch.no_grad():
-            found: Any = optimizer.step(closure=closure) if step % 2 else optimizer.step(closure)
-        same = same and abs(found.item() - wanted.item()) < 1e-5 and found.requires_grad
-    return worst(weights(model), weights(twin)), same, calls
-
-
-@pytest.mark.parametrize("make", MAKE)
-@pytest.mark.parametrize(
-    ("stage", "backend", "offload"), [(1, "eager", None), (2, "aot_eager", None), (2, "eager", "cpu")]
-)
-def test_a_closure_is_part_of_the_step(stage: int, backend: str, offload: str | None, make: str) -> None:
-    for error, same, calls in run_ranks(_losses, 2, stage, backend, make, offload):
-        assert error[0] < 2e-5, error
-        assert same and calls == 4
 
 
 class Counting(torch.optim.Optimizer):

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
-from models import CASES
-from oracle import train_ddp, weights, worst
+from oracle import weights
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer, lr_scheduler
-from training_runs import DIFFERS_MOST, message_of
+from training_runs import message_of
 
 import zc
 from zc.optim.kinds import rule_of, try_out
@@ -173,27 +171,3 @@ def test_what_can_be_declared(given: Any) -> None:
         zc.elementwise(given)
     with pytest.raises(TypeError, match="block must be a whole number"):
         zc.elementwise(block=0)
-
-
-def _trains(rank: int, world_size: int, make: type[Optimizer], stage: int) -> tuple[DIFFERS_MOST, list[int]]:
-    case = CASES["gpt_tied"]
-    batches = [[case.batch(rank, step, 0)] for step in range(4)]
-    wanted, _ = train_ddp(case.model(), case.loss, lambda model: make(model.parameters()), batches)
-    model = case.model()
-    model, optimizer = zc.compile(model, make(model.parameters()), stage=stage, backend="eager", bucket_nbytes=8192)
-    for (batch,) in batches:
-        case.loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found: list[int] = [None] * world_size  # type: ignore[list-item]
-    held = sum(p.numel() for g in optimizer.param_groups for p in g["params"])
-    torch.distributed.all_gather_object(found, held)
-    return worst(weights(model), wanted), found
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("make", [Declared, Blocks])
-def test_declared_optimizers_train_on_equal_shards(make: type[Optimizer], stage: int) -> None:
-    for error, held in run_ranks(_trains, 3, make, stage):
-        assert error[0] < 2e-5, error
-        assert max(held) - min(held) < 0.1 * sum(held), "each rank updates its share"

@@ -6,9 +6,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import threading
-import time
-import weakref
 from typing import Any
 
 import pytest
@@ -143,31 +140,3 @@ def test_compiling_takes_a_bucket_more_than_what_stays(options: dict[str, Any]) 
         assert final >= params * 0.99, "the allocator's events are there"
         # a bucket's flat_param and, beside it, masters and accumulator; 64 KiB for whatever else a compilation makes
         assert peak <= max(params, final) + 2 * largest + 2**16
-
-
-def _dropped(rank: int, world_size: int, stage: int, cleared: bool) -> tuple[bool, int]:
-    """Job: whether a compiled model's weights are freed when the caller drops it, and how many threads stay."""
-    gc.collect()
-    num_threads = threading.active_count()
-    model = mlp(DIM, DEPTH)
-    model, optimizer = zc.compile(model, adamw(model), stage=stage, backend="eager", bucket_nbytes=BUCKET)
-    mean_square(model, vectors(DIM)(rank, 0, 0)).backward()
-    optimizer.step()
-    if cleared:
-        optimizer.zero_grad()
-    weight = weakref.ref(model[0].weight)
-    del model, optimizer
-    gc.collect()
-    deadline = time.monotonic() + 2  # a worker thread ends a moment after its queue was told to
-    while threading.active_count() > num_threads and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return weight() is None, threading.active_count() - num_threads
-
-
-@pytest.mark.parametrize("cleared", [True, False])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_dropped_model_is_freed(stage: int, cleared: bool) -> None:
-    """Notebooks, sweeps and tests make one model after another: weights, shards, moments, groups and stream threads
-    must go with the last reference to it."""
-    for freed, more_threads in run_ranks(_dropped, 2, stage, cleared):
-        assert freed and more_threads == 0

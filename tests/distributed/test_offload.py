@@ -245,32 +245,6 @@ def test_a_step_after_declared_microbatches_alone_takes_them_to_host_memory() ->
         assert seen == ["partial False", "True", "True"]
 
 
-def held(rank: int, world_size: int, stage: int, mode: str) -> tuple[dict[str, int], dict[str, int], int]:
-    """Job: persistent bytes without and with offload, and the elements of the padded buckets."""
-    found = []
-    for given in ({}, {"offload": "cpu", "offload_accumulate": mode}):
-        model: nn.Module = mlp(32, 3)
-        model, optimizer = zc.compile(
-            model, adamw(model), backend="eager", stage=stage, bucket_nbytes=5000, param_dtype=torch.bfloat16, **given
-        )
-        mean_square(model, vectors(32)(rank, 0, 0)).backward()
-        optimizer.step()
-        found.append(zc.persistent_nbytes(model))
-    return found[0], found[1], found[0]["flat_param"] // 2
-
-
-@pytest.mark.parametrize("mode", ["cpu", "device"])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_bytes_move_by_the_formula(stage: int, mode: str) -> None:
-    """docs/design.md: masters and moments (12 / W bytes a parameter) always, accumulators with 'cpu'."""
-    for plain, offloaded, numel in run_ranks(held, 2, stage, mode):
-        acc = 4 * (numel if stage == 1 else numel // 2)
-        assert plain["acc"] == acc and offloaded["acc"] == (0 if mode == "cpu" else acc)
-        assert offloaded["master_shard"] == plain["master_shard"] == 4 * numel // 2
-        assert offloaded["host"] == (acc if mode == "cpu" else 4 * numel // 2)
-        assert all(offloaded[kind] == plain[kind] for kind in ("flat_param", "optimizer_state"))
-
-
 @pytest.mark.parametrize("mode", ["cpu", "device"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_a_scaler_skips_changes_nothing(fused: bool, mode: str) -> None:

@@ -89,53 +89,6 @@ def test_bitwise_the_same_weights(stage: int, backend: str) -> None:
             assert "races 0, redundant 0" in forward
 
 
-def test_masters_apart_from_the_parameters() -> None:
-    """bf16 parameters: the casts come before the gathers."""
-    options = {"backend": "aot_eager", "param_dtype": torch.bfloat16}
-    for same, careless, _ in run_ranks(_with_and_without, 2, options):
-        assert same and not careless
-
-
-def _reads(rank: int, world_size: int, kind: str) -> None:
-    """Whatever reads parameters right after step() sees the update, though the gathers are late."""
-    batch = vectors(DIM, 8)(rank, 0, 0)
-    seen: list[list[Any]] = [[], []]
-
-    def look(model: nn.Module, into: list[Any]) -> None:
-        layer = next(m for m in model.modules() if isinstance(m, nn.Linear))
-        if kind == "state_dict of a part":
-            into.append(copy.deepcopy(layer.state_dict()))
-        elif kind == "eager part":
-            into.append(layer(batch[0] if isinstance(batch, tuple) else batch).detach().clone())
-        elif kind == "evaluation":
-            with torch.no_grad():
-                into.append(mean_square(model, batch).clone())
-        elif kind == "synchronize":
-            zc.synchronize(model)
-            into.append([p.detach().clone() for p in model.parameters()])
-        elif kind == "clip":
-            into.append(zc.clip_grad_norm_(model, 1e9))
-            into.append([p.detach().clone() for p in model.parameters()])
-        elif kind == "load_state_dict":
-            model.load_state_dict({k: v * 1.5 for k, v in model.state_dict().items()})
-
-    for k, overlap_gather in enumerate((False, True)):
-        backend = "eager" if kind == "eager part" else "aot_eager"
-        into = seen[k]
-        weights, _ = _train(
-            rank, Late, lambda m: look(m, into), backend=backend, overlap_gather=overlap_gather  # noqa: B023
-        )
-        into.append(weights)
-    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "kind", ["state_dict of a part", "eager part", "evaluation", "synchronize", "clip", "load_state_dict"]
-)
-def test_readers_wait(kind: str) -> None:
-    run_ranks(_reads, 2, kind)
-
-
 def _last(model: nn.Module) -> nn.Parameter:
     """Of the layer that is gathered last."""
     return list(model.parameters())[-2]

@@ -135,30 +135,6 @@ def test_what_leaves_a_host_is_what_was_planned(tmp_path: Path) -> None:
         assert sum(sent) == planned.host_wire["gradients"] + planned.host_wire["parameters"] > 0
 
 
-def _with_mesh(rank: int, world_size: int, shape: tuple[int, ...]) -> Any:
-    """Job: the weights after a step, and the number of ranks, or the refusal."""
-    names = ("replicate", "shard")[2 - len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def train() -> None:
-        zc.compile(model, optimizer, backend="eager", mesh=mesh)
-        model(torch.full((2, 8), rank + 1.0)).sum().backward()
-        optimizer.step()
-
-    return message_of(train), model.weight.detach().clone()
-
-
-def test_a_mesh() -> None:
-    """By hand: inputs of 1 and 2 in two rows, so a weight's gradient is the mean of 2 and 4."""
-    for error, weight in (*run_ranks(_with_mesh, 2, (2,)), *run_ranks(_with_mesh, 2, (1, 2))):
-        torch.manual_seed(0)
-        torch.testing.assert_close(weight, nn.Linear(8, 8).weight.detach() - 0.1 * 3.0)
-        assert error == ("", "")
-
-
 def _with_a_row(rank: int, world_size: int) -> Tensor:
     """Job: the weight after a step with the ranks of one row of a mesh of (2, 2)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "data"))["data"]

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import RanksFailed, run_ranks
+from harness import run_ranks
 from models import CASES
 from oracle import weights, worst
-from tiers import full_only
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -112,15 +111,6 @@ def test_no_rank_has_data() -> None:
         assert error == "microbatches must be a whole number of at least 1, got 0"
 
 
-def _alone(rank: int, world_size: int) -> None:
-    model = CASE.model()
-    model, optimizer = zc.compile(model, _optimizer(model), backend="eager")
-    for batch in _batches(rank, (3, 1)):
-        CASE.loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _buffers(rank: int, world_size: int, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -142,10 +132,3 @@ def test_buffers_stay_those_of_rank_0(counts: tuple[int, ...]) -> None:
     (first, own), (other, _) = run_ranks(_buffers, 2, counts)
     assert torch.equal(first, own) and torch.equal(other, own)
     assert torch.equal(own, torch.zeros(4)) == (counts[0] == 0)
-
-
-@full_only
-def test_what_join_is_for() -> None:
-    """Without it the longer rank is told so."""
-    with pytest.raises(RanksFailed, match=r"Rank(Mismatch|Lost)Error"):
-        run_ranks(_alone, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ import torch.distributed as dist
 from harness import run_ranks
 from oracle import weights, worst
 from torch import nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import Optimizer
 from training_runs import message_of
-from two_optimizers import CASE, MAKE, Loop, WideMuon, is_matrix, on_ranks, reference, split, torch_muon
+from two_optimizers import CASE, MAKE, Loop, WideMuon, on_ranks, reference, split, torch_muon
 
 import zc
 from zc.ranks.works import Several
@@ -84,60 +83,6 @@ def test_the_bits_of_a_single_process(world_size: int, stage: int, options: dict
         # nothing but alignment: 32 elements a parameter, and a rank's shard of a bucket
         assert seen["padding"] <= 32 * seen["slots"] + 32 * world_size * seen["buckets"]
     assert len({rank for runs in found[0]["runs"] for rank in runs}) == world_size, "each rank updates something"
-
-
-def test_what_travels_is_what_others_own() -> None:
-    """Bytes by hand: of this rank's shard of a bucket what others own goes to them, fp32; and back as much."""
-    found = run_ranks(_exact_moves, 3)
-    for seen in found:
-        assert seen["to owners"] == seen["wanted to"] and seen["from owners"] == seen["wanted from"]
-    assert sum(seen["to owners"] for seen in found) == sum(seen["from owners"] for seen in found) > 0
-
-
-def _exact_moves(rank: int, world_size: int) -> dict[str, int]:
-    model = CASE.model()
-    matrices, rest = split(model)
-    model, optimizers = zc.compile(model, [WideMuon(matrices), AdamW(rest)], backend="eager", bucket_nbytes=20000)
-    CASE.loss(model, CASE.batch(rank, 0, 0)).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    runtime = sharded(model).runtime
-    sent = runtime.ledger.last.nbytes_sent
-    out = back = 0
-    for bucket in (b for b in runtime.plan.buckets if b.layout.owners is not None):
-        start, stop = bucket.layout.shard_range(rank)
-        for slot, owner in zip(bucket.slots, bucket.layout.owners or (), strict=True):
-            mine = set(range(slot.offset, slot.stop)) & set(range(start, stop))
-            out += 4 * len(mine) * (owner != rank)
-            back += 4 * (slot.numel - len(mine)) * (owner == rank)
-    return {"to owners": sent["to owners"], "from owners": sent["from owners"], "wanted to": out, "wanted from": back}
-
-
-def _memory(rank: int, world_size: int) -> dict[str, Any]:
-    model = CASE.model()
-    matrices, rest = split(model)
-    model, optimizers = zc.compile(
-        model, [WideMuon(matrices), AdamW(rest)], backend="eager", param_dtype=torch.bfloat16, bucket_nbytes=8192
-    )
-    CASE.loss(model, CASE.batch(rank, 0, 0)).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    held = sharded(model)
-    own = sum(p.numel() for p in optimizers[0].param_groups[0]["params"])
-    state = sum(s["momentum_buffer"].numel() for s in optimizers[0].state.values())
-    buckets = held.optimizers[0].buckets
-    masters = sum(held.runtime.buffers.master_shard[b.index].numel() for b in buckets)
-    return {"own": own, "state": state, "masters": masters, "all": sum(p.numel() for p in matrices)}
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_masters_and_state_are_what_a_rank_owns(world_size: int) -> None:
-    found = run_ranks(_memory, world_size)
-    assert sum(seen["own"] for seen in found) == found[0]["all"], "each parameter on one rank"
-    for seen in found:
-        assert seen["state"] == seen["own"] == seen["masters"], "no padding: matrices of multiples of 32 elements"
-        assert seen["own"] <= 1.1 * seen["all"] / world_size
 
 
 def _planned(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
@@ -281,43 +226,3 @@ def test_both_exchanges_matter(fault: str) -> None:
     """The negative control: what comes from other ranks a hundredth too large is seen."""
     for error in run_ranks(_nothing_moves, 3, 2, fault):
         assert error < 2e-5 if fault == "none" else error > 1e-4
-
-
-def _grows(rank: int, world_size: int) -> dict[str, Any]:
-    """zc.recompile: the new matrices go where there is room, and everything else stays."""
-    model = CASE.model()
-    model.blocks[1].requires_grad_(False)
-    matrices = [p for n, p in model.named_parameters() if is_matrix(n, p) and p.requires_grad]
-    rest = [p for n, p in model.named_parameters() if not is_matrix(n, p) and p.requires_grad]
-    model, optimizers = zc.compile(model, [Muon(matrices), AdamW(rest)], backend="eager", bucket_nbytes=8192)
-    before = sharded(model).runtime.plan
-    model.blocks[1].requires_grad_(True)
-    named = list(model.blocks[1].named_parameters())
-    optimizers[0].add_param_group({"params": [p for _, p in named if p.dim() == 2]})
-    optimizers[1].add_param_group({"params": [p for _, p in named if p.dim() != 2]})
-    zc.recompile(model)
-    plan = sharded(model).runtime.plan
-    own = torch.zeros(world_size)
-    own[rank] = sum(p.numel() for g in optimizers[0].param_groups for p in g["params"])
-    dist.all_reduce(own)
-    return {"same": plan.buckets[: len(before.buckets)] == before.buckets, "own": own.tolist()}
-
-
-def test_recompile_goes_on_from_what_ranks_own() -> None:
-    for seen in run_ranks(_grows, 2):
-        assert seen["same"] and max(seen["own"]) <= 1.1 * sum(seen["own"]) / 2
-
-
-def test_an_unknown_optimizer_with_groups_of_two_kinds() -> None:
-    for error in run_ranks(_aux, 3):
-        assert error[0] < 2e-5, error
-
-
-def _aux(rank: int, world_size: int) -> Any:
-    MAKE["aux"] = aux_muon
-    loop = dataclasses.replace(Loop("aux", updates=4, max_norm=0.5), every=(1,))
-    twin, _, _ = reference(loop, world_size, torch.float64)
-    model = CASE.model()
-    model, optimizers = zc.compile(model, aux_muon(model), stage=1, backend="aot_eager", bucket_nbytes=8192)
-    on_ranks(loop, model, optimizers, rank)
-    return worst(weights(model), weights(twin))

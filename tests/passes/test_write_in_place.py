@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,24 +10,18 @@ import pytest
 import torch
 from graphs import chain, plan_for
 from llama import Llama, tokens
-from tiers import full_only
 from torch import Tensor, fx
 
 import zc
 from zc.kernels import rows_into
-from zc.passes import exactly_once, write_in_place
-from zc.passes.base import copy_graph
+from zc.passes import write_in_place
 from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.passes.write_in_place import nbytes_in_place
 from zc.schedule.nodes import (
     accumulate_cast,
-    change,
     flatten_cast,
     launch_reduce,
-    op_of,
-    put,
-    steps,
     wgrad_into,
 )
 
@@ -157,59 +150,6 @@ def test_what_of_index_put_stays_copied(make: Any) -> None:
     assert [n.target for n in made] == [flatten_cast]
 
 
-# --- the proof ---
-
-
-def parts() -> tuple[fx.Graph, Any, list[fx.Node]]:
-    """A proved stage-1 schedule of one bucket with two slots, and its wgrad_into nodes."""
-    graph, names = chain(2)
-    plan = plan_for(names, stage=1)
-    new = copy_graph(after("insert_events", graph, plan))[0]
-    assert exactly_once.check(list(steps(new)), plan) == []
-    return new, plan, [n for n in new.nodes if n.target is wgrad_into]
-
-
-def faults(graph: fx.Graph, plan: Any) -> str:
-    return "\n".join(exactly_once.check(list(steps(graph)), plan))
-
-
-def test_a_part_that_nobody_writes_is_a_fault() -> None:
-    graph, plan, made = parts()
-    graph.erase_node(made[1])
-    assert "nobody writes the elements [64, 128) of bucket 0" in faults(graph, plan)
-
-
-def test_a_part_written_twice_is_a_fault() -> None:
-    graph, plan, made = parts()
-    with graph.inserting_after(made[1]):
-        again = put(graph, op_of(made[1]))
-    again.meta["stream"] = "compute"
-    assert "slot 1 is written by" in faults(graph, plan) and "[64, 128) of bucket 0 are written twice" in faults(
-        graph, plan
-    )
-
-
-def test_a_part_that_reaches_into_its_neighbour_is_a_fault() -> None:
-    graph, plan, made = parts()
-    change(made[0], replace(op_of(made[0]), stop=96))
-    assert "writes [0, 96) of bucket 0; slot 0 is [0, 64)" in faults(graph, plan)
-
-
-def test_adding_before_the_accumulator_is_opened_is_a_fault() -> None:
-    graph, plan, made = parts()
-    opening = next(n for n in graph.nodes if n.target is accumulate_cast)
-    made[-1].append(opening)
-    assert "acc[0] holds the sum of bucket 0; wgrad_into needs its gradient there" in faults(graph, plan)
-
-
-def test_a_part_that_comes_after_the_reduction_is_a_fault() -> None:
-    """deepspeed#7985, for one slot: what is added after the launch reaches no other rank."""
-    graph, plan, made = parts()
-    launch = next(n for n in graph.nodes if n.target is launch_reduce)
-    launch.append(made[-1])
-    assert "acc[0] holds the sent sum of bucket 0; wgrad_into_1 needs its gradient there" in faults(graph, plan)
-
-
 # --- the numbers ---
 
 
@@ -283,12 +223,6 @@ def test_stage_1_has_them_where_it_overwrites() -> None:
     assert equal(copied, made)
 
 
-@full_only
-def test_inductor_s_segments_without_the_matmuls_give_the_same_bits() -> None:
-    copied, made = (trained(p, backend="inductor", steps_=1, microbatches=1, layers=1)[0] for p in (False, True))
-    assert equal(copied, made)
-
-
 def share(dtype: torch.dtype, stage: int) -> float:
     report = trained(True, 1, 1, dtype, 4, stage=stage)[1]
     schedules = [body for name, body in report.sections.items() if name.startswith("schedule backward")]
@@ -312,34 +246,6 @@ def _cpu_widens() -> Iterator[None]:
     """As if this device gave fp32 for halves: the rule for GPUs, whose operation has a twin here."""
     with mock.patch.object(write_in_place, "_WIDENS", ("cpu",)):
         yield
-
-
-def bf16_gradients(stage: int, in_place: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """zc's accumulated gradients of 8 microbatches of a bf16 Llama, and those of float64 with the same weights."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Llama(layers=2).bfloat16()
-    twin = Llama(layers=2).double()
-    twin.load_state_dict(model.state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zc.compile(model, optimizer, stage=stage, backend="aot_eager", write_in_place=in_place)
-    for m in range(8):
-        with zc.no_sync(model) if m < 7 else torch.enable_grad():
-            model(tokens(0, 0, m)).backward()
-        twin(tokens(0, 0, m)).backward()
-    return [p.grad.full_tensor().double() for p in model.parameters()], [p.grad for p in twin.parameters()]
-
-
-@pytest.mark.usefixtures("_cpu_widens")
-def test_fp32_output_is_closer_to_float64_than_bf16_gradients() -> None:
-    """The head's gradient: its inputs carry the least of what bf16 has lost before. Every matmul must not be worse."""
-
-    def error(in_place: bool) -> float:
-        found, wanted = bf16_gradients(1, in_place)
-        return float((found[-1] - wanted[-1]).norm() / wanted[-1].norm())
-
-    made, copied = error(True), error(False)
-    assert made < copied, (made, copied)
 
 
 def test_nothing_of_what_an_accumulator_held_is_read() -> None:
