@@ -2,65 +2,58 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
 import fuzz_models
-from fuzz_program import FULL_CLEARS, ZEROS, Op, Program
-
-OPTIMIZERS = (
-    "torch.optim.SGD(params, lr=0.1)",
-    "torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)",
-    "torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True, maximize=True)",
-    "torch.optim.AdamW(params, lr=0.05, eps=0.1, weight_decay=0.1)",
-    "torch.optim.Adam(params, lr=0.05, eps=0.1, amsgrad=True)",
-    "torch.optim.Adagrad(params, lr=0.05, eps=0.1)",
-    "torch.optim.RMSprop(params, lr=0.02, eps=0.1, momentum=0.5)",
-    "torch.optim.Adadelta(params, lr=0.5, eps=0.1)",
-)
+import fuzz_optimizers
+import fuzz_options
+import fuzz_order
+from fuzz_program import FULL_CLEARS, ZEROS, Op, Program, syncs_buffers
 
 # Features that zc gets wrong today, which `make test` leaves out: each goes with what mends it.
 OPEN: tuple[str, ...] = ()
+CLEARED = 0.12  # chance of gradients that no_sync holds back and that are then dropped
 
 
 def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
     """``without``: kinds of blocks and operations, ways to clear, values of options that shall not come."""
     rng = random.Random(seed)
+    sizes = [rng.choice((2, 2, 2, 3))]
+    if "relaunch" not in without and rng.random() < 0.15:
+        sizes.append(rng.choice((1, 2, 3, 3)))
+    count = rng.choices((1, 2, 3), (82, 15, 3))[0] if "models" not in without else 1
+    parts = [_part(seed, rng, sizes, without, few=count > 1) for _ in range(count)]
+    if count == 1:
+        return parts[0]
+    may_differ = "differ" not in without and rng.random() < 0.7
+    may_cross = "cross" not in without and rng.random() < 0.1
+    first, *others = fuzz_order.interleave(rng, parts, may_cross, may_differ)
+    return dataclasses.replace(first, others=tuple(others))
+
+
+def _part(seed: int, rng: random.Random, sizes: list[int], without: frozenset[str], *, few: bool) -> Program:
+    """One model and its loop; ``sizes``: numbers of ranks, by launch. ``few``: it is not the only one."""
     dtype = rng.choices(("float64", "float32", "bfloat16"), (4, 5, 1))[0]
-    backend = rng.choices(("eager", "aot_eager", "inductor"), (140, 58, 2))[0]
-    if backend in without:
-        backend = "eager"
-    stage = rng.choice((1, 2))
-    options: dict[str, Any] = {"stage": stage, "backend": backend}
-    options["bucket_nbytes"] = rng.choice((1, 64, 64, 200, 512, 4096))
-    if dtype == "bfloat16":
-        options["param_dtype"] = "bfloat16"
-    for name, values in {
-        "num_buffers": (1, 3),
-        "overlap": (False,),
-        "overlap_gather": (True,),
-        "write_in_place": (True,),
-        "offload": ("cpu",),
-        "reduce": ("native",),
-        "reduce_dtype": ("bfloat16", "float32"),
-    }.items():
-        if name not in without and rng.random() < (0.1 if name == "reduce_dtype" else 0.25):
-            options[name] = rng.choice(values)
-    if stage == 1:
-        options.pop("reduce_dtype", None)  # a sum of microbatches is not rounded: zc refuses that
-    if options.get("offload") and rng.random() < 0.4:
-        options["offload_accumulate"] = "device"
-    if options.get("offload") or not options.get("overlap", True):
-        options.pop("overlap_gather", None)
+    first = options = fuzz_options.draw(rng, dtype, without)
     fault = "raise" not in without and rng.random() < 0.25
     model = fuzz_models.draw(rng, narrow=dtype == "bfloat16", fault=fault, without=without)
-    world_size = rng.choice((2, 2, 2, 3))
-    made = Loop(rng, world_size, model, options, without)
-    for _ in range(rng.choice((2, 3, 3, 4, 5))):
-        made.update()
+    if "own buffers" not in without and rng.random() < (0.5 if fuzz_models.has(model, *fuzz_models.BUFFERED) else 0.05):
+        options["broadcast_buffers"] = False
+    optimizer = fuzz_optimizers.draw(rng, without)
+    if fuzz_optimizers.is_stacked(optimizer):
+        without = without | {"freeze", "thaw"}
+    made = Loop(rng, sizes[0], model, options, without)
+    for k, world_size in enumerate(sizes):
+        if k > 0:
+            options = fuzz_options.draw_again(rng, dtype, options, without)
+            made.relaunch(world_size, options)
+        for _ in range(rng.choice((1, 2, 2, 3)) if few or len(sizes) > 1 else rng.choice((2, 3, 3, 4, 5))):
+            made.update()
     if made.is_uneven:  # a rank with more backwards is answered where the others meet it
         made.put("step")
-    return Program(seed, world_size, dtype, dict(model), rng.choice(OPTIMIZERS), options, tuple(made.ops))
+    return Program(seed, sizes[0], dtype, dict(model), optimizer, first, tuple(made.ops))
 
 
 class Loop:
@@ -88,6 +81,8 @@ class Loop:
         self.uses = [sorted(rng.sample(range(count), rng.randint(0, count))) for _ in range(2 if is_compiled else 9)]
         self.ways = [w for w in (*FULL_CLEARS, *ZEROS, "one", "part") if w not in without]
         self.bulk = [how for how in FULL_CLEARS if how in self.ways]
+        self.syncs_buffers = syncs_buffers(model, options)
+        self.has_buffers = fuzz_models.has(model, *fuzz_models.BUFFERED)
 
     def put(self, kind: str, **args: Any) -> int:
         self.ops.append(Op(kind, args))
@@ -121,10 +116,12 @@ class Loop:
     def gradients(self) -> None:
         """What stands between a clear and a step."""
         rng, style = self.rng, self.rng.random()
-        if "pile" in self.without or fuzz_models.has(self.model, "batchnorm"):
+        if "pile" in self.without or self.syncs_buffers:
             style = (
                 style if style >= 0.8 else 0.0
             )  # DDP's broadcast of buffers breaks a backward that waits behind another forward
+        if "no_sync" not in self.without and self._maybe("cleared", CLEARED):
+            self.cleared()
         if self.may_differ and self._maybe("uneven", 0.35):
             self.uneven()
         if style < 0.5:  # one after the other, all but the last declared or none
@@ -160,13 +157,24 @@ class Loop:
     def uneven(self) -> None:
         """Ranks with different numbers of microbatches: declared, as DDP takes them, or not."""
         quiet = self._maybe("no_sync", 0.5) or "undeclared" in self.without
-        quiet = quiet or fuzz_models.has(self.model, "batchnorm")
+        quiet = quiet or self.syncs_buffers
         if "no_sync" in self.without and quiet:
             return
+        self.micro(quiet)
+
+    def micro(self, quiet: bool) -> None:
         reps = [self.rng.randint(0, 3) for _ in range(self.world_size)]
         self.put("micro", quiet=quiet, reps=reps, **self._batch())
         self.is_clean = False
         self.is_uneven = self.is_uneven or ((not quiet or self.options["stage"] == 2) and len(set(reps)) > 1)
+
+    def cleared(self) -> None:
+        """Gradients that no_sync has held back, on some ranks more of them, and that no step sees."""
+        for _ in range(self.rng.choice((1, 2))):
+            self.backward([self.forward(quiet=True)], quiet=True)
+        if self.may_differ and "uneven" not in self.without and self.rng.random() < 0.6:
+            self.micro(quiet=True)
+        self.clear(self.bulk if self.rng.random() < 0.7 else None)
 
     def between(self, quiet: bool, pending: bool = False) -> None:
         """Reads and clears that may stand behind any backward; writes only where no forward waits for its backward."""
@@ -182,12 +190,13 @@ class Loop:
     # --- the rest ---
 
     def look(self) -> None:
-        kind = self.rng.choice([k for k in ("grads", "norms", "clip", "weights") if k not in self.without] or ["grads"])
+        kinds = ("grads", "norms", "clip", "weights", *(("buffers",) if self.has_buffers else ()))
+        kind = self.rng.choice([k for k in kinds if k not in self.without] or ["grads"])
         if kind == "clip":
             self.clip()
             return
         self.put(kind)
-        self.is_uneven = self.is_uneven and kind == "weights"
+        self.is_uneven = self.is_uneven and kind in ("weights", "buffers")
 
     def clip(self) -> None:
         hows = [h for h in ("zc", "stock", "stock_inf") if h not in self.without]
@@ -198,7 +207,7 @@ class Loop:
         self.is_uneven = False
 
     def evaluate(self) -> None:
-        if "eval_buffers" in self.without and fuzz_models.has(self.model, "batchnorm"):
+        if "eval_buffers" in self.without and self.syncs_buffers:
             return
         self.put("evaluate", inference=self.rng.random() < 0.3, **self._batch())
 
@@ -263,6 +272,16 @@ class Loop:
         if linear and self._maybe("freeze", 0.06):
             self.frozen.append(rng.choice(linear))
             self._toggle("freeze", self.frozen[-1])
+
+    def relaunch(self, world_size: int, options: dict[str, Any]) -> None:
+        """Saved here, loaded by the next launch."""
+        if self.is_uneven:
+            self.put("step")
+        self.put("zero", how=self.rng.choice(self.bulk))
+        self.put("relaunch", world_size=world_size, options=options)
+        self.world_size, self.options = world_size, options
+        self.is_clean, self.is_uneven, self.has_snapshot, self.has_saved = True, False, False, False
+        self.may_differ = self.may_differ and world_size > 1
 
     def _toggle(self, kind: str, block: int) -> None:
         self.put(kind, block=block)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from fuzz_oracle import Wanted
-from fuzz_program import Program
+from fuzz_order import crosses
+from fuzz_program import FULL_CLEARS, PART, Program, suffix
 from torch import Tensor
 
 # Relative to the largest entry of what is compared (weights: to their size and the way that they have come). An error
@@ -21,21 +23,60 @@ def _some_are_alone(program: Program) -> bool:
 
 
 def _nobody_has_told(program: Program) -> bool:
-    """Ranks differ, and some backward was held back, or ran on some ranks alone: nothing may have told them of each
-    other's gradients before one is read. (DDP's would be each rank's own, or it hangs.)"""
-    return program.ranks_differ and (_some_are_alone(program) or any(op.args.get("quiet") for op in program.ops))
+    """Whether a stock norm or clipping reads gradients that nothing has told all ranks of: ranks differed in a backward
+    that no_sync held back, or in how often they ran one. (DDP's would be each rank's own, or it hangs.)"""
+    untold, differs = False, set()
+    for k, (kind, args) in enumerate(program.ops):
+        if any(entry != args["use"][0] for entry in args.get("use", ())):
+            differs.add(k)
+        is_quiet = args.get("quiet", False)
+        if _is_read_alone(kind, args) and untold:
+            return True
+        if _tells(kind, args) or (kind == "zero" and args["how"] in FULL_CLEARS):
+            untold = False
+        elif kind == "backward":
+            untold = is_quiet and (untold or not differs.isdisjoint(args["of"]))
+        elif kind == "micro":
+            untold = untold or len(set(args["reps"])) > 1 or (is_quiet and k in differs)
+    return False
+
+
+def _some_read_alone(program: Program) -> bool:
+    """Whether a stock norm or clipping stands where ranks may be at different backwards, so that some of them have no
+    gradient to read, and go on."""
+    alone = False
+    for kind, args in program.ops:
+        if _is_read_alone(kind, args) and alone:
+            return True
+        alone = (alone or len(set(args.get("reps", [0]))) > 1) and not _tells(kind, args)
+    return False
+
+
+def _is_read_alone(kind: str, args: dict[str, Any]) -> bool:
+    return kind == "norms" or (kind == "clip" and args["how"] != "zc")
+
+
+def _tells(kind: str, args: dict[str, Any]) -> bool:
+    """Whether all ranks meet in it, whatever gradients they have."""
+    return kind in ("step", "grads") or (kind == "clip" and args["how"] == "zc")
 
 
 # (class, words) of refusals, and when a program may get one
 REFUSALS = (
-    ("PlanError", "summed in float64", lambda p: p.dtype == "float64" and p.options.get("reduce_dtype") is not None),
+    ("PlanError", "summed in float64", lambda p: p.dtype == "float64" and _options(p, "reduce_dtype")),
     ("ZcError", "ranks have a param.grad on different parameters", _nobody_has_told),
     # cleared through the optimizer's own tensors, which no param.grad shows until the next backward, then clipped
     ("ZcError", "was set to None (zero_grad) since", lambda p: p.clears & {"class", "slices"}),
-    ("RankMismatchError", "ranks are out of step", _some_are_alone),
+    ("RankMismatchError", "ranks are out of step", _some_read_alone),
     # cleared past optimizer.zero_grad on a rank that had no backward yet: no .grad was there to be missed
     ("RankMismatchError", "what the gradients hold", lambda p: p.clears - {"optimizer"} and _some_are_alone(p)),
 )  # fmt: skip
+CUT_OFF = ("RankLostError", "RankMismatchError")  # of ranks that wait for each other in different models
+
+
+def _options(program: Program, name: str) -> list[Any]:
+    """Its values, of those launches that have it."""
+    return [which.options[name] for which in program.launches if which.options.get(name)]
 
 
 class Outcome(NamedTuple):
@@ -64,62 +105,73 @@ class Verdict(NamedTuple):
 
 
 def is_refusal(error: tuple[str, str, str]) -> bool:
-    """Whether some program may get it."""
+    """Whether some program may get it. One that cuts a rank off is none: it may leave connections broken."""
     return any(kind == error[0] and words in error[1] for kind, words, _ in REFUSALS)
 
 
-def tolerance(program: Program) -> float:
-    if program.dtype == "bfloat16":
+def tolerance(part: Program) -> float:
+    """Of one model."""
+    if part.dtype == "bfloat16":
         return TOLERANCES["bfloat16"]
-    wire = program.options.get("reduce_dtype")
-    if wire == "bfloat16":
+    wires = _options(part, "reduce_dtype")
+    if "bfloat16" in wires:
         return TOLERANCES["bfloat16 on the wire"]
-    return TOLERANCES["float32" if wire == "float32" else program.dtype]
+    return TOLERANCES["float32" if "float32" in wires else part.dtype]
 
 
-def judge(program: Program, outcomes: list[Outcome | None], wanted: Wanted, died: str = "") -> Verdict:
-    """``outcomes``: by rank, None for one that did not come back; ``died``: what is known of those."""
-    errors = [(rank, o.error) for rank, o in enumerate(outcomes) if o is not None and o.error is not None]
+def judge(program: Program, launches: list[list[Outcome | None]], wanted: Wanted, died: str = "") -> Verdict:
+    """``launches``: of each that ran, the outcomes by rank, None for one that did not come back; ``died``: what is
+    known of those."""
+    last = launches[-1]
+    errors = [(rank, o.error) for rank, o in enumerate(last) if o is not None and o.error is not None]
     for kind, words, applies in REFUSALS:
         matching = [error for _, error in errors if error[0] == kind and words in error[1]]
-        if len(matching) == program.world_size and applies(program):
+        if len(matching) == len(last) and any(applies(part) for part in program.parts):
             return Verdict("refused", f"{kind}: {words}")
+    if len(errors) == len(last) and all(error[0] in CUT_OFF for _, error in errors) and crosses(program):
+        return Verdict("refused", "ranks wait for each other in different models")
     # a rank that has a param.grad asks for its norm, another has none to ask for and leaves the loop
-    asks = _some_are_alone(program) and any(op.kind == "norms" for op in program.ops)
-    if asks and 0 < len(errors) < program.world_size and all(error[0] == "RankLostError" for _, error in errors):
+    asks = any(_some_are_alone(part) and any(op.kind == "norms" for op in part.ops) for part in program.parts)
+    if asks and 0 < len(errors) < len(last) and all(error[0] == "RankLostError" for _, error in errors):
         return Verdict("refused", "RankLostError: a norm of gradients that some ranks lack")
     if errors:
         rank, (kind, text, trace) = errors[0]
         others = "; ".join(f"rank {r}: {e[0]}: {e[1][:200]}" for r, e in errors[1:])
         return Verdict("error", f"{kind}: {text[:500]} (rank {rank}; {others or 'no other rank'})\n{trace}")
-    found = [o for o in outcomes if o is not None]
-    if len(found) < program.world_size:
+    if any(outcome is None for outcome in last):
         return Verdict("hang", died or "a rank did not come back")
-    for rank, outcome in enumerate(found):
+    found = [[o for o in outcomes if o is not None] for outcomes in launches]
+    for rank, outcome in enumerate(found[-1]):
         for name, value in outcome.weights.items():
-            if not torch.equal(value, found[0].weights[name]):
+            if not torch.equal(value, found[-1][0].weights[name]):
                 return Verdict("wrong", f"{name} differs between rank 0 and rank {rank}", float("inf"))
-    limit = tolerance(program)
+    limits = [tolerance(part) for part in program.parts]
     worst, where = 0.0, "nothing differs"
-    for size, place in _differences(found, wanted):
+    for number, size, place in _differences(program, found, wanted):
+        size /= limits[number]
         if not size <= worst:  # NaN too
-            worst, where = size, place
-        if not size <= limit:
+            worst, where = size, f"{place}: {size * limits[number]:.1e} (allowed {limits[number]:.0e})"
+        if not size <= 1.0:
             break
-    kind = "right" if worst <= limit else "wrong"
-    return Verdict(kind, f"{where}: {worst:.1e} (allowed {limit:.0e})", worst / limit)
+    return Verdict("right" if worst <= 1.0 else "wrong", where, worst)
 
 
-def _differences(found: list[Outcome], wanted: Wanted) -> Any:
-    """(relative difference, where), in the order of the loop."""
-    for k in sorted({k for outcome in found for k in outcome.notes}):
-        for rank, outcome in enumerate(found):
-            if (k, rank) not in wanted.loose:
-                yield _distance(outcome.notes[k], wanted.notes[rank][k]), f"operation {k} on rank {rank}"
-    sizes = {name: value.norm().item() + wanted.travelled[name] for name, value in wanted.weights.items()}
-    floor = 0.01 * max(sizes.values())  # a gradient that is 0 but for rounding (a bias before a norm) has no scale
-    for name, value in wanted.weights.items():
-        yield _relative(found[0].weights[name], value, sizes[name] + floor), f"{name} in the end"
+def _differences(program: Program, launches: list[list[Outcome]], wanted: Wanted) -> Iterator[tuple[int, float, str]]:
+    """(model, relative difference, where), in the order of the loop."""
+    for found in launches:
+        for k in sorted({k for outcome in found for k in outcome.notes}):
+            for rank, outcome in enumerate(found):
+                if (k, rank) not in wanted.loose:
+                    size = _distance(outcome.notes[k], wanted.notes[rank][k])
+                    yield k // PART, size, f"operation {k} on rank {rank}"
+    for number in range(len(program.parts)):
+        names = [name for name in wanted.weights if name.startswith(suffix(number))]
+        names = [name for name in names if number > 0 or not name[0].isupper()]
+        sizes = {name: wanted.weights[name].norm().item() + wanted.travelled[name] for name in names}
+        floor = 0.01 * max(sizes.values())  # a gradient that is 0 but for rounding (a bias before a norm) has no scale
+        for name in names:
+            size = _relative(launches[-1][0].weights[name], wanted.weights[name], sizes[name] + floor)
+            yield number, size, f"{name} in the end"
 
 
 def _distance(got: Any, want: Any) -> float:

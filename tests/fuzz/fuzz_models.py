@@ -34,11 +34,16 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "checkpoint": ("nn.Linear({d}, {d})", "x = torch.tanh(checkpoint(self.b{i}, x, use_reentrant=False))"),
     "reentrant": ("nn.Linear({d}, {d})", "x = torch.tanh(checkpoint(self.b{i}, x, use_reentrant=True))"),
     "fault": ("", "x = self.fault{i}(x)"),
+    "average": ("nn.Buffer(torch.zeros({d}))", "x = self.average{i}(x)"),
 }
+BARE = ("fault", "average")  # kinds without a parameter
+BUFFERED = ("batchnorm", "average")
 SHARES = ("linear", "twice", "disabled", "break", "checkpoint")  # kinds whose weight may be another one's
-NARROW = ("batchnorm", "conv", "conv2d", "pool")  # kinds that a model of half precision does without
+NARROW = ("batchnorm", "average", "conv", "conv2d", "pool")  # kinds that a model of half precision does without
 METHODS = {
     "disabled": "@torch.compiler.disable\ndef disabled{i}(self, x):\n    return torch.tanh(self.b{i}(x))",
+    "average": "def average{i}(self, x):\n    if self.training:\n        with torch.no_grad():\n"
+    "            self.b{i}.lerp_(x.mean(0), 0.5)\n    return x + self.b{i}",
     "fault": "@torch.compiler.disable\ndef fault{i}(self, x):\n    return Fault.apply(x)",
 }
 FAULT = '''class Fault(torch.autograd.Function):
@@ -94,7 +99,7 @@ def trains(model: Model, frozen: Sequence[int]) -> bool:
     for k, (kind, _) in enumerate(model["blocks"]):
         if kind == "reentrant" and not wants:
             return False
-        wants = wants or (k not in frozen and kind not in ("unused", "fault"))
+        wants = wants or (k not in frozen and kind not in ("unused", *BARE))
     return wants
 
 
@@ -102,14 +107,14 @@ def may_freeze(blocks: Sequence[Sequence[Any]], k: int) -> bool:
     """A module whose parameters are nobody else's."""
     kind, shared = blocks[k]
     is_partner = any(other == k for _, other in blocks)
-    return kind not in ("fault", "scalar", "shift", "strided", "empty") and shared is None and not is_partner
+    return kind not in (*BARE, "scalar", "shift", "strided", "empty") and shared is None and not is_partner
 
 
 def trainable(model: Model) -> list[str]:
     """Names of the parameters that get a gradient at some time, tied ones once; without those of frozen blocks."""
     names = ["embed.weight"] if model["tokens"] else []
     for k, (kind, shared) in enumerate(model["blocks"]):
-        if k in model["frozen"] or kind == "fault":
+        if k in model["frozen"] or kind in BARE:
             continue
         if BLOCKS[kind][0].startswith("nn.Parameter"):
             names.append(f"b{k}")

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import fuzz_models
+import fuzz_optimizers
 import torch
 import torch.nn.functional as F
-from fuzz_program import FULL_CLEARS, ZEROS, Op, Program
+from fuzz_program import FULL_CLEARS, PART, ZEROS, Launch, Op, Program, suffix
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,28 +32,45 @@ class Wanted:
 
 
 def run(program: Program) -> Wanted:
-    return _Reference(program).run()
+    """Of all its models, each by itself: they share nothing but the ranks."""
+    most = max(which.world_size for which in program.launches)
+    wanted = Wanted([{} for _ in range(most)], {})
+    for number, part in enumerate(program.parts):
+        found, first = _Reference(part, most).run(), PART * number
+        for notes, more in zip(wanted.notes, found.notes, strict=True):
+            notes.update({first + k: value for k, value in more.items()})
+        wanted.weights.update({suffix(number) + name: value for name, value in found.weights.items()})
+        wanted.travelled.update({suffix(number) + name: value for name, value in found.travelled.items()})
+        wanted.loose |= {(first + k, rank) for k, rank in found.loose}
+    return wanted
 
 
 class _Reference:
-    def __init__(self, program: Program) -> None:
-        self.program, self.world_size = program, program.world_size
+    def __init__(self, program: Program, most: int) -> None:
+        self.program = program
+        self.wanted = Wanted([{} for _ in range(most)], {})
+        self.start(program.launches[0])
+        self.wanted.travelled = dict.fromkeys(self.params, 0.0)
+
+    def start(self, launch: Launch) -> None:
+        self.world_size = launch.world_size
+        self.broadcasts = launch.options.get("broadcast_buffers", True)
         names: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "checkpoint": checkpoint}
         names.update(DTYPE=torch.float64, WIDE=torch.float64)
-        exec(compile(fuzz_models.text(program.model), "<reference>", "exec"), names)
+        text = fuzz_models.text({**self.program.model, "frozen": launch.frozen})
+        text += "\n\n" + fuzz_optimizers.classes(self.program.optimizer)
+        exec(compile(text, "<reference>", "exec"), names)
         torch.manual_seed(0)
         self.model = names["Net"]().double()
         self.loss = names["loss"]
         self.params = dict(self.model.named_parameters())
         # a module a rank, for its buffers; the parameters are everyone's
         self.models = [self.model] + [_sharing(self.model) for _ in range(self.world_size - 1)]
-        made = program.optimizer.replace("params", "model.parameters()")
-        self.optimizer = eval(made, {"torch": torch, "model": self.model})
+        self.optimizer = eval(self.program.optimizer, {**names, "params": list(self.model.parameters())})
         self.grads: dict[str, Tensor | None] = dict.fromkeys(self.params)
         self.hooked = dict.fromkeys(self.params, 1.0)
         self.losses: dict[int, list[Tensor]] = {}
         self.syncs_buffers = True  # DDP: unless the forward before was under no_sync or no_grad
-        self.wanted = Wanted([{} for _ in range(self.world_size)], {}, dict.fromkeys(self.params, 0.0))
         self.kept: Any = None
         self.saved: Any = None
 
@@ -67,7 +85,7 @@ class _Reference:
 
     def note(self, k: int, values: list[Any]) -> None:
         """One value a rank."""
-        for notes, value in zip(self.wanted.notes, values, strict=True):
+        for notes, value in zip(self.wanted.notes[: self.world_size], values, strict=True):
             notes[k] = copied(value)
 
     # --- forwards and backwards ---
@@ -80,7 +98,7 @@ class _Reference:
         return total
 
     def sync_buffers(self, *, next_time: bool) -> None:
-        if self.syncs_buffers:
+        if self.syncs_buffers and self.broadcasts:
             for model in self.models[1:]:
                 for mine, first in zip(model.buffers(), self.model.buffers(), strict=True):
                     mine.copy_(first)
@@ -133,9 +151,15 @@ class _Reference:
             model.eval()
         with torch.no_grad():
             self.note(k, [self.forward(rank, args) for rank in range(self.world_size)])
-        for rank, model in enumerate(self.models):
+        for model in self.models:
             model.train()
-            if any(not torch.equal(a, b) for a, b in zip(model.buffers(), self.model.buffers(), strict=True)):
+        self.leave_to_chance(k)
+
+    def leave_to_chance(self, k: int) -> None:
+        """Ranks whose buffers will be rank 0's, and are not yet."""
+        for rank, model in enumerate(self.models):
+            pairs = zip(model.buffers(), self.model.buffers(), strict=True)
+            if self.broadcasts and any(not torch.equal(mine, first) for mine, first in pairs):
                 self.wanted.loose.add((k, rank))
 
     # --- gradients ---
@@ -175,6 +199,10 @@ class _Reference:
     def do_weights(self, k: int, args: dict[str, Any]) -> None:
         self.note(k, [self.params] * self.world_size)
 
+    def do_buffers(self, k: int, args: dict[str, Any]) -> None:
+        self.note(k, [dict(model.named_buffers()) for model in self.models])
+        self.leave_to_chance(k)
+
     def do_step(self, k: int, args: dict[str, Any]) -> None:
         for name, p in self.params.items():
             held = self.grads[name]
@@ -208,13 +236,23 @@ class _Reference:
             model.load_state_dict(state)
 
     def do_save(self, k: int, args: dict[str, Any]) -> None:
-        self.saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+        self.saved = copy.deepcopy(([model.state_dict() for model in self.models], self.optimizer.state_dict()))
 
     def do_load(self, k: int, args: dict[str, Any]) -> None:
-        weights, state = copy.deepcopy(self.saved)
-        for model in self.models:
-            model.load_state_dict(weights)
-        self.optimizer.load_state_dict(state)
+        """Each rank's own buffers, where there are such and as many ranks; else rank 0's."""
+        states, of_optimizer = copy.deepcopy(self.saved)
+        has_own = not self.broadcasts and len(states) == self.world_size
+        for rank, model in enumerate(self.models):
+            model.load_state_dict(states[rank if has_own else 0])
+        self.optimizer.load_state_dict(of_optimizer)
+
+    def do_relaunch(self, k: int, args: dict[str, Any]) -> None:
+        self.do_save(k, args)
+        saved = self.saved
+        self.start(next(launch for launch in self.program.launches if launch.start == k + 1))
+        self.saved = saved
+        self.do_load(k, args)
+        self.saved = None
 
     def do_freeze(self, k: int, args: dict[str, Any], on: bool = False) -> None:
         for model in self.models:

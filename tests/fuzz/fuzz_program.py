@@ -1,17 +1,23 @@
-"""A program: a model, the options of zc.compile and a list of operations; data, from one seed or from a file."""
+"""A program: a model, the options of zc.compile and a list of operations; data, from one seed or from a file. More
+models of the same loop are programs of their own."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import fuzz_models
+from fuzz_optimizers import is_stacked
 
 FULL_CLEARS = ("optimizer", "model", "class", "params", "slices")  # every gradient is None afterwards
 ZEROS = ("optimizer_zeros", "model_zeros", "class_zeros")  # zeros where there was a gradient
-BETWEEN_UPDATES = ("freeze", "thaw", "save", "load")
+BETWEEN_UPDATES = ("freeze", "thaw", "save", "load", "relaunch")
+BY_RANK = ("rows", "use", "reps", "at")  # arguments with one entry for each rank
+PART = 1000  # number of an operation: its model's number times this, and its place in the model's operations
 
 
 class Op(NamedTuple):
@@ -21,8 +27,21 @@ class Op(NamedTuple):
     args: dict[str, Any]
 
 
+class Launch(NamedTuple):
+    """Operations [start, stop) of a model, and what they run with. The next launch begins with what the one before it
+    has saved."""
+
+    start: int
+    stop: int
+    world_size: int
+    options: dict[str, Any]
+    frozen: list[int]
+
+
 @dataclass(frozen=True)
 class Program:
+    """``world_size`` and ``options``: of the first launch; an operation "relaunch" has those of the next."""
+
     seed: int
     world_size: int
     dtype: str  # of the parameters while they train; bfloat16: param_dtype of a float32 model
@@ -30,18 +49,39 @@ class Program:
     optimizer: str  # a call, whose parameters are `params`
     options: dict[str, Any]
     ops: tuple[Op, ...]
+    others: tuple[Program, ...] = ()  # more models in the same loop: fuzz_order has where their operations stand
 
     def to_json(self) -> str:
-        return json.dumps({**dataclasses.asdict(self), "ops": [list(op) for op in self.ops]})
+        return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Program:
-        given = json.loads(text)
-        return Program(**{**given, "ops": tuple(Op(kind, args) for kind, args in given["ops"])})
+        return Program.from_data(json.loads(text))
+
+    @staticmethod
+    def from_data(data: dict[str, Any]) -> Program:
+        others = tuple(Program.from_data(other) for other in data.get("others", ()))
+        return Program(**{**data, "ops": tuple(Op(kind, args) for kind, args in data["ops"]), "others": others})
+
+    def with_ops(self, ops: Sequence[Op]) -> Program:
+        return dataclasses.replace(self, ops=tuple(ops))
 
     @property
-    def stage(self) -> int:
-        return int(self.options["stage"])
+    def parts(self) -> tuple[Program, ...]:
+        """One program for each model."""
+        return (dataclasses.replace(self, others=()), *self.others) if self.others else (self,)
+
+    @cached_property
+    def launches(self) -> list[Launch]:
+        made, start, world_size, options = [], 0, self.world_size, self.options
+        frozen = at_start = list(self.model["frozen"])
+        for k, (kind, args) in enumerate(self.ops):
+            if kind in ("freeze", "thaw"):
+                frozen = [b for b in frozen if b != args["block"]] + ([args["block"]] if kind == "freeze" else [])
+            if kind == "relaunch":
+                made.append(Launch(start, k, world_size, options, at_start))
+                start, world_size, options, at_start = k + 1, args["world_size"], args["options"], frozen
+        return [*made, Launch(start, len(self.ops), world_size, options, at_start)]
 
     @property
     def backend(self) -> str:
@@ -60,8 +100,18 @@ class Program:
         )
 
 
+def suffix(number: int) -> str:
+    """Of the names of one model, among several."""
+    return "" if number == 0 else "ABCD"[number]
+
+
 class Illegal(Exception):
     """What is wrong with a program, which no generator would have made."""
+
+
+def syncs_buffers(model: fuzz_models.Model, options: dict[str, Any]) -> bool:
+    """Whether a forward makes the buffers rank 0's."""
+    return fuzz_models.has(model, *fuzz_models.BUFFERED) and options.get("broadcast_buffers", True)
 
 
 def check(program: Program) -> None:
@@ -69,15 +119,18 @@ def check(program: Program) -> None:
     pending: set[int] = set()  # losses that wait for their backward
     has_grads = uneven = waiting = aborted = snapshot = saved = False
     names, model = set(fuzz_models.trainable(program.model)), program.model
-    frozen = set(model["frozen"])
+    world_size = program.world_size
+    frozen, options, buffers = set(model["frozen"]), program.options, syncs_buffers(model, program.options)
     for k, (kind, args) in enumerate(program.ops):
         if aborted and not (kind == "zero" and args["how"] in FULL_CLEARS):
             raise Illegal(f"{k}: gradients of a backward that raised must be cleared")
+        if any(len(args[key]) != world_size for key in BY_RANK if isinstance(args.get(key), list)):
+            raise Illegal(f"{k}: not one entry for each rank")
         if kind in BETWEEN_UPDATES and (has_grads or uneven or waiting):
             raise Illegal(f"{k}: {kind} inside of an update")
         if kind in ("step", "write", "restore", *BETWEEN_UPDATES):
             pending.clear()
-        if kind in ("forward", "evaluate", "micro") and fuzz_models.has(model, "batchnorm"):
+        if kind in ("forward", "evaluate", "micro") and buffers:
             pending.clear()  # DDP's broadcast of buffers breaks a backward that waits behind another forward
         if kind == "forward":
             pending.add(k)
@@ -100,10 +153,10 @@ def check(program: Program) -> None:
         if kind == "micro":
             has_grads = True
             if len(set(args["reps"])) > 1 and not args["quiet"]:
-                if fuzz_models.has(model, "batchnorm"):
+                if buffers:
                     raise Illegal(f"{k}: undeclared backwards in other numbers")
                 uneven = True
-            waiting = waiting or (program.stage == 2 and len(set(args["reps"])) > 1)
+            waiting = waiting or (options["stage"] == 2 and len(set(args["reps"])) > 1)
         if kind in ("step", "clip", "grads", "norms"):
             uneven = False
         if kind in ("step", "clip", "grads", "norms") or (kind == "backward" and not args["quiet"]):
@@ -119,7 +172,7 @@ def check(program: Program) -> None:
         if fuzz_models.has(model, "batchnorm") and min(args.get("rows", [9])) < 3:
             raise Illegal(f"{k}: too few rows for a BatchNorm")
         if kind == "thaw":
-            if args["block"] not in frozen or program.options.get("offload") is not None:
+            if args["block"] not in frozen or options.get("offload") is not None:
                 raise Illegal(f"{k}: nothing to thaw")
             frozen.discard(args["block"])
         if kind == "freeze":
@@ -128,18 +181,32 @@ def check(program: Program) -> None:
             frozen.add(args["block"])
         if not fuzz_models.trains(model, frozen):
             raise Illegal(f"{k}: nothing is left to train")
+        if kind in ("freeze", "thaw") and is_stacked(program.optimizer):
+            raise Illegal(f"{k}: a group with a state of its own gets other parameters")
         if kind in ("freeze", "thaw"):
             names = set(fuzz_models.trainable({**model, "frozen": frozen}))
         if (kind == "restore" and not snapshot) or (kind == "load" and not saved):
             raise Illegal(f"{k}: {kind} of nothing")
         snapshot, saved = snapshot or kind == "snapshot", saved or kind == "save"
+        if kind == "relaunch":
+            snapshot = saved = False
+            world_size, options = args["world_size"], args["options"]
     if aborted:
         raise Illegal("gradients of a backward that raised are left")
 
 
 def is_legal(program: Program) -> bool:
     try:
-        check(program)
+        check_all(program)
     except Illegal:
         return False
-    return fuzz_models.trains(program.model, program.model["frozen"])
+    return all(fuzz_models.trains(part.model, part.model["frozen"]) for part in program.parts)
+
+
+def check_all(program: Program) -> None:
+    """All models of a program, and their order."""
+    from fuzz_order import check_order  # which stands on this module
+
+    for part in program.parts:
+        check(part)
+    check_order(program)

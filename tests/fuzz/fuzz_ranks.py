@@ -26,12 +26,12 @@ import fuzz_script
 import torch
 import torch._functorch.config
 from fuzz_judge import Outcome, Verdict, is_refusal, judge
-from fuzz_program import Program
+from fuzz_program import Program, suffix
 from harness import RanksFailed, run_ranks
 
 LIMIT_S = {"eager": 60.0, "aot_eager": 120.0, "inductor": 300.0}  # of one program: many times what it takes
 GRACE_S = 20.0  # for the others, once a rank has failed
-Item = tuple[int, str, float]  # number, text, limit
+Item = tuple[str, str, str, float]  # its files, the folder of its checkpoints, its text, its limit
 
 
 def verdicts(
@@ -40,28 +40,50 @@ def verdicts(
     """(index, verdict) of each, as they come. ``side``: "zc" or "ddp". ``prepare``: ``module.function``, called in each
     rank before the first program: a planted fault."""
     with tempfile.TemporaryDirectory(prefix="zc-fuzz-") as folder, ThreadPoolExecutor(1) as pool:
-        for world_size in sorted({program.world_size for program in programs}):
-            left = [k for k, program in enumerate(programs) if program.world_size == world_size]
-            while left:
-                now, left = left[:a_job], left[a_job:]
-                wanted = {k: pool.submit(fuzz_oracle.run, programs[k]) for k in now}  # while the ranks run
-                while now:
-                    why = _job(programs, now, world_size, side, prepare, folder)
-                    for k in list(now):
-                        outcomes = [_read(Path(folder, f"{k}.{rank}")) for rank in range(world_size)]
-                        if all(outcome is None for outcome in outcomes) and not why:
-                            break  # not reached: the job ended behind another program
-                        now.remove(k)
-                        yield k, judge(programs[k], outcomes, wanted[k].result(), why)
-                        if any(outcome is None for outcome in outcomes):
-                            break
+        wanted = {k: pool.submit(fuzz_oracle.run, program) for k, program in enumerate(programs)}  # while ranks run
+        outcomes: list[list[list[Outcome | None]]] = [[] for _ in programs]  # by program, launch and rank
+        going = set(range(len(programs)))
+        for launch in range(max((len(program.launches) for program in programs), default=0)):
+            left = [k for k in going if launch < len(programs[k].launches)]
+            for k, found, why in _launched(programs, left, launch, side, prepare, folder, a_job):
+                outcomes[k].append(found)
+                is_last = launch + 1 == len(programs[k].launches)
+                if is_last or any(outcome is None or outcome.error for outcome in found):
+                    going.discard(k)
+                    yield k, judge(programs[k], outcomes[k], wanted.pop(k).result(), why)
 
 
-def _job(programs: Sequence[Program], now: Sequence[int], world_size: int, side: str, prepare: str, folder: str) -> str:
+def _launched(
+    programs: Sequence[Program], left: list[int], launch: int, side: str, prepare: str, folder: str, a_job: int
+) -> Iterator[tuple[int, list[Outcome | None], str]]:
+    """One launch of the programs ``left``: number, outcomes by rank, and why some rank has none."""
+    sizes = {k: programs[k].launches[launch].world_size for k in left}
+    for world_size in sorted(set(sizes.values())):
+        those = [k for k in left if sizes[k] == world_size]
+        while those:
+            now, those = those[:a_job], those[a_job:]
+            while now:
+                items = [_item(programs[k], k, launch) for k in now]
+                why = _job(items, world_size, side, prepare, folder)
+                for k in list(now):
+                    outcomes = [_read(Path(folder, f"{k}.{launch}.{rank}")) for rank in range(world_size)]
+                    if all(outcome is None for outcome in outcomes) and not why:
+                        break  # not reached: the job ended after another program
+                    now.remove(k)
+                    yield k, outcomes, why
+                    if any(outcome is None for outcome in outcomes):
+                        break
+
+
+def _item(program: Program, number: int, launch: int) -> Item:
+    limit = max(LIMIT_S[part.backend] for part in program.parts) * len(program.parts)
+    return f"{number}.{launch}", f"saved{number}", fuzz_script.body(program, launch), limit
+
+
+def _job(items: Sequence[Item], world_size: int, side: str, prepare: str, folder: str) -> str:
     """Why it ended before its last program, if it did."""
-    items = [(k, fuzz_script.body(programs[k]), LIMIT_S[programs[k].backend]) for k in now]
     try:
-        run_ranks(run_items, world_size, items, side, prepare, folder, timeout=sum(item[2] for item in items) + 60)
+        run_ranks(run_items, world_size, items, side, prepare, folder, timeout=sum(item[-1] for item in items) + 60)
     except RanksFailed as error:
         return str(error)
     return ""
@@ -83,9 +105,9 @@ def run_items(rank: int, world_size: int, items: Sequence[Item], side: str, prep
             stack.enter_context(getattr(__import__(module), name)())
         stack.callback(os.environ.pop, "ZC_RANK_TIMEOUT")
         stacks = stack.enter_context(open(Path(folder, f"stacks.{rank}"), "w"))
-        for number, text, limit in items:
+        for number, saved, text, limit in items:
             faulthandler.dump_traceback_later(limit, exit=True, file=stacks)  # a hang ends the process
-            outcome = run_one(rank, world_size, text, side, f"{folder}/saved{number}")
+            outcome = run_one(rank, world_size, text, side, f"{folder}/{saved}")
             _write(Path(folder, f"{number}.{rank}"), outcome)
             is_compiled = limit > LIMIT_S["eager"]
             _forget(is_compiled)
@@ -124,8 +146,10 @@ def run_one(rank: int, world_size: int, text: str, side: str, folder: str) -> Ou
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exec(compile(text, "<program>", "exec"), names)
-            names["zc"].synchronize(names["model"])
-        weights = {name: p.detach().clone() for name, p in names["model"].named_parameters()}
+            for part in filter(lambda part: f"model{part}" in names, map(suffix, range(4))):
+                model = names[f"model{part}"]
+                names["zc"].synchronize(model)
+                weights.update({part + name: p.detach().clone() for name, p in model.named_parameters()})
     except Exception as raised:  # noqa: BLE001  (the judge says which may be)
         trace = "".join(traceback.format_exception(raised)[-12:])
         error = type(raised).__name__, str(raised), trace
@@ -140,7 +164,7 @@ def _write(path: Path, outcome: Outcome) -> None:
     unfinished.rename(path)
 
 
-def _wait_for_all(number: int, world_size: int, folder: str, seconds: float) -> None:
+def _wait_for_all(number: str, world_size: int, folder: str, seconds: float) -> None:
     """Until every rank is through: what this one does next must not look like an answer to the others."""
     end = time.monotonic() + seconds
     missing = [Path(folder, f"{number}.{rank}") for rank in range(world_size)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import fuzz_models
-from fuzz_program import Op, Program
+import fuzz_optimizers
+from fuzz_order import orders, shared
+from fuzz_program import PART, Launch, Op, Program, suffix
 
 STANDIN = (Path(__file__).parent / "fuzz_standin.py").read_text()
 CLEARS = {
@@ -29,6 +33,7 @@ SIMPLE = {
     "grads": "note({k}, zc.full_grad(model))",
     "norms": "note({k}, [None if p.grad is None else p.grad.norm() for p in model.parameters()])",
     "weights": "note({k}, dict(model.named_parameters()))",
+    "buffers": "note({k}, dict(model.named_buffers()))",
     "peek": "param = model.get_parameter({name!r})\n"
     "note({k}, torch.autograd.grad({of}, param, retain_graph=True, allow_unused=True)[0])",
     "collective": "total = ({of}).detach().clone()\ndist.all_reduce(total)\nnote({k}, total)",
@@ -39,31 +44,76 @@ SIMPLE = {
     "save": 'zc.save(f"{{folder}}/{k}", model, optimizer)\nlatest = f"{{folder}}/{k}"',
     "load": "zc.load(latest, model, optimizer)",
     "freeze": "model.b{block}.requires_grad_(False)",
+    "relaunch": "",
     "thaw": "model.b{block}.requires_grad_(True)\nzc.recompile(model)",
 }  # fmt: skip
 
 
-def body(program: Program) -> str:
-    """Model, compile and loop. Wants ``rank``, ``zc``, ``note(number, value)``, ``folder`` and torch's usual names."""
-    wide = "float64" if program.dtype == "float64" else "float32"
-    options = ", ".join(f"{key}={_shown(value)}" for key, value in program.options.items())
-    keeps_graphs = any(op.kind == "peek" or op.args.get("retain") for op in program.ops)
-    donates = program.backend != "eager" and keeps_graphs  # torch.compile refuses retain_graph=True on such a graph
+NAMES = ("model", "net", "optimizer", "kept", "latest", "Net", "Fault", "loss", "DTYPE", "WIDE")  # one for each model
+NAME = re.compile(rf"(?<![.\w])({'|'.join(NAMES)})\b")
+
+
+def body(program: Program, launch: int = 0) -> str:
+    """Models, compile and loop. Wants ``rank``, ``zc``, ``note(number, value)``, ``folder`` and torch's usual names."""
+    parts = program.parts
+    keeps_graphs = any(op.kind == "peek" or op.args.get("retain") for part in parts for op in part.ops)
+    # torch.compile refuses retain_graph=True on such a graph
+    donates = any(part.backend != "eager" for part in parts) and keeps_graphs
+    lines = [f"torch._functorch.config.donated_buffer = {not donates}" if donates else ""]
+    lines.append(fuzz_optimizers.classes(*(part.optimizer for part in parts)))
+    lines += [_renamed(number, _made(number, part, part.launches[launch], launch)) for number, part in enumerate(parts)]
+    by_rank = orders(program, launch)
+    for common in [*shared(parts, launch, by_rank[0]), None]:
+        before = []  # what each rank runs by itself until then
+        for places in by_rank:
+            end = len(places) if common is None else places.index(common)
+            before.append(places[:end])
+            del places[: end + 1]
+        if all(places == before[0] for places in before):
+            lines += [_at(program, place) for place in before[0]]
+        else:
+            for rank, places in enumerate(before):
+                text = "\n".join(_at(program, place) for place in places) or "pass"
+                lines.append(f"if rank == {rank}:\n{indent(text, '    ')}")
+        lines += [] if common is None else [_at(program, common)]
+    if launch + 1 < len(program.launches):
+        save = f'zc.save(f"{{folder}}/launch{launch}%s", model, optimizer)'
+        lines += [_renamed(number, save % suffix(number)) for number in range(len(parts))]
+    return "\n".join(lines) + "\n"
+
+
+def _made(number: int, part: Program, which: Launch, launch: int) -> str:
+    """A model, compiled."""
+    wide = "float64" if part.dtype == "float64" else "float32"
+    options = ", ".join(f"{key}={_shown(value)}" for key, value in which.options.items())
+    model = {**part.model, "frozen": which.frozen}
     lines = [
-        f"torch._functorch.config.donated_buffer = {not donates}" if donates else "",
-        f"DTYPE, WIDE = torch.{program.dtype}, torch.{wide}",
+        f"DTYPE, WIDE = torch.{part.dtype}, torch.{wide}",
         "",
         "",
-        fuzz_models.text(program.model),
+        fuzz_models.text(model),
         "",
         "torch.manual_seed(0)",
-        f"model = Net().to(WIDE)  # {sum(1 for _ in fuzz_models.trainable(program.model))} trainable parameters",
-        f"optimizer = {program.optimizer.replace('params', 'model.parameters()')}",
+        f"model = Net().to(WIDE)  # {sum(1 for _ in fuzz_models.trainable(model))} trainable parameters",
+        "params = list(model.parameters())",
+        f"optimizer = {part.optimizer}",
         f"net, optimizer = zc.compile(model, optimizer, {options})",
     ]
-    for k, op in enumerate(program.ops):
-        lines.append(_statement(k, op))
-    return "\n".join(lines) + "\n"
+    if launch > 0:
+        lines.append(f'zc.load(f"{{folder}}/launch{launch - 1}{suffix(number)}", model, optimizer)')
+    return "\n".join(lines)
+
+
+def _at(program: Program, place: tuple[int, int]) -> str:
+    number, k = place
+    op = program.parts[number].ops[k]
+    if "of" in op.args:
+        op = Op(op.kind, {**op.args, "of": [PART * number + j for j in op.args["of"]]})
+    return _renamed(number, _statement(PART * number + k, op))
+
+
+def _renamed(number: int, text: str) -> str:
+    return NAME.sub(rf"\1{suffix(number)}", text)
 
 
 def _shown(value: Any) -> str:
@@ -122,8 +172,8 @@ def _write(args: dict[str, Any]) -> str:
 
 HEAD = '''"""{title}
 
-torchrun --nproc_per_node {world_size} THIS         with zc: prints what each rank notes, and its weights
-torchrun --nproc_per_node {world_size} THIS ddp     with DistributedDataParallel(find_unused_parameters=True)
+{run}
+With "ddp" behind it: DistributedDataParallel(find_unused_parameters=True) in place of zc.
 """
 
 import os
@@ -144,7 +194,7 @@ else:
     import zc
 
 dist.init_process_group("gloo")
-rank, folder = dist.get_rank(), [tempfile.mkdtemp()]
+rank, folder = dist.get_rank(), [{folder}]
 dist.broadcast_object_list(folder)
 folder = folder[0]
 torch.set_printoptions(precision=7)
@@ -152,14 +202,15 @@ torch.set_printoptions(precision=7)
 
 def note(k, value):
     """What the two sides must agree on."""
-    print(f"[rank {{rank}}] operation {{k}}: {{value}}", flush=True)
+    print(f"[rank {rank}] operation {k}: {value}", flush=True)
 
 
 '''
 TAIL = """
-zc.synchronize(model)
-for name, param in model.named_parameters():
-    print(f"[rank {rank}] {name}: {param.detach().flatten().tolist()}", flush=True)
+for model in [{models}]:
+    zc.synchronize(model)
+    for name, param in model.named_parameters():
+        print(f"[rank {rank}] {name}: {param.detach().flatten().tolist()}", flush=True)
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -167,8 +218,17 @@ dist.destroy_process_group()
 
 def script(program: Program, title: str) -> str:
     """The program by itself: needs torch and zc, or torch alone for DDP."""
-    uses = {"{title}": title, "{world_size}": str(program.world_size), "{standin}": STANDIN.strip()}
-    head = HEAD.replace("{{", "{").replace("}}", "}")
+    launches = program.launches
+    calls = [f"torchrun --nproc_per_node {which.world_size} THIS" for which in launches]
+    folder, text = "tempfile.mkdtemp()", body(program)
+    if len(launches) > 1:  # each finds what the one before it has saved
+        calls = [f"{call} {launch}" for launch, call in enumerate(calls)]
+        folder = 'f"{tempfile.gettempdir()}/saved-{os.getuid()}-" + os.path.basename(__file__)'
+        texts = [indent(body(program, launch), "    ") for launch in range(len(launches))]
+        text = "\n".join(f'if "{launch}" in sys.argv:\n{text}' for launch, text in enumerate(texts))
+    models = ", ".join(f"model{suffix(number)}" for number in range(len(program.parts)))
+    uses = {"title": title, "run": "\n".join(calls), "standin": STANDIN.strip(), "folder": folder}
+    head, tail = HEAD, TAIL.replace("{models}", models)
     for key, value in uses.items():
-        head = head.replace(key, value)
-    return head + body(program) + TAIL
+        head = head.replace(f"{{{key}}}", value)
+    return head + text + tail

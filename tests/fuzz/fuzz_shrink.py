@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fuzz_judge import Verdict
-from fuzz_program import Op, Program, is_legal
+from fuzz_optimizers import PLAINEST
+from fuzz_program import BY_RANK, Op, Program, is_legal
 from fuzz_ranks import verdicts
 
 ROUNDS = 30  # of candidates; a round is one job
@@ -38,6 +39,22 @@ def shrink(program: Program, verdict: Verdict, **how: Any) -> tuple[Program, Ver
 
 def _candidates(program: Program) -> Iterator[Program]:
     """Smaller ones, those that drop most first."""
+    parts = program.parts
+    if len(parts) > 1:
+        for number in range(len(parts)):  # without this model
+            first, *others = [*parts[:number], *parts[number + 1 :]]
+            yield dataclasses.replace(first, others=tuple(others))
+    if len(program.launches) > 1:  # without the last launch
+        first, *others = [part.with_ops(part.ops[: part.launches[-1].start - 1]) for part in parts]
+        yield dataclasses.replace(first, others=tuple(others))
+    for number, part in enumerate(parts):
+        for smaller in _smaller(part):
+            first, *others = [*parts[:number], smaller, *parts[number + 1 :]]
+            yield dataclasses.replace(first, others=tuple(others))
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    """Of one model's program."""
     size = len(program.ops) // 2
     while size >= 1:
         for start in range(0, len(program.ops) - size + 1, size):
@@ -53,14 +70,14 @@ def _candidates(program: Program) -> Iterator[Program]:
         yield dataclasses.replace(program, options={**program.options, "backend": "eager"})
     if program.dtype == "float64":
         yield dataclasses.replace(program, dtype="float32")
-    if program.world_size > 2:
+    if program.world_size > 2 and len(program.launches) == 1:
         yield _fewer_ranks(program)
     yield from _smaller_models(program)
     for k, op in enumerate(program.ops):
         for args in _plainer(op.args):
             yield _with_op(program, k, Op(op.kind, args))
-    if program.optimizer != "torch.optim.SGD(params, lr=0.1)":
-        yield dataclasses.replace(program, optimizer="torch.optim.SGD(params, lr=0.1)")
+    if program.optimizer != PLAINEST:
+        yield dataclasses.replace(program, optimizer=PLAINEST)
 
 
 def without_ops(program: Program, dropped: Sequence[int]) -> Program:
@@ -81,9 +98,12 @@ def _with_op(program: Program, k: int, op: Op) -> Program:
 
 
 def _fewer_ranks(program: Program) -> Program:
-    cut = ("rows", "use", "reps")
-    ops = [Op(kind, {k: v[:-1] if k in cut else v for k, v in args.items()}) for kind, args in program.ops]
+    ops = [Op(kind, {k: _cut(v) if k in BY_RANK else v for k, v in args.items()}) for kind, args in program.ops]
     return dataclasses.replace(program, world_size=program.world_size - 1, ops=tuple(ops))
+
+
+def _cut(by_rank: Any) -> Any:
+    return by_rank[:-1] if isinstance(by_rank, list) else by_rank
 
 
 def _plainer(args: dict[str, Any]) -> Iterator[dict[str, Any]]:

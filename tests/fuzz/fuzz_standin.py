@@ -1,26 +1,25 @@
 # In place of zc, under the same names: DistributedDataParallel, or one process's plain PyTorch where there is one rank.
-import copy
-
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
 class WithDdp:
     """A fuzz script calls it as it calls zc, so that one text runs with both."""
 
-    def compile(self, model, optimizer, **options):
-        self.model = model
+    def __init__(self):
+        self.wrapped, self.options = {}, {}  # by model
+
+    def compile(self, model, optimizer, broadcast_buffers=True, **options):
+        self.options[model] = {"broadcast_buffers": broadcast_buffers, "find_unused_parameters": True}
         self.recompile(model)
-        return self, optimizer
+        return lambda *args: self.wrapped[model](*args), optimizer
 
     def recompile(self, model):
-        self.wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-
-    def __call__(self, *args):
-        return self.wrapped(*args)
+        self.wrapped[model] = DistributedDataParallel(model, **self.options[model])
 
     def no_sync(self, model):
-        return self.wrapped.no_sync()
+        return self.wrapped[model].no_sync()
 
     def clip_grad_norm_(self, model, max_norm):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
@@ -32,8 +31,14 @@ class WithDdp:
         pass
 
     def save(self, path, model, optimizer):
-        self.saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        buffers = [None] * dist.get_world_size()
+        dist.all_gather_object(buffers, dict(model.named_buffers()))
+        if dist.get_rank() == 0:
+            torch.save((model.state_dict(), buffers, optimizer.state_dict()), path)
+        dist.barrier()
 
     def load(self, path, model, optimizer):
-        for held, state in zip((model, optimizer), copy.deepcopy(self.saved), strict=True):
-            held.load_state_dict(state)
+        state, buffers, of_optimizer = torch.load(path)
+        own = not self.options[model]["broadcast_buffers"] and len(buffers) == dist.get_world_size()
+        model.load_state_dict(state | (buffers[dist.get_rank()] if own else {}))
+        optimizer.load_state_dict(of_optimizer)
