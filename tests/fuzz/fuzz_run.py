@@ -59,6 +59,7 @@ def main() -> int:
 def run_all(programs: list[Program], side: str, out: Path) -> list[tuple[Program, Verdict]]:
     """Runs all, keeps and returns what failed."""
     counts: Counter[str] = Counter()
+    refusals: Counter[str] = Counter()
     failed: list[tuple[Program, Verdict]] = []
     margins: dict[str, float] = {}
     started = time.monotonic()
@@ -76,6 +77,7 @@ def run_all(programs: list[Program], side: str, out: Path) -> list[tuple[Program
             for k, verdict in verdicts(some, side):
                 program = some[k]
                 counts[verdict.kind] += 1
+                refusals.update([verdict.text] if verdict.kind == "refused" else [])
                 bar.update(task, advance=1, description=", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
                 if verdict.is_fine:
                     margins[program.dtype] = max(margins.get(program.dtype, 0.0), verdict.difference)
@@ -85,10 +87,11 @@ def run_all(programs: list[Program], side: str, out: Path) -> list[tuple[Program
                     f"program {program.seed}: {verdict.kind}: {verdict.text.splitlines()[0]}", markup=False
                 )
                 (out / f"{program.seed}.json").write_text(program.to_json())
-                (out / f"{program.seed}.txt").write_text(
-                    f"{verdict.kind}: {verdict.text}\n\n{fuzz_script.body(program)}"
-                )
+                texts = [fuzz_script.body(program, launch) for launch in range(len(program.launches))]
+                (out / f"{program.seed}.txt").write_text("\n\n".join([f"{verdict.kind}: {verdict.text}", *texts]))
     seconds = time.monotonic() - started
+    for text, number in refusals.most_common():
+        print(f"{number} refused: {text}")
     print(f"{len(programs)} programs in {seconds:.0f} s ({seconds / max(len(programs), 1):.2f} s each): {dict(counts)}")
     print("largest difference of a right one / its tolerance:", {k: f"{v:.2g}" for k, v in sorted(margins.items())})
     return sorted(failed, key=lambda pair: pair[0].seed)

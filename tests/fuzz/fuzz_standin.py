@@ -1,4 +1,6 @@
 # In place of zc, under the same names: DistributedDataParallel, or one process's plain PyTorch where there is one rank.
+import os
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -34,6 +36,7 @@ class WithDdp:
         buffers = [None] * dist.get_world_size()
         dist.all_gather_object(buffers, dict(model.named_buffers()))
         if dist.get_rank() == 0:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
             torch.save((model.state_dict(), buffers, optimizer.state_dict()), path)
         dist.barrier()
 

@@ -17,7 +17,7 @@ from tiers import FULL
 # What DDP can't run: these programs are right by zc's documentation alone.
 NOT_DDP = frozenset(
     ("pile", "retain", "uneven", "quiet to the end", "penalty", "reentrant", "raise", "inductor", "aot_eager",
-     "eval_buffers", "cleared", "own optimizer", "cross", "relaunch")
+     "eval_buffers", "cleared", "cross")
 )  # fmt: skip
 
 
