@@ -24,7 +24,7 @@ import zc
 from zc.engine import param_grads
 
 PER_JOB = 24
-EAGER = 4
+EAGER = 3
 INDUCTOR = (
     "the plain loop",
     "one backward of the summed losses",

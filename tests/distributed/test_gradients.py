@@ -191,15 +191,15 @@ def _explained(rank: int, world_size: int, case: str, backend: str) -> dict[str,
     return zc.explain(model).sections
 
 
-@pytest.mark.parametrize("case", ["gpt_tied", "graph_break", "many_graphs"])
+@pytest.mark.parametrize("case", ["gpt_tied", "graph_break"])
 def test_compiled_backends_do_compile(case: str) -> None:
     """What compares aot_eager and inductor with an oracle says nothing if everything came in by hooks: every
-    parameter is covered by a compiled schedule that has run and was proved. 12 graphs of one class are more than
-    Dynamo's default limit of 8."""
+    parameter is covered by a compiled schedule that has run and was proved. tests/backend/test_segments.py has more
+    graphs of one class than Dynamo's default limit."""
     sections = run_ranks(_explained, 2, case, "aot_eager")[0]
     assert sections["not covered by a schedule"] == "nothing"
     schedules = [body for name, body in sections.items() if name.startswith("schedule backward")]
-    assert len(schedules) == {"gpt_tied": 1, "graph_break": 2, "many_graphs": 12}[case]
+    assert len(schedules) == {"gpt_tied": 1, "graph_break": 2}[case]
     assert all("run 2 times" in body and "NOT VERIFIED" not in body for body in schedules)
     eager = run_ranks(_explained, 2, case, "eager")[0]
     assert not any(name.startswith("schedule backward") for name in eager), "the control"

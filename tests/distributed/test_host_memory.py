@@ -39,9 +39,8 @@ def _counted(rank: int, world_size: int, run: Run, host_memory: str) -> tuple[di
         memory.Reader.read_into = _READ  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.case} {run.stage} {run.backend}")
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_same_bits_as_by_messages(run: Run, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "run"), zip((2, 3, 3, 2), RUNS, strict=True), ids=str)
+def test_the_same_bits_as_by_messages(world_size: int, run: Run) -> None:
     read, sent = (run_ranks(_counted, world_size, run, host_memory) for host_memory in "10")
     for (found, nbytes), (wanted, none) in zip(read, sent, strict=True):
         assert all(torch.equal(found[name], wanted[name]) for name in found) and found.keys() == wanted.keys()

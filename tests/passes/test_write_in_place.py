@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -10,11 +9,11 @@ import pytest
 import torch
 from graphs import chain, plan_for
 from llama import Llama, tokens
+from tiers import full_only
 from torch import Tensor, fx
 
 import zc
 from zc.kernels import rows_into
-from zc.passes import write_in_place
 from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.passes.write_in_place import nbytes_in_place
@@ -165,7 +164,7 @@ class ByRow(torch.nn.Module):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=full_only)])
 def test_rows_by_number_have_the_copied_path_s_bits(backend: str, stage: int) -> None:
     """Some come often, some never, some by a negative number; the second microbatch is added."""
     found = []
@@ -239,13 +238,6 @@ def share(dtype: torch.dtype, stage: int) -> float:
 def test_of_a_llama_95_percent_of_the_gradient_bytes_are_never_copied(dtype: torch.dtype, stage: int) -> None:
     """In fp32 all but the norms. In bf16 the embedding is copied too: its rows are summed in fp32."""
     assert share(dtype, stage) >= (0.95 if dtype == torch.bfloat16 else 0.99)
-
-
-@pytest.fixture
-def _cpu_widens() -> Iterator[None]:
-    """As if this device gave fp32 for halves: the rule for GPUs, whose operation has a twin here."""
-    with mock.patch.object(write_in_place, "_WIDENS", ("cpu",)):
-        yield
 
 
 def test_nothing_of_what_an_accumulator_held_is_read() -> None:

@@ -208,7 +208,7 @@ def test_the_plan_is_the_same_in_every_process() -> None:
     A set or a dict keyed by objects somewhere in the planning would order buckets by hash, which differs by process.
     """
     printed = set()
-    for seed, rank in (("0", "0"), ("1", "1"), ("4242", "7")):
+    for seed, rank in (("0", "0"), ("4242", "7")):
         env = {**os.environ, "PYTHONHASHSEED": seed, "RANK": rank, "LOCAL_RANK": rank}
         printed.add(
             subprocess.run([sys.executable, "-c", _PRINT_PLAN], env=env, check=True, capture_output=True).stdout

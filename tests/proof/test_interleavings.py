@@ -13,7 +13,7 @@ from tiers import FULL
 def num_orders(case: Case) -> int:
     if FULL:
         return 1000
-    return 20 if len(case.plan.buckets) < 8 else 10 if len(case.plan.buckets) < 64 else 2
+    return 6 if len(case.plan.buckets) < 8 else 3 if len(case.plan.buckets) < 64 else 1
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=lambda c: c.name)
