@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
-import gc
 import importlib.metadata
 import os
 import pickle
@@ -28,9 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -40,6 +36,7 @@ GRACE_S = 10.0  # how long the other ranks may go on after one has failed: time 
 
 
 ROOT = Path(__file__).resolve().parents[2]
+SERVER = Path(__file__).with_name("rank_process.py")
 PROBE = "import torch._inductor.cpu_vec_isa as isa; print(isa.pick_vec_isa())"
 
 
@@ -112,7 +109,7 @@ class _Rank:
         )
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, str(child.fileno()), str(self.stacks)],
+                [sys.executable, str(SERVER), str(child.fileno()), str(self.stacks)],
                 pass_fds=(child.fileno(),),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -252,77 +249,3 @@ def shutdown() -> None:
     if _pool is not None:
         _pool.close()
         _pool = None
-
-
-# --- the other side: what runs in a rank's process ---
-
-
-def _serve(connection: Connection, stacks: str) -> None:
-    # lifetime: the file stays open as long as the process, faulthandler writes to its descriptor from a signal
-    # handler
-    written = open(stacks, "w")  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR1, file=written, all_threads=True)
-    faulthandler.register(signal.SIGUSR2, file=written, all_threads=False)
-    import torch
-
-    torch.set_num_threads(1)
-    torch.set_num_interop_threads(1)
-    connection.send("ready")
-    while True:
-        try:
-            rank, path, store, world_size, timeout, message = connection.recv()
-        except EOFError:
-            return  # the session ended
-        sys.path[:] = path
-        is_fine, held = True, []
-        try:
-            # lifetime: longer than the job's objects. A DDP module that is the last to hold the group ends it under the
-            # GIL, and joins a thread of it that may wait for the GIL (torch 2.13)
-            held = [_start_job(rank, store, world_size, timeout)]
-            fn, args = pickle.loads(message)
-            answer = pickle.dumps((True, fn(rank, world_size, *args)))
-        except BaseException:  # noqa: BLE001  (whatever it is, it goes to the test that asked)
-            is_fine, answer = False, pickle.dumps((False, traceback.format_exc()))
-        held.clear()
-        connection.send_bytes(answer)
-        _end_job(is_fine)
-
-
-def _start_job(rank: int, store: str, world_size: int, timeout: float) -> Any:
-    """Every job starts the same, whatever ran before it: group, compiler and seeds are fresh."""
-    import torch
-    import torch.distributed as dist
-
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    # a fresh store and group: what a failed job left in flight can't meet this one's collectives
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-    )
-    return dist.group.WORLD
-
-
-def _end_job(is_fine: bool) -> None:
-    import torch._dynamo
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return
-    if is_fine:
-        # a rank that is done must not cut off one that is not; where another has failed, its end closes the
-        # connection
-        with contextlib.suppress(RuntimeError):
-            dist.barrier()
-    dist.destroy_process_group()  # a failed rank does so at once: whoever waits for it gets an error, not a timeout
-    torch._dynamo.reset()  # its caches hold models, and what is frozen with them (threads, connections) would stay
-    for _ in range(2):  # the first frees compiled graphs, which let go of models then
-        gc.collect()
-    gc.freeze()  # what is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s
-
-
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])), sys.argv[2])

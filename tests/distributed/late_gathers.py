@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from models import mean_square, mlp, vectors
+from torch import nn
+from training_runs import adamw
 
 import zc.api
 from zc.engine.overlap_gather import WeightGather
 from zc.engine.streams import Task, ThreadStreams
-from zc.schedule.buffer import COMM
+from zc.schedule.buffer import COMM, HOME
+
+DIM, DEPTH, BUCKET = 32, 4, 5000  # one bucket a layer
+LATE = 0.02  # seconds before each bucket's gather
+VERY_LATE = 0.07  # where a single read has to come before the last one
 
 
 class Late(ThreadStreams):
@@ -27,6 +37,14 @@ class Late(ThreadStreams):
     def record(self, event: str, stream: str) -> None:
         self._is_next = self._is_next or event.startswith("done/")  # behind a bucket's last task
         super().record(event, stream)
+
+
+class Careless(Late):
+    """The home stream does not wait for gathers."""
+
+    def wait(self, event: str, stream: str) -> None:
+        if not (stream == HOME and event.startswith("done/gathered")):
+            super().wait(event, stream)
 
 
 @contextlib.contextmanager
@@ -50,3 +68,37 @@ def late_gathers(seconds: float, kind: type[Late] = Late) -> Iterator[None]:
     finally:
         zc.api.make_streams = make
         WeightGather.publish = publish  # type: ignore[method-assign]
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def train_late(
+    rank: int,
+    streams: type[Late],
+    look: Callable[[nn.Module], None] | None = None,
+    num_steps: int = 4,
+    late: float = LATE,
+    **options: Any,
+) -> tuple[Weights, str]:
+    """Weights after ``num_steps`` updates, and the explanation. ``look`` is called right after each update."""
+    torch.manual_seed(0)
+    model: nn.Module = mlp(DIM, DEPTH)
+    batch = vectors(DIM, 8)
+    with late_gathers(late if options.get("overlap_gather") else 0.0, streams):
+        model, optimizer = zc.compile(model, adamw(model), bucket_nbytes=BUCKET, **options)
+        for step in range(num_steps):
+            mean_square(model, batch(rank, step, 0)).backward()
+            optimizer.step()
+            if look is not None:
+                look(model)
+            optimizer.zero_grad()
+    explanation = str(zc.explain(model))
+    return {name: t.clone() for name, t in model.state_dict().items()}, explanation
+
+
+def last_weight(model: nn.Module) -> nn.Parameter:
+    """Of the layer that is gathered last."""
+    return list(model.parameters())[-2]
+
+

@@ -12,7 +12,7 @@ from models import CASES, NAMES
 from oracle import full_gradients, widen, worst
 from tiers import FULL
 from torch import Tensor, nn
-from training_runs import Run, adamw, message_of
+from training_runs import Run, adamw
 
 import zc
 from zc.engine.ops import GradientOps
@@ -79,51 +79,6 @@ def test_the_oracle_notices_a_broken_accumulation(fault: str) -> None:
 
 
 # --- param.grad ---
-
-
-def _param_grad(rank: int, world_size: int, stage: int) -> dict[str, Any]:
-    case = CASES["unused"]
-    model = case.model()
-    zc.compile(model, adamw(model), stage=stage, backend="eager", bucket_nbytes=512)
-    seen: dict[str, Any] = {"before": [p.grad for p in model.parameters()]}
-    case.loss(model, case.batch(rank, 0, 0)).backward()
-    batches = [[case.batch(r, 0, 0)] for r in range(world_size)]
-    wanted = full_gradients(case.model(), case.loss, batches)
-    grad = model.first.weight.grad
-    seen["shape, dtype"] = (tuple(grad.shape), grad.dtype)
-    seen["unused"] = model.unused.weight.grad
-    seen["norm"] = grad.norm().item() / wanted["first.weight"].norm().item()
-    seen["full"] = worst({"w": grad.full_tensor()}, {"w": wanted["first.weight"]})[0]
-    seen["repr"] = repr(grad)
-    seen["raised"] = [
-        message_of(lambda: grad + 1),
-        message_of(lambda: grad.sum().item()),
-        message_of(lambda: torch.save(grad, "/dev/null")),
-    ]
-    grads = [p for n, p in model.named_parameters() if n not in case.unused]
-    total = torch.nn.utils.clip_grad_norm_(grads, 1e-3)
-    joint = torch.stack([g.norm() for g in wanted.values()]).norm()
-    seen["stock clip"] = total.item() / joint.item()
-    seen["clipped"] = torch.stack([g.norm() for g in zc.full_grad(model).values() if g is not None]).norm().item()
-    model.zero_grad()
-    seen["cleared"] = [p.grad for p in model.parameters()]
-    return seen
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_param_grad_is_sharded_and_says_so(stage: int) -> None:
-    """HF scripts clip with torch.nn.utils.clip_grad_norm_(model.parameters()); a None or a zero there would switch
-    clipping off in silence (deepspeed#5241, deepspeed#7302). What can't work on a shard raises and says what to
-    call."""
-    for seen in run_ranks(_param_grad, 2, stage):
-        assert all(grad is None for grad in seen["before"] + seen["cleared"])
-        assert seen["unused"] is None, "as in PyTorch: nothing came"
-        assert seen["shape, dtype"] == ((16, 16), torch.float32)
-        assert seen["norm"] == pytest.approx(1.0, abs=1e-6) and seen["stock clip"] == pytest.approx(1.0, abs=1e-6)
-        assert seen["full"] < 1e-6 and "first.weight" in seen["repr"]
-        assert seen["clipped"] == pytest.approx(1e-3, rel=1e-3)
-        for kind, text in seen["raised"]:
-            assert kind == "ZcError" and "first.weight" in text and "full_tensor" in text, (kind, text)
 
 
 def _norms(rank: int, world_size: int, stage: int, backend: str) -> tuple[float, float, float]:

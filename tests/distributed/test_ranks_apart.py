@@ -1,7 +1,7 @@
 """Ranks that bring other gradients in one backward: the numbers of all of them together, in every stage.
 
 Every loop here runs twice: under zc on the ranks, and on one process in float64, where the loss is the mean over ranks
-of the sum over their backwards. Where DDP with find_unused_parameters can run the loop, it does, too.
+of the sum over their backwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from harness import run_ranks
 from models import Heads, seeded
 from oracle import weights
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import zc
@@ -67,7 +66,6 @@ class Loop:
     calls: Callable[[int, int], list[list[Tasks]]]
     held: bool = False
     collects: bool = False
-    has_ddp: bool = True
     broken: tuple[int, ...] = ()
 
 
@@ -108,14 +106,14 @@ def one_more_backward(rank: int, step: int) -> list[list[Tasks]]:
 LOOPS = {
     "other heads": Loop(Heads, other_heads),
     "more heads": Loop(Heads, more_heads),
-    "microbatches in no_sync": Loop(Heads, microbatches, held=True, has_ddp=False),
+    "microbatches in no_sync": Loop(Heads, microbatches, held=True),
     "microbatches": Loop(Heads, microbatches),
     "a graph broken on one rank": Loop(BrokenHere, other_heads, broken=(1,)),
     "another trunk than proposed": Loop(Trunks, another_trunk),
-    "one more graph than proposed": Loop(Trunks, one_more_graph, has_ddp=False),
+    "one more graph than proposed": Loop(Trunks, one_more_graph),
     "more microbatches in no_sync, then a collective": Loop(BrokenHere, more_microbatches, held=True, collects=True),
     "a head that nobody uses": Loop(Heads, one_head_alone, held=True),
-    "one backward more": Loop(Heads, one_more_backward, has_ddp=False),
+    "one backward more": Loop(Heads, one_more_backward),
 }
 
 
@@ -148,21 +146,6 @@ def alone(name: str, world_size: int) -> dict[str, Tensor]:
         for rank in range(world_size):
             for k, calls in enumerate(loop.calls(rank, step)):
                 (loss_of(model, model, rank, step, k, calls) / world_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(model)
-
-
-def under_ddp(rank: int, world_size: int, name: str) -> dict[str, Tensor]:
-    """Job."""
-    loop = LOOPS[name]
-    model, optimizer = made(loop, rank, torch.float32)
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    for step in range(STEPS):
-        backwards = loop.calls(rank, step)
-        for k, calls in enumerate(backwards):
-            with wrapped.no_sync() if loop.held and k < len(backwards) - 1 else contextlib.nullcontext():
-                loss_of(wrapped, model, rank, step, k, calls).backward()
         optimizer.step()
         optimizer.zero_grad()
     return weights(model)
@@ -248,14 +231,6 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", ["microbatches in no_sync", "one backward more"])
 def test_with_every_option(name: str, options: dict[str, Any]) -> None:
     check(name, 2, "aot_eager", **options)
-
-
-@pytest.mark.parametrize("name", [name for name, loop in LOOPS.items() if loop.has_ddp])
-def test_ddp_trains_these_loops_to_the_same_weights(name: str) -> None:
-    wanted = alone(name, 2)
-    for mine in run_ranks(under_ddp, 2, name):
-        for param, value in wanted.items():
-            torch.testing.assert_close(mine[param].double(), value, rtol=1e-5, atol=1e-6)
 
 
 def test_a_graph_broken_on_one_rank_costs_one_backward() -> None:

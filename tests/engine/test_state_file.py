@@ -1,0 +1,118 @@
+"""The file of a rank's optimizer state on a disk, in one process: a crash at any moment leaves nothing that a restart
+trusts, and what is damaged or of another plan is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zc.errors import PlanError
+from zc.offload import disk_file
+from zc.offload.disk_file import StateFile, place
+
+SIZES = {"0/a": (1000, torch.float32), "0/b": (3, torch.float64), "1/a": (0, torch.float32), "1/b": (7, torch.float32)}
+
+
+def content(file: StateFile) -> list[float]:
+    return [float(file.tensor(name).sum()) for name in file.regions]
+
+
+def life(folder: Path, snapshot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with two updates and a flush behind each; ``snapshot()`` wherever the process could be killed: after each
+    write, and before and after each call that changes a file or waits for the disk."""
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+
+        def around(*args: Any, real: Any = real) -> Any:
+            snapshot()
+            found = real(*args)
+            snapshot()
+            return found
+
+        monkeypatch.setattr(disk_file.os, name, around)
+    file = StateFile(folder, 0, 1, place(SIZES), ["plan"])
+    for update in (1.0, 2.0):
+        file.begin_update()
+        for name in file.regions:
+            snapshot()
+            half = file.tensor(name).numel() // 2
+            file.tensor(name)[:half] = update
+            snapshot()
+            file.tensor(name)[half:] = update
+        snapshot()
+        file.flush({"update": update})
+        snapshot()
+
+
+def trusted(folder: Path) -> tuple[float, list[float]] | None:
+    """What a restart would take up."""
+    file = StateFile(folder, 0, 1, place(SIZES), ["plan"])
+    return None if file.found is None else (file.found["update"], content(file))
+
+
+@pytest.mark.parametrize("broken", [None, "the mark is kept", "the mark is first"])
+def test_killed_at_any_moment(broken: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every state of the folder that a killed process can leave: what is trusted is whole. Controls: a mark that stays
+    while the update writes, and one that is made before the data is there."""
+    live, taken = tmp_path / "live", []
+    live.mkdir()
+
+    def snapshot() -> None:
+        taken.append(tmp_path / f"{len(taken)}")
+        shutil.copytree(live, taken[-1])
+
+    with monkeypatch.context() as patched:
+        if broken == "the mark is kept":
+            patched.setattr(StateFile, "begin_update", lambda self: None)
+        if broken == "the mark is first":
+            begin = StateFile.begin_update
+            patched.setattr(StateFile, "begin_update", lambda self: (begin(self), self.flush({"update": 9.0})))
+        life(live, snapshot, patched)
+    assert len(taken) > 30
+    whole = {update: [update * n for n, _ in SIZES.values() if n] for update in (1.0, 2.0)}
+    found = [trusted(folder) for folder in taken]
+    torn = [one for one in found if one is not None and one[1] != whole.get(one[0])]
+    assert bool(torn) == (broken is not None), torn
+    assert {one[0] for one in found if one is not None} >= {1.0, 2.0} and None in found
+
+
+def test_one_run_a_folder_and_nothing_is_left_of_one_that_just_ends(tmp_path: Path) -> None:
+    file = StateFile(tmp_path, 0, 1, place(SIZES), ["plan"])
+    with pytest.raises(PlanError, match=r"zc-rank00000-of-00001.state is in use by another process"):
+        StateFile(tmp_path, 0, 1, place(SIZES), ["plan"])
+    assert file.path.stat().st_size == file.nbytes
+    del file
+    assert not list(tmp_path.iterdir())
+
+
+def flushed(folder: Path) -> StateFile:
+    """A folder with a finished run's state."""
+    file = StateFile(folder, 0, 1, place(SIZES), ["plan", "weight (3, 4) at 0 of bucket 0"])
+    file.flush({})
+    return file
+
+
+def test_a_truncated_file_and_another_plan_are_refused_and_left_alone(tmp_path: Path) -> None:
+    path, size = flushed(tmp_path).path, place(SIZES)[-1].offset + 28
+    with pytest.raises(PlanError, match=r"another plan: it has weight \(3, 4\) .* bucket 0, this one weight \(4, 4\)"):
+        StateFile(tmp_path, 0, 1, place(SIZES), ["plan", "weight (4, 4) at 0 of bucket 0"])
+    with pytest.raises(PlanError, match=r"it has nothing, this one more: to start without .* remove zc-rank00000"):
+        StateFile(tmp_path, 0, 1, place(SIZES)[:0], ["plan", "weight (3, 4) at 0 of bucket 0",
+                  *(f"{r.name}: {r.numel} {r.dtype} at {r.offset}" for r in place(SIZES)), "more"])  # fmt: skip
+    os.truncate(path, 4096)
+    with pytest.raises(PlanError, match=rf"has 4,096 bytes, and had {size:,} when its state was complete"):
+        StateFile(tmp_path, 0, 1, place(SIZES), ["plan", "weight (3, 4) at 0 of bucket 0"])
+    path.unlink()
+    with pytest.raises(PlanError, match=rf"has 0 bytes, and had {size:,} when"):
+        StateFile(tmp_path, 0, 1, place(SIZES), ["plan", "weight (3, 4) at 0 of bucket 0"])
+    assert [p.suffix for p in tmp_path.iterdir()] == [".mark"]
+    next(tmp_path.iterdir()).write_text("{")
+    with pytest.raises(PlanError, match=r"\.mark can't be read: to start without that state"):
+        StateFile(tmp_path, 0, 1, place(SIZES), ["plan"])
+
+
