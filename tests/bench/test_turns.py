@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tiers import full_only
+
 from bench import turns
 from bench.report import rows, tables
 
@@ -43,6 +45,7 @@ def test_losses_that_depart_take_the_numbers_away() -> None:
     assert (ddp["status"], zc["status"], zc["p50_ms"], zc["ratio"]) == (ddp["status"], "ok", "1000.00", "")
 
 
+@full_only
 def test_two_ranks_in_turn(tmp_path: Path) -> None:
     path, providers = tmp_path / "turns.csv", ["zc stage 2, eager", "DDP", "eager, no communication"]
     flags = ["--cases", "tiny", "--providers", *providers, "--turns", "5", "--csv", str(path)]

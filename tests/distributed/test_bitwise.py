@@ -58,7 +58,8 @@ def same(world_size: int, backend: str, runs: list[dict[str, Any]]) -> list[int]
 
 
 @pytest.mark.parametrize(
-    ("stage", "backend"), [(1, "eager"), (2, "eager"), (2, "aot_eager"), pytest.param(1, "aot_eager", marks=full_only)]
+    ("stage", "backend"),
+    [(1, "eager"), (2, "aot_eager"), *(pytest.param(*c, marks=full_only) for c in ((2, "eager"), (1, "aot_eager")))],
 )
 def test_bucket_size_overlap_and_ring(stage: int, backend: str) -> None:
     """deepspeed#6351 (the bucket size changed convergence), deepspeed#5606, deepspeed#7805 (a bucket overwritten while

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import run_ranks
 from models import mean_square, mlp, vectors
-from tiers import FULL
+from tiers import FULL, full_only
 from torch import nn
 from training_runs import adamw
 
@@ -123,7 +123,11 @@ def _plain_again(rank: int, world_size: int, backend: str, options: dict[str, An
 
 @pytest.mark.parametrize(
     ("backend", "options"),
-    [("eager", {"offload": "cpu"}), ("aot_eager", {"overlap_gather": True, "stage": 1}), ("inductor", {})],
+    [
+        ("eager", {"offload": "cpu"}),
+        ("aot_eager", {"overlap_gather": True, "stage": 1}),
+        pytest.param("inductor", {}, marks=full_only),
+    ],
     ids=str,
 )
 def test_a_closed_model_is_a_plain_module(backend: str, options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RanksFailed, patience, probed, run_ranks
+from tiers import full_only
 
 
 def _pid_and_sum(rank: int, world_size: int, factor: float) -> tuple[int, float, float]:
@@ -95,6 +96,7 @@ def _probes_the_processor(rank: int, world_size: int) -> tuple[str, int]:
         return str(cpu_vec_isa.pick_vec_isa()), build.call_count
 
 
+@full_only
 def test_what_inductor_finds_out_about_the_processor_is_no_job_s_time() -> None:
     """The probes of torch 2.11 take two minutes on a loaded machine: a job's whole limit."""
     harness.shutdown()  # ranks that have not asked before

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiers import FULL
+from tiers import FULL, full_only
 
 KILLS = range(50) if FULL else (1,)  # one of stage 1 with overlap_gather; the one among replicas is of stage 2
 RANKS = 3
@@ -64,6 +64,7 @@ def test_a_killed_rank_is_named_and_leaves_nothing(number: int, tmp_path: Path) 
     _kill_one(number, tmp_path, RANKS, 1)
 
 
+@full_only
 def test_a_killed_rank_is_named_by_those_of_other_replicas(tmp_path: Path) -> None:
     _kill_one(0, tmp_path, 4, 2)
 

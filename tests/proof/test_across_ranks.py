@@ -66,7 +66,7 @@ def test_intact_schedules_have_one_result(world_size: int) -> None:
             verify(graph, plan_of(graph))
         reference = many_ranks.run(case, adversary.in_order, world_size)
         chosen = orders(case, world_size, 10)
-        for choose in chosen if FULL else chosen[:: 2 if world_size == 2 else 7]:
+        for choose in chosen if FULL else chosen[:: 4 if world_size == 2 else 14]:
             assert same(reference, many_ranks.run(case, choose, world_size)), case.name
 
 

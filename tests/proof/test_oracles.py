@@ -72,11 +72,11 @@ def test_the_sanitizer_agrees_over_all_mutants() -> None:
             continue
         for graph in dict.fromkeys(case.graphs):
             assert not sanitizer_finds_a_race(graph, case.plan), case.name
-            for kind, name, mutant in mutants.of(graph):
+            for kind, name, mutant in mutants.of(graph, 1 if FULL else 3):
                 races = bool(examine(mutant, case.plan).races)
                 assert races == sanitizer_finds_a_race(mutant, case.plan), f"{case.name}: {kind}: {name}"
                 agreed += 1
-    assert agreed > 1000
+    assert agreed > (1000 if FULL else 300)
 
 
 def test_the_oracles_can_fail() -> None:
