@@ -114,8 +114,8 @@ class Counting(nn.Module):
 
 
 def _buffers(rank: int, world_size: int, stage: int) -> tuple[Lists, list[str], list[float]]:
-    """Job: microbatches in no_sync are kept until the step. In the last update a forward alone follows, so that the step
-    exchanges buffers as well."""
+    """Job: microbatches in no_sync are kept until the step. In the last update a forward alone follows, so that the
+    step exchanges buffers as well."""
     with recorded() as (gpu, _):
         torch.manual_seed(0)
         model = Counting()
