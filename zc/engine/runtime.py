@@ -288,8 +288,8 @@ class Runtime(Core):
         self.streams.join_home()
 
     def _reduce_kept(self, buckets: Sequence[int], *, is_final: bool) -> None:
-        """Reduces what ranks keep of these buckets (zc/engine/rounds.py). All ranks call it, whether or not this one has
-        something; a model that was called twice may have proposed a bucket twice."""
+        """Reduces what ranks keep of these buckets (zc/engine/rounds.py). All ranks call it, whether or not this one
+        has something; a model that was called twice may have proposed a bucket twice."""
         for index in buckets:
             if self.plan.placement.shards_gradients:
                 self._write(index, is_final)
