@@ -1,8 +1,7 @@
 """``adopt_writes``: fp32 masters take what was written into the low-precision weights that were made of them.
 
 Bytes moved where nothing was written, on a CPU: [N] of each read once (bf16: 6 bytes an element); a piece that
-differs is read again. On a GPU torch's own operations, some 25 bytes an element and no wait for the host: what a
-device that updates billions of weights a step would gain by a kernel has not been measured.
+differs is read again. On a GPU four of torch's own operations, some 20 bytes per element, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def adopt_writes(master: Tensor, given: Tensor) -> None:
     """``master = given`` where ``given`` is not ``master`` rounded to its dtype; elsewhere the master keeps its
     precision.
 
-    A NaN is the NaN that it was, whatever its bits.
+    A NaN stays a NaN, perhaps with other bits.
 
     Args:
         master: [N] bf16, fp16, fp32 or fp64, contiguous.
@@ -51,8 +50,9 @@ def adopt_writes(master: Tensor, given: Tensor) -> None:
 
 
 def _adopt(master: Tensor, given: Tensor, cast: Tensor) -> None:
-    is_written = cast.ne(given).logical_and_(cast.isnan().logical_and_(given.isnan()).logical_not_())
-    torch.where(is_written, given.to(master.dtype), master, out=master)
+    """Four launches on a GPU. As bits: -0.0 over 0.0 is a write, and a NaN may get another NaN's bits."""
+    bits = _BITS[given.element_size()]
+    torch.where(cast.view(bits).ne(given.view(bits)), given.to(master.dtype), master, out=master)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -1,10 +1,11 @@
-"""`zc.compile` and the functions beside it: config -> checks -> plan -> buffers -> backend -> optimizer."""
+"""`zc.compile`, and the functions beside it for the training loop."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +13,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
-from zc import guards, kernels, torch_private
+from zc import guards, torch_private
 from zc.checkpoint import state_marks, stock_state
-from zc.checks import check, check_initialized, check_module, check_replicas, owners
+from zc.checks import check_initialized, is_on_cpu
 from zc.compiler import backend as compiler
 from zc.config import Config
-from zc.engine import param_grads
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
 from zc.engine.runtime import Runtime
 from zc.engine.streams import Streams, make_streams
-from zc.errors import PlanError, ZcError
-from zc.optim.given import Given, listed
-from zc.optim.kinds import note_of, rule_of, try_out
+from zc.errors import PlanError
+from zc.optim.assignment import Container
 from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer
-from zc.optim.param_writes import note_of_shared
-from zc.planning.layout import Rule
-from zc.planning.plan import Plan
-from zc.prepare import broadcast_rest, check_host, check_wire, fill, fingerprint, open_state_file, plan_of
+from zc.prepare import (
+    Request,
+    broadcast_rest,
+    empty,
+    fill,
+    fingerprint,
+    notes_of,
+    on_all_ranks,
+    resolve,
+    snapshot,
+)
 from zc.ranks.comm import Group
 from zc.ranks.mesh import ranks_of
 from zc.registry import COMPILED, sharded
@@ -40,7 +45,7 @@ from zc.registry import COMPILED, sharded
 
 def compile(  # noqa: A001  (the name users know from torch.compile)
     model: nn.Module,
-    optimizer: Given,
+    optimizer: Container,
     *,
     stage: int = 2,
     param_dtype: torch.dtype | None = None,
@@ -59,8 +64,12 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     verify: bool = True,
     write_in_place: bool = False,
     broadcast_buffers: bool = True,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
     dump_dir: str | Path | None = None,
-) -> tuple[nn.Module, Given]:
+) -> tuple[nn.Module, Container]:
     """ZeRO stage 1 or 2 for ``model`` and ``optimizer``: the same two objects come back, and the loop stays as it is.
 
     Gradients are the mean over the ranks of ``group`` and the sum over backward calls, as in DDP. Without an
@@ -103,6 +112,12 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             stay there (stage 1: 4 bytes a parameter, stage 2: 4 / W) and are copied once an update.
         offload_dir: the folder of ``offload="disk"``.
 
+    Compilation, as torch.compile takes it:
+        mode, options: one of them, for Inductor on every segment. Both may not ask for CUDA graphs: a replay
+            overwrites the gradients of the one before, which wait for their bucket.
+        dynamic: None makes the sizes dynamic that have changed, True all of them, False none.
+        fullgraph: True raises an error at a graph break in the forward.
+
     Looking inside:
         verify: False skips the proof of each schedule; explain says so.
         dump_dir: a folder for each graph before and after every pass, and the schedule as Python.
@@ -110,107 +125,92 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     Raises:
         PlanError (a ValueError), TypeError: an option, the model or the optimizer can't be planned; nothing has
         changed. RankMismatchError: the ranks' models or options differ, on every rank; nothing has changed.
-    """
-    check_initialized()
-    ranks = ranks_of(mesh, group)
-    checked, file, failure = None, None, None
-    optimizers: list[Optimizer] = []
-    try:
-        config = Config(
-            stage=stage,
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-            reduce=reduce,
-            bucket_nbytes=bucket_nbytes,
-            num_buffers=num_buffers,
-            overlap=overlap,
-            overlap_gather=overlap_gather,
-            backend=backend,
-            offload=offload,
-            offload_accumulate=offload_accumulate,
-            offload_dir=offload_dir,
-            verify=verify,
-            write_in_place=write_in_place,
-            broadcast_buffers=broadcast_buffers,
-            dump_dir=dump_dir,
-        )
-        check_module(model)
-        optimizers = listed(optimizer)
-        checked = _check(model, optimizers, config, ranks)
-        file = open_state_file(config, ranks.rank, checked[1], optimizers, checked[0])
-    except (ZcError, TypeError) as error:
-        failure = error
-    try:
-        ranks.agree_on(failure)  # before the first exchange: nobody waits for a rank that was refused
-        assert checked is not None
-        params, plan, rules = checked
-        lines = fingerprint(model, config, optimizers, owners(params, optimizers))
-        ranks.same_everywhere("the model or an option", lines, "Make both from the same arguments on all ranks")
-    except BaseException:
-        if file is not None:
-            file.discard()
-        raise
 
-    device, shared = plan.buckets[0].device, note_of_shared(params)
-    ranks.open_data(device)
-    buffers = Buffers(plan, ranks.shard.rank)
-    streams = make_streams(device)
-    runtime = Runtime(config, plan, buffers, ranks, streams, params)
-    layouts = map(note_of, optimizers) if ranks.world_size > 1 else ()
-    for note in filter(None, (*layouts, ranks.shard.note, kernels.note_of(device), shared)):
-        runtime.say_once(note)
-    if not verify:
-        runtime.say_once("verify=False: schedules run without their proof")
-    broadcast_rest(model, params, ranks)
-    fill(runtime, plan.buckets)
-    sharded = ShardedModel(runtime, optimizer, optimizers, rules, file)
-    runtime.install_hooks()
-    COMPILED[model] = sharded
-    for each in sharded.optimizers:
-        _own_methods(model, each)
-    state_marks.install(sharded)
-    stock_state.install()
-    runtime.frozen = {n: p for n, p in model.named_parameters() if n not in params}
-    if plan.overlap_gather:
-        runtime.weights.install_hooks(model)
-        runtime.weights.count_sharing()
-    if config.backend != "eager":
-        torch_private.raise_recompile_limit(model)
-        before = runtime.weights.let_read if config.overlap_gather else None
-        torch_private.compile_in_place(model, compiler.make_backend(runtime), before)
-    if broadcast_buffers and has_buffers(model) and ranks.world_size > 1:
-        torch_private.call_first(model, BufferSync(model, runtime).before_forward)
-    guards.install(model, runtime)
+    After any other error, such as running out of memory, model and optimizer are plain ones again. Their values are
+    then rank 0's, rounded to ``param_dtype``.
+    """
+    arguments = {name: value for name, value in locals().items() if name in _OPTIONS}
+    check_initialized()
+    ranks = ranks_of(mesh, group, reads_memory=is_on_cpu(model))
+    with contextlib.ExitStack() as undo:
+        with on_all_ranks(ranks):
+            request = resolve(model, optimizer, arguments, ranks)
+            undo.callback(request.discard)
+            stock_state.install()  # of a library that all models share: before anything of this model changes
+        ranks.same_everywhere(
+            "the model or an option",
+            fingerprint(model, request.config, request.assignment),
+            "Make both from the same arguments on all ranks",
+        )
+        with on_all_ranks(ranks):  # the last point at which a rank can fail without others waiting for it
+            runtime = _make_runtime(request, ranks)
+            call = _compiled_call(model, runtime)
+        _undo_on_failure(undo, request, runtime)
+        broadcast_rest(model, runtime.params, ranks)
+        fill(runtime, request.plan.buckets)
+        compiled = ShardedModel(runtime, request.assignment, request.state_file)
+        _install(model, compiled, call)
+        undo.pop_all()  # nothing failed
     return model, optimizer
 
 
-def _check(
-    model: nn.Module, optimizers: Sequence[Optimizer], config: Config, ranks: Group
-) -> tuple[dict[str, nn.Parameter], Plan, list[Rule]]:
-    """Everything that this rank can refuse by itself; changes nothing."""
-    if model in COMPILED:
-        raise PlanError(f"this {type(model).__name__} is compiled already: call zc.compile once, before the loop")
-    params = check(model, optimizers)
-    rules = [rule_of(optimizer) for optimizer in optimizers]
-    param_grads.refuse_compiled_autograd()
-    device = next(iter(params.values())).device
-    for optimizer in optimizers:
-        try_out(optimizer, ranks.shard.world_size, device if config.offload is None else torch.device("cpu"))
-    num_replicas = 1 if ranks.replicas is None else ranks.replicas.world_size
-    check_replicas(config, num_replicas)
-    plan = plan_of(
-        params, config, ranks.shard.world_size, owners(params, optimizers), rules,
-        topology=ranks.shard.topology, num_replicas=num_replicas,
-    )  # fmt: skip
-    check_wire(plan)
-    if plan.offload is not None:
-        check_host(plan, optimizers)
-    return params, plan, rules
+_OPTIONS = frozenset(field.name for field in dataclasses.fields(Config))
+
+
+def _make_runtime(request: Request, ranks: Group) -> Runtime:
+    """Process groups, streams, and everything else that does not hold the parameters yet."""
+    plan, device = request.plan, request.device
+    ranks.open_data(device)
+    buffers, params = Buffers(plan, ranks.shard.rank), dict(request.assignment.params)
+    runtime = Runtime(request.config, plan, buffers, ranks, make_streams(device), params)
+    runtime.frozen = {n: p for n, p in request.model.named_parameters() if n not in params}
+    for note in notes_of(request, ranks):
+        runtime.say_once(note)
+    return runtime
+
+
+def _compiled_call(model: nn.Module, runtime: Runtime) -> Callable[..., Any] | None:
+    """What ``model(...)`` calls from now on; None: what it calls today."""
+    config, call = runtime.config, None
+    if config.backend != "eager":
+        before = runtime.weights.let_read if config.overlap_gather else None
+        backend = compiler.make_backend(runtime)
+        call = torch_private.compiled_call(model, backend, before, dynamic=config.dynamic, fullgraph=config.fullgraph)
+    if config.broadcast_buffers and has_buffers(model) and runtime.group.world_size > 1:
+        sync = BufferSync(model, runtime)
+        call = torch_private.call_after(sync.before_forward, call or torch_private.plain_call(model))
+    return call
+
+
+def _undo_on_failure(undo: contextlib.ExitStack, request: Request, runtime: Runtime) -> None:
+    """From here on the model changes. If anything fails, out of memory for example, the caller gets it back."""
+    dtypes = {name: param.dtype for name, param in runtime.params.items()}
+    close_streams = getattr(runtime.streams, "close", None)
+    if close_streams is not None:
+        undo.callback(close_streams)
+    undo.callback(snapshot([*request.model.modules(), *request.assignment.optimizers]))
+    undo.callback(COMPILED.pop, request.model, None)
+    undo.callback(empty, runtime, dtypes)
+
+
+def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] | None) -> None:
+    """Hooks and methods on the caller's objects."""
+    runtime = compiled.runtime
+    runtime.install_hooks()
+    for each in compiled.optimizers:
+        _own_methods(model, each)
+    state_marks.install(compiled)
+    if runtime.plan.overlap_gather:
+        runtime.weights.install_hooks(model)
+        runtime.weights.count_sharing()
+    torch_private.call_instead(model, call)
+    guards.install(model, runtime)
+    COMPILED[model] = compiled
 
 
 def _own_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
-    """What an optimizer's methods must do beside what its class says. Instance attributes: the class stays the
-    caller's. (model.zero_grad stays its own: a parameter whose ``.grad`` was set to None is noticed.)"""
+    """Replaces two methods of an optimizer object; its class stays the caller's. (model.zero_grad stays as it is: zc
+    notices a parameter whose ``.grad`` was set to None.)"""
     optimizer = sharded.optimizer
     owner, of_model = weakref.proxy(sharded), weakref.ref(model)
     add = type(optimizer).add_param_group
@@ -219,22 +219,22 @@ def _own_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
         owner.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(param_group: dict[str, Any]) -> None:
-        given = param_group["params"]
-        given = [given] if isinstance(given, Tensor) else list(given)
-        found = of_model()
-        names = {id(p): name for name, p in found.named_parameters()} if found is not None else {}
-        for param in given:
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        trained = of_model()
+        names = {id(p): name for name, p in trained.named_parameters()} if trained is not None else {}
+        for param in params:
             name = names.get(id(param))
             if name is None or name in owner.runtime.params:
-                shown = (
+                what = (
                     f"parameter {name}, which has its place: set its options in optimizer.param_groups"
                     if name
                     else f"a tensor {tuple(param.shape)} that the model lacks: register it there first, and call "
-                    "zc.recompile(model) behind this"
+                    "zc.recompile(model) afterwards"
                 )
-                raise PlanError(f"add_param_group was given {shown}")
-        add(optimizer, {**param_group, "params": given})
-        owner.runtime.frozen.update({names[id(param)]: param for param in given})
+                raise PlanError(f"add_param_group was given {what}")
+        add(optimizer, {**param_group, "params": params})
+        owner.runtime.frozen.update({names[id(param)]: param for param in params})
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What `zc.compile` refuses, each with its own error, before anything is changed."""
+"""What `zc.compile` refuses, each with an error of its own, before it changes anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zc.config import DTYPES, Config
 from zc.errors import PlanError
 
 _WRAPPERS = {
-    "DistributedDataParallel": "zc takes its place, so pass the module inside it, model.module",
+    "DistributedDataParallel": "zc replaces it, so pass the module inside it, model.module",
     "FullyShardedDataParallel": "it shards the same parameters, so pass the plain module",
     "OptimizedModule": "zc compiles the module itself, so pass the one you gave to torch.compile, model._orig_mod",
     "_FabricModule": "pass the module that you gave to Fabric, model.module",
@@ -28,8 +28,14 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
+def is_on_cpu(model: nn.Module) -> bool:
+    """Whether its parameters are, by the first one; True for what `check_module` is going to refuse."""
+    params = model.parameters() if isinstance(model, nn.Module) else iter(())
+    return next((param.device.type == "cpu" for param in params), True)
+
+
 def check_module(model: nn.Module) -> None:
-    """Raises TypeError for what is no module, PlanError for a wrapper whose place zc takes."""
+    """Raises TypeError if it is no module, PlanError if it is a wrapper that zc replaces."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for cls in type(model).__mro__:
@@ -37,8 +43,8 @@ def check_module(model: nn.Module) -> None:
             raise PlanError(f"model is wrapped in {type(model).__name__}: {_WRAPPERS[cls.__name__]}")
 
 
-def check(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-    """The trainable parameters. Raises PlanError (or TypeError) naming what can't be planned."""
+def check(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters. Raises PlanError, naming the one that can't be planned."""
     params = trainable(model)
     if not params:
         raise PlanError(
@@ -49,17 +55,21 @@ def check(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Par
     _check_sparse(model)
     _check_devices(params)
     _check_storages(params)
-    for optimizer in optimizers:
-        _check_optimizer(model, optimizer)
-    _check_held(params, optimizers)
     return params
 
 
+def check_optimizers(model: nn.Module, params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+    """Raises PlanError unless each parameter is in exactly one optimizer, and the optimizers are fresh."""
+    for optimizer in optimizers:
+        _check_optimizer(model, optimizer)
+    _check_owners(params, optimizers)
+
+
 def check_added(params: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], device: torch.device) -> None:
-    """What `zc.recompile` would add to a plan on ``device``."""
+    """The same for the parameters that `zc.recompile` adds to a plan on ``device``."""
     _check_tensors(params)
     _check_storages(params)
-    _check_held(params, optimizers)
+    _check_owners(params, optimizers)
     for name, param in params.items():
         if param.device != device:
             raise PlanError(
@@ -114,8 +124,8 @@ def _check_devices(params: dict[str, nn.Parameter]) -> None:
 
 
 def _check_storages(params: dict[str, nn.Parameter]) -> None:
-    """Two parameters may not share a part of a storage: flat_param would tear them apart. (The same tensor under two
-    names is a tied weight, which named_parameters lists once.)"""
+    """Two parameters may not share a part of a storage, because they get different places in flat_param. (A tied weight
+    is one tensor under two names, which named_parameters lists once.)"""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, param in params.items():
         if param.numel() == 0:
@@ -133,10 +143,9 @@ def _check_storages(params: dict[str, nn.Parameter]) -> None:
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    known = {id(p): name for name, p in model.named_parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    for k, param in enumerate(held):
-        if id(param) not in known and param.requires_grad:
+    of_model = {id(p) for p in model.parameters()}
+    for k, param in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        if id(param) not in of_model and param.requires_grad:
             raise PlanError(
                 f"the optimizer holds a parameter of shape {tuple(param.shape)} (its number {k}) that the model lacks: "
                 "make the optimizer from model.parameters(), after the model has been moved and cast"
@@ -149,19 +158,19 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def owners(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> dict[str, int]:
-    """By parameter name the number of the first optimizer that has it."""
-    found: dict[int, int] = {}
+def owners_of(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> dict[str, int]:
+    """By parameter name, the number of the first optimizer that has it."""
+    numbers: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             for param in group["params"]:
-                found.setdefault(id(param), number)
-    return {name: found[id(p)] for name, p in params.items() if id(p) in found}
+                numbers.setdefault(id(param), number)
+    return {name: numbers[id(p)] for name, p in params.items() if id(p) in numbers}
 
 
-def _check_held(params: dict[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-    """Each is in exactly one optimizer."""
-    lacking = sorted(params.keys() - owners(params, optimizers).keys(), key=list(params).index)
+def _check_owners(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+    first, last = owners_of(params, optimizers), owners_of(params, optimizers[::-1])
+    lacking = [name for name in params if name not in first]
     if lacking:
         who = "the optimizer lacks" if len(optimizers) == 1 else f"none of the {len(optimizers)} optimizers has"
         raise PlanError(
@@ -169,7 +178,6 @@ def _check_held(params: dict[str, nn.Parameter], optimizers: Sequence[Optimizer]
             f"{' to one of them' if len(optimizers) > 1 else ''}, or freeze them with requires_grad_(False). A second "
             "optimizer for them goes along as zc.compile(model, [first, second])"
         )
-    first, last = owners(params, optimizers), owners(params, optimizers[::-1])
     for name in params:
         one, other = first[name], len(optimizers) - 1 - last[name]
         if one != other:
@@ -181,17 +189,18 @@ def _check_held(params: dict[str, nn.Parameter], optimizers: Sequence[Optimizer]
 
 
 def _is_fresh(state: dict[str, Any]) -> bool:
-    """Nothing, or what an optimizer's __init__ fills in (Adagrad's sums): it says that no step was taken."""
+    """Empty, or as an optimizer's __init__ makes it (Adagrad's sums), with a step of 0."""
     return not state or ("step" in state and float(state["step"]) == 0.0)
 
 
 def _some(names: Iterable[str], at_most: int = 5) -> str:
-    shown = list(names)
-    return ", ".join(shown[:at_most]) + (f" and {len(shown) - at_most} more" if len(shown) > at_most else "")
+    all_names = list(names)
+    num_left = len(all_names) - at_most
+    return ", ".join(all_names[:at_most]) + (f" and {num_left} more" if num_left > 0 else "")
 
 
 def check_initialized() -> None:
-    """Raises where torchrun started several ranks and nobody has called init_process_group: each would train alone."""
+    """Raises PlanError if torchrun started several ranks and there is no process group: each would train alone."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size.isdigit() and int(world_size) > 1 and not (dist.is_available() and dist.is_initialized()):
         raise PlanError(
@@ -201,7 +210,7 @@ def check_initialized() -> None:
 
 
 def check_replicas(config: Config, num_replicas: int) -> None:
-    """What a mesh of two dimensions does not go with."""
+    """Raises PlanError for options that a mesh of two dimensions excludes."""
     if num_replicas == 1:
         return
     shape = f"a mesh of two dimensions with {num_replicas} replicas"

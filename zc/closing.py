@@ -11,6 +11,7 @@ from torch import nn
 from zc import torch_private
 from zc.checkpoint.saving import _CHANNELS
 from zc.copies import unmark
+from zc.engine.host_memory import unlock_dropped
 from zc.errors import ZcError
 from zc.registry import COMPILED
 
@@ -27,13 +28,14 @@ def close(model: nn.Module) -> None:
     has neither parameters nor state any more, and its ``step()`` raises. Before it, save what is to be kept
     (`zc.save`; with offload="disk" `zc.flush_state`); a save that is under way is waited for.
 
-    Whoever only drops the model need not call it: its memory and threads go with it, and its process groups with the
-    next `compile` or `close` of the same ranks.
+    A program that only drops the model need not call it. Its memory and threads go with it; its process groups go with
+    the next `compile` or `close` of the same ranks, and so does page-locked host memory of offload.
 
     Raises:
         RankMismatchError, RankLostError: not all ranks have called it; everything of this rank's is closed all the
         same, but for the groups. CheckpointError: the save has failed; nothing has changed.
     """
+    unlock_dropped()
     held = COMPILED.get(model)
     if held is None:
         return
@@ -54,7 +56,7 @@ def _hand_back(model: nn.Module, held: ShardedModel) -> None:
     runtime = held.runtime
     del COMPILED[model]
     unmark(model)
-    torch_private.run_eagerly(model)
+    torch_private.call_instead(model, None)
     for handle in (*runtime.hooks, *runtime.weights.hooks):
         handle.remove()
     for param in runtime.params.values():

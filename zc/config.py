@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from zc import torch_private
 from zc.errors import PlanError
 from zc.planning.placement import OFFLOADS, PLACEMENTS, Offload, Placement
 
@@ -18,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Config:
-    """Every option of `zc.compile`; the names and defaults are documented there."""
+    """Every option of `zc.compile`, which documents their names and defaults."""
 
     stage: int = 2
     param_dtype: torch.dtype | None = None
@@ -35,6 +37,10 @@ class Config:
     verify: bool = True
     write_in_place: bool = False
     broadcast_buffers: bool = True
+    mode: str | None = None
+    options: Mapping[str, Any] | None = None
+    dynamic: bool | None = None
+    fullgraph: bool = False
     dump_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -46,12 +52,12 @@ class Config:
         _one_of("offload", self.offload, (None, "cpu", "disk"))
         _one_of("offload_accumulate", self.offload_accumulate, tuple(OFFLOADS))
         for name in ("bucket_nbytes", "num_buffers"):
-            given = getattr(self, name)
-            if name == "bucket_nbytes" and given is None:
+            value = getattr(self, name)
+            if name == "bucket_nbytes" and value is None:
                 continue
-            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-                raise PlanError(f"{name} must be a whole number of at least 1, got {given!r}")
-        for name in ("overlap", "overlap_gather", "verify", "write_in_place", "broadcast_buffers"):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PlanError(f"{name} must be a whole number of at least 1, got {value!r}")
+        for name in ("overlap", "overlap_gather", "verify", "write_in_place", "broadcast_buffers", "fullgraph"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.offload_dir is not None and not isinstance(self.offload_dir, (str, Path)):
@@ -61,6 +67,7 @@ class Config:
                 f"offload={self.offload!r} and offload_dir={self.offload_dir!r}: offload='disk' needs the folder for "
                 "its files, and nothing else takes one"
             )
+        self._check_compiler_options()
         if self.overlap_gather and not self.overlap:
             raise PlanError("overlap_gather=True needs overlap=True: without it there is no comm stream to gather on")
         if self.overlap_gather and self.offload is not None:
@@ -69,19 +76,56 @@ class Config:
                 "bucket by bucket; leave one of them out"
             )
 
+    def _check_compiler_options(self) -> None:
+        """torch.compile's own, which zc passes on."""
+        _one_of("dynamic", self.dynamic, (None, True, False))
+        if self.options is not None and not isinstance(self.options, Mapping):
+            raise PlanError(f"options must be a dict of Inductor's options, got {self.options!r}")
+        if self.mode is not None and self.options is not None:
+            raise PlanError(
+                f"mode={self.mode!r} and options={dict(self.options)!r}: torch.compile takes one of them; "
+                f"torch._inductor.list_mode_options({self.mode!r}) has the options that a mode stands for"
+            )
+        compiler: dict[str, Any] = {"mode": self.mode, "options": self.options}  # of segments: Inductor
+        tracer: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph or None}  # Dynamo
+        unused: dict[str, dict[str, Any]] = {"aot_eager": compiler, "eager": {**compiler, **tracer}}
+        for name, value in unused.get(self.backend, {}).items():
+            if value is not None:
+                raise PlanError(
+                    f"{name}={value!r} and backend={self.backend!r}: that backend does not use it; leave it out, or "
+                    f"use backend={'inductor' if name in compiler else 'aot_eager'!r}"
+                )
+        if self.inductor_options.get("triton.cudagraphs"):
+            raise PlanError(
+                f"{f'mode={self.mode!r}' if self.mode else 'options'} asks for CUDA graphs (Inductor's "
+                "triton.cudagraphs), and zc compiles without: a replay overwrites the outputs of the one before, which "
+                "are gradients that wait for their bucket. Use mode='max-autotune-no-cudagraphs', or leave it out"
+            )
+
+    @property
+    def inductor_options(self) -> dict[str, Any]:
+        """What ``mode`` or ``options`` set in Inductor's configuration. Raises PlanError for what it does not know."""
+        if self.mode is None and self.options is None:
+            return {}
+        try:
+            return torch_private.inductor_options(self.mode, self.options, self.dynamic)
+        except (RuntimeError, TypeError) as error:
+            text = str(error).partition(", known options are")[0]
+            raise PlanError(f"mode={self.mode!r}, options={self.options!r}: {text}") from None
+
     @property
     def placement(self) -> Placement:
         return PLACEMENTS[self.stage]
 
     @property
     def host(self) -> Offload | None:
-        """What lies in host memory, or on a disk; None: nothing."""
+        """What offload keeps in host memory or on a disk; None without offload."""
         if self.offload is None:
             return None
         return replace(OFFLOADS[self.offload_accumulate], state_on_disk=self.offload == "disk")
 
 
-def _one_of(name: str, given: object, valid: Sequence[object], hint: str = "") -> None:
-    if isinstance(given, bool) or given not in valid:
-        shown = ", ".join(repr(v) for v in valid)
-        raise PlanError(f"{name} must be one of {shown}, got {given!r}" + (f" ({hint})" if hint else ""))
+def _one_of(name: str, value: object, valid: Sequence[object], hint: str = "") -> None:
+    if not any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in valid):
+        options = ", ".join(repr(option) for option in valid)
+        raise PlanError(f"{name} must be one of {options}, got {value!r}" + (f" ({hint})" if hint else ""))

@@ -20,8 +20,18 @@ _CGROUPS = (
 )
 
 
+def note_of_connections() -> str | None:
+    """Of an environment in which all streams of a GPU share one hardware queue."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        return None
+    return (
+        "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one hardware queue, so a stream that waits for a reduction "
+        "can hold up compute that was issued after it. Unset it (the default is 8), or expect less overlap"
+    )
+
+
 def available_nbytes() -> int | None:
-    """Bytes of memory that this machine, or the container that we are in, can still give; None where nobody says."""
+    """Bytes of memory that this machine, or our container, can still give; None if no source says so."""
     found: list[int] = []
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

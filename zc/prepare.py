@@ -1,60 +1,137 @@
-"""What `zc.compile` and `zc.recompile` make of model and config: the plan, its checks, the weights in their places."""
+"""From the arguments of `zc.compile` to a checked request, and the weights to their places in the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from zc import torch_private
+from zc import kernels, torch_private
+from zc.checks import check, check_module, check_optimizers, check_replicas, owners_of
+from zc.config import Config
+from zc.engine import param_grads
 from zc.engine.memory_order import flattened, in_shape
 from zc.errors import PlanError
-from zc.machine import available_nbytes, check_room, ranks_on_this_host
+from zc.machine import available_nbytes, check_room, note_of_connections, ranks_on_this_host
 from zc.offload.disk import open_file, state_keys
-from zc.optim.kinds import ELEMENTWISE, is_elementwise, rule_of
-from zc.planning.layout import Rule, own_strides
+from zc.optim.assignment import Assignment, listed
+from zc.optim.kinds import ELEMENTWISE, is_elementwise, note_of, rule_of, try_out
+from zc.optim.param_writes import note_of_shared
+from zc.planning.layout import own_strides
 from zc.planning.nbytes import STATES, held
 from zc.planning.plan import Bucket, ParamSpec, Plan, make_plan
-from zc.planning.topology import Topology, usable
+from zc.planning.topology import usable
 from zc.ranks.comm import Group
+from zc.registry import COMPILED
 
 if TYPE_CHECKING:
-    from zc.config import Config
     from zc.engine.runtime import Runtime
     from zc.offload.disk_file import StateFile
 
 
-def plan_of(
-    params: dict[str, nn.Parameter],
-    config: Config,
-    world_size: int,
-    owners: Mapping[str, int],
-    rules: Sequence[Rule],
-    behind: Plan | None = None,
-    topology: Topology | None = None,
-    num_replicas: int = 1,
-) -> Plan:
-    """The plan for ``params`` under ``config``. ``owners``: the number of each one's optimizer, which has a rule.
-    ``behind``: the plan that it goes on. ``topology``: of the ranks; they read each other's memory on a CPU alone."""
-    if topology is not None:
-        topology = usable(topology, config.reduce, {p.device.type for p in params.values()})
+@dataclass(frozen=True)
+class Request:
+    """What `zc.compile` was asked for, resolved and checked on this rank. Nothing has changed yet, but for the files of
+    offload="disk"."""
+
+    model: nn.Module
+    config: Config
+    assignment: Assignment
+    plan: Plan
+    state_file: StateFile | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.plan.buckets[0].device
+
+    def discard(self) -> None:
+        """Undoes what `resolve` did to files."""
+        if self.state_file is not None:
+            self.state_file.discard()
+
+
+def resolve(model: nn.Module, optimizer: Any, options: Mapping[str, Any], ranks: Group) -> Request:
+    """Makes every check that a rank can make by itself. Raises PlanError or TypeError."""
+    config = Config(**options)
+    check_module(model)
+    if model in COMPILED:
+        raise PlanError(f"this {type(model).__name__} is compiled already: call zc.compile once, before the loop")
+    assignment = assign(model, optimizer)
+    param_grads.refuse_compiled_autograd()
+    device = next(iter(assignment.params.values())).device if config.offload is None else torch.device("cpu")
+    for each in assignment.optimizers:
+        try_out(each, ranks.shard.world_size, device)
+    check_replicas(config, ranks.num_replicas)
+    plan = plan_of(assignment, config, ranks)
+    check_wire(plan)
+    if plan.offload is not None:
+        check_host(plan, assignment)
+    return Request(model, config, assignment, plan, _open_state_file(config, ranks.rank, plan, assignment))
+
+
+def assign(model: nn.Module, optimizer: Any) -> Assignment:
+    """Finds the optimizer and the rule of each trainable parameter."""
+    optimizers = listed(optimizer)
+    params = check(model)
+    check_optimizers(model, params, optimizers)
+    rules = tuple(rule_of(each) for each in optimizers)
+    return Assignment(optimizer, optimizers, rules, params, owners_of(params, optimizers))
+
+
+@contextmanager
+def on_all_ranks(ranks: Group) -> Iterator[None]:
+    """The body succeeds on all ranks, or raises on each: its own error where it failed, RankMismatchError elsewhere."""
+    failure = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  (raised again, when the others know)
+        failure = error
+    ranks.agree_on(failure)
+
+
+def notes_of(request: Request, ranks: Group) -> list[str]:
+    """What `zc.explain` should say from the start."""
+    plan, device, hosts = request.plan, request.device, ranks.shard.topology
+    notes = [note_of(each) for each in request.assignment.optimizers] if ranks.world_size > 1 else []
+    notes += [ranks.shard.note, kernels.note_of(device), note_of_shared(request.assignment.params)]
+    if not request.config.verify:
+        notes.append("verify=False: schedules run without their proof")
+    if device.type != "cpu" and plan.reduce == "exact" and hosts.num_hosts > 1 and hosts.ranks_per_host > 1:
+        notes.append(
+            f"reduce='exact' over {hosts.num_hosts} hosts of {hosts.ranks_per_host} devices: every device sends to "
+            f"every other one, so {hosts.ranks_per_host} times as many bytes leave a host as must. With "
+            "reduce='native' the backend may sum inside a host first"
+        )
+    if device.type == "cuda" and plan.overlap and ranks.world_size > 1:
+        notes.append(note_of_connections())
+    return [note for note in notes if note is not None]
+
+
+def plan_of(assignment: Assignment, config: Config, ranks: Group, behind: Plan | None = None) -> Plan:
+    """The plan for the parameters of ``assignment``, after those of ``behind`` if it is given."""
+    params = assignment.params
+    if behind is None:
+        topology = usable(ranks.shard.topology, config.reduce, {p.device.type for p in params.values()})
+    else:
+        topology = behind.topology
     specs = [
         ParamSpec(
             name,
             tuple(p.shape),
             config.param_dtype or p.dtype,
             p.device,
-            owners[name],
+            assignment.owners[name],
             own_strides(p.shape, p.stride()),
         )
         for name, p in params.items()
     ]
     return make_plan(
         specs,
-        world_size=world_size,
+        world_size=ranks.shard.world_size,
         placement=config.placement,
         reduce=config.reduce,
         reduce_dtype=config.reduce_dtype,
@@ -62,11 +139,11 @@ def plan_of(
         num_buffers=config.num_buffers,
         overlap=config.overlap,
         overlap_gather=config.overlap_gather,
-        rules=rules,
+        rules=assignment.rules,
         offload=config.host,
         behind=behind,
         topology=topology,
-        num_replicas=num_replicas,
+        num_replicas=ranks.num_replicas,
     )
 
 
@@ -84,10 +161,10 @@ def check_wire(plan: Plan) -> None:
             )
 
 
-def check_host(plan: Plan, optimizers: Sequence[Optimizer]) -> None:
-    """With offload: the update runs on the processor, and what it needs must fit into the host's memory."""
+def check_host(plan: Plan, assignment: Assignment) -> None:
+    """With offload the update runs on the processor, and its memory must fit into the host's."""
     num_states = []
-    for optimizer in optimizers:
+    for optimizer in assignment.optimizers:
         name = type(optimizer).__name__
         if any(group.get("capturable") for group in optimizer.param_groups):
             raise PlanError(
@@ -98,55 +175,50 @@ def check_host(plan: Plan, optimizers: Sequence[Optimizer]) -> None:
     check_room(needed, ranks_on_this_host(plan.world_size), available_nbytes())
 
 
-def open_state_file(
-    config: Config, rank: int, plan: Plan, optimizers: Sequence[Optimizer], params: dict[str, nn.Parameter]
-) -> StateFile | None:
+def _open_state_file(config: Config, rank: int, plan: Plan, assignment: Assignment) -> StateFile | None:
     if config.offload_dir is None:
         return None
-    optimizer, *others = optimizers
+    optimizer, *others = assignment.optimizers
     if others:
-        raise PlanError(
-            f"offload='disk' takes one optimizer, and was given {', '.join(type(o).__name__ for o in optimizers)}: use "
-            "offload='cpu'"
-        )
+        kinds = ", ".join(type(each).__name__ for each in assignment.optimizers)
+        raise PlanError(f"offload='disk' takes one optimizer, and was given {kinds}: use offload='cpu'")
     if not is_elementwise(optimizer):
         raise PlanError(
             f"offload='disk' takes torch's elementwise optimizers ({', '.join(ELEMENTWISE)}), not "
             f"{type(optimizer).__name__}: use offload='cpu'"
         )
-    return open_file(config.offload_dir, rank, plan, optimizer, params)
+    return open_file(config.offload_dir, rank, plan, optimizer, assignment.params)
 
 
-def fingerprint(
-    model: nn.Module, config: Config, optimizers: Sequence[Optimizer], owners: Mapping[str, int]
-) -> list[str]:
-    """What must be the same on every rank, a line an item, so that a difference can be named."""
-    kinds = [f"optimizer {k}: {type(o).__name__}, {rule_of(o)}" for k, o in enumerate(optimizers)]
-    mine = [f"{name} of optimizer {number}" for name, number in owners.items()] if len(optimizers) > 1 else []
+def fingerprint(model: nn.Module, config: Config, assignment: Assignment) -> list[str]:
+    """Everything that must be the same on all ranks, one item per line, so that an error can name a difference."""
+    kinds = zip(assignment.optimizers, assignment.rules, strict=True)
+    optimizers = [f"optimizer {k}: {type(each).__name__}, {rule}" for k, (each, rule) in enumerate(kinds)]
+    owners = [f"{name} of optimizer {number}" for name, number in assignment.owners.items()]
     options = [f"{k}={v}" for k, v in vars(config).items() if k not in ("dump_dir", "offload_dir")]
-    params = [
-        f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
-        f"{'' if (found := own_strides(p.shape, p.stride())) is None else f' strides={found}'}"
-        for n, p in model.named_parameters()
-    ]
+    params = []
+    for name, param in model.named_parameters():
+        strides = own_strides(param.shape, param.stride())
+        order = f" strides={strides}" if strides is not None else ""
+        params.append(f"{name} {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}{order}")
     buffers = [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
-    return options + kinds + params + mine + buffers
+    return options + optimizers + params + (owners if len(optimizers) > 1 else []) + buffers
 
 
 @torch.no_grad()
-def broadcast_rest(model: nn.Module, params: dict[str, nn.Parameter], ranks: Group) -> None:
-    """What the plan leaves out, frozen parameters and buffers, is rank 0's everywhere."""
+def broadcast_rest(model: nn.Module, params: Mapping[str, nn.Parameter], ranks: Group) -> None:
+    """Gives all ranks rank 0's frozen parameters and buffers, which the plan leaves out."""
     planned = {id(p) for p in params.values()}
     for tensor in [*(p for p in model.parameters() if id(p) not in planned), *model.buffers()]:
-        given = tensor.detach().contiguous()
-        ranks.broadcast_(given)
-        tensor.copy_(given)
+        values = tensor.detach().contiguous()
+        ranks.broadcast_(values)
+        tensor.copy_(values)
 
 
 @torch.no_grad()
 def fill(runtime: Runtime, buckets: Sequence[Bucket]) -> None:
-    """Broadcasts from rank 0, takes the masters from the given values, and makes flat_param the parameters' memory, a
-    bucket at a time: what a parameter had before is given back before the next bucket is allocated."""
+    """Broadcasts the weights from rank 0, takes the masters from them, and makes flat_param the parameters' memory. It
+    frees what the parameters of a bucket had before it allocates the next bucket."""
     ranks, rank, buffers = runtime.group, runtime.group.shard.rank, runtime.buffers
     for bucket in buckets:
         buffers.add(bucket)
@@ -154,14 +226,42 @@ def fill(runtime: Runtime, buckets: Sequence[Bucket]) -> None:
         start, _ = bucket.layout.owned_range(rank)
         for slot in bucket.slots:
             param = runtime.params[slot.name]
-            given, place = flattened(param.detach(), slot), flat[slot.offset : slot.stop]
-            ranks.broadcast_(given)
+            values, place = flattened(param.detach(), slot), flat[slot.offset : slot.stop]
+            ranks.broadcast_(values)
             first, stop = bucket.layout.owned(slot, rank)
             if bucket.has_master or runtime.plan.offload is not None:
-                master[first - start : stop - start] = given[first - slot.offset : stop - slot.offset]
-            place.copy_(given)
-            del given
+                master[first - start : stop - start] = values[first - slot.offset : stop - slot.offset]
+            place.copy_(values)
+            del values
             param.data = in_shape(torch_private.own_storage(place), slot)
     buffers.add_staging()
     if buffers.note is not None:
         runtime.say_once(buffers.note)
+
+
+def snapshot(objects: Sequence[Any]) -> Callable[[], None]:
+    """Returns a function that gives modules and optimizers back the attributes, hooks and groups that they have now. It
+    refills their dicts in place, because handles of hooks refer to those."""
+    dicts: list[dict[Any, Any]] = []
+    for each in objects:
+        dicts += [vars(each), *(value for value in vars(each).values() if isinstance(value, dict))]
+        dicts += getattr(each, "param_groups", ())
+    before = [dict(each) for each in dicts]
+
+    def restore() -> None:
+        for each, items in zip(dicts, before, strict=True):
+            each.clear()
+            each.update(items)
+
+    return restore
+
+
+@torch.no_grad()
+def empty(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> None:
+    """The reverse of `fill`, for what it has done: parameters get memory of their own in these dtypes."""
+    for handle in (*runtime.hooks, *runtime.weights.hooks):
+        handle.remove()
+    runtime.buffers.close()
+    for name, param in runtime.params.items():
+        param.grad = None
+        param.data = param.data.to(dtypes[name], copy=True, memory_format=torch.preserve_format)

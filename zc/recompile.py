@@ -1,19 +1,18 @@
-"""`zc.recompile`: the plan grows by what has become trainable."""
+"""`zc.recompile`: adds parameters that became trainable to the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from zc import torch_private
-from zc.checks import check_added, owners, trainable
+from zc.checks import check_added, owners_of, trainable
 from zc.errors import PlanError
-from zc.planning.layout import Rule
+from zc.optim.assignment import Assignment
 from zc.planning.plan import Plan
-from zc.prepare import check_wire, fill, fingerprint, plan_of
+from zc.prepare import check_wire, fill, fingerprint, on_all_ranks, plan_of
+from zc.ranks.comm import Group
 from zc.registry import sharded
 
 if TYPE_CHECKING:
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def recompile(model: nn.Module) -> None:
-    """Plans the parameters that have become trainable since `compile` (``requires_grad_(True)``, deepspeed#5639),
-    between two updates, on all ranks. Everything else keeps its place: weights, optimizer state, and schedules. A
-    parameter that was frozen since needs no call, it just gets no gradient.
+    """Plans the parameters that became trainable after `compile` (``requires_grad_(True)``, deepspeed#5639). All ranks
+    call it, between two updates. Everything else keeps its place: weights, optimizer state, and schedules. A parameter
+    that was frozen needs no call; it just gets no gradient.
 
     One optimizer must hold the new parameters: from its construction on, or by ``optimizer.add_param_group`` before
     this call.
@@ -31,48 +30,41 @@ def recompile(model: nn.Module) -> None:
     Raises:
         PlanError, TypeError: as `compile`; nothing has changed. RankMismatchError: ranks differ in what is trainable.
     """
-    found = sharded(model)
-    runtime, config = found.runtime, found.runtime.config
-    params: dict[str, nn.Parameter] = {}
-    optimizers = [each.optimizer for each in found.optimizers]
-    plan, failure = runtime.plan, None
-    try:
+    compiled = sharded(model)
+    runtime, config, ranks = compiled.runtime, compiled.runtime.config, compiled.runtime.group
+    with on_all_ranks(ranks):
         if config.offload is not None:
             raise PlanError(
                 f"zc.recompile does not work with offload={config.offload!r} yet: make the plan with all parameters"
             )
         params = {n: p for n, p in trainable(model).items() if n not in runtime.params}
-        check_added(params, optimizers, plan.buckets[0].device)
-        plan = _extended(plan, params, config, owners(params, optimizers), [each.rule for each in found.optimizers])
-    except (PlanError, TypeError) as error:
-        failure = error
-    runtime.group.agree_on(failure)
-    runtime.group.same_everywhere(
+        optimizers = tuple(each.optimizer for each in compiled.optimizers)
+        check_added(params, optimizers, runtime.plan.buckets[0].device)
+        rules = tuple(each.rule for each in compiled.optimizers)
+        added = Assignment(compiled.container, optimizers, rules, params, owners_of(params, optimizers))
+        plan = _extended(runtime.plan, added, config, ranks)
+    ranks.same_everywhere(
         "the set of trainable parameters",
-        fingerprint(model, config, optimizers, owners(params, optimizers)),
+        fingerprint(model, config, added),
         "Freeze and unfreeze the same parameters on all ranks",
     )
     if not params:
         return
-    added = plan.buckets[len(runtime.plan.buckets) :]
+    buckets = plan.buckets[len(runtime.plan.buckets) :]
     runtime.grow(plan, params)
-    fill(runtime, added)
-    found.adopt(added)
+    fill(runtime, buckets)
+    compiled.adopt(buckets)
     if plan.overlap_gather:
         runtime.weights.count_sharing()
     for name in params:
         runtime.frozen.pop(name, None)
-    if config.backend != "eager":
-        torch_private.raise_recompile_limit(model)
 
 
-def _extended(
-    plan: Plan, params: dict[str, nn.Parameter], config: Config, numbers: Mapping[str, int], rules: Sequence[Rule]
-) -> Plan:
-    """``plan`` with buckets for ``params`` behind its own."""
-    if not params:
+def _extended(plan: Plan, added: Assignment, config: Config, ranks: Group) -> Plan:
+    """``plan`` with buckets for the parameters of ``added`` after its own."""
+    if not added.params:
         return plan
-    behind = plan_of(params, config, plan.world_size, numbers, rules, plan, plan.topology, plan.num_replicas)
+    behind = plan_of(added, config, ranks, plan)
     check_wire(behind)
     moved = (replace(b, index=b.index + len(plan.buckets)) for b in behind.buckets)
     return replace(plan, buckets=(*plan.buckets, *moved))

@@ -143,14 +143,16 @@ def without_torch_function() -> contextlib.AbstractContextManager[None]:
 
 
 def own_storage(part: torch.Tensor) -> torch.Tensor:
-    """The memory of ``part``, 1-D and contiguous, under a storage of its own that has no other element: who tells
-    tensors apart by their storage, or saves one with all of it, takes them for what they are.
+    """The memory of ``part``, 1-D and contiguous, under a storage of its own that has no other element. Code that tells
+    tensors apart by their storage, or saves a tensor with its whole storage, then sees this part alone.
 
-    Relies on ``from_dlpack`` making a new storage, whose deleter holds ``part``: the memory lives as long as either
-    (the standard's ownership; 2.11 to 2.15). As bytes: DLPack lacks some dtypes.
+    Relies on ``from_dlpack`` making a new storage, whose deleter holds ``part``, so the memory lives as long as either
+    (the standard's ownership; 2.11 to 2.15). ``Tensor.__dlpack__`` refuses a tensor of a CUDA device that is not the
+    current one. The tensor is passed as bytes, because DLPack lacks some dtypes.
     """
-    found: torch.Tensor = torch.utils.dlpack.from_dlpack(part.detach().view(torch.uint8))
-    return found.view(part.dtype)
+    with torch.cuda.device_of(part):  # type: ignore[no-untyped-call]
+        own: torch.Tensor = torch.utils.dlpack.from_dlpack(part.detach().view(torch.uint8))
+    return own.view(part.dtype)
 
 
 def num_sharing(tensor: torch.Tensor) -> int:
@@ -176,21 +178,29 @@ def own_store() -> tuple[Any, bool]:
 
 
 def new_group(
-    ranks: Sequence[int], backend: str, name: str, timeout: timedelta | None = None, *, high_priority: bool = False
+    ranks: Sequence[int],
+    backend: str,
+    name: str,
+    timeout: timedelta | None = None,
+    *,
+    high_priority: bool = False,
+    like: torch.distributed.ProcessGroup | None = None,
+    device: torch.device | None = None,
 ) -> torch.distributed.ProcessGroup:
-    """A process group of ``ranks`` under ``name``; its members call it, nobody else need. ``timeout``: None, the
-    backend's own. ``high_priority``: with NCCL, its kernels go before others that wait.
+    """A process group of ``ranks`` under ``name``; only its members call it.
 
-    What torch.distributed.new_group does, which takes no name and, with ``use_local_synchronization``, makes one of
-    the number of groups that there are: after one has been closed it comes again, and the store still has the old
-    addresses under it. (``_new_process_group_helper``, ``_world.pg_group_ranks``: frameworks that add workers to a
-    running program make theirs this way; 2.11 to 2.15.) Where the default group is bound to a device, a new one of NCCL
-    is split from it, which all of its ranks must call: of some ranks it is made without, as in a program that binds
-    none. (``ProcessGroup.bound_device_id``, which torch itself sets; ``ProcessGroupNCCL.Options``.)
+    ``timeout``: None means the backend's own. With NCCL, ``high_priority`` runs its kernels before others that wait,
+    ``like`` is the group whose NCCL configuration it copies, and ``device`` the one that its tensors will be on.
 
-    Since 2.15 ``nccl`` is ProcessGroupNCCL2, with the same options. It binds each group to a device when it is made: to
-    that of the default group here, as torch.distributed.new_group does, and else to one that it guesses by the rank.
-    (``_nccl2_device``, ``device_id`` of the helper.)
+    torch.distributed.new_group takes no name. With ``use_local_synchronization`` it derives one from the number of
+    groups, so a name comes back after a group was closed, and the store still has the old addresses under it.
+    (``_new_process_group_helper``, ``_world.pg_group_ranks``: frameworks that add workers to a running program use
+    them; 2.11 to 2.15.) If the default group is bound to a device, torch splits a new NCCL group from it, and all its
+    ranks must call that. A group of some ranks is therefore made as if nothing were bound.
+    (``ProcessGroup.bound_device_id``, which torch sets; ``ProcessGroupNCCL.Options`` and its ``config``.)
+
+    Since 2.15 ``nccl`` is ProcessGroupNCCL2, with the same options. It binds each group to a device when it makes it,
+    and without one guesses it by the rank. (``_nccl2_device``, ``device_id`` of the helper.)
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -201,10 +211,13 @@ def new_group(
     if high_priority and chosen == "nccl":
         options["backend_options"] = made_options = c10d.ProcessGroupNCCL.Options()
         made_options.is_high_priority_stream, made_options._timeout = True, options["timeout"]
+        config = getattr(_backend_options(like, "cuda"), "config", None)
+        if config is not None:
+            made_options.config = config
     default: Any = c10d._get_default_group()
     bound = default.bound_device_id
     if chosen == "nccl" and hasattr(c10d, "_nccl2_device"):
-        options["device_id"] = bound
+        options["device_id"] = device or bound
     try:
         if len(ranks) < default.size():
             default.bound_device_id = None
@@ -218,11 +231,16 @@ def new_group(
 def timeout_of(group: torch.distributed.ProcessGroup, device_type: str) -> timedelta | None:
     """What the program has given ``group`` for its collectives of such tensors; None where its backend does not say.
     (``ProcessGroup._get_backend``, the backends' ``options._timeout``, which torch sets; 2.11 to 2.15.)"""
+    timeout = getattr(_backend_options(group, device_type), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def _backend_options(group: torch.distributed.ProcessGroup | None, device_type: str) -> Any:
+    """None without a group, and for a backend that has no options, as one that a program has registered may."""
     try:
-        found = group._get_backend(torch.device(device_type)).options._timeout
-    except (AttributeError, RuntimeError, NotImplementedError):  # a backend that a program has registered may have none
+        return None if group is None else group._get_backend(torch.device(device_type)).options
+    except (AttributeError, RuntimeError, NotImplementedError):
         return None
-    return found if isinstance(found, timedelta) else None
 
 
 def compile_id() -> str:
@@ -247,52 +265,55 @@ def graph_breaks() -> dict[str, int]:
     return found
 
 
-def compile_in_place(model: nn.Module, backend: Callable[..., Any], before: Callable[[], None] | None = None) -> None:
-    """``model(...)`` runs compiled from now on, ``before`` first; class, state_dict keys and ``model.forward`` stay.
+def compiled_call(
+    model: nn.Module,
+    backend: Callable[..., Any],
+    before: Callable[[], None] | None = None,
+    *,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+) -> Callable[..., Any]:
+    """A function that calls ``model`` compiled, after ``before``, for `call_instead`. The model is not changed.
 
-    Not ``model.compile()``: Dynamo skips the forward of torch.nn's own classes (a bare nn.Sequential), and would
-    compile nothing without a word. Called from a function of ours it is inlined. Relies on
-    ``Module._compiled_call_impl``, which ``Module.__call__`` prefers and pickling leaves out (2.11 to 2.15).
+    ``model.compile()`` does not do: Dynamo skips the forward of torch.nn's own classes (a bare nn.Sequential), and
+    silently compiles nothing. It inlines a forward that a function outside of torch calls. (``Module._call_impl``, 2.11
+    to 2.15.)
 
-    What Dynamo learns, it keeps by code object (compiled graphs, their limit) and by the file, line and name of one
-    (``pgo.CodeId``: the sizes it has seen, from which it takes the dynamic ones). Both are a model's own here, or the
-    second model's sizes would be dynamic ones of the first.
+    Dynamo keeps compiled graphs and their number by code object, and the sizes that it has seen by the file, line and
+    name of one (``pgo.CodeId``). Each model gets a code object and a name of its own; otherwise the second model's
+    sizes would be dynamic sizes of the first.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
-    compiled = torch.compile(call, backend=backend)
-    ahead = None if before is None else torch.compiler.disable(before)  # type: ignore[no-untyped-call]
-
-    def start(*args: Any, **kwargs: Any) -> Any:
-        if ahead is not None:
-            ahead()
-        if torch.compiler.is_compiling():  # a function of the program's: under its limits
-            return compiled(*args, **kwargs)
-        with _more_recompiles():
-            return compiled(*args, **kwargs)
-
-    model._compiled_call_impl = start
+    compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+    return compiled if before is None else call_after(before, compiled)
 
 
-def call_first(model: nn.Module, before: Callable[[], None]) -> None:
-    """``before`` runs ahead of each ``model(...)``, compiled or not, and is not compiled itself. Not a hook: copies
-    and pickles of the module don't have it. Relies on what `compile_in_place` does."""
-    call = model._compiled_call_impl or model._call_impl
+def call_after(before: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``before``, which is not compiled, and then ``call``."""
     ahead = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
 
     def start(*args: Any, **kwargs: Any) -> Any:
         ahead()
         return call(*args, **kwargs)
 
-    model._compiled_call_impl = start
+    return start
 
 
-def run_eagerly(model: nn.Module) -> None:
-    """Takes back what `compile_in_place` and `call_first` did."""
-    model._compiled_call_impl = None
+def plain_call(model: nn.Module) -> Callable[..., Any]:
+    """``Module._call_impl``: the forward with its hooks (2.11 to 2.15)."""
+    call: Callable[..., Any] = model._call_impl
+    return call
+
+
+def call_instead(model: nn.Module, call: Callable[..., Any] | None) -> None:
+    """``model(...)`` is ``call(...)`` from now on; class, state_dict's keys and ``model.forward`` stay. None restores
+    the model's own call. Copies and pickles of the module have their own. (``Module._compiled_call_impl``,
+    which ``Module.__call__`` prefers and pickling leaves out; 2.11 to 2.15.)"""
+    model._compiled_call_impl = call
 
 
 def set_apply(module: nn.Module, call: Callable[..., nn.Module]) -> None:
@@ -313,44 +334,32 @@ def tell_ddp(module: nn.Module, names: Iterable[str]) -> None:
     vars(module)["_ddp_params_and_buffers_to_ignore"] = names
 
 
-def raise_recompile_limit(model: nn.Module) -> None:
-    """Identity guards compile one graph for each module instance: 8, the default, would leave the rest eager. Models of
-    one class share the code of its methods, which Dynamo compiles apart behind a graph break: each model raises the
-    limits by what it needs, for all that `compile_in_place` has compiled. The program's own functions keep theirs."""
-    _MORE_RECOMPILES["recompile_limit"] += 2 * sum(1 for _ in model.modules())
-
-
-_MORE_RECOMPILES = {"recompile_limit": 0}  # than the program's limit
-
-
-@contextlib.contextmanager
-def _more_recompiles() -> Iterator[None]:
-    """Dynamo's limits are a process's, looked at where it compiles: in a call. (torch.compile's ``recompile_limit``, of
-    2.13, can't grow with `zc.recompile`, and has none for all that the code of one class is compiled to.)"""
-    dynamo_config: Any = torch._dynamo.config
-    more = _MORE_RECOMPILES["recompile_limit"]
-    before = dynamo_config.recompile_limit, dynamo_config.accumulated_recompile_limit
-    dynamo_config.recompile_limit, dynamo_config.accumulated_recompile_limit = before[0] + more, before[1] + 8 * more
-    try:
-        yield
-    finally:
-        dynamo_config.recompile_limit, dynamo_config.accumulated_recompile_limit = before
-
-
 def guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
-    """One compiled graph may serve several module instances; ours belongs to these very parameters.
+    """Without it one compiled graph may serve several module instances. Ours belongs to the very parameters in
+    ``names``, and so do the modules through which the compiled function reaches them.
 
-    Relies on ``meta["grapharg"].source`` of Dynamo's placeholders and on the guards still being open while the backend
-    runs (TracingContext.guards_context): both as in 2.11 to 2.15.
+    Dynamo compiles a function at most ``recompile_limit`` times for the same modules among its local variables, as long
+    as it guards their identity (torch/_dynamo/cache_size.py). Many instances of one class are then no recompiles.
+
+    Relies on ``meta["grapharg"].source`` of Dynamo's placeholders, whose chain of ``base`` ends at the local variable
+    below an UnspecializedNNModuleSource if that is a module, and on the guards still being open while the backend runs
+    (TracingContext.guards_context): all as in 2.11 to 2.15.
     """
     from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import LocalSource, UnspecializedNNModuleSource
     from torch._guards import TracingContext
 
     guards = TracingContext.get().guards_context.dynamo_guards
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     for node, name in zip(placeholders, names, strict=True):
-        if name is not None:
-            guards.add(node.meta["grapharg"].source.make_guard(GuardBuilder.ID_MATCH))
+        if name is None:
+            continue
+        source = node.meta["grapharg"].source
+        guards.add(source.make_guard(GuardBuilder.ID_MATCH))
+        while (base := getattr(source, "base", None)) is not None:
+            if isinstance(source, UnspecializedNNModuleSource) and isinstance(base, LocalSource):
+                guards.add(base.make_guard(GuardBuilder.ID_MATCH))
+            source = base
 
 
 def adopt_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -471,8 +480,28 @@ def compiled_autograd_is_on() -> bool:
     return bool(compiled_autograd.compiled_autograd_enabled or compiled_autograd.in_compiled_autograd_region)
 
 
-def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], inner_compile: Callable[..., Any]) -> Any:
-    """Inductor's backend with ``inner_compile`` in place of the compiler of the forward's and the backward's graph.
+def global_state_check() -> Callable[[], bool]:
+    """A function that says whether the global state is still the same in everything that Dynamo guards on for each
+    frame: grad mode, autocast, deterministic algorithms, matmul precision, default dtype, number of threads.
+    (``torch._C._dynamo.guards.GlobalStateGuard``, 2.11 to 2.15.)"""
+    check: Callable[[], bool] = torch._C._dynamo.guards.GlobalStateGuard().check
+    return check
+
+
+def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
+    """What torch.compile(mode=, options=) sets in Inductor's configuration. Raises RuntimeError for an unknown mode or
+    option, and for a value of the wrong type. (``torch._TorchCompileInductorWrapper``, 2.11 to 2.15.)"""
+    return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)  # type: ignore[no-untyped-call]
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    inner_compile: Callable[..., Any],
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Inductor's backend with ``inner_compile`` in place of the compiler of the forward's and the backward's graph, and
+    with ``options`` set in Inductor's configuration meanwhile.
 
     The AOTAutograd cache's key ignores inner_compile: an entry of a plain run would replace our schedule, so that
     cache is off (functorch config, all of 2.11 to 2.15). The FX graph cache below it stays on.
@@ -481,23 +510,27 @@ def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], inner_compile: Call
     from torch._inductor.compile_fx import compile_fx
 
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, list(inputs), inner_compile=inner_compile)
+        return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=dict(options or {}))
 
 
-def compile_inner(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-    """Inductor on one graph; what this torch's does not know of ``kwargs`` is left out. Returns a boxed callable.
-    (``compile_fx_inner(gm, example_inputs, **kwargs)``, 2.11 to 2.15.)
+def compile_inner(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None = None, **kwargs: Any
+) -> Any:
+    """Compiles one graph with Inductor, under ``options``. Leaves out the ``kwargs`` that this torch does not accept.
+    Returns a boxed callable. (``compile_fx_inner(gm, example_inputs, **kwargs)``, 2.11 to 2.15.)
 
-    What AOTAutograd's compilers are called with goes on to every segment of their graph, but for what says something of
-    the graph's own inputs. 2.13, unlike 2.11, has ``compile_region_name``, for logs, and ``get_decomp_fn``, Inductor's
-    decompositions: both of a segment as of the whole. ``placeholder.meta["is_static_input"]`` (2.15) takes an input out
-    of ``static_input_idxs``, of which a segment has none.
+    Every segment of a graph gets the arguments that AOTAutograd passes for the graph, but for those that describe the
+    graph's own inputs. 2.13, unlike 2.11, has ``compile_region_name``, for logs, and ``get_decomp_fn``, Inductor's
+    decompositions; both hold for a segment as well. ``placeholder.meta["is_static_input"]`` (2.15) removes an input
+    from ``static_input_idxs``, of which a segment has none.
     """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
     accepted = inspect.signature(compile_fx_inner).parameters
-    passed = {k: v for k, v in kwargs.items() if k in accepted or "kwargs" in accepted}
-    return compile_fx_inner(gm, example_inputs, **passed)
+    kwargs = {k: v for k, v in kwargs.items() if k in accepted or "kwargs" in accepted}
+    with config.patch(dict(options or {})):
+        return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
 def input_index(desc: Any) -> int | None:

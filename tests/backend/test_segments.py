@@ -170,7 +170,7 @@ def test_compiled_autograd_is_refused() -> None:
 
 
 def test_more_instances_than_dynamos_default_limit_all_compile() -> None:
-    """Identity guards compile a graph for each instance; Dynamo's limit of 8 would leave the rest eager, silently."""
+    """Identity guards compile a graph for each instance. Dynamo counts each against a limit of its own, which stays."""
 
     class Regional(nn.Module):
         def __init__(self) -> None:
@@ -184,9 +184,95 @@ def test_more_instances_than_dynamos_default_limit_all_compile() -> None:
             return x
 
     model = Regional()
-    plain = copy.deepcopy(model)
+    plain, limit = copy.deepcopy(model), torch._dynamo.config.recompile_limit
     x = torch.randn(8, 32)
     got, wanted = trained(model, x, compiled=True, backend="aot_eager"), trained(plain, x, compiled=False)
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert len(zc.registry.sharded(model).runtime.programs) == 12
+    assert len(zc.registry.sharded(model).runtime.programs) == 12 > limit == torch._dynamo.config.recompile_limit
+
+
+def test_a_segment_of_another_global_state_is_compiled_again() -> None:
+    """Deterministic algorithms and matmul precision choose other kernels; Dynamo compiles anew, and got the old one."""
+    from torch._inductor import compile_fx
+
+    compiled: list[str] = []
+    inner = compile_fx.compile_fx_inner
+
+    def spy(gm, example_inputs, **kwargs):
+        compiled.append(torch.get_float32_matmul_precision())
+        return inner(gm, example_inputs, **kwargs)
+
+    model, x = Net(3), torch.randn(8, 32)
+    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_nbytes=32 * 33 * 4)
+    precision = torch.get_float32_matmul_precision()
+    counts = []
+    try:
+        with mock.patch.object(compile_fx, "compile_fx_inner", spy):
+            for name in ("highest", "medium", "highest"):
+                torch.set_float32_matmul_precision(name)
+                model(x).sum().backward()
+                counts.append((compiled.count("highest"), compiled.count("medium")))
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    (first, _), (_, second), last = counts
+    assert first == second > 1 and last == (first, second), counts
+
+
+def test_many_sets_of_hooks_make_a_bounded_number_of_programs() -> None:
+    """Each set that autograd has to see was a program of its own, compiled in the middle of a backward."""
+    from zc.compiler.backend import MAX_PROGRAMS
+
+    model, x = Net(8), torch.randn(8, 32)
+    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="aot_eager", bucket_nbytes=32 * 33 * 4)
+    plain = Net(8)
+    plain.load_state_dict(model.state_dict())
+    params, others = list(model.parameters()), list(plain.parameters())
+    for k in range(12):
+        handles = [p.register_hook(lambda grad: grad * 2) for some in (params, others) for p in some[k : k + 3]]
+        if k < 11:
+            model(x).square().sum().backward()
+        else:
+            zc.registry.sharded(model).runtime.notes.clear()
+            with pytest.warns(UserWarning, match="for further sets all of its gradients come through hooks"):
+                model(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        for handle in handles:
+            handle.remove()
+    for (name, grad), other in zip(zc.full_grad(model).items(), others, strict=True):
+        torch.testing.assert_close(grad, other.grad, rtol=1e-5, atol=1e-5, msg=name)
+    assert len(zc.registry.sharded(model).runtime.programs) <= MAX_PROGRAMS
+
+
+def test_options_of_torch_compile_are_passed_on() -> None:
+    from torch._inductor import compile_fx, config
+
+    found = []
+    inner = compile_fx.compile_fx_inner
+
+    def spy(gm, example_inputs, **kwargs):
+        found.append((config.max_fusion_size, any(isinstance(i, torch.SymInt) for i in example_inputs)))
+        return inner(gm, example_inputs, **kwargs)
+
+    x = torch.randn(8, 32)
+    model, plain = Net(2), Net(2)
+    plain.load_state_dict(model.state_dict())
+    with mock.patch.object(compile_fx, "compile_fx_inner", spy):
+        got = trained(model, x, compiled=True, options={"max_fusion_size": 7}, dynamic=True, fullgraph=True)
+    assert len(found) > 1 and {size for size, _ in found} == {7} and config.max_fusion_size != 7
+    assert any(is_symbol for _, is_symbol in found), "dynamic=True"
+    for a, b in zip(got, trained(plain, x, compiled=False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_fullgraph_raises_at_a_graph_break() -> None:
+    class Broken(Net):
+        def forward(self, x):
+            x = super().forward(x)
+            torch._dynamo.graph_break()
+            return x * 2
+
+    model = Broken(1)
+    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        model(torch.randn(8, 32))

@@ -20,6 +20,7 @@ class Options:
         self.split_color = 0
         self.global_ranks_in_group: list[int] = []
         self.group_name = ""
+        self.config: Any = None
 
 
 class Nccl(dist.ProcessGroupGloo):

@@ -32,6 +32,7 @@ class Driver:
         self.limit = limit
         self.locked: dict[int, int] = {}
         self.pending = CudaError.SUCCESS
+        self.calls: list[str] = []  # by which memory goes
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> CudaError:
         pages = _pages(address, nbytes)
@@ -45,6 +46,7 @@ class Driver:
         return self.pending
 
     def cudaHostUnregister(self, address: int) -> CudaError:
+        self.calls.append("unregister")
         if self.locked.pop(address, None) is None:
             self.pending = CudaError.NOT_REGISTERED
         return self.pending
@@ -79,3 +81,4 @@ def install_driver(patch: pytest.MonkeyPatch, driver: Driver) -> None:
     patch.setattr(torch, "ones", ones)
     patch.setattr(torch.cuda, "cudart", lambda: driver)
     patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    patch.setattr(torch.cuda, "synchronize", lambda device: driver.calls.append(f"synchronize {device}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 from collections.abc import Callable, Iterator
@@ -9,12 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from clocks import Gpu, Stream, recorded
+from clocks import Event, Gpu, Stream, install
 from harness import run_ranks
 from torch import nn
 
 import zc
 from zc import torch_private
+from zc.engine.cuda_streams import CudaStreams
+
+
+@contextlib.contextmanager
+def recorded(with_memory: bool = True) -> Iterator[tuple[Gpu, pytest.MonkeyPatch]]:
+    """zc runs its CUDA streams over CPU tensors. ``with_memory``: under a dispatch mode, where Dynamo compiles
+    nothing."""
+    gpu = Gpu()
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch, gpu)
+        patch.setattr(zc.api, "make_streams", CudaStreams)
+        with gpu if with_memory else contextlib.nullcontext():
+            yield gpu, patch
+            gc.collect()
+            gpu.sweep()
 
 
 @pytest.fixture
@@ -89,7 +105,8 @@ def test_a_backward_that_ends_on_another_stream_than_its_gradients(
 
 def _dropped(rank: int, world_size: int, stage: int, overlap_gather: bool) -> list[str]:
     """Job: a loop of two ranks, and a model that is dropped where reductions, or gathers, are under way."""
-    with recorded() as (gpu, _):
+    with recorded() as (gpu, patch):
+        patch.setenv("ZC_HOST_MEMORY", "0")
         model, optimizer = compiled(stage, overlap_gather=overlap_gather)
         for _ in range(2):
             backward(model)
@@ -98,8 +115,11 @@ def _dropped(rank: int, world_size: int, stage: int, overlap_gather: bool) -> li
         assert len(gpu.streams) > 1, "reductions have a stream of their own"
         if not overlap_gather:
             backward(model)
-        del model, optimizer
-        gc.collect()
+        with pytest.MonkeyPatch.context() as collecting:  # in any thread, perhaps while a graph is captured
+            for kind, name in ((Stream, "wait_stream"), (Stream, "wait_event"), (Event, "record")):
+                collecting.setattr(kind, name, lambda *_, name=name: gpu.errors.append(f"the collector calls {name}"))
+            del model, optimizer
+            gc.collect()
         gpu.sweep()
         return gpu.errors
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from harness import run_ranks
 
 from zc.errors import PlanError
+from zc.ranks import topology
 from zc.ranks.comm import Group
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "broadcast")
@@ -22,24 +23,31 @@ def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: b
     """Job: what zc opens beside the program's group, and which group each exchange names."""
     with pytest.MonkeyPatch.context() as patch:
         made = nccl.install(patch)
-        default = dist.group.WORLD
-        given = dist.new_group(list(members), timeout=timedelta(minutes=3), backend="cpu:gloo,cuda:nccl")
+        default, options = dist.group.WORLD, nccl.Options()
+        options.config = "max_ctas=4"
+        given = dist.new_group(
+            list(members), timeout=timedelta(minutes=3), backend="cpu:gloo,cuda:nccl", pg_options=options
+        )
         if rank not in members:
             return {}
         if is_bound:
             patch.setattr(torch.cuda, "is_available", lambda: True)
             default.bound_device_id = torch.device("cuda", 0)
-        num_of_program, used = len(made), {}
+        num_of_program, used, sent_from = len(made), {}, set()
+        asked: list[int] = []
+        patch.setattr(topology, "let_siblings_read", lambda: asked.append(rank))
 
         def recorder(name: str) -> Any:
             def call(*args: Any, group: Any = None, **kwargs: Any) -> None:
                 used[name] = group
+                if name == "all_to_all_single":
+                    sent_from.update(arg.device for arg in args if isinstance(arg, torch.Tensor))
 
             return call
 
         try:
-            ranks = Group(given)
-            ranks.open_data(torch.device("cuda"))
+            ranks = Group(given, reads_memory=False)
+            ranks.open_data(torch.device("cuda", 1))
             bound_after = default.bound_device_id
         finally:
             default.bound_device_id = None
@@ -53,6 +61,9 @@ def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: b
         ranks.all_gather(out, rows[:2], "gather weights", 0)
         ranks.exchange([(rank, out)], [(rank, rows)], "to owners", 0)
         ranks.sum_(out)
+        sent_from.clear()
+        patch.setattr(ranks, "_device", torch.device("meta"))
+        ranks.exchange([], [], "to owners", 0)
         patch.setattr(ranks, "control", None)
         ranks.broadcast_(torch.ones(2, device="meta"))
         own = made[num_of_program:]
@@ -62,6 +73,11 @@ def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: b
             "made": [(g.given.is_high_priority_stream, g.given._timeout, g.given.split_from is not None) for g in own],
             "bound": str(bound_after),
             "devices": [str(g.device) for g in own],
+            "config": [g.given.config for g in own],
+            "of a rank without pieces": {device.type for device in sent_from},
+            "note": ranks.note,
+            "asked": asked,
+            "reads": ranks.topology.reads_memory,
         }
 
 
@@ -75,7 +91,10 @@ def test_exchanges_are_on_a_group_of_zcs_own(members: tuple[int, ...], is_bound:
         assert found["made"] == [(True, timedelta(minutes=3), is_bound and len(members) == 3)]
         assert found["bound"] == ("cuda:0" if is_bound else "None")
         if hasattr(dist.distributed_c10d, "_nccl2_device"):  # else the group binds itself in its first collective
-            assert found["devices"] == [found["bound"]]
+            assert found["devices"] == ["cuda:1"], "the device of the parameters, not one guessed by the rank"
+        assert found["config"] == ["max_ctas=4"], "NCCL's options of the program's own group"
+        assert found["of a rank without pieces"] == {"meta"}, "NCCL takes no tensor of the CPU, even an empty one"
+        assert (found["note"], found["asked"], found["reads"]) == (None, [], False)
 
 
 def _refused(rank: int, world_size: int) -> str:

@@ -7,6 +7,7 @@ what. Nothing here trains: what zc makes of these names is tested elsewhere.
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import inspect
 import io
@@ -331,6 +332,27 @@ def test_the_same_memory_under_another_storage(dtype: torch.dtype) -> None:
     assert torch_private.num_sharing(own) == alone + 1 and view.data_ptr() > own.data_ptr()
 
 
+def test_own_storage_of_another_device_than_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``Tensor.__dlpack__`` raises BufferError then, for a model on cuda:1 without torch.cuda.set_device, and in each
+    thread of DCP's."""
+    current, plain = [0], torch.utils.dlpack.from_dlpack
+
+    @contextlib.contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        before, current[0] = current[0], 1
+        yield
+        current[0] = before
+
+    def from_dlpack(tensor: Tensor) -> Tensor:
+        if current[0] != 1:
+            raise BufferError("Can't export tensors on a different CUDA device index. Expected: 1. Current device: 0.")
+        return plain(tensor)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", from_dlpack)
+    assert torch_private.own_storage(torch.ones(3)[1:]).tolist() == [1, 1] and current == [0]
+
+
 @contract("num_sharing", "torch._C._storage_Use_Count")
 def test_holders_of_a_storage() -> None:
     tensor = torch.ones(4)
@@ -354,15 +376,6 @@ def test_identity_of_a_storage() -> None:
                 node.meta["val"] = value
             same, view, other, number = map(torch_private.storage_of, nodes)
             assert same == view != other and number is None
-
-
-@contract("call_first run_eagerly", "Module._compiled_call_impl and _call_impl")
-def test_a_call_ahead_of_a_models_own() -> None:
-    model, seen, x = nn.Linear(2, 2), [], torch.ones(1, 2)
-    torch_private.call_first(model, lambda: seen.append("first"))
-    assert torch.equal(model(x), model.forward(x)) and seen == ["first"]
-    torch_private.run_eagerly(model)
-    assert torch.equal(model(x), model.forward(x)) and seen == ["first"]
 
 
 @contract("serve_optimizer_states", "what torch.distributed.checkpoint.state_dict's public functions go through")
@@ -553,7 +566,7 @@ class Traced:
             torch_private.guard_identity(gm, names)
             return torch_private.compile_graph(gm, inputs, self.inner)
 
-        torch_private.compile_in_place(model, backend)
+        torch_private.call_instead(model, torch_private.compiled_call(model, backend))
         model(torch.tensor([1, 2])).sum().backward()
         return model
 
@@ -583,7 +596,7 @@ def traced() -> Iterator[Traced]:
     torch.compiler.reset()  # type: ignore[no-untyped-call]
 
 
-@contract("compile_in_place", "Module._compiled_call_impl")
+@contract("compiled_call call_after plain_call call_instead", "Module._compiled_call_impl or _call_impl")
 def test_a_module_calls_what_was_compiled(traced: Traced) -> None:
     model, seen = Net(), []
     wanted, keys = model(torch.tensor([3])), list(model.state_dict())
@@ -592,12 +605,18 @@ def test_a_module_calls_what_was_compiled(traced: Traced) -> None:
         seen.append(gm)
         return gm.forward
 
-    torch_private.compile_in_place(model, backend, before=lambda: seen.append("before"))
+    call = torch_private.compiled_call(model, backend, before=lambda: seen.append("before"))
+    assert torch.equal(model(torch.tensor([3])), wanted) and not seen
+    torch_private.call_instead(model, call)
     assert torch.equal(model(torch.tensor([3])), wanted) and seen[0] == "before" and len(seen) == 2
     assert type(model) is Net and list(model.state_dict()) == keys and "forward" not in vars(model)
     model.eval()
     assert pickle.loads(pickle.dumps(model))._compiled_call_impl is None
     assert copy.deepcopy(model)._compiled_call_impl is None
+    torch_private.call_instead(model, torch_private.call_after(lambda: seen.clear(), torch_private.plain_call(model)))
+    assert torch.equal(model(torch.tensor([3])), wanted) and not seen
+    torch_private.call_instead(model, None)
+    assert model._compiled_call_impl is None
 
 
 @contract("compile_graph boxed", "compile_fx(inner_compile=), functorch's enable_autograd_cache or _boxed_call")
@@ -754,24 +773,67 @@ def test_graph_breaks_are_counted() -> None:
     assert sum(after.values()) > sum(before.values()) and any("graph_break" in reason for reason in after)
 
 
-@contract("raise_recompile_limit", "torch._dynamo.config.recompile_limit, which it looks at where it compiles")
-def test_recompile_limit() -> None:
-    """Raised inside a model's own calls; the program's functions keep the limit that it has set."""
+@contract("guard_identity", "what Dynamo counts against recompile_limit, or the sources of parameters")
+def test_instances_of_one_class_are_no_recompiles() -> None:
+    """Dynamo compiles a function for more instances than its limit, which stays what it is, and other sizes of one
+    instance count as ever."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList([nn.Linear(2, 2)])
+
+        def forward(self, x: Tensor, scale: int = 1) -> Tensor:
+            return self.inner[0](x) * scale
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        inside.append(config.recompile_limit)
+        names = [next((n for n, p in layer.named_parameters() if p is value), None) for value in inputs]
+        torch_private.guard_identity(gm, names)
+        compiled.append(layer)
         return gm.forward
 
-    config: Any = torch._dynamo.config
-    inside: list[int] = []
-    before = config.recompile_limit, config.accumulated_recompile_limit
-    model = nn.Sequential(*(nn.ReLU() for _ in range(100)))
-    torch_private.raise_recompile_limit(model)
-    torch_private.compile_in_place(model, backend)
-    assert (config.recompile_limit, config.accumulated_recompile_limit) == before
-    model(torch.ones(2))
-    assert inside and inside[0] >= before[0] + 202
-    assert (config.recompile_limit, config.accumulated_recompile_limit) == before
+    compiled: list[Layer] = []
+    call = torch.compile(Layer.forward, backend=backend, dynamic=False)
+    limit: int = torch._dynamo.config.recompile_limit
+    layers = [Layer() for _ in range(limit + 4)]
+    for layer in layers * 2:
+        call(layer, torch.ones(1, 2))
+    assert compiled == layers
+    layer = layers[-1]
+    for size in range(2, limit + 4):
+        call(layer, torch.ones(size, 2))
+    assert compiled.count(layer) == limit == torch._dynamo.config.recompile_limit
+
+
+@contract("global_state_check", "torch._C._dynamo.guards.GlobalStateGuard, or what it looks at")
+def test_global_state() -> None:
+    is_same = torch_private.global_state_check()
+    assert is_same()
+    with torch.no_grad():
+        assert not is_same()
+    with torch.autocast("cpu"):
+        assert not is_same()
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert not is_same()
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("medium")
+        assert not is_same()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision(precision)
+    assert is_same()
+
+
+@contract("inductor_options", "torch._TorchCompileInductorWrapper and its config")
+def test_options_of_inductor() -> None:
+    assert torch_private.inductor_options("default", None, None) == {}
+    assert torch_private.inductor_options("reduce-overhead", None, None)["triton.cudagraphs"]
+    assert torch_private.inductor_options(None, {"max-fusion-size": 7}, None) == {"max_fusion_size": 7}
+    for mode, options in (("fast", None), (None, {"no_such_option": 1}), (None, {"max_fusion_size": "7"})):
+        with pytest.raises(RuntimeError):
+            torch_private.inductor_options(mode, options, None)
 
 
 # --- what is private without a function of ours ---

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zc.checkpoint.save_load import load_state_dict, settled
 from zc.checkpoint.state import groups_of, others, owned
 from zc.errors import CheckpointError
-from zc.optim.given import Optimizers
+from zc.optim.assignment import Optimizers
 
 
 def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) -> None:

@@ -28,7 +28,7 @@ from zc.checkpoint.state import groups_of_one, owned, state_of
 from zc.durable import write_synced
 from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError
-from zc.optim.given import Optimizers, shaped
+from zc.optim.assignment import Optimizers, shaped
 from zc.registry import sharded
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
     """
     held = sharded(model)
     alone = [each for each in held.optimizers if each.optimizer is optimizer]
-    settled(model, held.given if alone else optimizer)
+    settled(model, held.container if alone else optimizer)
     channel = channel_of(held)
     state: dict[str, dict[str, Any]] = state_of(model, held)["optimizer"]["state"]
     parts = []

@@ -11,7 +11,7 @@ from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import Owned, groups_of, groups_of_one, others, owned
 from zc.checkpoint.target import Target, check_groups, check_names, flat_items
 from zc.errors import CheckpointError
-from zc.optim.given import parts_of
+from zc.optim.assignment import parts_of
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -77,12 +77,12 @@ def _parts(held: ShardedModel, given: Any, where: str) -> list[tuple[ShardedOpti
     the list, tuple or dict in which `zc.compile` was given them."""
     if isinstance(given, Mapping) and "state" in given and "param_groups" in given:
         return [(None, given)]
-    found = parts_of(held.given, given)
+    found = parts_of(held.container, given)
     if found is None or not all(isinstance(p, Mapping) and "state" in p and "param_groups" in p for p in found):
         kinds = [type(each.optimizer).__name__ for each in held.optimizers]
         raise CheckpointError(
             f"{where}: its optimizer state is a {type(given).__name__} of {len(given)}, and wanted is one state_dict, "
-            f"or a {type(held.given).__name__} of them as zc.compile was given {', '.join(kinds)}"
+            f"or a {type(held.container).__name__} of them as zc.compile was given {', '.join(kinds)}"
         )
     return list(zip(held.optimizers, found, strict=True))
 

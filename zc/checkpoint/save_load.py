@@ -30,7 +30,7 @@ from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import state_of
 from zc.checkpoint.target import Target, check_groups, commit, flat_items, make_target
 from zc.errors import CheckpointError, PlanError, ZcError
-from zc.optim.given import Optimizers, listed
+from zc.optim.assignment import Optimizers, listed
 from zc.registry import sharded
 from zc.version import __version__
 

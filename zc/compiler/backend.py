@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 def make_backend(runtime: Runtime) -> Callable[..., Any]:
     """A backend for ``torch.compile`` whose backward graphs reduce gradients as ``runtime``'s plan says.
 
-    Lifetime: it and all that it compiles know the runtime weakly, and own no program. Dynamo keeps compiled graphs by
-    code object, in C, where Python's collector does not look: what they own would outlive the model. A parameter that
-    dies takes the graphs guarded by its identity with it.
+    Lifetime: the backend and everything that it compiles hold the runtime weakly, and own no program. Dynamo keeps
+    compiled graphs by code object, in C, out of sight of Python's collector, so whatever they own would outlive the
+    model. When a parameter dies, the graphs that are guarded by its identity die with it.
     """
     runtime = weakref.proxy(runtime)
 
@@ -43,7 +43,9 @@ def make_backend(runtime: Runtime) -> Callable[..., Any]:
         name_of = {id(param): name for name, param in runtime.params.items()}  # zc.recompile may have added some
         names = [name_of.get(id(value)) for value in inputs]
         torch_private.guard_identity(gm, names)
-        return torch_private.compile_graph(gm, inputs, partial(_inner_compile, runtime, names))
+        return torch_private.compile_graph(
+            gm, inputs, partial(_inner_compile, runtime, names), runtime.inductor_options
+        )
 
     return zc_backend
 
@@ -91,7 +93,7 @@ def _whole(runtime: Runtime, gm: fx.GraphModule, example_inputs: Sequence[Any], 
     if runtime.config.backend == "aot_eager":
         return interpret(gm)
     log.info("Inductor compiles a forward graph of %d operations", len(gm.graph.nodes))
-    return torch_private.compile_inner(gm, example_inputs, **kwargs)
+    return torch_private.compile_inner(gm, example_inputs, runtime.inductor_options, **kwargs)
 
 
 def _compile_forward(
@@ -151,8 +153,12 @@ def _name_buffers(runtime: Runtime, names: Sequence[str | None], gm: fx.GraphMod
     return graph
 
 
+MAX_PROGRAMS = 8  # of one backward graph: for other sets of hooks all gradients of the graph go through hooks
+
+
 class CompiledBackward:
-    """One backward graph: its program at a boundary, and the one for microbatches where that is another."""
+    """One backward graph and its programs: at a boundary, for microbatches if that is another, and with the gradients
+    that autograd has to see among its outputs."""
 
     def __init__(
         self, runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule, kwargs: dict[str, Any]
@@ -168,17 +174,24 @@ class CompiledBackward:
 
     def program(self) -> Program:
         """The one for the backward that runs now. A gradient that autograd itself has to see leaves the graph as
-        PyTorch has it, and comes back, if at all, through the parameter's own hook."""
+        PyTorch has it, and comes back, if at all, through the parameter's own hook. So may any other gradient: there
+        are at most `MAX_PROGRAMS`, and the two last ones are for all further sets."""
         params = {name: self.runtime.params[name] for name in self.written}
-        key = self.runtime.current_plan.reduces, torch_private.kept_by_autograd(params)
-        return self._programs.get(key) or self._build(*key)
+        reduces, visible = self.runtime.current_plan.reduces, torch_private.kept_by_autograd(params)
+        if (reduces, visible) not in self._programs and len(self._programs) >= MAX_PROGRAMS - 2:
+            visible = frozenset(self.written)
+            self.runtime.say_once(
+                f"a backward graph met more than {MAX_PROGRAMS - 2} sets of parameters with hooks, or of inputs of "
+                "torch.autograd.grad: for further sets all of its gradients come through hooks, without overlap"
+            )
+        return self._programs.get((reduces, visible)) or self._build(reduces, visible)
 
-    def _build(self, reduces: bool, shown: frozenset[str]) -> Program:
+    def _build(self, reduces: bool, visible: frozenset[str]) -> Program:
         runtime = self.runtime
         graph, _ = copy_graph(self.graph)
         output = graph.output_node()
-        output.meta["grad_of"] = tuple(None if name in shown else name for name in output.meta["grad_of"])
-        built = build(
+        output.meta["grad_of"] = tuple(None if name in visible else name for name in output.meta["grad_of"])
+        program = build(
             graph,
             runtime.plan if reduces else runtime.plan.microbatch(),
             runtime.passes,
@@ -187,9 +200,9 @@ class CompiledBackward:
             name=f"backward_{len(runtime.programs)}",
             dump_dir=runtime.config.dump_dir,
         )
-        runtime.programs.append(built)
-        self._programs[reduces, shown] = built
-        return built
+        runtime.programs.append(program)
+        self._programs[reduces, visible] = program
+        return program
 
 
 def _annotate(gm: fx.GraphModule, names: Sequence[str | None]) -> fx.Graph:

@@ -1,4 +1,4 @@
-"""Inductor on the segments of a graph, each on its own; equal ones once."""
+"""Compiles each segment of a graph with Inductor, and equal segments once."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
 
 def interpret(gm: fx.GraphModule) -> Segment:
     def run(args: list[Any]) -> Any:
-        taken = list(args)
+        inputs = list(args)
         args.clear()
-        return gm.forward(*taken)
+        return gm.forward(*inputs)
 
     return torch_private.boxed(run)
 
 
-def segment_compiler(
-    core: Core, kwargs: dict[str, Any], *, is_backward: bool
-) -> Callable[[fx.GraphModule], Segment]:
+def segment_compiler(core: Core, kwargs: dict[str, Any], *, is_backward: bool) -> Callable[[fx.GraphModule], Segment]:
     if core.config.backend == "aot_eager":
         return interpret
     return partial(compile_segment, core, {**kwargs, "is_backward": is_backward})
 
 
 def compile_segment(core: Core, kwargs: dict[str, Any], gm: fx.GraphModule) -> Segment:
-    """Inductor on one segment. Identical segments (layers of one shape) are compiled once.
+    """Compiles one segment with Inductor. Layers of one shape have identical segments, which are compiled once for each
+    global state that Dynamo guards on: under another one Inductor may choose other kernels.
 
     Relies on ``compile_fx_inner(gm, example_inputs, **kwargs)``; on its returning a boxed callable; and on
     ``output.meta["user_visible_output_idxs"]`` and ``["original_output_strides"]``, by which Inductor keeps the strides
     that the next segment was traced with (2.11 to 2.15).
     """
     key = canonical_key(gm)
-    if key is not None and key in core.compiled_segments:
-        return core.compiled_segments[key]
+    for is_same_state, segment in core.compiled_segments.get(key, ()) if key is not None else ():
+        if is_same_state():
+            return segment
     log.info(
         "Inductor compiles segment %d, of %d operations (%s)",
         len(core.compiled_segments),
@@ -56,18 +56,18 @@ def compile_segment(core: Core, kwargs: dict[str, Any], gm: fx.GraphModule) -> S
     output.meta["user_visible_output_idxs"] = list(range(len(outputs)))
     output.meta["original_output_strides"] = [_strides_of(n.meta.get("val")) for n in outputs]
     example_inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
-    passed = {**kwargs, "static_input_idxs": ()}
-    passed.pop("boxed_forward_device_index", None)  # tells a forward about its device; no segment is one
+    kwargs = {**kwargs, "static_input_idxs": ()}
+    kwargs.pop("boxed_forward_device_index", None)  # by which a whole forward reports its device
     with torch_private.apart_from_the_whole(gm.meta["donated"]):
-        compiled: Segment = torch_private.compile_inner(gm, example_inputs, **passed)
+        compiled: Segment = torch_private.compile_inner(gm, example_inputs, core.inductor_options, **kwargs)
     if key is not None:
-        core.compiled_segments[key] = compiled  # pure code, no state: layers of one shape can share it
+        core.compiled_segments.setdefault(key, []).append((torch_private.global_state_check(), compiled))
     return compiled
 
 
 def canonical_key(gm: fx.GraphModule) -> str | None:
-    """Hash of a segment's text and of every value's shape, stride, dtype and device; None where sizes are symbolic or
-    constants are attached (the FX graph cache knows how to compare those)."""
+    """Hash of a segment's text and of every value's shape, stride, dtype and device. None if sizes are symbolic or
+    constants are attached: Inductor's own cache compares those."""
     lines = []
     for node in gm.graph.nodes:
         val = node.meta.get("val")

@@ -62,7 +62,10 @@ class Buffers:
         self._memory = HostMemory(plan.buckets[0].device) if plan.offload is not None and plan.buckets else None
         self._staging: list[Tensor] = []
         self._param: list[Tensor] = []
-        self._drop_ring()
+        self._flat_grad: list[Tensor] = []
+        self._recv: list[Tensor] = []
+        self._part: list[Tensor] = []
+        self._has_ring = False
 
     def add(self, bucket: Bucket) -> None:
         """Allocates what stays of the next bucket of the plan."""
@@ -107,11 +110,14 @@ class Buffers:
         return [*accs, *self._flat_grad, *self._recv, *self._part]
 
     def close(self) -> None:
-        """Lets go of everything; the parameters have storage of their own by now."""
-        self.release(self.plan.buckets)
-        for tensors in (self.flat_param, self.master_shard, self.acc, self.host, self._staging, self._param):
+        """Lets go of everything; copies are done, and the parameters keep their own memory."""
+        self.cuts.clear()
+        self._drop_ring()
+        for tensors in self.all_tensors:
             tensors.clear()
-        self._memory = None  # no copy is under way: it may be unlocked
+        if self._memory is not None:
+            self._memory.unlock()
+            self._memory = None
 
     def grow(self, plan: Plan) -> None:
         """Takes in ``plan``, whose first buckets are the present ones, for which nothing moves; the others are to be
@@ -137,18 +143,24 @@ class Buffers:
     def _num_flat_grads(self) -> int:
         return min(self.plan.num_buffers, len(self.plan.buckets))
 
+    @property
+    def all_tensors(self) -> tuple[list[Tensor], ...]:
+        """Everything that is allocated, now and later: the same lists for as long as this object lives."""
+        return (
+            self.flat_param, self.master_shard, self.acc, self.host, self._staging, self._param,
+            self._flat_grad, self._recv, self._part,
+        )  # fmt: skip
+
     def _drop_ring(self) -> None:
-        self._flat_grad: list[Tensor] = []
-        self._recv: list[Tensor] = []
-        self._part: list[Tensor] = []
+        for tensors in (self._flat_grad, self._recv, self._part):
+            tensors.clear()
         self._has_ring = False
 
     def _make_ring(self) -> None:
         device, nbytes = self.plan.buckets[0].device, self._ring_nbytes()
-        self._flat_grad, self._recv, self._part = (
-            [_room(n, torch.uint8, device) for _ in range(count)] if n else []
-            for n, count in zip(nbytes, (self._num_flat_grads, 1, NUM_PARTS), strict=True)
-        )
+        counts = (self._num_flat_grads, 1, NUM_PARTS)
+        for tensors, n, count in zip((self._flat_grad, self._recv, self._part), nbytes, counts, strict=True):
+            tensors[:] = [_room(n, torch.uint8, device) for _ in range(count)] if n else []
         self._has_ring = True
 
     def add_staging(self) -> None:

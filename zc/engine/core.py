@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -41,20 +41,21 @@ class Core:
         params: dict[str, nn.Parameter],
     ) -> None:
         self.config, self.plan, self.buffers, self.group, self.streams = config, plan, buffers, group, streams
-        weakref.finalize(buffers, streams.leave).atexit = False  # before any of its memory goes
+        weakref.finalize(buffers, streams.leave, buffers.all_tensors).atexit = False  # it holds the memory until then
         self.params = params  # in the plan, by name
         self.frozen: dict[str, nn.Parameter] = {}  # not in the plan; one that asks for a gradient needs zc.recompile
         self.shown: dict[str, Tensor] = {}  # what each of params has as .grad while it has a gradient, by name
         self.ops = ProgramOps(plan, buffers, group)
+        self.inductor_options = config.inductor_options
         self.passes = pipeline(in_place=config.write_in_place, prove=config.verify)
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
         self.forwards: list[Program] = []  # of compiled forward graphs (overlap_gather)
-        self.compiled_segments: dict[str, Segment] = {}  # by canonical text
+        # by canonical text: each with the check of the global state that it was compiled under
+        self.compiled_segments: dict[str, list[tuple[Callable[[], bool], Segment]]] = {}
         self.ledger = Ledger()
         self.ledger.breaks_before = torch_private.graph_breaks()
         self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
         self._unsaid: list[tuple[int, str]] = []  # this rank's, with the update in which they came
-        self.num_skipped = 0  # steps that a GradScaler left out
         self.is_boundary = True
 
     @property

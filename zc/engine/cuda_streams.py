@@ -9,7 +9,6 @@ Not run here yet: no GPU was at hand when it was written (tests/gpu stands ready
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -71,23 +70,18 @@ class CudaStreams:
         self.join_home()
         self._stream(HOME).synchronize()
 
-    def mark(self) -> torch.cuda.Event | None:
-        stream = torch.cuda.current_stream(self._device)
-        return None if stream == self._last_home else stream.record_event()  # a later home comes after the last one
-
-    def take(self, tensors: Iterable[object], marks: Iterable[Any] = ()) -> None:
+    def take(self, tensors: Iterable[object]) -> None:
         home = self._stream(HOME)
-        for mark in marks:
-            if mark is not None:
-                home.wait_event(mark)
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device.type:
                 tensor.record_stream(home)  # the allocator leaves this away where the memory is of this stream
 
-    def leave(self) -> None:
-        if self._last_home is not None:
-            for side in self._sides.values():
-                self._last_home.wait_stream(side)
+    def leave(self, memory: Iterable[list[torch.Tensor]]) -> None:
+        streams = [*self._sides.values(), *([self._last_home] if self._last_home is not None else [])]
+        for tensor in (tensor for tensors in memory for tensor in tensors):
+            if tensor.device.type == self._device.type:
+                for stream in streams:
+                    tensor.record_stream(stream)  # the allocator records events when it frees, or after a capture
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         if name == HOME:

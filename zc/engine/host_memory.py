@@ -1,7 +1,7 @@
-"""Host memory that a device copies from and to: pinned in place.
+"""Host memory that a device copies from and to, page-locked in place.
 
 Ordinary memory is registered with the driver. ``pin_memory=True`` would take it from PyTorch's caching host allocator,
-which rounds a block up to a power of two: as much as twice of what is asked for, where memory is what offload is about.
+which rounds a block up to a power of two: up to twice the memory, and offload exists to save memory.
 """
 
 from __future__ import annotations
@@ -15,61 +15,82 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_Locked = list[tuple[torch.device, Tensor]]
+# Page-locked memory of models that were dropped. The collector runs in any thread, perhaps while another one captures a
+# CUDA graph, so it calls nothing of CUDA; copies of the model may still be queued, so the memory stays until
+# `unlock_dropped`.
+_DROPPED: _Locked = []
+
 
 class HostMemory:
     """Allocates tensors in host memory that ``device`` can copy from and to without blocking the host.
 
-    For a GPU each has pages of its own: tensors from the heap share their first and last page with others, and the
-    driver registers no page twice. What is page-locked here stays so until this object goes; the tensors may live on
-    as ordinary ones.
+    For a GPU each tensor has pages of its own: tensors from the heap share their first and last page with others, and
+    the driver registers no page twice. The pages stay locked until `unlock`; the tensors may live on as ordinary ones.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._locked: list[Tensor] = []  # held until they are unlocked: their addresses must not be anyone else's
-        self.note: str | None = None  # why what was made last is pageable
-        weakref.finalize(self, _unlock, self._locked, os.getpid()).atexit = False  # the process ends: the driver's part
+        self._locked: _Locked = []
+        self.note: str | None = None  # why the last tensor is pageable
+        unlock_dropped()
+        # when the process ends, the driver unlocks everything
+        weakref.finalize(self, _drop, self._locked, os.getpid()).atexit = False
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] of zeros; page-locked where the device is a GPU and its driver agrees, else `note` says why not."""
+        """[numel] of zeros, page-locked if the device is a GPU and its driver agrees; `note` says why it does not."""
         if self._device.type != "cuda" or not numel:
             return torch.zeros(numel, dtype=dtype)
-        made = _pages(numel, dtype)
+        tensor = _pages(numel, dtype)
         if self.note is None:
             with torch.cuda.device(self._device):
                 # portable (1): every device of this process may copy from it
-                code = _runtime().cudaHostRegister(made.data_ptr(), made.nbytes, 1)
+                code = _runtime().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 1)
                 if int(code):
-                    self.note = self._refused(made.nbytes, code)
+                    self.note = self._refused(tensor.nbytes, code)
                 else:
-                    self._locked.append(made)
-        return made
+                    self._locked.append((self._device, tensor))
+        return tensor
+
+    def unlock(self) -> None:
+        """Unlocks all pages. The caller has waited for the copies."""
+        _unlock(self._locked)
 
     def _refused(self, nbytes: int, code: Any) -> str:
-        """The driver keeps its error for the next launch of a kernel, and that would raise it: one is made here."""
+        """Clears the driver's error, which the next kernel launch would raise, by a launch of its own."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
-        before = sum(tensor.nbytes for tensor in self._locked)
+        before = sum(tensor.nbytes for _, tensor in self._locked)
         return (
-            f"offload: the driver does not page-lock {nbytes:,} bytes of host memory beside {before:,} that are: error "
-            f"{int(code)}, {_runtime().cudaGetErrorString(code)}. Copies from and to what is left pageable block the "
-            "host and overlap nothing; a low `ulimit -l` is one reason"
+            f"offload: the driver does not page-lock {nbytes:,} bytes of host memory after {before:,} bytes: error "
+            f"{int(code)}, {_runtime().cudaGetErrorString(code)}. Copies from and to pageable memory block the host "
+            "and overlap nothing; a low `ulimit -l` is one reason"
         )
 
 
+def unlock_dropped() -> None:
+    """Unlocks the memory of models that the program has dropped, when the device has done its copies."""
+    dropped = [_DROPPED.pop() for _ in range(len(_DROPPED))]
+    for device in {device for device, _ in dropped}:
+        torch.cuda.synchronize(device)
+    _unlock(dropped)
+
+
 def _pages(numel: int, dtype: torch.dtype) -> Tensor:
-    """[numel] of zeros on pages that nothing else is on. No child gets them at a fork: this process's next write would
-    go to a copy, which the device does not know."""
-    pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_DONTFORK"):
-        pages.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(pages, dtype=dtype)  # holds the pages
+    """[numel] of zeros on pages of their own. They are shared with forked processes: after a fork of private pages, the
+    next write of this process would go to a copy that the device does not know."""
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype)  # holds the pages
 
 
-def _unlock(tensors: list[Tensor], process: int) -> None:
-    for tensor in tensors if os.getpid() == process else ():  # a fork has neither the pages nor the device
+def _drop(locked: _Locked, process: int) -> None:
+    if os.getpid() == process:  # the registrations are not a forked process's
+        _DROPPED.extend(locked)
+
+
+def _unlock(locked: _Locked) -> None:
+    while locked:
+        _, tensor = locked.pop()
         _runtime().cudaHostUnregister(tensor.data_ptr())
-    tensors.clear()
 
 
 def _runtime() -> Any:

@@ -20,7 +20,7 @@ from zc.api import no_sync
 from zc.errors import PlanError
 from zc.integrations.beside import PointsBeside, load_beside, save_beside
 from zc.integrations.packages import needed
-from zc.optim.given import Given, listed, shaped
+from zc.optim.assignment import Container, listed, shaped
 from zc.registry import COMPILED
 
 accelerate = needed("accelerate", "accelerate")
@@ -34,7 +34,7 @@ _OTHERS = {
 }
 
 
-def prepare(accelerator: Any, model: nn.Module, optimizer: Given, *rest: Any, **options: Any) -> Any:
+def prepare(accelerator: Any, model: nn.Module, optimizer: Container, *rest: Any, **options: Any) -> Any:
     """``(model, optimizer, *rest)``, as ``accelerator.prepare`` returns them, with zc in DDP's place.
 
     Args:
@@ -64,7 +64,7 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: Given, *rest: Any, **
     return (model, given, *(others if len(rest) > 1 else [others]))
 
 
-def _check(accelerator: Any, model: nn.Module, optimizer: Given) -> None:
+def _check(accelerator: Any, model: nn.Module, optimizer: Container) -> None:
     kind = accelerator.distributed_type.value
     if kind in _OTHERS:
         raise PlanError(
@@ -119,7 +119,7 @@ class _NoSync:
         return functools.partial, (contextlib.nullcontext,)
 
 
-def _keep_state(accelerator: Any, model: nn.Module, optimizer: Given, pointers: list[PointsBeside]) -> None:
+def _keep_state(accelerator: Any, model: nn.Module, optimizer: Container, pointers: list[PointsBeside]) -> None:
     """``save_state`` and ``load_state``. accelerate holds the hooks for as long as it lives, and a model may go before
     (``free_memory``)."""
     known = weakref.ref(model)

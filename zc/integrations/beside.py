@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from zc.checkpoint.save_load import latest, load, save
 from zc.checkpoint.saving import channel_of
-from zc.optim.given import Optimizers
+from zc.optim.assignment import Optimizers
 from zc.registry import sharded
 
 _KEY = "zc_folder"

@@ -95,7 +95,7 @@ class ZcStrategy(_TrainerDDP):
         if module in COMPILED:  # of a fit before this one
             close(module)
             for child in _called(module):
-                torch_private.run_eagerly(child)
+                torch_private.call_instead(child, None)
         super().setup_optimizers(trainer)
         zc_compile(module, list(self.optimizers), **self._options)
         if type(module).forward is _Module.forward:
@@ -169,7 +169,7 @@ class ZcFabricStrategy(_FabricDDP):
         super().load_module_state_dict(module, dict(state_dict), strict=strict)
         held = COMPILED.get(module)
         if held is not None and any(bucket.has_master for bucket in held.runtime.plan.buckets):
-            load_state_dict(module, held.given, {"model": state_dict})
+            load_state_dict(module, held.container, {"model": state_dict})
 
     def clip_gradients_norm(
         self,
@@ -222,5 +222,7 @@ def _compile_children(module: nn.Module) -> None:
         return
     before = held.runtime.weights.let_read if config.overlap_gather else None
     for child in _called(module):
-        torch_private.raise_recompile_limit(child)
-        torch_private.compile_in_place(child, make_backend(held.runtime), before)
+        call = torch_private.compiled_call(
+            child, make_backend(held.runtime), before, dynamic=config.dynamic, fullgraph=config.fullgraph
+        )
+        torch_private.call_instead(child, call)

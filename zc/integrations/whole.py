@@ -20,7 +20,7 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
     held = COMPILED.get(model)
     if held is None or not any(bucket.has_master for bucket in held.runtime.plan.buckets):
         return state
-    settled(model, held.given)
+    settled(model, held.container)
     shards = {name: {"master": shard} for name, shard in state_of(model, held)["model"].items()}
     masters: dict[str, Tensor] = {}
     for one in held.optimizers:

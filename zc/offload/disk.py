@@ -43,7 +43,7 @@ def state_keys(optimizer: Optimizer) -> list[str]:
             for key, item in optimizer.state.get(param, {}).items():
                 # a count of steps is 0-d, and so may the parameter be
                 is_whole = key != "step" and isinstance(item, Tensor) and item.shape == param.shape
-                state[key] = torch.zeros(2) if is_whole else item
+                state[key] = torch.zeros(2) if is_whole else copy.deepcopy(item)
         tried.state = collections.defaultdict(dict, {probe: state} if state else {})
         tried.param_groups = [{**group, "params": [probe], "fused": None} if "fused" in group
                               else {**group, "params": [probe]}]  # fmt: skip

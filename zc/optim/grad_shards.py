@@ -33,6 +33,7 @@ class GradShards:
         self._parts: dict[int, dict[str, tuple[int, int, Slot]]] = {}
         self._norms: dict[float, Tensor] = {}  # order -> norms [touched parameters], since the gradients last changed
         self._norm_of: dict[float, dict[str, Tensor]] = {}  # the same by name, 0-d, fp32
+        self._num_skipped: Tensor | None = None  # steps that a GradScaler left out, counted on the device
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """The parameters of these buckets can be asked for; this rank's part of each is elements [start, stop) of the
@@ -166,13 +167,14 @@ class GradShards:
         return grad
 
     def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None:
-        """torch.amp.GradScaler: gradients times ``inverse``; ``found_inf`` becomes 1 where any rank has an infinity or
-        NaN, so that all ranks step or none."""
+        """torch.amp.GradScaler: gradients times ``inverse``. ``found_inf`` becomes 1 if any rank has an infinity or a
+        NaN, so all ranks step or none. The host does not wait for the device."""
         self.runtime.finish_gradients()
         self.runtime.wait_for_host_memory()
         self.changed()
         device = self.runtime.plan.buckets[0].device
-        found = found_inf.to(device, copy=True)  # with offload it is on the CPU, and NCCL takes a device's tensors only
+        before = found_inf.to(device, copy=True)  # with offload it is on the CPU, and NCCL takes no CPU tensor
+        found = before.clone()
         copies: dict[torch.device, list[Tensor]] = {}
         for name in names:
             for copy in self.copies(name) if self._is_touched(name) else ():
@@ -183,8 +185,13 @@ class GradShards:
             torch.maximum(found, own.to(device), out=found)
         self.runtime.group.max_(found)
         found_inf.copy_(found)
-        if found_inf.item():
-            self.runtime.num_skipped += 1
+        if self._num_skipped is None:
+            self._num_skipped = torch.zeros_like(found)
+        self._num_skipped += found - before  # it is called once for each dtype, with one ``found_inf``
+
+    def say_skipped(self) -> None:
+        """Notes that a GradScaler left out steps, if it did. The host waits for the device."""
+        if self._num_skipped is not None and self._num_skipped.item():
             self.runtime.say_once(
                 "a GradScaler found inf or NaN in the gradients: no rank takes that step, nothing changes"
             )

@@ -11,20 +11,19 @@ one optimizer's buckets; what another one has not used yet stays, and goes on ad
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.engine.listener import Listener
 from zc.errors import PlanError
 from zc.offload.disk import DiskState
+from zc.optim.assignment import Assignment
 from zc.optim.grad_shards import GradShards
 from zc.optim.optimizer import ShardedOptimizer
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_grad import ShardedGrad
-from zc.planning.layout import Rule
 from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
@@ -33,22 +32,15 @@ if TYPE_CHECKING:
 
 
 class ShardedModel(Listener):
-    """Of one model on one rank. ``given``: the optimizer, or the list, tuple or dict of them, as the caller has it."""
+    """Of one model on one rank. ``file``: with offload="disk"."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        given: Any,
-        optimizers: Sequence[Optimizer],
-        rules: Sequence[Rule],
-        file: StateFile | None,
-    ) -> None:
-        self.runtime, self.given = runtime, given
+    def __init__(self, runtime: Runtime, assignment: Assignment, file: StateFile | None) -> None:
+        self.runtime, self.container = runtime, assignment.container
         self.grad_shards = GradShards(runtime)
         self._writes = ParamWrites(runtime)
         self.optimizers = [
             ShardedOptimizer(k, runtime, optimizer, rule, self.grad_shards, self._writes)
-            for k, (optimizer, rule) in enumerate(zip(optimizers, rules, strict=True))
+            for k, (optimizer, rule) in enumerate(zip(assignment.optimizers, assignment.rules, strict=True))
         ]
         self.adopt(runtime.plan.buckets)
         runtime.listeners.append(self)

@@ -53,6 +53,7 @@ class ShardedOptimizer:
         self._given: dict[str, Tensor | None] = {}  # what each slice has as .grad, by zc
         self.grad_shards, self._writes = grad_shards, writes
         self._closures, self._nesting = Closures(optimizer), Nesting()
+        self._was_unscaled = False  # by a GradScaler, which has not called step() since
         self._zeroed: set[str] = set()  # slices that a loop over all of them has made zeros so far
         # each group's parameters, the same on every rank, trainable ones by name: for checkpoints
         self.members: list[list[str | Tensor]] = []
@@ -63,9 +64,7 @@ class ShardedOptimizer:
         """The slices are there: from here on the caller's ``step()`` updates them. ``file``: with offload="disk"."""
         if self.runtime.plan.offload is not None:
             by_bucket = is_elementwise(self.optimizer)
-            self.offload = HostStep(
-                self.runtime, self.number, self.optimizer, self.slices, file, by_bucket=by_bucket
-            )
+            self.offload = HostStep(self.runtime, self.number, self.optimizer, self.slices, file, by_bucket=by_bucket)
         self._handles = (
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
@@ -190,6 +189,7 @@ class ShardedOptimizer:
         """The slices have no gradient of zc's any more."""
         self._given.clear()
         self._zeroed.clear()
+        self._say_if_skipped()
 
     # --- what the slices' stand-ins are asked (`SliceOwner`) ---
 
@@ -199,6 +199,14 @@ class ShardedOptimizer:
         dtypes = {self.slices[name].dtype for name in names}
         together = [s.name for b in self.buckets if b.acc_dtype in dtypes for s in b.slots]
         self.grad_shards.unscale(together, found_inf, inverse)
+        self._was_unscaled = True
+
+    def _say_if_skipped(self) -> None:
+        """At the end of an update. Unscaled gradients that no step used were probably not finite: only then is it worth
+        a wait for the device to know."""
+        if self._was_unscaled:
+            self._was_unscaled = False
+            self.grad_shards.say_skipped()
 
     def zero_slices(self, names: Sequence[str]) -> None:
         """The zero_grad(set_to_none=False) of the optimizer's class, with all slices or one after the other."""
@@ -210,6 +218,7 @@ class ShardedOptimizer:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if not self._nesting.begins():
             return None
+        self._was_unscaled = False
         found = self._closures.run(optimizer, args, kwargs)
         if self._zeroed:
             name = next(name for name in self.slices if name not in self._zeroed)
@@ -244,6 +253,7 @@ class ShardedOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears its shards: the optimizer's own zero_grad."""
+        self._say_if_skipped()
         self.grad_shards.changed()
         self.runtime.clear(set_to_none=set_to_none, optimizer=self.number)
 

@@ -44,23 +44,29 @@ class Group(Control):
     """The same ranks, with the exchanges of gradients and weights. Those of a mesh of two dimensions are `split`: what
     all ranks tell each other goes on among all."""
 
-    def __init__(self, group: dist.ProcessGroup | None, *, is_near: bool = True) -> None:
-        super().__init__(group, is_near=is_near)
+    def __init__(self, group: dist.ProcessGroup | None, *, is_near: bool = True, reads_memory: bool = True) -> None:
+        super().__init__(group, is_near=is_near, reads_memory=reads_memory)
         self._shard: Group | None = None
         self.replicas: Group | None = None  # the ranks that have this one's shard; None: nobody else has it
         self.data: dist.ProcessGroup | None = None
+        self._device = torch.device("cpu")  # of the tensors that `data` takes
         self._by_pairs = False
         self._waits_on_stream = False
         self._by_memory = False  # ranks read the gradients and weights where they lie
 
     @property
     def shard(self) -> Group:
-        """The ranks that have the shards of one whole: all, or this one's row of a mesh."""
+        """The ranks that share one state: all, or this one's row of a mesh."""
         return self if self._shard is None else self._shard
+
+    @property
+    def num_replicas(self) -> int:
+        return 1 if self.replicas is None else self.replicas.world_size
 
     def split(self, shard: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
         """Into rows and columns of a mesh. Every rank calls it."""
-        self._shard, self.replicas = Group(shard), Group(replicas, is_near=False)
+        self._shard = Group(shard, reads_memory=self._may_read_memory)
+        self.replicas = Group(replicas, is_near=False)
         self._shard._is_all = self.replicas._is_all = False
         self.replicas._between = ", between replicas"
         # else it follows what the ranks of `shard` exchange, on another stream: one journal has no order of the two
@@ -101,7 +107,9 @@ class Group(Control):
         self.data, self._by_memory = None, False
 
     def open_data(self, device: torch.device) -> None:
-        """Makes the group that carries gradients and weights of ``device``."""
+        """Makes the group that carries gradients and weights of ``device``. With NCCL it has the timeout and the NCCL
+        configuration (``config.max_ctas`` and the like) of the group that the caller passed."""
+        self._device = device
         for group in self._parts:
             group.open_data(device)
         if self.world_size > 1:
@@ -117,7 +125,10 @@ class Group(Control):
                         f"{dist.get_backend_config(given)}"
                     )
                 backend = found
-            self.data = self._groups.new(backend, None if device.type == "cpu" else self.timeout)
+            if device.type == "cpu":
+                self.data = self._groups.new(backend)
+            else:
+                self.data = self._groups.new(backend, self.timeout, like=given, device=device)
             self._by_memory = device.type == "cpu" and self._all_near is not None
             self._by_pairs = device.type == "cpu" and backend == "gloo"
             # gloo blocks the host for a GPU's tensors too. Others make the current stream wait; with a timeout, which a
@@ -229,9 +240,9 @@ class Group(Control):
             reads = self._neighbours.exchange(EXCHANGES.index(what), bucket, dict(received), dict(sent))
             return self._watched(reads, entry)  # type: ignore[no-any-return]
         if not self._by_pairs:
-            out, given = joined(received, sent), joined(sent, received)
+            out, rows = joined(received, sent, self._device), joined(sent, received, self._device)
             splits = lengths(received, self.world_size), lengths(sent, self.world_size)
-            work = dist.all_to_all_single(out, given, splits[0], splits[1], group=self.data, async_op=True)
+            work = dist.all_to_all_single(out, rows, splits[0], splits[1], group=self.data, async_op=True)
             return self._watched_data(work, entry)  # type: ignore[no-any-return]
         tag = len(EXCHANGES) * bucket + EXCHANGES.index(what)
         others = [(rank, piece) for rank, piece in received if rank != self.rank]

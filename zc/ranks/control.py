@@ -47,10 +47,13 @@ def patience(of_group: timedelta | None) -> float:
 
 
 class Control:
-    """The ranks of one model. W = ``world_size``; with one rank no process group is needed or used. Not ``is_near``:
-    messages are all that goes between them, wherever they are."""
+    """The ranks of one model. W = ``world_size``; with one rank no process group is needed or used.
 
-    def __init__(self, group: dist.ProcessGroup | None, *, is_near: bool = True) -> None:
+    Without ``is_near`` ranks only send messages, wherever they are. Without ``reads_memory`` they do not read each
+    other's memory, because gradients and weights are a GPU's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, is_near: bool = True, reads_memory: bool = True) -> None:
         self.rank, self.world_size = 0, 1
         self.control: dist.ProcessGroup | None = None
         self.check: RankCheck | None = None
@@ -59,6 +62,7 @@ class Control:
         self._given = group
         self._is_all = True  # who trains, not some of these: its watch and journal are theirs
         self._between, self._keeps_journal = "", True
+        self._may_read_memory = reads_memory
         self._groups: Groups | None = None
         self._store: Any = None  # of notes
         self.topology: Topology = flat(1)
@@ -76,7 +80,7 @@ class Control:
             self._groups.sweep(self._gather_by_pairs)
             self.topology = flat(self.world_size)
             if is_near:
-                found = find(self.rank, self.world_size, self._gather_objects)
+                found = find(self.rank, self.world_size, self._gather_objects, reads_memory)
                 self.topology, self._neighbours, self.note = found.topology, found.neighbours, found.note
 
     def _gather_objects(self, given: Any) -> list[Any]:

@@ -62,14 +62,23 @@ class Groups:
         """Whether a collective on them makes sense: False once ranks are lost, or the program has ended all groups."""
         return bool(self._held) and dist.is_initialized() and dist.group.WORLD is self._world()
 
-    def new(self, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
-        """Another one; every rank calls it. ``backend``: None, that of host memory. ``timeout``: None, the backend's
-        own."""
+    def new(
+        self,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        *,
+        like: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> dist.ProcessGroup:
+        """Makes another group; every rank calls it. ``backend``: None means that of host memory. ``timeout``: None
+        means the backend's own. ``like`` and ``device``: see `torch_private.new_group`."""
         self._known.count += 1
         name = f"zc/{'_'.join(map(str, self._ranks))}/{self._known.count}"
-        made = torch_private.new_group(self._ranks, backend or self._backend, name, timeout, high_priority=True)
-        self._held[self._known.count] = made, []
-        return made
+        group = torch_private.new_group(
+            self._ranks, backend or self._backend, name, timeout, high_priority=True, like=like, device=device
+        )
+        self._held[self._known.count] = group, []
+        return group
 
     def started(self, group: dist.ProcessGroup | None, work: Started) -> None:
         """A collective that nobody may come to wait for."""

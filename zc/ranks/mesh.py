@@ -16,8 +16,11 @@ from zc.errors import PlanError
 from zc.ranks.comm import Group
 
 
-def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Group:
-    """All ranks that train one model, every one of which calls it. Raises PlanError, RankMismatchError."""
+def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, *, reads_memory: bool = True) -> Group:
+    """All ranks that train one model; each of them calls it. Raises PlanError, RankMismatchError.
+
+    ``reads_memory``: ranks of one host may read each other's memory, because the model is on a CPU.
+    """
     rows: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     if mesh is not None:
         if not isinstance(mesh, DeviceMesh):
@@ -29,7 +32,7 @@ def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> Group:
             group = mesh.get_group()
         elif mesh.shape[0] > 1:
             rows = mesh.get_group(1), mesh.get_group(0)
-    ranks = Group(group)
+    ranks = Group(group, reads_memory=reads_memory)
     shape = "none" if mesh is None else f"({_shown(mesh)}) of the ranks {mesh.mesh.tolist()}"
     # before more groups are made: ranks that make others wait for each other
     ranks.same_everywhere("what zc.compile was given as mesh", [shape], "Give all ranks the same one")

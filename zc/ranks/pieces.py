@@ -1,5 +1,5 @@
-"""Pieces of unequal length, (rank, piece) ascending in rank and behind one another in memory: what an exchange between
-the owners of whole parameters sends and receives."""
+"""Pieces of unequal length that the owners of whole parameters exchange: (rank, piece), ascending in rank, one after
+the other in memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 Pieces = Sequence[tuple[int, Tensor]]
 
 
-def joined(pieces: Pieces, others: Pieces) -> Tensor:
-    """1-D: all ``pieces`` as one; without elements where there are none, of the dtype and device of ``others``."""
+def joined(pieces: Pieces, others: Pieces, device: torch.device) -> Tensor:
+    """1-D: all ``pieces`` as one tensor. Without pieces an empty one on ``device``: a backend takes no other device's
+    tensor, even an empty one. Its dtype is that of ``others``, if there are any."""
     if not pieces:
-        return others[0][1].new_empty(0) if others else torch.empty(0)
+        return torch.empty(0, dtype=others[0][1].dtype if others else None, device=device)
     first, numel = pieces[0][1], sum(piece.numel() for _, piece in pieces)
     assert pieces[-1][1].data_ptr() + pieces[-1][1].nbytes == first.data_ptr() + numel * first.element_size()
     return first.as_strided((numel,), (1,), first.storage_offset())
@@ -27,7 +28,7 @@ def lengths(pieces: Pieces, world_size: int) -> list[int]:
 
 
 def keep_own(received: Pieces, sent: Pieces, rank: int) -> None:
-    """Copies what ``rank`` sends to itself, unless it is there already."""
+    """Copies the piece that ``rank`` sends to itself, unless source and destination are the same memory."""
     own = dict(sent)
     for source, piece in received:
         if source == rank and piece.data_ptr() != own[rank].data_ptr():

@@ -50,15 +50,22 @@ def host() -> tuple[str, str]:
     return boot, os.environ.get("GROUP_RANK", "")
 
 
-def find(rank: int, world_size: int, gather: Gather) -> Found:
-    """Called by all ranks. ``ZC_HOST_MEMORY=0`` in the environment of one leaves memory alone on all."""
+def find(rank: int, world_size: int, gather: Gather, reads_memory: bool = True) -> Found:
+    """Called by all ranks. ``ZC_HOST_MEMORY=0`` in the environment of one leaves memory alone on all. Without
+    ``reads_memory`` ranks of one host still exchange small messages directly, and there is nothing to note."""
+    found = _find(rank, world_size, gather, reads_memory)
+    return found if reads_memory else replace(found, note=None)
+
+
+def _find(rank: int, world_size: int, gather: Gather, reads_memory: bool) -> Found:
     listener, refused = None, None
     token = torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_NBYTES)), dtype=torch.uint8)
     try:
         if os.environ.get("ZC_HOST_MEMORY", "1") == "0":
             raise OSError("ZC_HOST_MEMORY=0")
         reader, listener = Reader(), Listener()
-        let_siblings_read()
+        if reads_memory:
+            let_siblings_read()
     except (OSError, AttributeError) as error:
         refused = str(error)
     address = None if listener is None else listener.address
@@ -75,14 +82,14 @@ def find(rank: int, world_size: int, gather: Gather) -> Found:
         if refused is None:
             assert listener is not None
             near = {r: told[r] for r in topology.neighbours(rank)}
-            ranks, refused = _connect(rank, near, listener, reader)
+            ranks, refused = _connect(rank, near, listener, reader, reads_memory)
             refused = next(filter(None, gather(refused)), None)
         if ranks is None or refused is not None:
             if ranks is not None:
                 ranks.close()
             why = f"ranks of this host exchange messages, and don't read each other's memory: {refused}"
             return Found(topology, note=why)
-        return Found(replace(topology, reads_memory=True), ranks)
+        return Found(replace(topology, reads_memory=reads_memory), ranks)
     finally:
         if listener is not None:
             listener.close()
@@ -102,14 +109,14 @@ def order(hosts: Sequence[Any]) -> tuple[Topology, str | None]:
 
 
 def _connect(
-    rank: int, told: Mapping[int, _Said], listener: Listener, reader: Reader
+    rank: int, told: Mapping[int, _Said], listener: Listener, reader: Reader, reads_memory: bool
 ) -> tuple[Neighbours | None, str | None]:
     """The links to those of this host, or why there are none."""
     others = {r: each.listens for r, each in told.items() if each.listens is not None}
     links = None
     try:
         links = Links(listener.connect(rank, others))
-        for peer, address in others.items():
+        for peer, address in others.items() if reads_memory else ():
             found = torch.zeros(_TOKEN_NBYTES, dtype=torch.uint8)
             reader.read(found, address.pid, told[peer].place)
             if bytes(found.numpy()) != told[peer].token:

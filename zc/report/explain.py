@@ -58,6 +58,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     runtime = sharded(model).runtime
     on_host = [o.offload for o in sharded(model).optimizers if o.offload is not None]
     nbytes = persistent_nbytes(model)
+    sharded(model).grad_shards.say_skipped()
     sections = {
         "plan": f"stage {runtime.plan.placement.stage}, rank {runtime.group.rank} of {runtime.group.world_size}, "
         f"backend {runtime.config.backend}, reduce {runtime.plan.reduce}, overlap {runtime.plan.overlap}\n"

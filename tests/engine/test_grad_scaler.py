@@ -1,0 +1,50 @@
+"""A GradScaler over sharded gradients: no wait of the host of zc's own, and a step that was left out is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zc
+
+NOTE = "no rank takes that step"
+
+
+class HostReads(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_finite_steps_read_nothing_and_a_step_left_out_is_said(fused: bool) -> None:
+    model: nn.Module = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    zc.compile(model, optimizer, backend="eager")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for _ in range(2):
+        scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+        with HostReads() as reads:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert reads.count == 0
+        assert NOTE not in zc.explain(model).sections["notes"]
+    before = [param.detach().clone() for param in model.parameters()]
+    scaler.scale(model(torch.full((1, 3), float("inf"))).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    # a fused optimizer's own step leaves the update out, so only explain asks
+    with pytest.warns(UserWarning, match=NOTE):
+        zc.explain(model) if fused else optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert zc.registry.sharded(model).grad_shards._num_skipped == 1
