@@ -1,35 +1,13 @@
-"""What `make gpu-bench` and bench.scale do that needs no GPU: order, gate, rows, the modelled cost of many ranks."""
+"""What `make gpu-bench` and bench.scale do that needs no GPU: a refusal, and the modelled cost of many ranks."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from bench import gpu, scale
-from bench.cases import CASES, PROVIDERS
-
-
-def fake_run(cell: Any, session: str, expected: object, args: argparse.Namespace) -> dict[str, Any]:
-    return {"status": "ok", "network": cell.network, "p50_ms": "1"}
-
-
-def test_cells_run_in_order_once_and_only_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.run, "run_once", fake_run)
-    monkeypatch.setattr(gpu.time, "monotonic", lambda: 1000.0)
-    known = [
-        {"session": "s", "case": c.case, "provider": c.provider, "network": c.paced[0] if c.paced else ""}
-        for c in gpu.CELLS[:3]
-    ]
-    made = list(gpu.step_rows(1061.0, "s", known))
-    shown = [gpu.Cell(r["case"], r["provider"], (r["network"], 8) if r["network"] else None) for r in made]
-    assert shown == gpu.CELLS[3:]
-    assert len(list(gpu.step_rows(1061.0, "another", known))) == len(gpu.CELLS)
-    assert list(gpu.step_rows(1059.0, "s", known)) == []
-    assert all(c.case in CASES and c.provider in PROVIDERS for c in gpu.CELLS)
 
 
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,27 +15,6 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path, monkeypatch
     with pytest.raises(SystemExit, match=r"torch.cuda.is_available\(\) is False: nothing is measured"):
         gpu.main(["--csv", str(tmp_path / "gpu.csv")])
     assert not (tmp_path / "gpu.csv").exists()
-
-
-def test_a_real_rank_is_compared_with_the_floor() -> None:
-    floor = {
-        "case": "c",
-        "provider": gpu.FLOOR,
-        "status": "ok",
-        "network": "",
-        "loss_before": "9.0",
-        "loss_after_5": "5.0",
-    }
-    near = floor | {"provider": "zc stage 2", "loss_after_5": "5.02"}
-    assert gpu.depart(near, [floor]) is None
-    assert gpu.depart(floor, []) is None
-    far = near | {"loss_after_5": "5.04"}
-    assert gpu.depart(far, [floor]) == "loss after 5 updates is 5.04000, the floor's is 5.00000"
-    paced = far | {"network": "nvlink"}  # its other ranks are made up: only the loss before an update can be right
-    assert gpu.depart(paced, [floor]) is None
-    wrong = gpu.depart(paced | {"loss_before": "9.04"}, [floor])
-    assert wrong == "loss before any update is 9.04000, the floor's is 9.00000"
-    assert gpu.depart(near, [floor | {"case": "other"}]) == "no floor to compare its losses with"
 
 
 def test_the_plan_at_many_ranks() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.network import NETWORKS, Network
-from bench.network.paced import CpuLine, Line, PacedGroup, PacedWork, init_paced
+from bench.network.paced import CpuLine, PacedGroup, PacedWork, init_paced
 
 GB = Network("one GB/s", 1e9, latency_s=10e-6, hop_s=1e-6, peer_s=2e-6)
 
@@ -36,14 +36,6 @@ def test_seconds_of_a_collective(kind: str, microseconds: float) -> None:
     assert GB.seconds(kind, 10**6, 8) == pytest.approx(microseconds * 1e-6)
     assert GB.seconds(kind, 10**6, 1) == 0.0
     assert NETWORKS["zero"].seconds(kind, 10**6, 8) == 0.0
-
-
-def test_a_line_is_used_by_one_after_another() -> None:
-    line = Line()
-    assert line.reserve(10.0, 2.0) == 12.0
-    assert line.reserve(11.0, 3.0) == 15.0  # waits for the first
-    assert line.reserve(20.0, 1.0) == 21.0  # the line was free
-    assert line.busy_s == 6.0
 
 
 class Clock:
@@ -72,17 +64,6 @@ def test_a_sequence_takes_what_the_model_says() -> None:
     clock.time += 1.0  # idle: what comes later starts when it is issued
     line.one(clock.time, model[0], lambda: None, PacedWork([]))
     assert clock.time - 101.0 == pytest.approx(sum(model) + model[0])
-
-
-def test_a_failed_move_is_raised_by_wait() -> None:
-    work = PacedWork([])
-
-    def broken() -> None:
-        raise RuntimeError("no such row")
-
-    CpuLine(lambda: 0.0, lambda seconds: None).one(0.0, 0.0, broken, work)
-    with pytest.raises(RuntimeError, match="no such row"):
-        work.wait()
 
 
 # --- values: the other ranks are copies of this one ---

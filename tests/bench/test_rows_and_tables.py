@@ -11,7 +11,7 @@ import pytest
 from bench import run
 from bench.cases import CASES, COMPILED_PAIRS, PROVIDERS
 from bench.cases.reference import NUM_LOSSES, compute, disagreement, flags_of
-from bench.measure import ROOT, error_line, launch_quietly
+from bench.measure import ROOT, launch_quietly
 from bench.report import rows, tables
 
 # --- the matrix ---
@@ -35,22 +35,6 @@ def test_providers_take_turns_and_what_says_most_comes_first() -> None:
     ]  # fmt: skip
     assert run.parse([]).csv.name == "run.csv" and run.parse(["--paced", "zero"]).csv.name == "paced.csv"
     assert not run.parse([]).as_given and not run.parse(["--first"]).as_given
-
-
-def test_what_has_a_row_in_this_session_is_not_run_again() -> None:
-    wanted = run.matrix(["tiny"], ["DDP", "FSDP2"], 2)
-    known = [
-        {"session": "now", "case": "tiny", "provider": "DDP", "repeat": "0", "status": "ok", "network": ""},
-        {"session": "before", "case": "tiny", "provider": "FSDP2", "repeat": "0", "status": "ok", "network": ""},
-        {"session": "now", "case": "other", "provider": "DDP", "repeat": "1", "status": "ok", "network": ""},
-        {"session": "now", "case": "tiny", "provider": "DDP", "repeat": "1", "status": "ok", "network": "400g"},
-    ]
-    todo = run.left(wanted, known, "now")
-    assert [(r.provider, r.repeat) for r in todo] == [("FSDP2", 0), ("DDP", 1), ("FSDP2", 1)]
-    known[0]["status"] = "failed: exit status 1"
-    assert [(r.provider, r.repeat) for r in run.left(wanted, known, "now")] == [("FSDP2", 0), ("FSDP2", 1)]
-    known[0]["status"] = "loss after 1 updates is 1, float64 says 2"
-    assert len(run.left(wanted, known, "now")) == 3  # a repeat may tell more
 
 
 def test_every_provider_and_case_has_flags_that_parse() -> None:
@@ -111,21 +95,6 @@ def test_a_failed_run_says_why(tmp_path: Path) -> None:
     # what a user is shown: the rank's own words to the last one, not torchrun's about them
     assert ended.tail.splitlines()[-1].endswith(ended.reason)
     assert "Traceback" in ended.tail
-
-
-def test_error_line_is_what_a_rank_died_of() -> None:
-    text = (
-        "warning\n[rank1]: Traceback (most recent call last):\n[rank1]:   File x\n[rank1]:     raise ValueError(1)\n"
-        "[rank1]: ValueError: 1\n[rank1]: Traceback (most recent call last):\n[rank1]: zc.errors.PlanError: no\n"
-        "Traceback (most recent call last):\n  File y\ntorch.ChildFailedError: \n"
-    )
-    assert error_line(text) == "zc.errors.PlanError: no"
-    assert error_line(text.replace("warning", "a.h:4:10: fatal error: cuda.h: No such file")) == (
-        "fatal error: cuda.h: No such file"
-    )
-    plain = "Traceback (most recent call last):\n  File x\nKeyError: 3\nTraceback (most\nChildFailedError: \n"
-    assert error_line(plain) == "KeyError: 3"
-    assert error_line("fine\nValueError: not in a traceback\n") is None
 
 
 # --- rows and tables ---

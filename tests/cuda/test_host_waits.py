@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from clocks import recorded
 from harness import run_ranks
-from test_memory_across_streams import recorded
 from torch import nn
 
 import zc
@@ -19,7 +19,6 @@ def _loop(rank: int, world_size: int, stage: int, backend: str, num_backwards: i
     """Job: of the last step, what the host did in order, and the device's waits; and explain's line of waits."""
     done: list[str] = []
     with recorded(with_memory=False) as (gpu, patch):
-        patch.setenv("ZC_HOST_MEMORY", "0")
         patch.setattr(bound_ops.BoundOps, "segment", _noting(done, "segment", bound_ops.BoundOps.segment))
         plain = Announcement.is_same
 

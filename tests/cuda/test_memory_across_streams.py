@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 from collections.abc import Callable, Iterator
@@ -10,27 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from clocks import Event, Gpu, Stream, install
+from clocks import Event, Gpu, Stream, recorded
 from harness import run_ranks
 from torch import nn
 
 import zc
 from zc import torch_private
-from zc.engine.cuda_streams import CudaStreams
-
-
-@contextlib.contextmanager
-def recorded(with_memory: bool = True) -> Iterator[tuple[Gpu, pytest.MonkeyPatch]]:
-    """zc runs its CUDA streams over CPU tensors. ``with_memory``: under a dispatch mode, where Dynamo compiles
-    nothing."""
-    gpu = Gpu()
-    with pytest.MonkeyPatch.context() as patch:
-        install(patch, gpu)
-        patch.setattr(zc.api, "make_streams", CudaStreams)
-        with gpu if with_memory else contextlib.nullcontext():
-            yield gpu, patch
-            gc.collect()
-            gpu.sweep()
 
 
 @pytest.fixture
@@ -105,8 +89,7 @@ def test_a_backward_that_ends_on_another_stream_than_its_gradients(
 
 def _dropped(rank: int, world_size: int, stage: int, overlap_gather: bool) -> list[str]:
     """Job: a loop of two ranks, and a model that is dropped where reductions, or gathers, are under way."""
-    with recorded() as (gpu, patch):
-        patch.setenv("ZC_HOST_MEMORY", "0")
+    with recorded() as (gpu, _):
         model, optimizer = compiled(stage, overlap_gather=overlap_gather)
         for _ in range(2):
             backward(model)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import os
 import pickle
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 
@@ -37,7 +40,7 @@ def _serve(connection: Connection, stacks: str) -> None:
             # GIL, and joins a thread of it that may wait for the GIL (torch 2.13)
             held = [_start_job(rank, store, world_size, timeout)]
             fn, args = pickle.loads(message)
-            answer = pickle.dumps((True, fn(rank, world_size, *args)))
+            answer = pickle.dumps((True, _run(fn, rank, world_size, args)))
         except BaseException:  # noqa: BLE001  (whatever it is, it goes to the test that asked)
             is_fine, answer = False, pickle.dumps((False, traceback.format_exc()))
         held.clear()
@@ -61,6 +64,27 @@ def _start_job(rank: int, store: str, world_size: int, timeout: float) -> Any:
         timeout=timedelta(seconds=timeout),
     )
     return dist.group.WORLD
+
+
+def _run(fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...]) -> Any:
+    """Calls the job; where ``ZC_TEST_CLOCKS`` is set, over the stand-ins for a GPU (tests/cuda/clocks.py). Raises
+    AssertionError for memory that is used out of order and for collectives whose order differs between ranks."""
+    if not os.environ.get("ZC_TEST_CLOCKS"):
+        return fn(rank, world_size, *args)
+    import torch.distributed as dist
+
+    sys.path.append(str(Path(__file__).parents[1] / "cuda"))
+    import clocks
+
+    with clocks.recorded() as (gpu, _):
+        result = fn(rank, world_size, *args)
+    lists: list[Any] = [gpu.collectives]
+    if dist.is_initialized() and world_size > 1:
+        lists = [None] * world_size
+        dist.all_gather_object(lists, gpu.collectives)
+    errors = [*gpu.errors, *clocks.compare(lists)]
+    assert not errors, "\n".join(errors)
+    return result
 
 
 def _end_job(is_fine: bool) -> None:

@@ -6,10 +6,14 @@ enabled, not under no_sync. Here the same is done at the latest at the boundary 
 anyway: values are the same, and a forward between two updates (an evaluation, perhaps on one rank alone) waits for
 nobody.
 
-Rank 0 never waits. It sends a copy, in host memory, to each other rank (a model on a GPU: a broadcast of the group that
-carries its weights). The last one of an update says that it is the last, so ranks that call the model more often than
-rank 0 go on with what they have until the next update, and those that call it less often catch up at the boundary; DDP
-hangs there.
+Rank 0 never waits for another rank. It sends a copy, in host memory, to each other rank. The last message of an update
+says that it is the last, so ranks that call the model more often than rank 0 go on with what they have until the next
+update, and those that call it less often catch up at the boundary; DDP hangs there.
+
+Buffers on a GPU go with the last message by a broadcast of the group that carries the weights. All ranks issue it after
+the meeting and after the reductions that the meeting asks for: collectives of one communicator have one order on all
+ranks. A further forward of the same update, outside of no_sync, sends them through host memory, and rank 0 waits for
+its device there.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ class BufferSync(Listener):
         self._is_due = False  # DDP would broadcast before the next forward
         self._has_trained = False  # a forward with gradients, in this update
         self._has_ended = False  # rank 0 is at the boundary of this update
+        self._is_sent = False  # its last message came with buffers
         # lifetime of what rank 0 sends: until it has arrived. What was sent before a meeting the others take right
         # behind it, so at the next one nobody has to be waited for.
         self._sent: list[tuple[Work, list[Tensor]]] = []
@@ -74,42 +79,55 @@ class BufferSync(Listener):
         assert runtime is not None, "who calls this lives"
         while not self._has_ended:
             self._exchange(runtime, is_last=True)
-        self._has_ended = self._is_due = self._has_trained = False
+        for device, buffers in self._by_device().items() if self._is_sent else ():
+            if device.type != "cpu":  # those of host memory came with the message
+                packed = _pack(buffers)
+                runtime.group.broadcast_(packed)
+                _unpack(packed, buffers)
+        self._has_ended = self._is_sent = self._is_due = self._has_trained = False
         self._taken, self._sent = self._sent, []
+
+    def _by_device(self) -> dict[torch.device, list[Tensor]]:
+        """The model's buffers, in one order on all ranks; the widest first, so that each begins at a multiple of its
+        element."""
+        model = self._model()
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for buffer in sorted(model.buffers() if model is not None else (), key=lambda b: -b.element_size()):
+            by_device.setdefault(buffer.device, []).append(buffer)
+        return dict(sorted(by_device.items(), key=lambda item: str(item[0])))
 
     @torch.no_grad()
     def _exchange(self, runtime: Runtime, *, is_last: bool) -> None:
         """One message of rank 0: buffers, if DDP would broadcast them, and whether it is the last of this update."""
-        model, group = self._model(), runtime.group
-        # widest first, so that each begins at a multiple of its element
-        found = sorted(model.buffers() if model is not None else (), key=lambda b: -b.element_size())
-        on_host = [b for b in found if b.device.type == "cpu"]
-        packed = _pack(on_host)
-        head = torch.tensor([is_last, self._is_due, packed.numel()])
+        group, by_device = runtime.group, self._by_device()
+        nbytes = sum(b.nbytes for buffers in by_device.values() for b in buffers)
+        head = torch.tensor([is_last, self._is_due, nbytes])
         if group.rank == 0:
-            sent = [head, packed] if self._is_due and packed.numel() else [head]
-            self._sent.append((group.send_to_all(sent, "sending its buffers"), sent))
+            packs = [_pack(buffers).cpu() for buffers in self._in_message(by_device, head)]
+            self._sent.append((group.send_to_all([head, *packs], "sending its buffers"), [head, *packs]))
         else:
             group.receive(head, _WHAT)
-        self._has_ended, is_sent, numel = bool(head[0]), bool(head[1]), int(head[2])
-        if not is_sent or model is None:
+        self._has_ended, self._is_sent = bool(head[0]), bool(head[1])
+        model = self._model()
+        if not self._is_sent or model is None or group.rank == 0:
             return
-        if numel != packed.numel():
+        if int(head[2]) != nbytes:
             assert group.check is not None, "there are several ranks"
             raise group.check.fail(
                 RankMismatchError,
-                f"rank 0's buffers have {numel:,} bytes, those of rank {group.rank} {packed.numel():,}"
+                f"rank 0's buffers have {int(head[2]):,} bytes, those of rank {group.rank} {nbytes:,}"
                 f"{self._changed(model)}: buffers must have the same shapes on all ranks before a forward, or call "
                 "zc.compile(broadcast_buffers=False)",
             )
-        if numel and group.rank > 0:
+        for buffers in self._in_message(by_device, head):
+            packed = torch.empty(sum(b.nbytes for b in buffers), dtype=torch.uint8)
             group.receive(packed, _WHAT)
-            _unpack(packed, on_host)
-        for device in sorted({b.device for b in found if b.device.type != "cpu"}, key=str):
-            mine = [b for b in found if b.device == device]
-            packed = _pack(mine)
-            group.broadcast_(packed)
-            _unpack(packed, mine)
+            _unpack(packed, buffers)
+
+    def _in_message(self, by_device: dict[torch.device, list[Tensor]], head: Tensor) -> list[list[Tensor]]:
+        """Those that come with the message of this head: the last one leaves a GPU's to `after_meeting`."""
+        is_last, is_sent, _ = head.tolist()
+        return [buffers for device, buffers in by_device.items() if is_sent and (device.type == "cpu" or not is_last)]
 
     def _changed(self, model: nn.Module) -> str:
         for name, buffer in model.named_buffers():
@@ -121,9 +139,7 @@ class BufferSync(Listener):
 
 
 def _pack(buffers: list[Tensor]) -> Tensor:
-    """Their bytes, one behind the other: gloo knows no bool, and nothing is computed."""
-    if not buffers:
-        return torch.empty(0, dtype=torch.uint8)
+    """Their bytes, one after another: gloo knows no bool, and nothing is computed."""
     return torch.cat([b.detach().contiguous().view(-1).view(torch.uint8) for b in buffers])
 
 

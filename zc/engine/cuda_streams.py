@@ -9,6 +9,7 @@ Not run here yet: no GPU was at hand when it was written (tests/gpu stands ready
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -70,8 +71,15 @@ class CudaStreams:
         self.join_home()
         self._stream(HOME).synchronize()
 
-    def take(self, tensors: Iterable[object]) -> None:
+    def mark(self) -> torch.cuda.Event | None:
+        stream = torch.cuda.current_stream(self._device)
+        return None if stream == self._last_home else stream.record_event()  # a later home comes after the last one
+
+    def take(self, tensors: Iterable[object], marks: Iterable[Any] = ()) -> None:
         home = self._stream(HOME)
+        for mark in marks:
+            if mark is not None:
+                home.wait_event(mark)
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device.type:
                 tensor.record_stream(home)  # the allocator leaves this away where the memory is of this stream

@@ -16,6 +16,9 @@ from zc.passes import offload_gradients, reduce_buckets
 from zc.passes.base import Pass
 from zc.passes.debt import Debt
 from zc.planning.plan import Plan
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import put
+from zc.schedule.spec import AccumulateCast
 
 if TYPE_CHECKING:
     from zc.engine.bound_ops import ProgramOps
@@ -60,11 +63,12 @@ def _gradients(plan: Plan, index: int) -> fx.Graph:
 
 
 def _reduction_only(plan: Plan, index: int) -> fx.Graph:
-    """The reduction of what is already in acc_flat."""
+    """The reduction of the partial sum in acc_flat. Adding no gradient makes it zeros where this rank has no sum; what
+    a reduction has left there moves aside (zc/engine/ops.py)."""
     graph = fx.Graph()
-    last = graph.output(())
-    last.meta["debt"] = Debt(sums=frozenset({index}))
-    reduce_buckets.insert_reduction(graph, plan, last.prev, index, index)
+    nothing = put(graph, AccumulateCast(index, Buffer("acc", index), (), ()))
+    graph.output(()).meta["debt"] = Debt(sums=frozenset({index}))
+    reduce_buckets.insert_reduction(graph, plan, nothing, index, index)
     return graph
 
 

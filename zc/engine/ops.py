@@ -96,7 +96,8 @@ class GradientOps(PeerOps):
         self.landed[bucket] = False
         self.fill_fresh(bucket, acc)
         if self.state[bucket] is Acc.PARTIAL:
-            accumulate_cast(acc, present, offsets)
+            if present:  # a reduction alone adds nothing
+                accumulate_cast(acc, present, offsets)
             return
         if self.state[bucket] is Acc.REDUCED and self.buffers.acc:
             self._move_aside(bucket, self.buffers.part(acc, self.plan.buckets[bucket]))
@@ -214,17 +215,6 @@ class GradientOps(PeerOps):
         """Over the bus, on the current stream; the host does not wait, both ends are there for the plan's life."""
         out.copy_(given, non_blocking=True)
         self.nbytes_moved[way] += out.nbytes
-
-    def add_nothing(self, bucket: int) -> None:
-        """The accumulator becomes a partial sum, of nothing: only other ranks have something to reduce."""
-        self.buffers.hold(self.plan.buckets[bucket])
-        if self.state[bucket] is Acc.REDUCED:
-            kept = self.buffers.acc or self.buffers.host
-            self._move_aside(bucket, self.buffers.part(kept[bucket], self.plan.buckets[bucket]))
-        for tensors in (self.buffers.host, self.buffers.acc):
-            if tensors:
-                tensors[bucket].zero_()
-        self.state[bucket] = Acc.PARTIAL
 
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
         """zero_grad. With ``set_to_none`` False the gradients become zeros, which still count as gradients."""

@@ -55,7 +55,8 @@ class Rounds:
         self._source = ""
         self._full: list[int] = []  # buckets that were full in this backward, in order
         self._proposed: list[int] = []
-        self._num_taken = 0  # of them, those whose reduction is issued
+        self._num_taken = 0  # of them, those whose reduction is issued, or about to be
+        self._num_before = 0  # reductions that this rank had issued when the backward began
         self._is_astray = False  # something came in another order than proposed: the rest waits for the end
         self._made: Announcement | None = None  # this backward's proposal
         self._is_boundary = True  # no_sync does not hold it back
@@ -80,6 +81,7 @@ class Rounds:
             return
         self._is_boundary = is_boundary
         self._source, self._full, self._num_taken, self._is_astray = source, [], 0, False
+        self._num_before = sum(self._ops.num_reductions)
         every = [bucket.index for bucket in self.plan.buckets]
         self._proposed = self._habits.get(source, list(every if buckets is None else buckets))
         names = [self.plan.buckets[b].slots[0].name for b in self._proposed]
@@ -122,7 +124,9 @@ class Rounds:
         return self._owed()
 
     def cut_short(self) -> list[int]:
-        """The backward has raised on this rank: what all ranks have proposed and this one has not reduced."""
+        """The backward has raised on this rank: what all ranks have proposed and this one has not reduced. A compiled
+        graph may have raised between two of its reductions, so those that have begun count. All streams are joined."""
+        self._num_taken = sum(self._ops.num_reductions) - self._num_before
         owed = self._owed()
         self._made = None
         return owed

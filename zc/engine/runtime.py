@@ -81,7 +81,7 @@ class Runtime(Core):
         self.listeners: list[Listener] = []
         self.hooks: list[RemovableHandle] = []  # on parameters
         self._backwards = Backwards()
-        self._deposits = Deposits()
+        self._deposits = Deposits(streams)
         self._phase = Phase.OPEN
         self._done: set[int] = set()  # buckets that this backward has reduced
         self._is_home = True  # no gradient is on its way: all streams that carry them were joined since the last one
@@ -209,9 +209,10 @@ class Runtime(Core):
         self._phase = Phase.FAILED
 
     def _cut_short(self) -> None:
-        """What all ranks have agreed to reduce in a backward that has not come to its end on this one: others wait."""
+        """Reduces what all ranks have agreed to reduce in a backward that did not end on this one: others wait."""
         check = self.group.check
-        if check is not None and not check.has_failed:
+        if self.rounds.is_open and check is not None and not check.has_failed:
+            self.streams.join_home()  # each reduction that was issued has begun, and is counted
             self._reduce_kept(self.rounds.cut_short(), is_final=self.is_boundary)
 
     def _flush(self, buckets: Sequence[int], *, reduce: bool) -> None:
@@ -226,7 +227,6 @@ class Runtime(Core):
     def _write(self, index: int, is_final: bool, is_agreed: Callable[[], bool] | None = None) -> None:
         """What waits for one bucket goes into its schedule."""
         grads = self._deposits.take(self.plan.buckets[index])
-        self.streams.take(grads)
         self.flushes.get("flush", index, is_final, self.plan)(grads, self.streams, is_agreed)
 
     # --- boundaries ---
@@ -288,19 +288,13 @@ class Runtime(Core):
         self.streams.join_home()
 
     def _reduce_kept(self, buckets: Sequence[int], *, is_final: bool) -> None:
-        """What this rank keeps of these buckets (zc/engine/rounds.py), on all ranks, whether or not this one has
-        something; a model that was called twice may have proposed a bucket twice."""
-        if self.plan.placement.shards_gradients:
-            for index in buckets:
+        """Reduces what ranks keep of these buckets (zc/engine/rounds.py). All ranks call it, whether or not this one
+        has something; a model that was called twice may have proposed a bucket twice."""
+        for index in buckets:
+            if self.plan.placement.shards_gradients:
                 self._write(index, is_final)
-            return
-        for k, index in enumerate(buckets):
-            if k == 0 or index in buckets[:k]:
-                self.streams.join_home()  # what its accumulator holds is known when the ones before have ended
-            if self.ops.state[index] is not Acc.PARTIAL:
-                self.ops.add_nothing(index)
-            self.buffers.hold(self.plan.buckets[index])  # zc.recompile drops the ring
-            self.flushes.get("reduce", index, True, self.plan)([], self.streams)
+            else:
+                self.flushes.get("reduce", index, True, self.plan)([], self.streams)
 
     def _notice_cleared(self) -> None:
         """Whatever way the caller has dropped gradients by since: ``param.grad = None``, the stock model.zero_grad(),

@@ -39,9 +39,13 @@ class Streams(Protocol):
     def synchronize(self) -> None:
         """The host waits for everything, and raises the first error of any stream."""
 
-    def take(self, tensors: Iterable[object]) -> None:
-        """The home stream is where the caller stands now, behind all that it was given elsewhere. It may use, or be the
-        last to hold, those of ``tensors`` that are some: their memory goes to nobody else before it is done."""
+    def mark(self) -> object:
+        """The work issued so far on the caller's current stream, for `take`. None: home comes after it anyway."""
+
+    def take(self, tensors: Iterable[object], marks: Iterable[object] = ()) -> None:
+        """Makes the caller's current stream the home stream, after all work issued on the previous one and after
+        ``marks``. Home may use ``tensors`` (an entry may be None) or free them: no other stream reuses their memory
+        before home is done."""
 
     def leave(self, memory: Iterable[list[torch.Tensor]]) -> None:
         """These tensors, which were used on the streams, are dropped: their memory is free for others when the streams
@@ -158,8 +162,12 @@ class ThreadStreams:
     def synchronize(self) -> None:
         self.join_home()
 
-    def take(self, tensors: Iterable[object]) -> None:
-        """Nothing to do: a task holds its tensors, and malloc knows no streams."""
+    def mark(self) -> object:
+        """None: a thread has done what it has issued."""
+        return None
+
+    def take(self, tensors: Iterable[object], marks: Iterable[object] = ()) -> None:
+        """Does nothing: a task holds its tensors, and malloc knows no streams."""
 
     def leave(self, memory: Iterable[list[torch.Tensor]]) -> None:
         """As `take`."""

@@ -94,6 +94,7 @@ class ParamWrites:
             master: Tensor = buffers.master_shard[bucket.index]
             given = buffers.owned(buffers.flat_param[bucket.index], bucket)
             if given.device == master.device or self._is_counted(bucket):
+                self._core.wait_for_host_memory()  # the last update may still copy from the masters
                 adopt_writes(master, given.to(master.device))
 
     def _is_counted(self, bucket: Bucket) -> bool:
