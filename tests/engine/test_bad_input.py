@@ -1,6 +1,6 @@
 """Bad input: one specific error each, naming the object and what to do, before anything has changed.
 
-All of it is in this process and without a group; tests/distributed/test_rank_differences.py has ranks that differ.
+All of it is in this process and without a group; tests/distributed/test_ranks_that_differ.py has several.
 """
 
 from __future__ import annotations
