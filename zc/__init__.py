@@ -21,6 +21,7 @@ from zc.errors import (
 )
 from zc.log import configure as _configure_log
 from zc.optim.kinds import elementwise
+from zc.optim.one_rank import one_rank
 from zc.passes.verify import Verdict, verify
 from zc.recompile import recompile
 from zc.registry import persistent_nbytes
@@ -59,6 +60,7 @@ __all__ = [
     "load_state_dict",
     "load_universal",
     "no_sync",
+    "one_rank",
     "persistent_nbytes",
     "plan",
     "recompile",

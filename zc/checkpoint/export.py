@@ -25,6 +25,7 @@ from zc.checkpoint.save_load import settled
 from zc.checkpoint.saving import cause_of, channel_of
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import groups_of_one, owned, state_of
+from zc.checkpoint.together import refuse_together
 from zc.durable import write_synced
 from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError
@@ -133,6 +134,7 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
     held = sharded(model)
     alone = [each for each in held.optimizers if each.optimizer is optimizer]
     settled(model, held.container if alone else optimizer)
+    refuse_together(held, alone or held.optimizers, "zc.full_optimizer_state")
     channel = channel_of(held)
     state: dict[str, dict[str, Any]] = state_of(model, held)["optimizer"]["state"]
     parts = []

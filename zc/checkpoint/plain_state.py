@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from zc.checkpoint.shards import ShardOf
+from zc.checkpoint.shards import ReadOnly, ShardOf
 from zc.checkpoint.state import Owned, groups_of, groups_of_one, others, owned
 from zc.checkpoint.target import Target, check_groups, check_names, flat_items
+from zc.checkpoint.together import KEY
 from zc.errors import CheckpointError
 from zc.optim.assignment import parts_of
 
@@ -40,6 +41,8 @@ def from_plain(model: nn.Module, held: ShardedModel, state: Mapping[str, Any]) -
         shape = mine[name].slot.shape if name in mine else getattr(rest[name], "shape", None)
         if shape is not None and tuple(getattr(value, "shape", ())) != tuple(shape):
             raise CheckpointError(f"{where}: {name} has shape {tuple(value.shape)}, the model's is {tuple(shape)}")
+        if name in mine:
+            _check_part(mine[name], name, value, where)
         target.add(("model", name), _part(mine.get(name), value))
     optimizer = state.get("optimizer")
     target.has_optimizer = optimizer is not None
@@ -61,14 +64,17 @@ def _add_optimizer(held: ShardedModel, target: Target, optimizer: Any) -> None:
     where = target.where
     states: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
+    saved: Mapping[str, Any] = {}
     for one, part in _parts(held, optimizer, where):
         if PART_KEY in part:
             shown = shown_mark(part[PART_KEY])
             raise CheckpointError(f"{where}: its optimizer state is {shown}, and a whole one is wanted: {WAYS}")
-        some, its_groups = optimizer_part(held, part, where, one)
+        some, its_groups, names = optimizer_part(held, part, where, one)
+        target.with_state.update(names)
         states.update(some)
         groups += its_groups
-    for path, value in flat_items({"state": states, "param_groups": groups}, ("optimizer",)).items():
+        saved = part.get(KEY, saved)
+    for path, value in flat_items({"state": states, "param_groups": groups, KEY: saved}, ("optimizer",)).items():
         target.add(path, value)
 
 
@@ -89,18 +95,21 @@ def _parts(held: ShardedModel, given: Any, where: str) -> list[tuple[ShardedOpti
 
 def optimizer_part(
     held: ShardedModel, state: Mapping[str, Any], where: str, one: ShardedOptimizer | None
-) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """This rank's part of a whole optimizer state (of ``one``; None: of all together), by parameter name, and the
-    groups with names for members. Raises CheckpointError where it is of other parameters."""
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], list[str]]:
+    """This rank's part of a whole optimizer state (of ``one``; None: of all together), by parameter name; the groups
+    with names for members; the names of all parameters that have state. Raises CheckpointError where it is of other
+    parameters."""
     groups = _named_groups(groups_of(held) if one is None else groups_of_one(one), state["param_groups"], where)
     numbered = {k: name for group in groups for k, name in zip(group.pop("numbers"), group["params"], strict=True)}
     mine = {name: own for name, own in owned(held).items() if one is None or own.optimizer is one}
     states: dict[str, dict[str, Any]] = {}
+    names: list[str] = []
     for key, values in state["state"].items():
         name = numbered.get(key, _bare(key) if isinstance(key, str) else key)
         if name not in mine:
             raise CheckpointError(f"{where} has optimizer state for {name}, which is not a trainable parameter here")
         own = mine[name]
+        names.append(name)
         cuts = not own.optimizer.keeps_whole and held.runtime.group.shard.world_size > 1
         for option, value in values.items():
             whole = isinstance(value, Tensor) and tuple(value.shape) == own.slot.shape
@@ -109,13 +118,28 @@ def optimizer_part(
                     f"{where}: optimizer state {option} of {name} has shape {tuple(value.shape)}, the parameter "
                     f"{own.slot.shape}"
                 )
+            _check_part(own, name, value, where)
             if own.slice is not None:
                 states.setdefault(name, {})[option] = _part(own if whole else None, value)
-    return states, groups
+    return states, groups, names
+
+
+def _check_part(own: Owned, name: str, value: Any, where: str) -> None:
+    """Raises CheckpointError where ``value`` is another rank's part."""
+    if not isinstance(value, ShardOf) or (value.start, value.local.numel()) == (own.start, own.numel):
+        return
+    start, stop = value.start, value.start + value.local.numel()
+    raise CheckpointError(
+        f"{where} has elements [{start}, {stop}) of {name}, another rank's part: here are [{own.start}, "
+        f"{own.start + own.numel}). Every rank gives its own part, through torch.distributed.checkpoint, or all give a "
+        "whole state: StateDictOptions(full_state_dict=True), or zc.full_optimizer_state"
+    )
 
 
 def _part(own: Owned | None, value: Any) -> Any:
     """This rank's part, copied: the given tensor stays the caller's."""
+    if isinstance(value, ReadOnly):
+        return value.local.detach().clone().view(value.shape)
     if isinstance(value, ShardOf):
         return value.with_local(value.local.detach().clone())
     if own is not None and own.slot.numel:

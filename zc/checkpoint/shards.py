@@ -154,5 +154,19 @@ class ShardOf(Tensor):
         raise ValueError(f"{index} is not in {self!r}")
 
 
+class ReadOnly(ShardOf):
+    """A whole tensor that rank 0 writes and every rank reads: a buffer, a frozen parameter."""
+
+    def with_local(self, local: Tensor) -> ReadOnly:
+        return ReadOnly(tuple(self.shape), local, self.start, self.order)
+
+    def copied(self) -> ReadOnly:
+        """Itself: a copy would never be written."""
+        return self
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        return []
+
+
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zc.checkpoint.shards import ShardOf
+from zc.checkpoint.shards import ReadOnly, ShardOf
+from zc.checkpoint.together import KEY, note_of, together
 from zc.engine.memory_order import flattened
 from zc.errors import CheckpointError
 from zc.planning.layout import Slot
@@ -90,8 +91,16 @@ def state_of(model: nn.Module, held: ShardedModel) -> dict[str, Any]:
                 key: mine.part(value) if isinstance(value, Tensor) and value.shape == mine.slice.shape else value
                 for key, value in state.items()
             }
-    weights.update(others(model, held))
-    return {"model": weights, "optimizer": {"state": states, "param_groups": groups_of(held)}}
+    for name, value in others(model, held).items():
+        # Ranks may differ in what is not trained, and DCP takes equal keys for copies, of which any rank writes some.
+        is_read = held.runtime.group.rank > 0 and isinstance(value, Tensor)
+        weights[name] = ReadOnly(value.shape, value.reshape(-1), 0) if is_read else value
+    optimizer: dict[str, Any] = {"state": states, "param_groups": groups_of(held)}
+    note = note_of(held)
+    if note is not None:
+        held.runtime.say_once(note)
+        optimizer[KEY] = together(held)
+    return {"model": weights, "optimizer": optimizer}
 
 
 def _check_parts(name: str, mine: Owned, state: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from zc.checkpoint.plain_state import PART_KEY, WAYS, optimizer_part, shown_mark
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import owned
+from zc.checkpoint.together import check_together
 from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError
 from zc.planning.plan import LOADED, Plan
@@ -89,7 +90,9 @@ def _fitting(held: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -
 
 def _cut(held: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
     """A whole state as this rank's optimizer would have saved it."""
-    states, _ = optimizer_part(held, state, "the given optimizer state", one)
+    where = "the given optimizer state"
+    states, _, names = optimizer_part(held, state, where, one)
+    check_together(one, names, {}, where)
     numbers: dict[int, int] = {}
     groups: list[dict[str, Any]] = []
     for given, group in zip(state["param_groups"], one.optimizer.param_groups, strict=True):

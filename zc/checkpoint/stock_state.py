@@ -30,11 +30,29 @@ from zc.checkpoint.plain_state import from_optimizer_state
 from zc.checkpoint.save_load import copied, settled, take
 from zc.checkpoint.saving import channel_of
 from zc.checkpoint.state import owned, state_of
+from zc.checkpoint.together import refuse_together
 from zc.errors import CheckpointError, PlanError
 from zc.registry import COMPILED
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
+
+
+class OfOneRank(dict[str, Any]):
+    """States by parameter name, of the parameters that one rank updates. Asked for another, it says why it has none."""
+
+    def __init__(self, rank: int, states: dict[str, Any]) -> None:
+        super().__init__(states)
+        self.rank = rank
+
+    def __reduce__(self) -> Any:
+        return OfOneRank, (self.rank, dict(self))
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(
+            f"rank {self.rank} has no state of {name}: each rank gets the states of the parameters that it updates. "
+            "Give options=StateDictOptions(full_state_dict=True) for all states, whole, on every rank"
+        )
 
 
 def install() -> None:
@@ -55,8 +73,10 @@ def _get(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> dic
     if not state["state"]:
         state["state"] = _first_states(held)
     if not options.full_state_dict:
-        return copied(state) if options.cpu_offload else state
+        state = copied(state) if options.cpu_offload else state
+        return {**state, "state": OfOneRank(held.runtime.group.rank, state["state"])}
     device = held.runtime.plan.buckets[0].device
+    refuse_together(held, held.optimizers, "full_state_dict=True")
     channel, whole = channel_of(held), dict[str, Any]()
     for one in held.optimizers:
         whole.update(channel.call("gathering the whole optimizer state", partial(gathered, held, one, state["state"])))
@@ -108,6 +128,7 @@ def _on(device: torch.device, value: Any) -> Any:
 def _first_states(held: ShardedModel) -> dict[str, dict[str, Any]]:
     """What the optimizers will make at their first update, before it: tried on copies of the slices, one after the
     other, with gradients of zero."""
+    refuse_together(held, held.optimizers, "the state of an optimizer that has made no update")
     found: dict[str, dict[str, Any]] = {}
     for name, own in owned(held).items():
         if own.slice is None or not own.slot.numel:
@@ -118,7 +139,7 @@ def _first_states(held: ShardedModel) -> dict[str, dict[str, Any]]:
         tried = torch_private.bare_copy(optimizer)
         tried.param_groups = [{**group, "params": [like]}]
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
                 tried.step()
         except Exception as error:
             raise CheckpointError(

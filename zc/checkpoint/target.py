@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import Owned, groups_of, others, owned
+from zc.checkpoint.together import KEY, check_together
 from zc.engine.memory_order import flattened, in_shape
 from zc.errors import CheckpointError
 
@@ -40,6 +41,7 @@ class Target:
     items: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     has_optimizer: bool = True
+    with_state: set[str] = field(default_factory=set)  # parameters that it has optimizer state of, on any rank
 
     def add(self, path: Path, value: Any) -> None:
         key = ".".join(map(str, path))
@@ -96,6 +98,7 @@ def make_target(model: nn.Module, held: ShardedModel, metadata: Metadata, where:
                     f"{where} has optimizer state for {path[2]}, which is not a trainable parameter here"
                 )
             own = mine[path[2]]
+            target.with_state.add(path[2])
             if own.slice is None:
                 continue
             if is_tensor and tuple(entry.size) == own.slot.shape:
@@ -107,7 +110,7 @@ def make_target(model: nn.Module, held: ShardedModel, metadata: Metadata, where:
                 )
             else:
                 target.add(path, _room(entry) if is_tensor else None)
-        elif path[:2] == ("optimizer", "param_groups"):
+        elif path[:2] in (("optimizer", "param_groups"), ("optimizer", KEY)):
             target.add(path, _room(entry) if is_tensor else None)
     target.has_optimizer = any(path[0] == "optimizer" for path in entries)
     ranks = [path for path in entries if path[0] == "extra"]
@@ -141,7 +144,8 @@ def _check_tensor(path: Path, entry: Any, shape: tuple[int, ...], dtype: torch.d
 
 
 def check_groups(held: ShardedModel, target: Target) -> None:
-    """The checkpoint's parameter groups must be this optimizer's: same members, and every option that it has."""
+    """The checkpoint's parameter groups must be this optimizer's: same members, and every option that it has. State of
+    several parameters together must be of parameters that are together here."""
     if not target.has_optimizer:
         return
     theirs, ours, where = target.groups(), groups_of(held), target.where
@@ -157,6 +161,9 @@ def check_groups(held: ShardedModel, target: Target) -> None:
             raise CheckpointError(
                 f"{where}: parameter group {number} lacks {_some(lacking)}: another optimizer than {names[number]}?"
             )
+    saved = {number: names for (number,), names in target.under("optimizer", KEY)}
+    for one in held.optimizers:
+        check_together(one, target.with_state, saved, where)
 
 
 @torch.no_grad()

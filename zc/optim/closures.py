@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zc.errors import PlanError, ZcError
 from zc.optim.kinds import is_known
-from zc.optim.probe import num_closure_calls
+from zc.optim.trials import num_closure_calls
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

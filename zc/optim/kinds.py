@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from zc.errors import PlanError
-from zc.optim.probe import check_elementwise, check_independent
+from zc.optim.trials import check_elementwise, check_independent
 from zc.planning.layout import Rule
 
 Class = TypeVar("Class", bound=type[Optimizer])

@@ -23,10 +23,12 @@ from zc.offload.disk import DiskState
 from zc.offload.host_step import HostStep
 from zc.optim.closures import Arguments, Closures
 from zc.optim.grad_shards import GradShards
-from zc.optim.kinds import is_elementwise
+from zc.optim.groups import without_empty_groups
+from zc.optim.kinds import is_elementwise, is_known
 from zc.optim.nesting import Nesting
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_grad import SliceGrad
+from zc.optim.trials import keeps_state_by_parameter, takes_empty_groups
 from zc.planning.layout import Rule, Slot
 from zc.planning.plan import Bucket
 
@@ -57,6 +59,9 @@ class ShardedOptimizer:
         self._zeroed: set[str] = set()  # slices that a loop over all of them has made zeros so far
         # each group's parameters, the same on every rank, trainable ones by name: for checkpoints
         self.members: list[list[str | Tensor]] = []
+        # False: its state can be loaded only where the same parameters are updated together (zc/checkpoint/together.py)
+        self.has_state_by_parameter = True
+        self._stepper: Optimizer | None = None  # what its step runs on, where that is not the optimizer itself
         self.offload: HostStep | None = None
         self._handles: tuple[RemovableHandle, ...] = ()
 
@@ -99,6 +104,7 @@ class ShardedOptimizer:
             if all(held.dtype != bucket.acc_dtype for held in self.slices.values()):
                 self._make_slice(name, bucket, slot, is_empty=True)
         groups = self.optimizer.param_groups
+        self._try(groups[len(self.members) :])
         self.members += [list(group["params"]) for group in groups[len(self.members) :]]
         self.members = [[names.get(id(m), m) for m in members] for members in self.members]
         for group in groups:
@@ -114,6 +120,17 @@ class ShardedOptimizer:
                     self.optimizer.state[self.slices[name]] = self._slice_state(*slots[name], state)
             group["params"] = kept
         self._slice_grads.update({n: SliceGrad(self, n, self.slices[n]) for n in slots if n in self.slices})
+
+    def _try(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Finds out how an optimizer that zc does not know treats these groups, while they have their parameters."""
+        if is_known(self.optimizer):
+            return
+        plan, ranks = self.runtime.plan, self.runtime.group.shard
+        device = plan.buckets[0].device if plan.offload is None else torch.device("cpu")
+        if not keeps_state_by_parameter(self.optimizer, groups, device):
+            self.has_state_by_parameter = False
+        if ranks.world_size > 1 and not takes_empty_groups(self.optimizer, groups, device):
+            self._stepper = without_empty_groups(self.optimizer)
 
     def _make_slice(self, name: str, bucket: Bucket, slot: Slot, is_empty: bool = False) -> None:
         rank, buffers = self.runtime.group.shard.rank, self.runtime.buffers
@@ -219,7 +236,7 @@ class ShardedOptimizer:
         if not self._nesting.begins():
             return None
         self._was_unscaled = False
-        found = self._closures.run(optimizer, args, kwargs)
+        arguments = self._closures.run(optimizer, args, kwargs)
         if self._zeroed:
             name = next(name for name in self.slices if name not in self._zeroed)
             raise ZcError(
@@ -232,7 +249,10 @@ class ShardedOptimizer:
         self._install()
         if self.offload is not None:
             self.offload.before(self._changed(), self._handles[0])
-        return found
+        if self._stepper is not None:
+            args, kwargs = arguments or (args, kwargs)
+            return (self._stepper, *args[1:]), kwargs
+        return arguments
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._nesting.ends():

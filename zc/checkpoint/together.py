@@ -1,0 +1,90 @@
+"""Optimizer state of several parameters together, as a momentum that is stacked under a group's first parameter.
+
+`zc.optim.trials.keeps_state_by_parameter` finds out which optimizers may have it. Their states are saved under the
+parameters that they are stored under, as all are, beside the parameters that each rank updates::
+
+    optimizer.together.<number of the optimizer>    [["a", "c"], ["b", "d"]]: rank 0 updates a and c
+
+Such a state fits where the same parameters are updated together, in the same order, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from zc.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from zc.optim.model import ShardedModel
+    from zc.optim.optimizer import ShardedOptimizer
+
+KEY = "together"
+
+
+def together(sharded: ShardedModel) -> dict[str, list[list[str]]]:
+    """What a checkpoint says of each such optimizer; the same on every rank."""
+    return {str(one.number): _updated_by_rank(one) for one in sharded.optimizers if not one.has_state_by_parameter}
+
+
+def note_of(sharded: ShardedModel) -> str | None:
+    """What to say at a save."""
+    names = [type(one.optimizer).__name__ for one in sharded.optimizers if not one.has_state_by_parameter]
+    if not names:
+        return None
+    return (
+        f"the state of {' and '.join(names)} was not shown to belong to single parameters: it can be loaded only where "
+        "the same parameters are updated together, that is on as many ranks and with the same options of zc.compile"
+    )
+
+
+def check_together(
+    one: ShardedOptimizer, states: Iterable[str], saved: Mapping[str, Sequence[Sequence[str]]], where: str
+) -> None:
+    """Raises CheckpointError, on every rank, where ``states``, by parameter name, can't be this optimizer's here.
+    ``saved``: see `together`; nothing for the optimizer: one process updated all."""
+    members = _members(one)
+    if one.has_state_by_parameter or not set(states) & set(members):
+        return
+    theirs = [list(names) for names in saved.get(str(one.number), [members])]
+    ours = _updated_by_rank(one)
+    for rank, names in enumerate(ours):
+        if names and names not in theirs:
+            raise CheckpointError(
+                f"{where}: its {type(one.optimizer).__name__} state belongs to parameters together, and is of "
+                f"{len(theirs)} rank(s) that updated {_shown(theirs)}; here rank {rank} of {len(ours)} updates "
+                f"{_shown([names])}. Such a state can't be divided: load it on {len(theirs)} rank(s) with the same "
+                "options, or load the weights alone, by zc.load_state_dict without the key 'optimizer'"
+            )
+
+
+def refuse_together(sharded: ShardedModel, optimizers: Iterable[ShardedOptimizer], what: str) -> None:
+    """Raises CheckpointError where ``what``, a state by parameter, would need states that aren't."""
+    for one in optimizers:
+        if not one.has_state_by_parameter and sharded.runtime.group.shard.world_size > 1:
+            raise CheckpointError(
+                f"{what}: the state of {type(one.optimizer).__name__} was not shown to belong to single parameters, so "
+                "the parts of several ranks are not the state of one process: use zc.save and zc.load, on as many ranks"
+            )
+
+
+def _members(one: ShardedOptimizer) -> list[str]:
+    return [member for members in one.members for member in members if isinstance(member, str)]
+
+
+def _updated_by_rank(one: ShardedOptimizer) -> list[list[str]]:
+    """For each rank the parameters of which it updates elements, in the order of the groups."""
+    slots = {slot.name: (bucket.layout, slot) for bucket in one.buckets for slot in bucket.slots}
+    ranges = {
+        name: [layout.owned(slot, rank) for rank in range(one.runtime.group.shard.world_size)]
+        for name, (layout, slot) in slots.items()
+    }
+    return [
+        [name for name in _members(one) if ranges[name][rank][0] < ranges[name][rank][1]]
+        for rank in range(one.runtime.group.shard.world_size)
+    ]
+
+
+def _shown(lists: Sequence[Sequence[str]], at_most: int = 4) -> str:
+    texts = [", ".join(names[:at_most]) + (", ..." if len(names) > at_most else "") for names in lists[:at_most]]
+    return "; ".join(f"({text})" for text in texts) + ("; ..." if len(lists) > at_most else "")

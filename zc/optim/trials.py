@@ -1,0 +1,209 @@
+"""What an optimizer's update reads, tried on small matrices (`zc.optim.probe`), since its class does not say.
+
+| question | asked |
+|---|---|
+| is a slice updated as the whole is? | of what `zc.elementwise` declares |
+| is one parameter updated as if the others were not there? | of any other unknown class, with several ranks |
+| does each state belong to the parameter that it is stored under? | of every unknown class, for checkpoints |
+| can a group be empty? | of every unknown class: a rank may own none of a group's parameters |
+| how often is a closure called? | at the first ``step(closure)`` |
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zc.errors import PlanError
+from zc.optim.one_rank import one_rank
+from zc.optim.probe import Communicates, Updated, difference, leaves, same_state, small_data, update_copy, wrapped
+
+ROWS, COLUMNS = 54, 256  # three slices of at least 4,096 elements: 8-bit optimizers leave smaller tensors alone
+# Of two shapes first. An optimizer that stacks a group takes one shape; its batched kernels may round to bf16.
+PAIRS = ((((16, 24), (40, 8)), 1e-4), (((16, 24), (16, 24)), 2e-2))  # and how close, of the largest change
+
+
+def check_elementwise(optimizer: Optimizer, block: int, device: torch.device) -> None:
+    """Raises PlanError where updating slices that begin and end at multiples of ``block`` elements differs from
+    updating the whole parameter, in some group of ``optimizer``. Changes nothing."""
+    name = type(optimizer).__name__
+    _refuse_wrappers(optimizer, f"zc.elementwise({name})")
+    columns = max(COLUMNS, block)
+    cuts = [0, *(((k * ROWS // 3) * columns + columns // 3) // block * block for k in (1, 2)), ROWS * columns]
+    slices = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
+    value, grads = small_data((ROWS, columns), device)
+    for number, group in enumerate(optimizer.param_groups):
+        where = f"zc.elementwise({name}): parameter group {number}"
+        try:
+            whole, again = (update_copy(optimizer, group, [value], [grads], seed)[0].elementwise() for seed in (1, 2))
+        except Communicates as error:
+            raise PlanError(_advice(optimizer, error)) from None
+        except Exception as error:
+            raise PlanError(f"{where} can't be tried on small data: {type(error).__name__}: {error}") from error
+        if difference(whole, again) is not None:
+            raise PlanError(f"{where} draws random numbers, so a slice's update is never the whole parameter's")
+        outcomes: list[dict[str, Tensor]] = []
+        for part in slices:  # each alone, as on its rank
+            try:
+                flat = [grad.view(-1)[part] for grad in grads]
+                outcomes.append(update_copy(optimizer, group, [value.view(-1)[part]], [flat], 1)[0].elementwise())
+            except Exception as error:
+                raise PlanError(
+                    f"{where} is not elementwise: it updates a matrix {(ROWS, columns)} and refuses elements "
+                    f"[{part.start}, {part.stop}) of it ({type(error).__name__}: {error}). Take the declaration away"
+                ) from error
+        joined = {
+            key: torch.cat([outcome[key].view(-1) for outcome in outcomes])
+            for key in whole
+            if all(key in outcome for outcome in outcomes)
+        }
+        key = difference({k: v.view(-1) for k, v in whole.items() if k in joined}, joined)
+        if key is not None:
+            what = f"the state {key!r}" if key else "the new weights"
+            at = (whole[key].view(-1) - joined[key]).abs().argmax()
+            raise PlanError(
+                f"{where} is not elementwise: {what} of a matrix {(ROWS, columns)} differ from those of its slices "
+                f"(element {int(at)}: {whole[key].view(-1)[at]:g} and {joined[key][at]:g}"
+                f"{f', with block={block}' if block > 1 else ''}). Take the declaration away, and whole parameters "
+                "stay on one rank; or give the block in which elements share something"
+            )
+
+
+def check_independent(optimizer: Optimizer, device: torch.device) -> None:
+    """Raises PlanError where the update of one parameter depends on the other parameters or on other ranks, since each
+    rank owns other parameters.
+
+    A class that can't be tried (it wraps another optimizer, takes no small data, draws random numbers) passes.
+    """
+    if wrapped(optimizer) is not None:
+        return
+    for group in optimizer.param_groups:
+        try:
+            trial = _try_pair(optimizer, group, device)
+        except Communicates as error:
+            raise PlanError(_advice(optimizer, error)) from None
+        if trial is None or trial.is_random:
+            return
+        pairs = zip(trial.together, trial.apart, strict=True)
+        if any(difference(a.elementwise(), b.elementwise(), trial.close) is not None for a, b in pairs):
+            raise PlanError(
+                f"the update of {type(optimizer).__name__} depends on all of its parameters together (a norm or an "
+                "estimate over them), and ranks own different ones: it can't be shared between ranks. Clip by "
+                "zc.clip_grad_norm_ in the loop and leave it out of the update, or use an optimizer that treats "
+                "parameters one by one"
+            )
+
+
+def keeps_state_by_parameter(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
+    """Whether each state was shown to belong to the parameter that it is stored under: an update of two parameters
+    leaves the same states as two updates of one. A momentum that is stacked under a group's first parameter does not.
+    """
+    if wrapped(optimizer) is not None:
+        return False
+    for group in groups:
+        try:
+            trial = _try_pair(optimizer, group, device)
+        except Communicates:
+            return False
+        if trial is None:
+            return False
+        close = None if trial.is_random else trial.close
+        for one, other in zip(trial.together, trial.apart, strict=True):
+            if not same_state(dict(leaves(one.state)), dict(leaves(other.state)), close):
+                return False
+    return True
+
+
+def takes_empty_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
+    """Whether a group without parameters can be updated. An optimizer that stacks a group fails on it."""
+    if wrapped(optimizer) is not None:
+        return True
+    try:
+        for group in groups:
+            update_copy(optimizer, group, [], [], seed=1)
+    except Exception:  # noqa: BLE001  (whatever it is, a rank that owns nothing of the group would meet it)
+        return False
+    return True
+
+
+def num_closure_calls(optimizer: Optimizer) -> int | None:
+    """How often one ``step(closure)`` calls its closure; None where that can't be tried."""
+    if wrapped(optimizer) is not None:
+        return None
+    count = 0
+    value, grads = small_data((16, 24), torch.device("cpu"))
+
+    def closure() -> Tensor:
+        nonlocal count
+        count += 1
+        return torch.zeros(())
+
+    group = next((g for g in optimizer.param_groups if g["params"]), optimizer.param_groups[0])
+    try:
+        update_copy(optimizer, group, [value], [grads[:1]], seed=1, closure=closure)
+    except Exception:  # noqa: BLE001  (then the number of calls is not known)
+        return None
+    return count
+
+
+class Trial(NamedTuple):
+    """Two parameters of one group, updated together and each alone. ``close``: the tolerance for their comparison."""
+
+    together: list[Updated]
+    apart: list[Updated]
+    is_random: bool
+    close: float
+
+
+def _try_pair(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> Trial | None:
+    """None where the optimizer takes neither of `PAIRS` (it may want a closure, or other shapes)."""
+    for shapes, close in PAIRS:
+        data = [small_data(shape, device, seed) for seed, shape in enumerate(shapes, start=20)]
+        values, grads = [value for value, _ in data], [own for _, own in data]
+        try:
+            together, again = (update_copy(optimizer, group, values, grads, seed) for seed in (1, 2))
+            apart = [update_copy(optimizer, group, [value], [own], 1)[0] for value, own in data]
+        except Communicates:
+            raise
+        except Exception:  # noqa: BLE001  (the next pair)
+            continue
+        pairs = zip(together, again, strict=True)
+        is_random = any(difference(a.elementwise(), b.elementwise()) is not None for a, b in pairs)
+        return Trial(together, apart, is_random, close)
+    return None
+
+
+def _advice(optimizer: Optimizer, error: Communicates) -> str:
+    cls = type(optimizer)
+    places = [
+        f"{owner.__module__}.{name} = zc.one_rank{'' if value is dist else f'.{name}'}"
+        for owner in cls.__mro__
+        if not owner.__module__.startswith(("torch.", "builtins"))
+        for name, value in vars(sys.modules[owner.__module__]).items()
+        if value is dist or (callable(value) and getattr(dist, name, None) is value and hasattr(one_rank, name))
+    ]
+    without = (
+        f"let its module see one rank: {', '.join(dict.fromkeys(places))}"
+        if places
+        else ("make it without its process group or mesh")
+    )
+    return (
+        f"{cls.__name__} exchanges tensors between ranks in its own step ({error}): under zc ranks update different "
+        f"parameters, and zc exchanges them. Use its variant for a single process. Where it has none, {without}"
+    )
+
+
+def _refuse_wrappers(optimizer: Optimizer, what: str) -> None:
+    name = wrapped(optimizer)
+    if name is not None:
+        raise PlanError(
+            f"{what}: its attribute {name} holds another optimizer or the parameters themselves, so it can't be tried "
+            "on small data. Take the declaration away, and whole parameters stay on one rank"
+        )
