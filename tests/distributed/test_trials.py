@@ -71,7 +71,7 @@ def test_a_trial_leaves_compiled_kernels_compiled(fullgraph: bool) -> None:
         pass
 
     # a frame of its own for each case
-    code = "def update(self, momentum, second, grads, factor):\n    momentum.mul_(factor).add_(grads)\n    second.add_(1)"
+    code = "def update(self, momentum, second, grads, factor):\n    momentum.add_(grads)\n    second.add_(1)"
     scope: dict[str, Any] = {}
     exec(code, scope)
     kernel: Any = torch.compile(scope["update"], backend=backend, fullgraph=fullgraph)

@@ -1,4 +1,4 @@
-"""Text of random words and a tokenizer for it, where nanochat looks for them; run with nanochat's folder on the path."""
+"""Text of random words and a tokenizer for it, where nanochat looks for them. nanochat is on the path."""
 
 from __future__ import annotations
 
