@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import run_ranks
-from loops import adamw, message_of
 from models import mlp
 from oracle import weights
 from stacked import Stacked, groups, squares, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from training_runs import adamw, message_of
 
 import zc
 

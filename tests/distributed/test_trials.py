@@ -8,13 +8,13 @@ import pytest
 import stacked
 import torch
 from harness import run_ranks
-from loops import message_of
 from oracle import weights, worst
 from stacked import Reducing, Stacked, groups, squares, train
 from test_elementwise import Lion, Noisy, Wrapper
 from test_whole_parameters import AuxMuon
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from training_runs import message_of
 
 import zc
 from zc.optim.groups import without_empty_groups
