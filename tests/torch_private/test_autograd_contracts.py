@@ -1,0 +1,236 @@
+"""What zc relies on in profilers, autograd and optimizers; contract.py says what a contract is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract import contract
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zc import torch_private
+
+pytestmark = pytest.mark.check
+
+aten = torch.ops.aten
+
+
+# --- profilers ---
+
+
+@contract("is_profiling", "torch.autograd.profiler._is_profiler_enabled")
+def test_a_profiler_is_seen() -> None:
+    assert not torch_private.is_profiling()
+    for profiler in (torch.profiler.profile(), torch.autograd.profiler.profile()):
+        with profiler:
+            assert torch_private.is_profiling()
+        assert not torch_private.is_profiling()
+    assert "_run_on_profiler_start()" in inspect.getsource(torch.autograd.profiler.emit_nvtx.__enter__)
+
+
+# --- autograd ---
+
+
+@contract("is_inside_another_backward", "every backward going through torch.autograd.graph._engine_run_backward")
+def test_a_backward_inside_another_one() -> None:
+    class Reentrant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            seen.append(torch_private.is_inside_another_backward())
+            inner = torch.ones(1, requires_grad=True)
+            inner.register_hook(lambda _: seen.append(torch_private.is_inside_another_backward()))
+            with torch.enable_grad():
+                inner.mul(2).sum().backward()
+            return grad
+
+    seen = [torch_private.is_inside_another_backward()]
+    Reentrant.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    assert seen == [False, False, True]
+
+
+def in_backward(do: Callable[[], Any], *params: nn.Parameter, grad: bool = False) -> Any:
+    """What ``do`` returns inside a backward to ``params``, or inside torch.autograd.grad."""
+    found: list[Any] = []
+    made = torch.stack([p.sum() for p in params]).sum() * 1
+    made.register_hook(lambda _: found.append(do()))
+    if grad:
+        torch.autograd.grad(made, params)
+    else:
+        made.backward()
+    return found[0]
+
+
+@contract("current_graph_task", "torch._C._current_graph_task_id")
+def test_graph_task() -> None:
+    param = nn.Parameter(torch.ones(2))
+    assert torch_private.current_graph_task() == -1
+    first, second = (in_backward(torch_private.current_graph_task, param) for _ in range(2))
+    assert first >= 0 and second >= 0 and first != second
+
+
+@contract("queue_callback", "Variable._execution_engine.queue_callback")
+def test_callback_at_the_end_of_a_backward() -> None:
+    param, seen = nn.Parameter(torch.ones(2)), []
+    param.register_post_accumulate_grad_hook(lambda _: seen.append("gradient"))
+    in_backward(lambda: torch_private.queue_callback(lambda: seen.append("end")), param)
+    assert seen == ["gradient", "end"]
+
+
+@contract("version", "Tensor._version")
+def test_version() -> None:
+    param = nn.Parameter(torch.ones(2))
+    before = torch_private.version(param)
+    with torch.no_grad():
+        param.mul_(2)
+    assert torch_private.version(param) == before + 1
+    param.data.mul_(2)
+    assert torch_private.version(param) == before + 1, "a write through .data is not seen"
+
+
+@contract("num_accumulate_hooks", "Tensor._post_accumulate_grad_hooks")
+def test_accumulate_hooks() -> None:
+    param = nn.Parameter(torch.ones(2))
+    assert torch_private.num_accumulate_hooks(param) == 0
+    handle = param.register_post_accumulate_grad_hook(lambda _: None)
+    assert torch_private.num_accumulate_hooks(param) == 1
+    handle.remove()
+    assert torch_private.num_accumulate_hooks(param) == 0
+
+
+@contract("kept_by_autograd", "torch._C._will_engine_execute_node, Tensor._backward_hooks or Function.apply's nodes")
+def test_what_autograd_must_see() -> None:
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+
+    def kept() -> frozenset[str]:
+        return torch_private.kept_by_autograd({"a": a, "b": b})
+
+    assert in_backward(kept, a, b) == frozenset()
+    assert in_backward(kept, a) == {"b"}, "the backward does not reach b"
+    assert in_backward(kept, a, b, grad=True) == {"a", "b"}
+    handle = a.register_hook(lambda g: g)
+    assert in_backward(kept, a, b) == {"a"}
+    handle.remove()
+    assert in_backward(kept, a, b) == frozenset()
+
+
+@contract("compiled_autograd_is_on", "torch._dynamo.compiled_autograd's flags")
+def test_compiled_autograd() -> None:
+    from torch._dynamo import compiled_autograd
+
+    assert not torch_private.compiled_autograd_is_on()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        assert torch_private.compiled_autograd_is_on()
+    assert not torch_private.compiled_autograd_is_on()
+
+
+@contract("has_later_step_hook", "Optimizer._optimizer_step_pre_hooks")
+def test_order_of_step_hooks() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert isinstance(optimizer._optimizer_step_pre_hooks, dict)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    own = optimizer.register_step_pre_hook(lambda *_: None)
+    assert not torch_private.has_later_step_hook(optimizer, own)
+    later = optimizer.register_step_pre_hook(lambda *_: None)
+    assert torch_private.has_later_step_hook(optimizer, own)
+    later.remove()
+    assert not torch_private.has_later_step_hook(optimizer, own)
+
+
+@contract("bare_copy", "Optimizer.__setstate__, and hooks standing in _optimizer_*")
+def test_a_bare_copy() -> None:
+    """A scheduler and hooks of the original never hear of it, and it has everything else that the class has made."""
+
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.5)
+            self.extra = [1]
+
+    calls: list[str] = []
+    param, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = Own([param])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    made: Any = torch_private.bare_copy(optimizer)
+    assert type(made) is Own and made.extra == [1] and made.extra is not optimizer.extra
+    assert made.param_groups == [] and not made.state
+    made.param_groups = [{**optimizer.param_groups[0], "params": [other]}]
+    other.grad = torch.ones(2)
+    made.step()
+    assert other.tolist() == [0.5, 0.5] and param.tolist() == [1.0, 1.0] and not calls
+    assert not getattr(optimizer, "_opt_called", False) and scheduler.last_epoch == 0
+    assert len(optimizer._optimizer_step_pre_hooks) == 1 and optimizer.param_groups[0]["params"] == [param]
+
+
+@contract("watching_collectives", "collectives being operators of c10d")
+def test_collectives_are_seen(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    seen: list[str] = []
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with torch_private.watching_collectives(seen.append):
+            dist.all_reduce(torch.ones(2))
+            dist.all_gather([torch.ones(2)], torch.ones(2))
+            torch.ones(2).add_(1)
+    finally:
+        dist.destroy_process_group()
+    assert len(seen) == 2 and "allreduce" in seen[0] and "allgather" in seen[1]
+
+
+@contract("step_frame", "step hooks being called by the frame of torch's wrapper around step")
+def test_hooks_of_one_step_have_one_frame() -> None:
+    frames: list[Any] = []
+
+    def seen() -> None:
+        frames.append(torch_private.step_frame())
+
+    class Parent(torch.optim.SGD):
+        pass
+
+    class Child(Parent):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    Parent([nn.Parameter(torch.ones(2))], lr=0.1)  # from now on its step is wrapped
+    optimizer = Child([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen())
+    optimizer.register_step_post_hook(lambda *_: seen())
+    optimizer.step()
+    outer, inner, inner_end, outer_end = frames
+    assert outer is outer_end and inner is inner_end and outer is not inner
+
+
+class _Watching(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@contract("unscale_", "torch._amp_foreach_non_finite_check_and_unscale_, which GradScaler calls")
+def test_unscale() -> None:
+    grads, found = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], torch.zeros(1)
+    torch_private.unscale_(grads, found, torch.tensor([0.5]))
+    assert [g.tolist() for g in grads] == [[1.0, 2.0], [3.0]] and found.item() == 0
+    torch_private.unscale_([torch.tensor([float("inf")])], found, torch.tensor([0.5]))
+    assert found.item() == 1
+    param = nn.Parameter(torch.ones(2))
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD([param], lr=0.1)
+    scaler.scale(param.sum()).backward()
+    with _Watching() as watching:
+        scaler.unscale_(optimizer)
+    assert aten._amp_foreach_non_finite_check_and_unscale_.default in watching.seen

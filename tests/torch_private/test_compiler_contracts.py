@@ -1,0 +1,249 @@
+"""What zc relies on in what Dynamo, AOTAutograd and Inductor make of graphs; contract.py says what a contract is."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from contract import contract
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from zc import torch_private
+
+pytestmark = pytest.mark.check
+
+aten = torch.ops.aten
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.linear(self.table(tokens)).sigmoid().exp()
+
+
+class Traced:
+    """One compilation of a Net, forward and backward, by a backend of the same shape as zc's."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+        self.names: list[list[str | None]] = []
+        self.graphs: dict[bool, fx.GraphModule] = {}
+        self.kwargs: dict[bool, dict[str, Any]] = {}
+        self.inside: list[Any] = []
+        self.donated: list[int] = []
+        self.arguments: list[tuple[type, int]] = []
+        self.model = self.compile(Net())
+
+    def compile(self, model: Net) -> Net:
+        params = dict(model.named_parameters())
+
+        def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+            names = [next((n for n, p in params.items() if p is value), None) for value in inputs]
+            self.names.append(names)
+            self.ids.append(torch_private.compile_id())
+            torch_private.guard_identity(gm, names)
+            return torch_private.compile_graph(gm, inputs, self.inner)
+
+        torch_private.call_instead(model, torch_private.compiled_call(model, backend))
+        model(torch.tensor([1, 2])).sum().backward()
+        return model
+
+    def inner(self, gm: fx.GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
+        is_backward = bool(kwargs.get("is_backward"))
+        self.graphs.setdefault(is_backward, gm)  # of the first compilation
+        self.kwargs.setdefault(is_backward, kwargs)
+        if is_backward:
+            self.donated = torch_private.donated_inputs()
+            with torch_private.apart_from_the_whole([99]):
+                self.inside = [torch_private.donated_inputs(), torch._guards.TracingContext.get().output_strides]
+            self.inside.append(torch_private.donated_inputs())
+
+        def run(args: list[Any]) -> Any:
+            self.arguments.append((type(args), len(args)))
+            taken = list(args)
+            args.clear()
+            return gm.forward(*taken)
+
+        return torch_private.boxed(run)
+
+
+@pytest.fixture(scope="module")
+def traced() -> Iterator[Traced]:
+    torch.compiler.reset()  # type: ignore[no-untyped-call]
+    yield Traced()
+    torch.compiler.reset()  # type: ignore[no-untyped-call]
+
+
+@contract("compiled_call call_after plain_call call_instead", "Module._compiled_call_impl or _call_impl")
+def test_a_module_calls_what_was_compiled(traced: Traced) -> None:
+    model, seen = Net(), []
+    wanted, keys = model(torch.tensor([3])), list(model.state_dict())
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        seen.append(gm)
+        return gm.forward
+
+    call = torch_private.compiled_call(model, backend, before=lambda: seen.append("before"))
+    assert torch.equal(model(torch.tensor([3])), wanted) and not seen
+    torch_private.call_instead(model, call)
+    assert torch.equal(model(torch.tensor([3])), wanted) and seen[0] == "before" and len(seen) == 2
+    assert type(model) is Net and list(model.state_dict()) == keys and "forward" not in vars(model)
+    model.eval()
+    assert pickle.loads(pickle.dumps(model))._compiled_call_impl is None
+    assert copy.deepcopy(model)._compiled_call_impl is None
+    torch_private.call_instead(model, torch_private.call_after(lambda: seen.clear(), torch_private.plain_call(model)))
+    assert torch.equal(model(torch.tensor([3])), wanted) and not seen
+    torch_private.call_instead(model, None)
+    assert model._compiled_call_impl is None
+
+
+@contract("compile_graph boxed", "compile_fx(inner_compile=), functorch's enable_autograd_cache or _boxed_call")
+def test_inner_compile_gets_forward_and_backward(traced: Traced) -> None:
+    assert traced.graphs.keys() == {False, True}
+    assert [kind for kind, _ in traced.arguments] == [list, list]
+    fresh = Net()
+    fresh.load_state_dict(traced.model.state_dict())
+    fresh(torch.tensor([1, 2])).sum().backward()
+    for name, param in fresh.named_parameters():
+        assert torch.allclose(param.grad, dict(traced.model.named_parameters())[name].grad), name
+
+
+# what zc.compiler passes on to segments, and says of them why that is right
+KNOWN = {"cudagraphs", "static_input_idxs", "is_backward", "graph_id", "cpp_wrapper", "aot_mode", "is_inference",
+         "layout_opt", "extern_node_serializer", "boxed_forward_device_index", "fx_wrapper", "compile_region_name",
+         "get_decomp_fn"}  # fmt: skip
+
+
+@contract("compile_inner", "the arguments of inner compilers, by one that zc has never seen")
+def test_inner_compilers_get_no_argument_that_zc_does_not_know(traced: Traced) -> None:
+    from torch._inductor import compile_fx
+
+    given = {name for kwargs in traced.kwargs.values() for name in kwargs}
+    declared = set(compile_fx._CompileFxKwargs.__annotations__)
+    assert given | declared <= KNOWN and {"static_input_idxs", "is_backward"} <= declared
+
+
+@contract("use_of_streams", "the operators of torch.ops.streams, control_deps around them or meta['custom']['stream']")
+def test_streams_of_the_program() -> None:
+    from torch._dynamo.variables.streams import StreamContextVariable
+    from torch._functorch._aot_autograd import streams
+    from torch._inductor.fx_passes.control_dependencies import control_deps
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    plain = graph.call_function(aten.sin.default, (x,))
+    record = graph.call_function(torch.ops.streams.record_event.default, (0, 3))
+    graph.output(graph.call_function(aten.cos.default, (plain,)))
+    assert [torch_private.use_of_streams(n) for n in (x, plain)] == [None, None]
+    assert torch_private.use_of_streams(record) == "streams.record_event.default"
+    # what Dynamo writes at a stream context, AOTAutograd reads: under the same key
+    assert '={"stream": self.get_stream().user_object_index}' in inspect.getsource(StreamContextVariable.__init__)
+    streams.set_stream(plain, 3)
+    assert streams.get_stream(plain) == 3 and torch_private.use_of_streams(plain) == "stream 3"
+    wrap = getattr(streams, "wrap_all_sync_nodes_with_control_deps", None)
+    if wrap is not None:  # since 2.13
+        plain.meta["val"] = torch.empty(())
+        wrap(gm := fx.GraphModule(nn.Module(), graph))
+        uses = {n.target: torch_private.use_of_streams(n) for n in gm.graph.nodes}
+        assert control_deps in uses and list(uses.values()).count("streams.record_event.default") == 1
+
+
+@contract("compile_id", "torch._guards.CompileContext")
+def test_compile_id(traced: Traced) -> None:
+    frame, times = traced.ids[0].split("/")
+    assert frame.isdigit() and times == "0"
+
+
+@contract("guard_identity", 'meta["grapharg"].source of placeholders or GuardBuilder.ID_MATCH')
+def test_another_instance_is_compiled_anew(traced: Traced) -> None:
+    before = len(traced.ids)
+    traced.model(torch.tensor([1, 2]))
+    assert len(traced.ids) == before and {*traced.names[0]} >= {"table.weight", "linear.weight", "linear.bias"}
+    params = dict(traced.model.named_parameters())
+    traced.model.linear = nn.Linear(4, 3)  # the same graph, other parameters
+    traced.model(torch.tensor([1, 2]))
+    assert len(traced.ids) == before + 1
+    traced.model.linear.weight, traced.model.linear.bias = params["linear.weight"], params["linear.bias"]
+
+
+@contract("input_index grad_of_index", 'AOTAutograd\'s descriptors in meta["desc"]')
+def test_descriptors(traced: Traced) -> None:
+    names = traced.names[0]
+    placeholders = [n for n in traced.graphs[False].graph.nodes if n.op == "placeholder"]
+    indices = [torch_private.input_index(n.meta.get("desc")) for n in placeholders]
+    assert [names[i] for i in indices if i is not None] == names, "the forward's inputs, in order"
+    descs = traced.graphs[True].graph.output_node().meta["desc"]
+    found = [torch_private.grad_of_index(desc) for desc in descs]
+    assert {names[i] for i in found if i is not None} == {"table.weight", "linear.weight", "linear.bias"}
+    assert torch_private.input_index(None) is None and torch_private.grad_of_index(None) is None
+
+
+@contract("donated_inputs apart_from_the_whole", "TracingContext.fw_metadata.bw_donated_idxs or output_strides")
+def test_donated_inputs(traced: Traced) -> None:
+    placeholders = [n for n in traced.graphs[True].graph.nodes if n.op == "placeholder"]
+    assert traced.donated and all(0 <= i < len(placeholders) for i in traced.donated), "activations, which die here"
+    assert traced.inside == [[99], None, traced.donated]
+    assert torch_private.donated_inputs() == [], "outside of a compilation"
+
+
+@contract("(the backend)", "the arguments cudagraphs and is_backward of compile_fx_inner")
+def test_arguments_of_inner_compile(traced: Traced) -> None:
+    for is_backward, kwargs in traced.kwargs.items():
+        asked = kwargs["cudagraphs"]
+        assert bool(kwargs.get("is_backward")) == is_backward
+        assert not bool(type(asked)(False)) and bool(type(asked)(True))
+
+
+@contract("(write_in_place)", "the operators that AOTAutograd makes of a backward")
+def test_operators_of_a_backward(traced: Traced) -> None:
+    targets = {n.target for n in traced.graphs[True].graph.nodes}
+    of_2_11 = {aten.index_put.default, aten._unsafe_index_put.default}  # and of 2.12, for an embedding
+    assert aten.mm.default in targets
+    assert targets & {aten._unsafe_masked_index_put_accumulate.default, *of_2_11}
+
+
+@contract("compile_inner", "compile_fx_inner, or the output's user_visible_output_idxs and original_output_strides")
+def test_inductor_on_one_graph(traced: Traced) -> None:
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        return torch_private.compile_graph(gm, inputs, inner)
+
+    def inner(gm: fx.GraphModule, example_inputs: list[Any], **kwargs: Any) -> Any:
+        compiled = torch_private.compile_inner(gm, example_inputs, **kwargs)
+
+        def run(args: list[Any]) -> Any:
+            found = compiled(args)
+            emptied.append(not args)
+            return found
+
+        return torch_private.boxed(run)
+
+    emptied: list[bool] = []
+    a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
+    with torch.no_grad():
+        found = torch.compile(torch.mm, backend=backend)(a, b)  # an extern kernel: no C++ is compiled
+    assert torch.equal(found, torch.mm(a, b)) and emptied == [True]
+    sources = "".join(inspect.getsource(import_module(f"torch._inductor.{name}")) for name in ("compile_fx", "graph"))
+    assert '"user_visible_output_idxs"' in sources and '"original_output_strides"' in sources, "nobody reads them"
+
+
+@contract("adopt_strides", "FakeTensorProp.propagate_dont_convert_inputs or detect_fake_mode")
+def test_values_learn_of_other_strides() -> None:
+    with FakeTensorMode() as mode:
+        x = torch.ones(2, 3, 4, 4)
+        gm = make_fx(lambda x: torch.relu(x) + 1)(x)
+        other = x.to(memory_format=torch.channels_last)
+        assert mode is not None
+        torch_private.adopt_strides(gm, [other])
+    values = [n.meta["val"] for n in gm.graph.nodes if n.op == "call_function"]
+    assert len(values) == 2 and all(v.stride() == other.stride() != x.stride() for v in values)

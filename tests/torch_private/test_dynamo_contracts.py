@@ -1,0 +1,107 @@
+"""What zc relies on in Dynamo's counters, guards and options, and in classes of checkpoints; contract.py says what a
+contract is."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract import contract
+from torch import Tensor, fx, nn
+
+from zc import torch_private
+
+pytestmark = pytest.mark.check
+
+
+@contract("graph_breaks", "torch._dynamo.utils.counters")
+def test_graph_breaks_are_counted() -> None:
+    def broken(x: Tensor) -> Tensor:
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x + 2
+
+    before = torch_private.graph_breaks()
+    torch.compile(broken, backend="eager")(torch.ones(2))
+    after = torch_private.graph_breaks()
+    assert sum(after.values()) > sum(before.values()) and any("graph_break" in reason for reason in after)
+
+
+@contract("guard_identity", "what Dynamo counts against recompile_limit, or the sources of parameters")
+def test_instances_of_one_class_are_no_recompiles() -> None:
+    """Dynamo compiles a function for more instances than its limit, which stays what it is, and other sizes of one
+    instance count as ever."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList([nn.Linear(2, 2)])
+
+        def forward(self, x: Tensor, scale: int = 1) -> Tensor:
+            return self.inner[0](x) * scale
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        names = [next((n for n, p in layer.named_parameters() if p is value), None) for value in inputs]
+        torch_private.guard_identity(gm, names)
+        compiled.append(layer)
+        return gm.forward
+
+    compiled: list[Layer] = []
+    call = torch.compile(Layer.forward, backend=backend, dynamic=False)
+    limit: int = torch._dynamo.config.recompile_limit
+    layers = [Layer() for _ in range(limit + 4)]
+    for layer in layers * 2:
+        call(layer, torch.ones(1, 2))
+    assert compiled == layers
+    layer = layers[-1]
+    for size in range(2, limit + 4):
+        call(layer, torch.ones(size, 2))
+    assert compiled.count(layer) == limit == torch._dynamo.config.recompile_limit
+
+
+@contract("global_state_check", "torch._C._dynamo.guards.GlobalStateGuard, or what it looks at")
+def test_global_state() -> None:
+    is_same = torch_private.global_state_check()
+    assert is_same()
+    with torch.no_grad():
+        assert not is_same()
+    with torch.autocast("cpu"):
+        assert not is_same()
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert not is_same()
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("medium")
+        assert not is_same()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision(precision)
+    assert is_same()
+
+
+@contract("inductor_options", "torch._TorchCompileInductorWrapper and its config")
+def test_options_of_inductor() -> None:
+    assert torch_private.inductor_options("default", None, None) == {}
+    assert torch_private.inductor_options("reduce-overhead", None, None)["triton.cudagraphs"]
+    assert torch_private.inductor_options(None, {"max-fusion-size": 7}, None) == {"max_fusion_size": 7}
+    for mode, options in (("fast", None), (None, {"no_such_option": 1}), (None, {"max_fusion_size": "7"})):
+        with pytest.raises(RuntimeError):
+            torch_private.inductor_options(mode, options, None)
+
+
+# --- what is private without a function of ours ---
+
+
+@contract("(zc.checkpoint.files)", "the classes of which DCP's metadata consists")
+def test_metadata_of_a_checkpoint(tmp_path: Path) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    from zc.checkpoint import files
+
+    dcp.save({"a": torch.ones(3), "b": {"c": 1}}, checkpoint_id=tmp_path, no_dist=True)
+    found = files._MetadataUnpickler(io.BytesIO((tmp_path / ".metadata").read_bytes())).load()
+    assert {"a", "b.c"} <= found.state_dict_metadata.keys()
