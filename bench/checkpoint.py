@@ -2,12 +2,14 @@
 
     python -m bench.checkpoint kill --kills 200 --out out/kill
     python -m bench.checkpoint jobs --runs 20 --out out/jobs
+    python -m bench.checkpoint ranks --kills 50 --out out/ranks
     python -m bench.checkpoint speed --gb 1 --out out/speed --csv bench/results/checkpoint.csv
 
 `kill`: two ranks save one checkpoint after the other (each third one asynchronously, keeping 3); both are killed with
 SIGKILL at a seeded random moment; what is then newest must load, on one rank, and must hold the state of its step.
 `jobs`: in each run two jobs of two ranks save the same three names at once, keeping 2, as a job that was given up does
 beside its restart; each name must become one job's, whole, and the other job must be refused.
+`ranks`: three ranks train, and one is killed (bench/rank_kills.py); the others must end with its name.
 `speed`: 2 ranks save and load a state of so many GB, against a plain sequential write (with fsync) and read of the same
 bytes by one process in the same run, in turns; the printed figures are medians over the rounds.
 """
@@ -32,6 +34,7 @@ from torch import nn
 import zc
 from bench.checkpoint_kills import RANKS, free_port, jobs, kill, set_state, start_group
 from bench.measure import device_name, peak_rss_nbytes, reset_peak_rss, versions
+from bench.rank_kills import kill_ranks
 from bench.report.rows import append, now
 
 
@@ -151,7 +154,7 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="bench.checkpoint", description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("kill", "jobs", "speed"))
+    parser.add_argument("what", choices=("kill", "jobs", "ranks", "speed"))
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--longest-s", type=float, default=1.0, help="longest time before a kill")
@@ -163,7 +166,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, required=True, help="a new folder, on the disk that is measured")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=False)
-    report = {"kill": kill, "jobs": jobs, "speed": speed}[args.what](args)
+    report = {"kill": kill, "jobs": jobs, "ranks": kill_ranks, "speed": speed}[args.what](args)
     (args.out / f"{args.what}.json").write_text(json.dumps(report, indent=1))
     for name, value in report.items():
         print(f"{name:28} {value:.3f}" if isinstance(value, float) else f"{name:28} {value:,}")

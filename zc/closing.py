@@ -44,6 +44,7 @@ def close(model: nn.Module) -> None:
     runtime = held.runtime
     try:
         with contextlib.suppress(ZcError):  # of a step that was given up
+            runtime.clear(set_to_none=True)  # of a backward that raised here, others wait for the agreed reductions
             runtime.streams.synchronize()
             runtime.weights.synchronize()
         runtime.group.close()

@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from torch import nn
 
+import zc
+from zc import torch_private
 from zc.errors import PlanError
 from zc.ranks import topology
 from zc.ranks.comm import Group
@@ -37,11 +40,14 @@ def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: b
         asked: list[int] = []
         patch.setattr(topology, "let_siblings_read", lambda: asked.append(rank))
 
+        nothing = type("Done", (), {"wait": lambda self: None})()
+
         def recorder(name: str) -> Any:
-            def call(*args: Any, group: Any = None, **kwargs: Any) -> None:
+            def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
                 used[name] = group
                 if name == "all_to_all_single":
                     sent_from.update(arg.device for arg in args if isinstance(arg, torch.Tensor))
+                return nothing
 
             return call
 
@@ -53,8 +59,7 @@ def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: b
             default.bound_device_id = None
         for name in (*COLLECTIVES, *(next(n for n in names if hasattr(dist, n)) for names in RENAMED)):
             patch.setattr(dist, name, recorder(name))
-        patch.setattr(ranks, "_watched_data", lambda work, entry: nothing)
-        nothing = type("Done", (), {"wait": lambda self: None})()
+        patch.setattr(ranks, "_data_work", lambda work, entry: nothing)
         out, rows = torch.zeros(4), torch.ones(4)
         ranks.all_to_all(out, rows, 0)
         ranks.reduce_scatter(out[:2], rows, 0)
@@ -108,3 +113,29 @@ def _refused(rank: int, world_size: int) -> str:
 def test_a_group_without_a_backend_for_the_device_is_refused() -> None:
     for found in run_ranks(_refused, 2):
         assert "parameters are on cuda, for whose tensors the process group has no backend: it has cpu:gloo" in found
+
+
+def _timeouts(rank: int, world_size: int) -> list[float]:
+    """Job: of a program's NCCL group, made without a timeout and with one; and of a compiled model on gloo."""
+    timeouts = []
+    with pytest.MonkeyPatch.context() as patch:
+        nccl.install(patch)
+        patch.delenv("ZC_RANK_TIMEOUT", raising=False)
+        model = nn.Linear(4, 4)
+        zc.compile(model, torch.optim.SGD(model.parameters()), backend="eager")
+        runtime = zc.registry.sharded(model).runtime
+        assert runtime.group.journal.store.underlying_store is not torch_private.default_store()
+        assert runtime.notes == []
+        for timeout, backend in ((None, "nccl"), (timedelta(minutes=3), "cpu:gloo,cuda:nccl")):
+            ranks = Group(dist.new_group([0, 1], timeout=timeout, backend=backend))
+            ranks.open_data(torch.device("cuda"))
+            ranks.watch(runtime.plan)
+            timeouts.append(ranks.journal.timeout)
+            ranks.close()
+        given = torch_private.timeout_of(dist.group.WORLD, "cpu")
+        assert given is not None and runtime.group.journal.timeout == given.total_seconds()
+    return timeouts
+
+
+def test_a_group_on_nccl_has_its_timeout() -> None:
+    assert run_ranks(_timeouts, 2) == [[600, 180]] * 2

@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import run_ranks
 from torch import Tensor, nn
-from training_runs import Run, environment, zc_weights
+from training_runs import Run, environment, message_of, zc_weights
 
 import zc
 from zc.ranks import memory, topology
@@ -114,3 +114,30 @@ def test_where_it_is_refused_all_ranks_send_messages(how: str, says: str) -> Non
     for plan, notes, _ in run_ranks(_ways, 2, 1, how):
         assert "1 host of 2; reductions: messages; gathers of weights: messages" in plan
         assert "don't read each other's memory" in notes and says in notes
+
+
+def _refused_later(rank: int, world_size: int) -> tuple[str, str]:
+    """Job: from the second step on the kernel refuses rank 1's reads, as a policy that a container gets does."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, backend="eager")
+
+    def run() -> None:
+        for step in range(3):
+            if rank == 1 and step == 1:
+                memory.Reader.read_into = _forbidden  # type: ignore[method-assign]
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    try:
+        return message_of(run)
+    finally:
+        memory.Reader.read_into = _READ  # type: ignore[method-assign]
+
+
+def test_a_refusal_in_the_middle_of_a_run_is_named_on_every_rank() -> None:
+    """It was a plain RuntimeError on one rank, and a lost rank without the reason on the other."""
+    found = run_ranks(_refused_later, 2)
+    assert found[0] == found[1] and found[0][0] == "RankLostError", found
+    assert "the memory of rank 0 can't be read by rank 1" in found[0][1] and "ZC_HOST_MEMORY=0" in found[0][1]

@@ -94,6 +94,10 @@ def differ(rank: int, world_size: int, what: str, stage: int, backend: str, opti
                     zc.clip_grad_norm_(model, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+        elif what == "another model":
+            second, _ = compiled(stage, backend, patience=4, **options)
+            for each in (second, model) if other else (second, second, model):
+                task_loss(each, 0).backward()
         elif what == "another norm":  # by messages it goes through: the sum of one with the largest of another, no norm
             for _ in range(2):
                 task_loss(model, 0).backward()
@@ -111,7 +115,8 @@ DIFFERENCES = [
     ("a backward that raises", 2, "eager", {}, ["some rank has cleared its gradients"]),
     ("a batch less", 2, "eager", {}, ["torch.distributed.barrier", "test_rank_differences.py", "zc.join"]),
     ("a backward behind the boundary", 1, "eager", {}, ["reduce buckets", "norms of gradients"]),
-    ("no clipping", 1, "eager", {}, ["the sum over ranks of", "norms", "gather weights"]),
+    ("no clipping", 1, "eager", {}, ["the sum over ranks of", "norms", "gather weights", "clip_grad_norm_, reads of"]),
+    ("another model", 2, "eager", {}, ["(of model 1)", "(of model 2)", "the same backwards and updates, in one order"]),
     ("another norm", 2, "eager", {}, ["the largest over ranks of", "the sum over ranks of"]),
 ]
 
@@ -261,3 +266,33 @@ def test_a_rank_that_dies_is_named() -> None:
     with pytest.raises(RanksFailed) as raised:
         run_ranks(dies, 2, timeout=90)
     assert "RankLostError" in raised.value.errors[0] and "rank 1 has not answered" in raised.value.errors[0]
+
+
+def comes_never(rank: int, world_size: int, how: str) -> Seen:
+    """Job: rank 1 ends before its zc.compile, in the middle of it, or does something else for longer than the limit."""
+    started = time.monotonic()
+    if rank == 1 and how == "ends":
+        os._exit(3)
+    if rank == 1 and how == "ends inside":
+        zc.prepare.torch_private.own_storage = lambda place: os._exit(3)
+    if rank == 1 and how == "stays away":
+        time.sleep(8)
+        return "", "", 0.0
+    kind, text = message_of(lambda: compiled(2, "eager", patience=3))
+    if how != "stays away":
+        raise AssertionError(f"{kind} after {time.monotonic() - started:.0f} s: {text}")
+    return kind, text, time.monotonic() - started
+
+
+@pytest.mark.parametrize("how", ["ends", "ends inside", "stays away"])
+def test_a_rank_that_never_comes_to_compile_is_named(how: str) -> None:
+    """The others waited for torch's default of 30 minutes, whatever timeout was set."""
+    if how == "stays away":
+        kind, text, seconds = run_ranks(comes_never, 2, how, timeout=60)[0]
+        assert kind == "RankLostError" and "rank 1 has not answered for" in text and seconds < LIMIT_S, (kind, text)
+        assert "zc.compile" in text
+        return
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(comes_never, 2, how, timeout=60)
+    error = raised.value.errors[0]
+    assert "RankLostError after" in error and "rank 1 has not answered" in error, error

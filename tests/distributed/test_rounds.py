@@ -14,7 +14,7 @@ from training_runs import sgd
 
 import zc
 from zc.ranks.agreement import Agreement
-from zc.ranks.journal import FOLD, Journal
+from zc.ranks.journal import FOLD, Record
 
 STEPS = 3
 
@@ -59,7 +59,7 @@ def test_one_announcement_a_backward(make: Any, backend: str) -> None:
 def test_the_journal_of_a_loop_that_never_steps_does_not_grow() -> None:
     """Ranks fold at the same entries, so checksums of the same exchanges are the same, and a difference in one that was
     folded is still seen."""
-    mine, theirs, other = Journal(0, []), Journal(0, []), Journal(0, [])
+    mine, theirs, other = Record(0, []), Record(0, []), Record(0, [])
     for k in range(5 * FOLD):
         entry = ("reduce", k % 7)
         mine = mine.with_entry(entry)

@@ -15,7 +15,7 @@ from training_runs import message_of
 from two_optimizers import CASE, MAKE, Loop, WideMuon, on_ranks, reference, split, torch_muon
 
 import zc
-from zc.ranks.works import Several
+from zc.ranks.work import Work
 from zc.registry import sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -211,7 +211,7 @@ def _nothing_moves(rank: int, world_size: int, stage: int, fault: str) -> float:
                     for source, piece in received:
                         if source != self.rank:
                             piece.mul_(1.01)
-                    return Several([])  # gloo's receive can be waited for once
+                    return Work(what)  # gloo's receive can be waited for once
                 return done
 
             zc.ranks.comm.Group.exchange = broken  # type: ignore[method-assign]

@@ -8,54 +8,23 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
-import nccl
 import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
 from torch import nn
+from watched import Shelf, watch_of
 
 import zc
 from zc import torch_private
 from zc.ranks import process, watch
-from zc.ranks.comm import Group
 from zc.ranks.control import patience
-from zc.ranks.watch import RankCheck
-
-
-class Shelf:
-    """A store."""
-
-    def __init__(self) -> None:
-        self.items: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.items[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self.items[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.items for key in keys)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self.items.setdefault(key, desired).encode()
-
-    def delete_key(self, key: str) -> bool:
-        return self.items.pop(key, None) is not None
-
-
-class Never:
-    """An exchange that other ranks do not come to."""
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        raise RuntimeError("timed out")
-
-    def is_completed(self) -> bool:
-        return False
+from zc.ranks.journal import Journal, Wait
 
 
 class Waiting:
@@ -64,44 +33,79 @@ class Waiting:
     def __init__(self, patch: pytest.MonkeyPatch, timeout: float) -> None:
         self.now = 1000.0
         patch.setattr(watch.time, "monotonic", lambda: self.now)
-        patch.setattr(watch.threading, "Thread", _NoThread)
         self.store = Shelf()
-        self.check = RankCheck(0, 4, self.store, str, timeout)
-        self.check._waits[1] = ("reduce", 0), self.now
+        self.watch = watch_of(self.store)
+        self.journal = Journal(self.watch, range(4), 1, timeout)
+        self.journal.waits[1] = Wait(("reduce", 0), self.now, False)
 
-    def goes_on(self, seconds: int, answer: tuple[int, ...]) -> str | None:
+    def publish(self, rank: int, *waits: object, **more: object) -> None:
+        state = {"beat": self.now, "records": {self.journal.name: [0, [], 0, 0]}, "newest": {}, "waits": waits, **more}
+        self.store.set(f"state/{rank}", json.dumps(state))
+
+    def verdict(self, seconds: int, answer: tuple[int, ...]) -> str | None:
         for _ in range(seconds):
             self.now += 1
             for rank in answer:
-                state = {"beat": self.now, "epoch": 0, "journal": [[], 0, 0], "waits": {}, "elsewhere": None}
-                self.store.set(f"state/{rank}", json.dumps(state))
-            self.check.look()
-            if self.check.has_failed:
-                return str(self.check.error())
+                self.publish(rank)
+            self.watch.tick()
+            if self.journal.has_failed:
+                return f"{type(self.journal.error()).__name__}: {self.journal.error()}"
         return None
-
-
-class _NoThread:
-    def __init__(self, **options: object) -> None: ...
-
-    def start(self) -> None: ...
 
 
 def test_a_rank_that_can_not_answer_for_minutes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = Waiting(monkeypatch, timeout=600)
-    assert waiting.goes_on(30, answer=(1, 2, 3)) is None
-    assert waiting.goes_on(590, answer=(1, 3)) is None
-    assert waiting.goes_on(3, answer=(1, 2, 3)) is None
-    assert "rank 2 has not answered for 601 s" in str(waiting.goes_on(700, answer=(1, 3)))
+    assert waiting.verdict(30, answer=(1, 2, 3)) is None
+    assert waiting.verdict(590, answer=(1, 3)) is None
+    assert waiting.verdict(3, answer=(1, 2, 3)) is None
+    assert "rank 2 has not answered for 601 s" in str(waiting.verdict(700, answer=(1, 3)))
 
 
 def test_a_broken_connection_names_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them: of a rank that was killed and one that keeps Python's lock nobody knows which is which."""
     waiting = Waiting(monkeypatch, timeout=600)
-    assert waiting.goes_on(5, answer=(1, 2, 3)) is None
-    waiting.check._network_error = "connection reset by peer"
-    found = str(waiting.goes_on(20, answer=(2,)))
-    assert "ranks 1, 3 have not answered for 7 s" in found and "connection reset by peer" in found
+    assert waiting.verdict(5, answer=(1, 2, 3)) is None
+    waiting.journal.network_error = "connection reset by peer"
+    text = str(waiting.verdict(20, answer=(2,)))
+    assert "ranks 1, 3 have not answered for 7 s" in text and "connection reset by peer" in text
+
+
+def test_a_rank_that_has_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program came to its end, one raised, one has closed its model and trains another."""
+    for left, answer, words in (
+        ("its program came to its end", (1, 3), "(its program came to its end), and rank 0 waits"),
+        ("its program raised KeyError: 3", (1, 3), "its program raised KeyError: 3"),
+        (None, (1, 2, 3), "(it closed or dropped its compiled model)"),
+    ):
+        waiting = Waiting(monkeypatch, timeout=600)
+        if left is None:
+            waiting.publish = lambda rank, plain=waiting.publish: plain(  # type: ignore[misc]
+                rank, **({"records": {}, "newest": {"0_1_2_3": 1}} if rank == 2 else {})
+            )
+        else:
+            waiting.store.set("left/2", left)
+        text = str(waiting.verdict(20, answer=answer))
+        assert "RankLostError: rank 2 has not answered for 7 s" in text and words in text, text
+        assert ("zc.join" in text) == ("raised" not in text)
+
+
+def test_a_rank_that_is_late_for_the_second_model_has_not_closed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting(monkeypatch, timeout=600)
+    second = Journal(waiting.watch, range(4), 2, 600)
+    second.waits[2] = waiting.journal.waits.pop(1)
+    waiting.publish = lambda rank, plain=waiting.publish: plain(rank, newest={"0_1_2_3": 1})  # type: ignore[misc]
+    assert waiting.verdict(500, answer=(1, 2, 3)) is None and not second.has_failed
+
+
+def test_the_farewell_says_how_the_program_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = {"its program came to its end": None, "its program raised ValueError: odd": ValueError("odd")}
+    for words, error in ends.items():
+        store = Shelf()
+        ending = watch.Watch(3, store)
+        monkeypatch.setattr(watch, "_WATCHES", {None: weakref.ref(ending)})
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+        watch._say_farewell()
+        assert store.items["left/3"] == words
 
 
 def test_ranks_that_all_stand_are_named_before_the_groups_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,12 +113,73 @@ def test_ranks_that_all_stand_are_named_before_the_groups_timeout(monkeypatch: p
     for second in range(40):
         waiting.now += 1
         for rank in (1, 2, 3):
-            waits = {f"exchange {rank}": second + 1.0}
-            state = {"beat": second, "epoch": 0, "journal": [[], 0, 0], "waits": waits, "elsewhere": None}
-            waiting.store.set(f"state/{rank}", json.dumps(state))
-        waiting.check.look()
-        assert waiting.check.has_failed == (second >= 20), second
-    assert "out of step, for 20 s" in str(waiting.check.error())
+            waiting.publish(rank, [waiting.journal.name, f"exchange {rank}", second + 1.0, False])
+        waiting.watch.tick()
+        assert waiting.journal.has_failed == (second >= 20), second
+    text = str(waiting.journal.error())
+    assert "out of step, for 20 s" in text and text.count("rank 2 stands in exchange 2") == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "words", "others"),
+    [
+        (["0_1_2_3/1", "saving here", True], ["Every rank must make this call, or none: saving here"], ["zc.join"]),
+        (["", "torch.distributed.all_reduce (a.py:1)", True], ["must make this call, or none: torch", "zc.join"], []),
+        (["0_1_2_3/1", "end a backward", False], ["the same backwards and updates", "zc.join"], ["this call"]),
+    ],
+)
+def test_the_advice_is_for_what_ranks_stand_in(
+    place: list[object], words: list[str], others: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = Waiting(monkeypatch, timeout=5)
+    waiting.publish = lambda rank, plain=waiting.publish: plain(rank, [*place[:2], 6.0, place[2]])  # type: ignore[misc]
+    text = str(waiting.verdict(20, answer=(1, 2, 3)))
+    assert all(word in text for word in words) and not any(word in text for word in others), text
+
+
+def test_two_models_whose_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits in model 1, the others in model 2: each model's own waits look like those of late ranks."""
+    waiting = Waiting(monkeypatch, timeout=5)
+    second = Journal(waiting.watch, range(4), 2, 5)
+    for _ in range(10):
+        waiting.now += 1
+        for rank in (1, 2, 3):
+            waiting.publish(rank, [second.name, "reduce", waiting.now - 1000, False])
+        waiting.watch.tick()
+    text = str(waiting.journal.error())
+    assert "rank 0 stands in ('reduce', 0) (of model 1)" in text and "rank 3 stands in reduce (of model 2)" in text
+    assert second.has_failed and str(second.error()) == text
+
+
+def test_ranks_that_wait_for_one_that_computes_are_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 waits in a model that it has with rank 7 alone, which answers and waits for nobody."""
+    waiting = Waiting(monkeypatch, timeout=5)
+    for _ in range(60):
+        waiting.now += 1
+        waiting.publish(1, ["1_7/1", "reduce", waiting.now - 1000, False])
+        waiting.publish(2, [waiting.journal.name, "another", waiting.now - 1000, False])
+        waiting.publish(3, [waiting.journal.name, "another", waiting.now - 1000, False])
+        waiting.publish(7)
+        waiting.watch.tick()
+    assert not waiting.journal.has_failed
+
+
+@pytest.mark.parametrize(
+    ("failure", "seconds"), [(dist.DistNetworkError("reset"), 6), (KeyError("state"), 30), (ValueError("json"), 30)]
+)
+def test_a_watch_that_can_not_look_ends_no_run_before_its_patience(
+    failure: Exception, seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that does not answer once is asked again; a fault of the watch's own ends a wait by the timeout only."""
+    waiting = Waiting(monkeypatch, timeout=30)
+    for _ in range(3):  # for a moment
+        waiting.store.failure = failure
+        assert waiting.verdict(5, answer=()) is None
+        waiting.store.failure = None
+        assert waiting.verdict(2, answer=(1, 2, 3)) is None
+    waiting.store.failure = failure
+    assert waiting.verdict(seconds, answer=()) is None
+    assert ("the store that the ranks share is gone" if seconds == 6 else "the watch") in str(waiting.verdict(1, ()))
 
 
 def test_the_timeout_is_the_environments_or_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,45 +189,18 @@ def test_the_timeout_is_the_environments_or_the_groups(monkeypatch: pytest.Monke
     assert patience(timedelta(seconds=90)) == 7
 
 
-def _timeouts(rank: int, world_size: int) -> list[float]:
-    """Job: of a program's NCCL group, made without a timeout and with one; and of a compiled model on gloo."""
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        nccl.install(patch)
-        patch.delenv("ZC_RANK_TIMEOUT", raising=False)
-        model = nn.Linear(4, 4)
-        zc.compile(model, torch.optim.SGD(model.parameters()), backend="eager")
-        runtime = zc.registry.sharded(model).runtime
-        assert runtime.group.check._store.underlying_store is not torch_private.default_store()
-        assert runtime.notes == []
-        for timeout, backend in ((None, "nccl"), (timedelta(minutes=3), "cpu:gloo,cuda:nccl")):
-            ranks = Group(dist.new_group([0, 1], timeout=timeout, backend=backend))
-            ranks.open_data(torch.device("cuda"))
-            ranks.watch(runtime.plan, torch_private.own_store()[0])
-            found.append(ranks.check.timeout)
-            ranks.close()
-        given = torch_private.timeout_of(dist.group.WORLD, "cpu")
-        assert given is not None and runtime.group.check.timeout == given.total_seconds()
-    return found
-
-
-def test_a_group_on_nccl_has_its_timeout() -> None:
-    assert run_ranks(_timeouts, 2) == [[600, 180]] * 2
-
-
 def test_the_watch_looks_while_the_program_waits_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client of the store is one connection: its next call waits until this one is answered."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(torch_private, "default_store", lambda: server)
     own, is_own = torch_private.own_store()
-    check = RankCheck(0, 2, dist.PrefixStore("zc", own), str, 600)
-    check.close()
+    with mock.patch.object(watch.threading, "Thread"):
+        waiting = Journal(watch.Watch(0, dist.PrefixStore("zc", own)), range(2), 1, 600)
     looked = threading.Event()
     waiter = threading.Thread(target=server.wait, args=(["a key"], timedelta(seconds=60)), daemon=True)
     waiter.start()
-    while not check._waits:
-        check._waits[1] = ("reduce", 0), 0.0  # for long
-    watcher = threading.Thread(target=lambda: (check.look(), looked.set()), daemon=True)
+    waiting.waits[1] = Wait(("reduce", 0), 0.0, False)  # for long
+    watcher = threading.Thread(target=lambda: (waiting._watch.look(), looked.set()), daemon=True)
     watcher.start()
     assert looked.wait(90) and waiter.is_alive() and is_own
     dist.TCPStore("127.0.0.1", server.port, is_master=False).set("a key", "")

@@ -9,58 +9,19 @@ from __future__ import annotations
 
 import atexit
 import secrets
-import threading
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from zc.errors import CheckpointError, ZcError
+from zc.ranks.work import Call
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
-
-
-class Call:
-    """``run()`` in a thread of its own: a work that can be waited for with a timeout, as zc/ranks/watch.py does."""
-
-    def __init__(self, run: Callable[[], Any], device: torch.device) -> None:
-        self._done = threading.Event()
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, args=(run, device), name="zc checkpoint", daemon=True)
-        self._thread.start()
-
-    def _work(self, run: Callable[[], Any], device: torch.device) -> None:
-        try:
-            if device.type != "cpu":
-                torch.accelerator.set_device_index(device)  # a thread begins on device 0
-            self._result = run()
-        except BaseException as error:  # noqa: BLE001  (DCP's is none of Exception; whoever waits raises it)
-            self._error = error
-        self._done.set()
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Raises an error of the network. Whatever else went wrong `result` raises: it concerns this rank alone."""
-        if not self._done.wait(timeout.total_seconds() if timeout is not None else None):
-            raise RuntimeError("timed out")
-        # it lets go of tensors on its way out: in C++, at the process's end, that would abort (zc/engine/streams.py)
-        self._thread.join()
-        if isinstance(self._error, RuntimeError) and not isinstance(self._error, ZcError):
-            raise self._error
-
-    def is_completed(self) -> bool:
-        return self._done.is_set()
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._result
 
 
 class Channel:
@@ -69,8 +30,8 @@ class Channel:
     def __init__(self, held: ShardedModel) -> None:
         self.group, self._device = held.runtime.group, held.runtime.plan.buckets[0].device
         self.pending: Saving | None = None  # of which not every rank knows the outcome yet
-        what = "opening the process group for checkpoints"
-        self.data = self.call(what, self.group.new_group) if self.group.world_size > 1 else None
+        what = "the first zc.save, zc.load or zc.full_optimizer_state of this model"
+        self.data = self.group.new_group(what) if self.group.world_size > 1 else None
         self.job: str = self.share(what, secrets.token_hex(8))[0]  # whose unfinished folders are this model's
 
     @property
@@ -86,15 +47,15 @@ class Channel:
 
     def wait(self, call: Call, what: str) -> None:
         """Raises RankLostError where a rank that ``call`` waits for is gone; ``what`` says what this rank did."""
-        check = self.group.check
-        if check is None:
-            call.wait()
+        journal = self.group.journal
+        if journal is None:
+            call()
             return
-        exposed_s = check.exposed_s
+        exposed_s = journal.exposed_s
         try:
-            check.wait(call, what, interruptible=True)
+            journal.wait(call, what, is_call=True)
         finally:
-            check.exposed_s = exposed_s  # no part of a training step
+            journal.exposed_s = exposed_s  # no part of a training step
 
     def call(self, what: str, run: Callable[[], Any]) -> Any:
         """``run()``, which waits for other ranks."""

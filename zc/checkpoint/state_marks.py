@@ -57,15 +57,15 @@ def _install(held: ShardedModel, one: ShardedOptimizer) -> None:
             )
 
     def take(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        check = held.runtime.group.check
+        journal = held.runtime.group.journal
         held.runtime.streams.synchronize()  # what it launched stands before this in every rank's journal
         taken = False
         try:
             found = _fitting(held, one, state)
             taken = True
         finally:
-            if check is not None:
-                check.enter(LOADED, int(taken))
+            if journal is not None:
+                journal.enter(LOADED, int(taken))
         return found
 
     one.optimizer.register_state_dict_post_hook(mark)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from zc.engine.listener import Listener
 from zc.errors import RankMismatchError
-from zc.ranks.watch import Work
+from zc.ranks.work import Work
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
@@ -112,8 +112,8 @@ class BufferSync(Listener):
         if not self._is_sent or model is None or group.rank == 0:
             return
         if int(head[2]) != nbytes:
-            assert group.check is not None, "there are several ranks"
-            raise group.check.fail(
+            assert group.journal is not None, "there are several ranks"
+            raise group.journal.fail(
                 RankMismatchError,
                 f"rank 0's buffers have {int(head[2]):,} bytes, those of rank {group.rank} {nbytes:,}"
                 f"{self._changed(model)}: buffers must have the same shapes on all ranks before a forward, or call "

@@ -25,7 +25,7 @@ from zc.schedule.buffer import Buffer
 
 if TYPE_CHECKING:
     from zc.ranks.comm import Group
-    from zc.ranks.watch import Work
+    from zc.ranks.work import Work
 
 
 class Acc(enum.Enum):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zc.engine.buffers import Buffers
     from zc.planning.plan import Plan
     from zc.ranks.comm import Group
-    from zc.ranks.watch import Work
+    from zc.ranks.work import Work
 
 REDUCE, GATHER = EXCHANGES[:2]
 SUMS = EXCHANGES[-1]

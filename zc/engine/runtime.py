@@ -65,15 +65,14 @@ class Runtime(Core):
         super().__init__(config, plan, buffers, group, streams, params)
         self.ops.on_deposit = self._keep
         if group.world_size > 1:
-            store, is_own = torch_private.own_store()
-            group.watch(plan, store)
-            if not is_own:
+            has_own_connection = group.watch(plan)
+            if not has_own_connection:
                 self.say_once(
-                    f"a {type(store).__name__} can't be connected to twice: while the program waits for a key of it, "
-                    "the watch for lost ranks stands still, too"
+                    f"a {type(torch_private.default_store()).__name__} can't be connected to twice: while the program "
+                    "waits for a key of it, the watch for lost ranks waits, too"
                 )
-        if group.check is not None and isinstance(streams, ThreadStreams):
-            streams.wait_for = group.check.wait_event  # a stream's thread may wait for a rank that never comes
+        if group.journal is not None and isinstance(streams, ThreadStreams):
+            streams.wait_for = group.journal.wait_event  # a stream's thread may wait for a rank that never comes
         self.agreement = Agreement(group)
         self.rounds = Rounds(plan, self.ops, self.agreement)
         self.flushes = Flushes(self.passes, self.ops)
@@ -97,8 +96,8 @@ class Runtime(Core):
         self.ops.grow(plan)
         self.plan = plan
         self.rounds.grow(plan)
-        if self.group.check is not None:
-            self.group.check.describe = plan.describe_exchange
+        if self.group.journal is not None:
+            self.group.journal.describe = plan.describe_exchange
         self.params.update(params)
         self._install_hooks(added)
 
@@ -210,8 +209,8 @@ class Runtime(Core):
 
     def _cut_short(self) -> None:
         """Reduces what all ranks have agreed to reduce in a backward that did not end on this one: others wait."""
-        check = self.group.check
-        if self.rounds.is_open and check is not None and not check.has_failed:
+        journal = self.group.journal
+        if self.rounds.is_open and journal is not None and not journal.has_failed:
             self.streams.join_home()  # each reduction that was issued has begun, and is counted
             self._reduce_kept(self.rounds.cut_short(), is_final=self.is_boundary)
 
@@ -375,9 +374,9 @@ class Runtime(Core):
         if is_first and not others <= self._updated:
             return
         self._updated.clear()
-        check, exposed_s = self.group.check, None
-        if check is not None and isinstance(self.streams, ThreadStreams):  # elsewhere the device waits, not the host
-            exposed_s, check.exposed_s = check.exposed_s, 0.0
+        journal, exposed_s = self.group.journal, None
+        if journal is not None and isinstance(self.streams, ThreadStreams):  # elsewhere the device waits, not the host
+            exposed_s, journal.exposed_s = journal.exposed_s, 0.0
         self.ledger.close_step(exposed_s, self.group.take_nbytes_sent(), self.agreement.take_waits())
         self.say_rest()
         log.debug("step %d is done", self.ledger.num_steps)

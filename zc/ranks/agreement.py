@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from zc.ranks.comm import Group
-from zc.ranks.watch import Work
+from zc.ranks.work import Work
 
 Waits = dict[str, list[float]]  # where -> seconds of each
 BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
@@ -43,8 +43,8 @@ class Announcement:
     """
 
     def __init__(self, agreement: Agreement, number: int, what: str, flags: Sequence[int], shown: int = 0) -> None:
-        check, world_size = agreement.group.check, agreement.group.world_size
-        journal = check.checksum() if check is not None and what == BOUNDARY else 0
+        record, world_size = agreement.group.journal, agreement.group.world_size
+        journal = record.checksum() if record is not None and what == BOUNDARY else 0
         held = zlib.crc32(repr(sorted(agreement.held.items())).encode())
         label = f"{agreement.num_cleared}: {what}" if what != BOUNDARY else what
         head = _HEAD.pack(zlib.crc32(label.encode()), journal, held, shown, what in (BOUNDARY, END))
@@ -169,10 +169,10 @@ class Agreement:
     def _compare_journals(self, boundary: Announcement) -> None:
         """Raises RankMismatchError on every rank where an exchange went through that was not everyone's: a norm here,
         a largest value there (zc/ranks/watch.py)."""
-        check = self.group.check
-        if check is None:
+        journal = self.group.journal
+        if journal is None:
             return
         if not boundary.has_one_past():
             so = "Let every rank make the same calls between two updates (norms, step, loading of states), in one order"
-            self.group.same_everywhere("what was exchanged since the last update", check.lines(), so)
-        check.agreed()
+            self.group.same_everywhere("what was exchanged since the last update", journal.lines(), so)
+        journal.agreed()

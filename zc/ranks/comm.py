@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +19,12 @@ from torch import Tensor
 
 from zc import torch_private
 from zc.errors import PlanError
-from zc.planning.plan import Plan
 from zc.planning.topology import flat
 from zc.ranks.control import Control, backend_of, host_backend
 from zc.ranks.journal import EXCHANGES, Entry
 from zc.ranks.neighbours import Neighbours
 from zc.ranks.pieces import joined, keep_own, lengths
-from zc.ranks.watch import Work
-from zc.ranks.works import Several, issued
+from zc.ranks.work import Work, collective, messages
 
 
 def _all_gather() -> Any:
@@ -35,17 +32,19 @@ def _all_gather() -> Any:
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _each(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
-
-
 class Group(Control):
     """The same ranks, with the exchanges of gradients and weights. Those of a mesh of two dimensions are `split`: what
     all ranks tell each other goes on among all."""
 
-    def __init__(self, group: dist.ProcessGroup | None, *, is_near: bool = True, reads_memory: bool = True) -> None:
-        super().__init__(group, is_near=is_near, reads_memory=reads_memory)
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        is_near: bool = True,
+        reads_memory: bool = True,
+        whole: Control | None = None,
+    ) -> None:
+        super().__init__(group, is_near=is_near, reads_memory=reads_memory, whole=whole)
         self._shard: Group | None = None
         self.replicas: Group | None = None  # the ranks that have this one's shard; None: nobody else has it
         self.data: dist.ProcessGroup | None = None
@@ -65,16 +64,15 @@ class Group(Control):
 
     def split(self, shard: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
         """Into rows and columns of a mesh. Every rank calls it."""
-        self._shard = Group(shard, reads_memory=self._may_read_memory)
-        self.replicas = Group(replicas, is_near=False)
-        self._shard._is_all = self.replicas._is_all = False
+        self._shard = Group(shard, reads_memory=self._may_read_memory, whole=self)
+        self.replicas = Group(replicas, is_near=False, whole=self)
         self.replicas._between = ", between replicas"
         # else it follows what the ranks of `shard` exchange, on another stream: one journal has no order of the two
         self.replicas._keeps_journal = self._shard.world_size == 1
-        found = self._gather_objects(str(self._shard.topology))
+        topologies = self._gather_objects(str(self._shard.topology))
         # all ranks have one plan, and replicas one order of summation; a plan has two levels, and with replicas both
-        if len(set(found)) > 1 or self._shard.topology.has_levels:
-            self._shard.leave_memory(f"the ranks of `shard` lie on {' or '.join(dict.fromkeys(found))}")
+        if len(set(topologies)) > 1 or self._shard.topology.has_levels:
+            self._shard.leave_memory(f"the ranks of `shard` lie on {' or '.join(dict.fromkeys(topologies))}")
 
     def leave_memory(self, why: str) -> None:
         """These ranks send messages, each to each."""
@@ -87,21 +85,11 @@ class Group(Control):
     def _parts(self) -> list[Group]:
         return [group for group in (self._shard, self.replicas) if group is not None]
 
-    def watch(self, plan: Plan, store: Any) -> None:
-        super().watch(plan, store)
-        if self.check is None or not self._parts:
-            return
-        abandons = [group._groups.abandon for group in (self, *self._parts) if group._groups is not None]
-        self.check.on_failure = partial(_each, abandons)
-        for group in self._parts:
-            group.check = self.check
-            group._watch_links()
-
     def take_nbytes_sent(self) -> Counter[str]:
         return sum((group.take_nbytes_sent() for group in self._parts), super().take_nbytes_sent())
 
     def close(self) -> None:
-        for group in self._parts:  # under the watch, which closes with the ranks that have it
+        for group in self._parts:  # before the journal that covers them
             group.close()
         super().close()
         self.data, self._by_memory = None, False
@@ -118,70 +106,71 @@ class Group(Control):
             self.timeout = torch_private.timeout_of(given, device.type)
             backend = host_backend(given)
             if device.type != "cpu":
-                found = backend_of(given, device.type)
-                if found is None:
+                device_backend = backend_of(given, device.type)
+                if device_backend is None:
                     raise PlanError(
                         f"parameters are on {device}, for whose tensors the process group has no backend: it has "
                         f"{dist.get_backend_config(given)}"
                     )
-                backend = found
+                backend = device_backend
             if device.type == "cpu":
-                self.data = self._groups.new(backend)
+                self.data = self._new_group(backend)
             else:
-                self.data = self._groups.new(backend, self.timeout, like=given, device=device)
+                self.data = self._new_group(backend, self.timeout, like=given, device=device)
             self._by_memory = device.type == "cpu" and self._all_near is not None
             self._by_pairs = device.type == "cpu" and backend == "gloo"
             # gloo blocks the host for a GPU's tensors too. Others make the current stream wait; with a timeout, which a
             # watched wait has, NCCL's work blocks the host until it is done (ProcessGroupNCCL.hpp, torch 2.11)
             self._waits_on_stream = device.type != "cpu" and backend != "gloo"
 
-    def _watched_data(self, work: Any, entry: Entry) -> Any:
+    def _data_work(self, work: dist.Work | None, entry: Entry) -> Work:
         """Of the data group: watched where it is the host that waits."""
-        return work if self._waits_on_stream else self._watched(work, entry)
+        return Work(entry, collective(work), journal=None if self._waits_on_stream else self.journal)
 
-    def all_to_all(self, out: Tensor, rows: Tensor, bucket: int) -> Work | None:
+    def all_to_all(self, out: Tensor, rows: Tensor, bucket: int) -> Work:
         """out[s*S:(s+1)*S] on rank r <- rows[r*S:(r+1)*S] of rank s; both [P], contiguous. Asynchronous."""
         entry = self._begin("reduce", bucket, self._others(rows.nbytes))
         if not self._by_pairs:
-            return self._watched_data(dist.all_to_all_single(out, rows, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
+            return self._data_work(self._post(dist.all_to_all_single, out, rows, group=self.data, async_op=True), entry)
         theirs, mine = out.view(self.world_size, -1), rows.view(self.world_size, -1)
-        work = self._pairs(list(theirs), list(mine), entry)
+        work = self._between_pairs(list(theirs), list(mine), entry)
         theirs[self.rank].copy_(mine[self.rank])  # while the others' rows are on their way
         return work
 
     # --- ranks that read each other's memory: nodes of a schedule ---
 
     def signal_full(self, what: str, bucket: int, tensor: Tensor) -> None:
-        """The others of this host may read ``tensor``: of what is reduced a part each, of what is gathered all."""
+        """The others of this host may read ``tensor``: one part each where it is reduced, all of it where it is
+        gathered."""
         count = len(self.near().ranks)
         read = tensor.nbytes // count if what == EXCHANGES[0] else tensor.nbytes
         self._begin(what, bucket, read * (count - 1))
         self.near().signal_full(EXCHANGES.index(what), bucket, tensor)
 
     def await_full(self, what: str, bucket: int) -> dict[int, bytes]:
-        """Returns once all others have signalled: where each one's lies, for `read` and `rows`."""
-        receipt = self.near().await_full(EXCHANGES.index(what), bucket)
-        self._watched(receipt, (what, bucket)).wait()
-        return receipt.found
+        """Waits for all others' signals. Returns where the data of each lies, for `read` and `rows`."""
+        places: dict[int, bytes] = {}
+        self._work((what, bucket), self.near().await_full(EXCHANGES.index(what), bucket, places)).wait()
+        return places
 
     def signal_free(self, what: str, bucket: int) -> None:
-        """This rank has read the others'."""
+        """This rank has read the others' data."""
         self.near().signal_free(EXCHANGES.index(what), bucket)
 
     def await_free(self, what: str, bucket: int) -> None:
-        """Returns once all others have read this rank's."""
-        self._watched(self.near().await_free(EXCHANGES.index(what), bucket), (what, bucket)).wait()
+        """Returns once all others have read this rank's data."""
+        self._work((what, bucket), self.near().await_free(EXCHANGES.index(what), bucket)).wait()
 
     def near(self) -> Neighbours:
         assert self._neighbours is not None, "the plan says that ranks read each other's memory"
         return self._neighbours
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, bucket: int) -> Work | None:
+    def reduce_scatter(self, out: Tensor, flat: Tensor, bucket: int) -> Work:
         """out [S] <- sum over ranks of this rank's rows of flat [P]. Asynchronous."""
         entry = self._begin("reduce", bucket, self._others(flat.nbytes))
         # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
         call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return self._watched_data(call(out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
+        return self._data_work(self._post(call, out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True), entry)
 
     # --- between hosts, the ranks of one number ---
 
@@ -196,34 +185,33 @@ class Group(Control):
 
     def _net(self, what: str, bucket: int, received: list[Tensor], sent: list[Tensor]) -> Work:
         ranks, here = self.topology.across(self.rank), self.topology.host_of(self.rank)
-        tag, started = len(EXCHANGES) * bucket + EXCHANGES.index(what), []
+        tag, works = len(EXCHANGES) * bucket + EXCHANGES.index(what), []
         for distance in range(1, len(ranks)):
             source, target = (here - distance) % len(ranks), (here + distance) % len(ranks)
-            started.append(issued(dist.irecv(received[source], group_src=ranks[source], group=self.data, tag=tag)))
-            started.append(issued(dist.isend(sent[target], group_dst=ranks[target], group=self.data, tag=tag)))
+            works.append(self._post(dist.irecv, received[source], group_src=ranks[source], group=self.data, tag=tag))
+            works.append(self._post(dist.isend, sent[target], group_dst=ranks[target], group=self.data, tag=tag))
             self._nbytes_sent[f"{what}, between hosts"] += sent[target].nbytes
         if received[here].data_ptr() != sent[here].data_ptr():
             received[here].copy_(sent[here])
-        return self._watched(Several(started), (what, bucket))  # type: ignore[no-any-return]
+        return self._work((what, bucket), messages(works))
 
     def all_gather(
         self, out: Tensor, shard: Tensor, what: str, bucket: int, order: Sequence[int] | None = None
-    ) -> Work | None:
+    ) -> Work:
         """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. ``what`` is one of EXCHANGES.
-        ``order``: of each rank, which shard is its; None: in the order of the ranks. Asynchronous."""
+        ``order``: by rank, the number of its shard; None: in the order of the ranks. Asynchronous."""
         entry = self._begin(what, bucket, self._others(out.nbytes))
         if self._by_memory and self._neighbours is not None:
             rows = out.view(self.world_size, -1)
             if rows[self.rank].data_ptr() != shard.data_ptr():
                 rows[self.rank].copy_(shard)
             received = dict(enumerate(rows))
-            reads = self._neighbours.exchange(EXCHANGES.index(what), bucket, received, shard)
-            return self._watched(reads, entry)  # type: ignore[no-any-return]
+            return self._work(entry, *self._neighbours.exchange(EXCHANGES.index(what), bucket, received, shard))
         if not self._by_pairs and order is None:
-            return self._watched_data(_all_gather()(out, shard, group=self.data, async_op=True), entry)  # type: ignore[no-any-return]
+            return self._data_work(self._post(_all_gather(), out, shard, group=self.data, async_op=True), entry)
         shards = out.view(self.world_size, -1)
         theirs = [shards[k] for k in order or range(self.world_size)]
-        work = self._pairs(theirs, [shard] * self.world_size, entry)
+        work = self._between_pairs(theirs, [shard] * self.world_size, entry)
         if theirs[self.rank].data_ptr() != shard.data_ptr():
             theirs[self.rank].copy_(shard)
         return work
@@ -231,40 +219,40 @@ class Group(Control):
     def exchange(
         self, received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, Tensor]], what: str, bucket: int
     ) -> Work:
-        """Pieces of unequal length, each straight into its place: (rank, piece) ascending in rank, at most one a rank,
-        the pieces of either list behind one another in memory. This rank's own is copied, unless it is there already.
+        """Pieces of unequal length, each straight into its place: (rank, piece) ascending in rank, at most one per
+        rank. The pieces of either list are adjacent in memory. This rank's own is copied, unless it is there already.
         ``what`` is one of EXCHANGES. Asynchronous; called by all ranks, also those without a piece."""
         entry = self._begin(what, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
         if self._by_memory and self._neighbours is not None:
             keep_own(received, sent, self.rank)
-            reads = self._neighbours.exchange(EXCHANGES.index(what), bucket, dict(received), dict(sent))
-            return self._watched(reads, entry)  # type: ignore[no-any-return]
+            steps = self._neighbours.exchange(EXCHANGES.index(what), bucket, dict(received), dict(sent))
+            return self._work(entry, *steps)
         if not self._by_pairs:
             out, rows = joined(received, sent, self._device), joined(sent, received, self._device)
             splits = lengths(received, self.world_size), lengths(sent, self.world_size)
-            work = dist.all_to_all_single(out, rows, splits[0], splits[1], group=self.data, async_op=True)
-            return self._watched_data(work, entry)  # type: ignore[no-any-return]
+            work = self._post(dist.all_to_all_single, out, rows, splits[0], splits[1], group=self.data, async_op=True)
+            return self._data_work(work, entry)
         tag = len(EXCHANGES) * bucket + EXCHANGES.index(what)
         others = [(rank, piece) for rank, piece in received if rank != self.rank]
-        started = [issued(dist.irecv(piece, group_src=rank, group=self.data, tag=tag)) for rank, piece in others]
+        works = [self._post(dist.irecv, piece, group_src=rank, group=self.data, tag=tag) for rank, piece in others]
         for rank, piece in sorted(sent, key=lambda item: (item[0] - self.rank) % self.world_size):
             if rank != self.rank:
-                started.append(issued(dist.isend(piece, group_dst=rank, group=self.data, tag=tag)))
+                works.append(self._post(dist.isend, piece, group_dst=rank, group=self.data, tag=tag))
         keep_own(received, sent, self.rank)
-        return self._watched(Several(started), entry)  # type: ignore[no-any-return]
+        return self._work(entry, messages(works))
 
-    def _pairs(self, received: list[Tensor], sent: list[Tensor], entry: Entry) -> Work:
-        """received[s] <- sent[this rank] of rank s, for all others, straight into place (gloo's own all_gather fills a
-        buffer of [P] first and copies it out: 2 ranks, 25 MB, 11 to 13 ms against 7). The tag names the exchange: on
-        ranks that are out of step two different buckets wait, and never mix."""
+    def _between_pairs(self, received: list[Tensor], sent: list[Tensor], entry: Entry) -> Work:
+        """received[s] <- sent[this rank] of rank s, for all others, straight into place. (gloo's own all_gather fills
+        a buffer of [P] and copies it.) The tag names the exchange: on ranks that are out of step two different buckets
+        wait, and never mix."""
         kind, index = entry
         tag = len(EXCHANGES) * index + EXCHANGES.index(kind)
-        started = []
-        for distance in range(1, self.world_size):  # all start with their neighbour: nobody is asked by all at once
+        works = []
+        for distance in range(1, self.world_size):  # all start with their neighbour: no rank hears from all at once
             source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
-            started.append(issued(dist.irecv(received[source], group_src=source, group=self.data, tag=tag)))
-            started.append(issued(dist.isend(sent[target], group_dst=target, group=self.data, tag=tag)))
-        return self._watched(Several(started), entry)  # type: ignore[no-any-return]
+            works.append(self._post(dist.irecv, received[source], group_src=source, group=self.data, tag=tag))
+            works.append(self._post(dist.isend, sent[target], group_dst=target, group=self.data, tag=tag))
+        return self._work(entry, messages(works))
 
     def sum_(self, value: Tensor) -> None:
         """Adds a small tensor over the ranks, in place."""
@@ -278,9 +266,9 @@ class Group(Control):
         if self.world_size > 1:
             entry = self._begin(kind, value.numel(), self._others(2 * value.nbytes))
             if self._by_memory and self._neighbours is not None:
-                self._watched(self._neighbours.reduce_(int(kind == "sum"), value, add), entry).wait()
+                self._work(entry, *self._neighbours.reduce_(int(kind == "sum"), value, add)).wait()
                 return
-            self._watched_data(dist.all_reduce(value, op=op, group=self.data, async_op=True), entry).wait()
+            self._data_work(self._post(dist.all_reduce, value, op=op, group=self.data, async_op=True), entry).wait()
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Rank 0's values, in place, any dtype. ``tensor`` is contiguous."""
@@ -288,4 +276,8 @@ class Group(Control):
             # a buffer may lie in host memory beside a model on a GPU, and NCCL takes none
             group = self.control if tensor.device.type == "cpu" else self.data
             # as bytes: gloo knows no bool, and a broadcast does no arithmetic
-            dist.broadcast(tensor.view(-1).view(torch.uint8), group_src=0, group=group)
+            work = self._post(
+                dist.broadcast, tensor.view(-1).view(torch.uint8), group_src=0, group=group, async_op=True
+            )
+            journal = None if self._waits_on_stream and group is self.data else self.journal
+            Work("the weights or buffers of rank 0", collective(work), journal=journal).wait()

@@ -39,6 +39,7 @@ class _Ranks:
 
     def __init__(self) -> None:
         self.count = 0  # the same on all of them: they make their groups in one order
+        self.num_models = 0
         self.left: _Held = {}  # by models that this rank has dropped
 
 
@@ -79,6 +80,11 @@ class Groups:
         )
         self._held[self._known.count] = group, []
         return group
+
+    def number_of_model(self) -> int:
+        """Of the models that these ranks have compiled; every rank asks, once per model."""
+        self._known.num_models += 1
+        return self._known.num_models
 
     def started(self, group: dist.ProcessGroup | None, work: Started) -> None:
         """A collective that nobody may come to wait for."""

@@ -1,21 +1,34 @@
-"""What a rank has done among the others since the last update, and the collective of the caller's that it stands in."""
+"""What one rank does among the ranks of one compiled model: the exchanges that it has started, and its waits."""
 
 from __future__ import annotations
 
-import os
-import sys
+import json
 import threading
+import time
+import weakref
 import zlib
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from zc.errors import RankLostError, RankMismatchError, ZcError
+
+if TYPE_CHECKING:
+    from zc.ranks.process import Store
+    from zc.ranks.watch import Watch
+    from zc.ranks.work import Step
 
 FOLD = 4096  # exchanges of one update that a rank can still name
+TICK_S = 1.0  # between two looks of the watch; an exchange that takes longer is stalled
+STANDS_S = 20.0  # after which ranks that stand, each in another exchange, are out of step
+SLICE_S = 0.5  # how often a waiting thread looks for a verdict of the watch
 Entry = tuple[str, int]
 # What is exchanged under a bucket's number. On CPU the position in this list is part of the message's tag.
 EXCHANGES = ("reduce", "gather weights", "gather gradient", "to owners", "from owners", "gather sums")
+_ERRORS = {"RankLostError": RankLostError, "RankMismatchError": RankMismatchError}
 
 
-class Journal(NamedTuple):
-    """``epoch``: updates that all ranks have agreed on; what was started since: ``folded`` entries, of which only the
+class Record(NamedTuple):
+    """``epoch``: updates that all ranks have agreed on. Of the exchanges since then: ``folded`` ones, of which only the
     checksum ``sums`` is left, and ``entries``."""
 
     epoch: int
@@ -27,24 +40,158 @@ class Journal(NamedTuple):
     def total(self) -> int:
         return self.folded + len(self.entries)
 
-    def with_entry(self, entry: Entry) -> Journal:
+    def with_entry(self, entry: Entry) -> Record:
         """One more. The older half of a full list is folded, at the same entries on every rank: a loop that never steps
         must not fill the memory."""
         self.entries.append(entry)
         if len(self.entries) < 2 * FOLD:
             return self
         sums = zlib.crc32(repr(self.entries[:FOLD]).encode(), self.sums)
-        return Journal(self.epoch, self.entries[FOLD:], self.folded + FOLD, sums)
+        return Record(self.epoch, self.entries[FOLD:], self.folded + FOLD, sums)
 
 
-def collective_of_the_caller() -> str | None:
-    """The call into torch.distributed that the main thread is in, and the line that made it."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    inside = None
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
-            inside = inside if frame.f_code.co_name == "wrapper" else frame.f_code.co_name  # a decorator of torch's
-        elif inside is not None:
-            return f"torch.distributed.{inside} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
-        frame = frame.f_back
-    return None
+class Wait(NamedTuple):
+    """``is_call``: the program has called this one function of zc's, such as zc.save, on its own."""
+
+    entry: Entry | str
+    since: float
+    is_call: bool
+
+
+class Journal:
+    """One model's, on one rank. The watch of the process reads it (zc/ranks/watch.py).
+
+    ``ranks``: who trains the model, in the default group; ``number``: how many models these ranks have compiled.
+    ``describe`` puts an entry into words; announcements come in words.
+    """
+
+    def __init__(
+        self, watch: Watch, ranks: Sequence[int], number: int, timeout: float, describe: Callable[[Entry], str] = str
+    ) -> None:
+        self.ranks, self.number, self.timeout, self.describe = tuple(ranks), number, timeout, describe
+        self.name = f"{'_'.join(map(str, ranks))}/{number}"  # the same on all ranks
+        # replaced as a whole by the thread that starts an exchange; the watch reads it, never an epoch with old entries
+        self.record = Record(0, [])
+        self.waits: dict[int, Wait] = {}  # by thread, which adds and removes its own; the watch copies it
+        self.exposed_s = 0.0  # the calling thread's: how long it has waited for exchanges since the last update
+        self.network_error: str | None = None  # a waiting thread sets and resets it, the watch reads it
+        self._verdict: tuple[str, str] | None = None  # the watch, or a thread in `fail`, before the event is set
+        self._has_failed = threading.Event()
+        self.on_failure: list[Callable[[], None]] = []  # filled by the calling thread, before the first exchange
+        self._watch = watch  # lifetime: the watch ends with the last journal
+        self._forget = weakref.finalize(self, watch.forget, self.name)
+        self._forget.atexit = False
+        watch.add(self)
+
+    @property
+    def store(self) -> Store:
+        return self._watch.store
+
+    @property
+    def has_own_connection(self) -> bool:
+        return self._watch.has_own_connection
+
+    def close(self) -> None:
+        """The model is closed. The watch ends with the last one."""
+        self._forget()
+        self._watch.end()
+
+    # --- the record ---
+
+    def enter(self, kind: str, index: int) -> None:
+        """An exchange starts here."""
+        self.record = self.record.with_entry((kind, index))
+
+    def checksum(self) -> int:
+        return zlib.crc32(repr(self.record.entries).encode(), self.record.sums)
+
+    def lines(self) -> list[str]:
+        return [self.words(entry) for entry in self.record.entries]
+
+    def agreed(self) -> None:
+        """All ranks have the same record: the next one begins."""
+        self.record = Record(self.record.epoch + 1, [])
+
+    def words(self, entry: Entry | str) -> str:
+        return entry if isinstance(entry, str) else self.describe(entry)
+
+    # --- waiting ---
+
+    def wait(self, step: Step, entry: Entry | str, *, is_call: bool = False) -> None:
+        """Waits for an exchange. Raises the verdict of the watch, or the network's own error where there is none.
+
+        On a stream's thread only errors of the network end the wait. The calling thread waits for that thread with
+        `wait_event`, and raises there.
+        """
+        started, thread = time.monotonic(), threading.get_ident()
+        is_on_stream = threading.current_thread().name.startswith("zc ")
+        self.waits[thread] = Wait(entry, started, is_call)
+        try:
+            if is_on_stream:
+                step(None)
+            else:
+                while not step(SLICE_S):
+                    self._raise_verdict()
+        except RuntimeError as error:
+            if isinstance(error, ZcError):
+                raise
+            raise self.explained(error) from error
+        finally:
+            del self.waits[thread]
+            if not is_on_stream:
+                self.exposed_s += time.monotonic() - started
+
+    def wait_event(self, event: threading.Event) -> None:
+        """Waits for a stream's thread, on the calling thread. Raises the verdict of the watch."""
+        started = time.monotonic()
+        while not event.wait(SLICE_S):
+            self._raise_verdict()
+        self.exposed_s += time.monotonic() - started
+
+    def explained(self, error: RuntimeError) -> Exception:
+        """A broken connection names an address; the watch names the rank, or what that rank has raised."""
+        self.network_error = str(error)
+        try:
+            if self._has_failed.wait(min(self.timeout, STANDS_S) + 2 * TICK_S):
+                return self.error()
+            return error
+        finally:
+            self.network_error = None  # where all ranks are well the error was this exchange's alone
+
+    def is_stalled(self, now: float) -> bool:
+        """Whether a wait takes long, or the network has failed."""
+        waits = list(self.waits.values())
+        return self.network_error is not None or any(now - wait.since >= TICK_S for wait in waits)
+
+    # --- the verdict ---
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is a verdict: no exchange completes any more."""
+        return self._has_failed.is_set()
+
+    def verdict(self) -> ZcError | None:
+        return self.error() if self.has_failed else None
+
+    def error(self) -> ZcError:
+        assert self._verdict is not None
+        kind, text = self._verdict
+        return _ERRORS[kind](text)
+
+    def fail(self, kind: type[ZcError], text: str) -> ZcError:
+        """This rank has found what all are to hear. Returns it, or the verdict that another rank has reached before."""
+        self._watch.fail([self.name], kind, text)
+        return self.error()
+
+    def accept(self, verdict: str) -> None:
+        """The first verdict counts."""
+        if not self.has_failed:
+            kind, text = json.loads(verdict)
+            self._verdict = kind, text
+            for call in self.on_failure:
+                call()
+            self._has_failed.set()
+
+    def _raise_verdict(self) -> None:
+        if self.has_failed:
+            raise self.error()

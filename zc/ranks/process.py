@@ -1,18 +1,21 @@
-"""Whether another rank's process has ended, asked of the kernel where both are on one host.
+"""The processes of the ranks: which have ended, as the kernel says where both are on one host, and where this one is.
 
-Its connections don't always say so: a child that it has forked, a loader's worker say, holds them open.
+The connections of a process don't always tell that it ended: a child that it forked, such as a loader's worker, keeps
+them open.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+import threading
 from pathlib import Path
 from typing import Protocol
 
 
 class Store(Protocol):
-    """The part of torch.distributed's stores that never blocks."""
+    """The methods of torch.distributed's stores that never block."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -26,18 +29,18 @@ def tell_process(store: Store, rank: int) -> None:
 
 
 def has_ended(store: Store, rank: int) -> bool:
-    """Whether what ``rank`` told is no more. False also where that can't be known: another host, or no answer."""
+    """Whether the process of ``rank`` has ended. False also where the kernel can't say: another host, or no access."""
     key = f"process/{rank}"
-    told: list[str] = json.loads(store.get(key)) if store.check([key]) else []
-    if not told or told[:1] != _this_process()[:1]:
+    fields: list[str] = json.loads(store.get(key)) if store.check([key]) else []
+    if not fields or fields[:1] != _this_process()[:1]:
         return False
     try:
-        state, began = _state(told[1])
+        state, start_time = _state(fields[1])
     except (FileNotFoundError, ProcessLookupError):
         return True
-    except OSError:  # not ours to see
+    except OSError:  # this process may not look
         return False
-    return state in "ZX" or began != told[2]  # killed and not yet waited for; or another one has its number
+    return state in "ZX" or start_time != fields[2]  # killed and not yet waited for; or another process has its number
 
 
 def boot_id() -> str:
@@ -45,8 +48,21 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+def collective_of_the_caller() -> str | None:
+    """The call into torch.distributed that the main thread is in, and the line that made it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    inside = None
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed"):
+            inside = inside if frame.f_code.co_name == "wrapper" else frame.f_code.co_name  # a decorator of torch's
+        elif inside is not None:
+            return f"torch.distributed.{inside} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+        frame = frame.f_back
+    return None
+
+
 def _this_process() -> list[str]:
-    """[where its number is known, its number, when it began]; empty where the system doesn't say."""
+    """[where its number is valid, its number, its start time]; empty where the system doesn't say."""
     try:
         return [f"{boot_id()} {os.readlink('/proc/self/ns/pid')}", str(os.getpid()), _state("self")[1]]
     except OSError:

@@ -1,20 +1,19 @@
-"""Ranks that get out of step: found, named on every rank, never waited for without end.
+"""The watch: finds ranks that are out of step or lost, and names them on every rank, so that no wait is without end.
 
-What may differ, and whether that is an error, `zc/ranks/agreement.py` decides before the ranks reduce anything: an
-exchange of gradients starts where all have announced it. This file is for the rest, for ranks that come to different
-exchanges or never come. Every rank keeps a *journal*: the exchanges that zc has started since the last update, in
-order. As gradients are agreed on, ranks in step have the same journal, whatever tasks each of them sees. Two things
-find a difference:
+`zc/ranks/agreement.py` decides what ranks may do differently: gradients are exchanged only where all ranks have
+announced the same. The watch covers everything else, ranks that start different exchanges or never come to one. Every
+rank keeps a journal per compiled model (zc/ranks/journal.py). Two things find a difference:
 
-- **The watch**, a thread a rank. It looks at the store once a second. When this rank, or another, has stood in an
-  exchange for a second, all ranks put their journals into the store. Two journals that differ at one place can never
-  meet again: RankMismatchError on every rank. A rank that does not answer for ``timeout`` seconds is gone:
-  RankLostError, by name. One that answers and is only late (it compiles, it reads data) is waited for; one that keeps
-  Python's lock can't answer, so the timeout is long. A rank that was killed is named sooner: the network reports it,
-  or, to a rank of the same host, the kernel.
+- **The watch**, one thread per process, looks at the store once a second. When a rank has waited for a second, all
+  ranks publish their journals and their waits, of all their models. Two journals that differ at one place can never
+  meet again: RankMismatchError on every rank. So are ranks that all stand, each in another exchange, perhaps of another
+  model. A rank that does not answer for ``timeout`` seconds is lost: RankLostError. A rank that answers but is late (it
+  compiles, it reads data) is waited for. The timeout is long because a rank that keeps Python's lock can't answer. A
+  rank that was killed is named sooner: the network reports it, or the kernel to a rank of the same host.
   A wait of NCCL's is the stream's, not the host's, and is not watched: a lost rank shows at the next announcement or
   boundary, which are waits of the host.
-- **The checksum** of the journal, which travels with the exchange before each update, for what happens to go through.
+- **The checksum** of the journal, which travels with the exchange before each update, for exchanges that complete
+  although they differ.
 
 A mismatch must not do harm before it is found: exchanges on CPU are sends and receives whose tag names the bucket. gloo
 matches collectives by their number alone, and *aborts the process* where sizes differ (pair.cc, "Received data size
@@ -23,271 +22,249 @@ doesn't match expected size").
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import os
+import sys
 import threading
 import time
 import weakref
-import zlib
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import torch.distributed as dist
+
+from zc import torch_private
 from zc.errors import RankLostError, RankMismatchError, ZcError
-from zc.ranks.journal import Entry, Journal, collective_of_the_caller
-from zc.ranks.process import Store, has_ended, tell_process
+from zc.log import log
+from zc.ranks.journal import STANDS_S, TICK_S, Journal
+from zc.ranks.process import Store, collective_of_the_caller, has_ended, tell_process
+from zc.ranks.verdicts import JOIN, deadlock, difference, has_closed, ranks_in
 
-TICK_S = 1.0  # between two looks at the store; an exchange that takes longer is a stall
-STANDS_S = 20.0  # after which ranks that stand, each in another exchange, are said to be out of step
-SLICE_S = 0.5  # how often a waiting thread looks whether the watch has found something
-LOST_CONNECTION_S = 6.0  # patience with a silent rank that has ended, or once the network has reported an error
-
-
-class Work(Protocol):
-    def wait(self, timeout: timedelta = ...) -> Any: ...
-    def is_completed(self) -> bool: ...
+LOST_CONNECTION_S = 6.0  # patience with a silent rank that has ended, or after the network has reported an error
+_CLOSED = "it closed or dropped its compiled model"
+_AT_ITS_END = "its program came to its end"
+_WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
 
 
-class RankCheck:
-    """One rank's journal, and its watch. ``describe`` turns a journal entry into words; what is announced comes in
-    words."""
+class Watch:
+    """Of one process. ``rank`` is that of the default group."""
 
-    def __init__(self, rank: int, world_size: int, store: Store, describe: Callable[[Entry], str], timeout: float):
-        self.rank, self.world_size = rank, world_size
-        self._store, self.describe = store, describe
-        self.timeout, self._soon = timeout, min(timeout, STANDS_S)
-        self._journal = Journal(0, [])  # one object: the watch's thread must not see a new epoch with old entries
-        self._failed = threading.Event()
-        self._failure: tuple[str, str] | None = None
-        self.on_failure: Callable[[], None] = lambda: None
-        self._network_error: str | None = None
-        self._waits: dict[int, tuple[Entry | str, float]] = {}  # thread -> what it waits for, since when
-        self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last beat, and when we saw it change
-        self._elsewhere: tuple[str, float] | None = None  # the caller's own collective, and since when
+    def __init__(self, rank: int, store: Store, *, has_own_connection: bool = True) -> None:
+        self.rank, self.store, self.has_own_connection = rank, store, has_own_connection
+        self._journals: dict[str, weakref.ref[Journal]] = {}  # any thread adds and removes; the watch's copies it
+        self._tick = TICK_S
+        self._stop = threading.Event()
+        self._farewell = [_CLOSED]  # what the thread tells the others at its end
+        self._pid = os.getpid()
+        self._newest: dict[str, int] = {}  # by ranks, the number of their newest model; the calling thread's
+        # from here on the watch's thread's alone
+        self._own: dict[str, Any] = {}  # what this rank published last
+        self._seen: dict[tuple[int, str], tuple[int, float]] = {}  # by rank and journal: its beat, and since when
+        self._elsewhere: tuple[str, float] | None = None  # the program's own collective, and since when
         self._beat = 0
-        self._alarmed = False
-        self.exposed_s = 0.0  # seconds that the calling thread stood still for exchanges, since the last update
+        self._has_set_alarm = False
+        self._broken_since: float | None = None
+        store.delete_key(f"left/{rank}")
         tell_process(store, rank)
-        stop = threading.Event()
-        tick = TICK_S * max(1.0, world_size / 64)  # the store answers W ranks that each read W states
-        thread = threading.Thread(target=_watch, args=(weakref.ref(self), stop, tick), name="zc watch", daemon=True)
-        thread.start()
-        self.close = weakref.finalize(self, stop.set)
+        arguments = weakref.ref(self), self._stop, self._farewell
+        self._thread = threading.Thread(target=_run, args=arguments, name="zc watch", daemon=True)
+        self._thread.start()
 
-    # --- the journal ---
+    @classmethod
+    def of_this_process(cls) -> Watch:
+        """Made with the first model under the present default group. It ends with the last one."""
+        world = dist.group.WORLD
+        assert world is not None, "a process group is initialised"
+        running = _WATCHES.get(world)
+        watch = None if running is None else running()
+        if watch is None or watch._stop.is_set():
+            store, is_own = torch_private.own_store()
+            prefixed = dist.PrefixStore("zc", store)  # type: ignore[attr-defined]
+            watch = cls(dist.get_rank(), prefixed, has_own_connection=is_own)
+            _WATCHES[world] = weakref.ref(watch)
+        return watch
 
-    def enter(self, kind: str, index: int) -> None:
-        """An exchange starts here."""
-        self._journal = self._journal.with_entry((kind, index))
+    def add(self, journal: Journal) -> None:
+        self._journals[journal.name] = weakref.ref(journal)
+        self._newest = {**self._newest, journal.name.partition("/")[0]: journal.number}
+        self._tick = TICK_S * max(1.0, len(journal.ranks) / 64)  # the store answers W ranks that each read W states
+        self.store.delete_key(f"failure/{journal.name}")  # of an earlier default group with the same store
 
-    def checksum(self) -> int:
-        return zlib.crc32(repr(self._journal.entries).encode(), self._journal.sums)
+    def forget(self, name: str) -> None:
+        """Takes no lock: the garbage collector may call it in any thread."""
+        self._journals.pop(name, None)
 
-    def lines(self) -> list[str]:
-        return [self._words(entry) for entry in self._journal.entries]
+    def end(self, farewell: str | None = None, seconds: float = 2.0) -> None:
+        """Ends the thread where no model is left, or where the process ends with this ``farewell``."""
+        if farewell is not None:
+            self._farewell[0] = farewell
+        if farewell is not None or not self._journals:
+            self._stop.set()
+            self._thread.join(seconds)
 
-    def agreed(self) -> None:
-        """All ranks have had this journal: the next one begins."""
-        self._journal = Journal(self._journal.epoch + 1, [])
+    def _open(self) -> list[Journal]:
+        journals = [reference() for reference in list(self._journals.values())]
+        return [journal for journal in journals if journal is not None and not journal.has_failed]
 
-    def _words(self, entry: Entry | str) -> str:
-        return entry if isinstance(entry, str) else self.describe(entry)
+    # --- one tick ---
 
-    # --- waiting ---
-
-    def wait(self, work: Work, entry: Entry | str, *, interruptible: bool) -> None:
-        """Waits for an exchange. Raises what the watch finds, or the network's own error where it finds nothing.
-
-        Without ``interruptible`` (a stream's thread) only errors of the network end the wait; the calling thread, which
-        waits for the stream with `wait_event`, is the one that raises.
-        """
-        started = time.monotonic()
-        self._waits[threading.get_ident()] = (entry, started)
+    def tick(self) -> None:
+        """Looks. A fault of the watch itself must not end a healthy run, so it has to last."""
         try:
-            self._wait(work, interruptible)
-        except RuntimeError as error:
-            if isinstance(error, ZcError):
-                raise
-            raise self.explained(error) from error
-        finally:
-            del self._waits[threading.get_ident()]
-            if interruptible:
-                self.exposed_s += time.monotonic() - started
-
-    def _wait(self, work: Work, interruptible: bool) -> None:
-        if not interruptible:
-            work.wait()
-            return
-        while True:
-            try:
-                work.wait(timedelta(seconds=SLICE_S))
-                return
-            except RuntimeError as error:
-                if self._failed.is_set():
-                    raise self.error() from None
-                if work.is_completed() or "timed out" not in str(error):
-                    raise
-
-    def wait_event(self, event: threading.Event) -> None:
-        """Waits for a stream's thread, on the calling thread. Raises what the watch finds."""
-        started = time.monotonic()
-        while not event.wait(SLICE_S):
-            if self._failed.is_set():
-                raise self.error()
-        self.exposed_s += time.monotonic() - started
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the watch has found something: no exchange comes to its end any more."""
-        return self._failed.is_set()
-
-    def found(self) -> ZcError | None:
-        """What the watch has found, if anything."""
-        return self.error() if self._failed.is_set() else None
-
-    def fail(self, kind: type[ZcError], text: str) -> ZcError:
-        """This rank has found what all are to hear. Returns it, or what another rank has found before."""
-        self._fail(kind, text)
-        return self.error()
-
-    def error(self) -> ZcError:
-        assert self._failure is not None
-        kind, text = self._failure
-        return {"RankLostError": RankLostError, "RankMismatchError": RankMismatchError}[kind](text)
-
-    def explained(self, error: RuntimeError) -> Exception:
-        """A broken connection says an address; the watch says which rank, or what it has raised."""
-        self._network_error = str(error)
-        if self._failed.wait(self._soon + 2 * TICK_S):
-            return self.error()
-        return error
-
-    # --- the watch ---
+            self.look()
+            self._broken_since = None
+        except Exception as error:  # noqa: BLE001
+            now = time.monotonic()
+            if self._broken_since is None:
+                self._broken_since = now
+                log.warning("the watch for lost ranks could not look, and tries again: %r", error)
+            is_store = isinstance(error, RuntimeError | OSError)  # of the store, or of its connection
+            for journal in self._open():
+                patience = min(journal.timeout, LOST_CONNECTION_S) if is_store else journal.timeout
+                if now - self._broken_since >= patience:
+                    journal.accept(json.dumps(["RankLostError", _gone(error, is_store=is_store)]))
 
     def look(self) -> None:
-        """One tick of the watch."""
-        now = time.monotonic()
-        stalled = any(now - since >= TICK_S for _, since in list(self._waits.values()))
-        stalled = stalled or self._network_error is not None
-        if self._failed.is_set() or not (stalled or self._alarmed or self._store.check(["alarm"])):
+        now, journals = time.monotonic(), self._open()
+        is_stalled = any(journal.is_stalled(now) for journal in journals)
+        if not (is_stalled or self._has_set_alarm or self.store.check(["alarm"])):
             return
-        if self._store.check(["failure"]):
-            self._take(self._store.get("failure").decode())
-            return
-        self._publish()
+        for journal in journals:
+            if self.store.check([f"failure/{journal.name}"]):
+                journal.accept(self.store.get(f"failure/{journal.name}").decode())
+        journals = [journal for journal in journals if not journal.has_failed]
+        stalled = [journal for journal in journals if journal.is_stalled(now)]
+        self._publish(now, journals)
         if stalled:
-            self._store.set("alarm", str(self.rank))
-            self._compare(now)
-        elif self._alarmed:
-            self._store.delete_key("alarm")  # whoever still stands sets it again
+            self.store.set("alarm", str(self.rank))
+            self._compare(stalled, now)
+        elif self._has_set_alarm:
+            self.store.delete_key("alarm")  # a rank that still waits sets it again
             self._seen.clear()
-        self._alarmed = stalled
+        self._has_set_alarm = bool(stalled)
 
-    def _publish(self) -> None:
+    def _publish(self, now: float, journals: Iterable[Journal]) -> None:
         self._beat += 1
-        now, place = time.monotonic(), None if self._waits else collective_of_the_caller()
+        waits = [
+            [journal.name, journal.words(wait.entry), now - wait.since, wait.is_call]
+            for journal in journals
+            for wait in list(journal.waits.values())
+        ]
+        place = None if waits else collective_of_the_caller()
         if place is None or self._elsewhere is None or self._elsewhere[0] != place:
             self._elsewhere = None if place is None else (place, now)
-        journal = self._journal
-        state = {
-            "beat": self._beat,
-            "epoch": journal.epoch,
-            "journal": [list(journal.entries), journal.folded, journal.sums],
-            "waits": {self._words(entry): now - since for entry, since in list(self._waits.values())},
-            "elsewhere": self._elsewhere and [self._elsewhere[0], now - self._elsewhere[1]],
-        }
-        self._store.set(f"state/{self.rank}", json.dumps(state))
+        if self._elsewhere is not None:
+            waits = [["", self._elsewhere[0], now - self._elsewhere[1], True]]
+        records = {journal.name: list(journal.record) for journal in journals}
+        self._own = {"beat": self._beat, "records": records, "newest": self._newest, "waits": waits}
+        self.store.set(f"state/{self.rank}", json.dumps(self._own))
 
-    def _compare(self, now: float) -> None:
-        states, silent = dict[int, dict[str, Any]](), dict[int, float]()
-        soon = min(self.timeout, LOST_CONNECTION_S)
-        patience = self.timeout if self._network_error is None else soon
-        for rank in range(self.world_size):
-            if rank == self.rank:
-                continue
+    def _read_states(self, stalled: Iterable[Journal]) -> dict[int, dict[str, Any]]:
+        """Of the ranks that stalled models wait for, of those that these wait for, and so on."""
+        states: dict[int, dict[str, Any]] = {self.rank: self._own}
+        to_read = {rank for journal in stalled for rank in journal.ranks} - {self.rank}
+        while to_read:
+            rank = to_read.pop()
             key = f"state/{rank}"
-            state: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {"beat": 0}
-            states[rank] = state
-            beat, seen = self._seen.get(rank, (-1, now))
-            if beat != state["beat"]:
-                self._seen[rank] = (state["beat"], now)
-            elif now - seen > patience or (now - seen > soon and has_ended(self._store, rank)):
-                silent[rank] = now - seen
-            if "journal" in state and self._differs(rank, Journal(state["epoch"], *state["journal"])):
-                return
-        if silent:
-            self._fail(RankLostError, self._lost(silent))
-        else:
-            self._find_deadlock(states)
+            states[rank] = json.loads(self.store.get(key)) if self.store.check([key]) else {"beat": 0}
+            to_read |= {r for name, *_ in states[rank].get("waits", []) for r in ranks_in(name)} - states.keys()
+        return states
 
-    def _find_deadlock(self, states: dict[int, dict[str, Any]]) -> None:
-        """Every rank stands in an exchange of zc's, or in a collective that its script has called, and no two in the
-        same: a rank that has left the loop early (fewer batches) and stands in a barrier is no reason to wait, nor is
-        one that has passed the boundary of an update at which the others have yet to arrive."""
-        now = time.monotonic()
-        places = {self.rank: {self._words(entry): now - since for entry, since in list(self._waits.values())}}
-        for rank, state in states.items():
-            places[rank] = state.get("waits") or dict([state["elsewhere"]] if state.get("elsewhere") else [])
-        stands = all(place and min(place.values()) > self._soon for place in places.values())
-        if stands and not set.intersection(*(set(place) for place in places.values())):
-            shown = "; ".join(f"rank {rank} stands in {', '.join(place)}" for rank, place in places.items())
-            self._fail(
-                RankMismatchError,
-                f"ranks are out of step, for {self._soon:.0f} s now: {shown} (rank {self.rank} after "
-                f"{self._journal.total} exchanges since the last update). Ranks with more batches than others: zc.join",
-            )
+    def _compare(self, stalled: list[Journal], now: float) -> None:
+        states = self._read_states(stalled)
+        for journal in stalled:
+            others = [rank for rank in journal.ranks if rank != self.rank]
+            texts = (difference(journal, self.rank, rank, states[rank]) for rank in others)
+            text = next(filter(None, texts), None)
+            if text is not None:
+                self.fail([journal.name], RankMismatchError, text)
+                continue
+            silent = {rank: self._silence(journal, rank, states[rank], now) for rank in others}
+            reasons = {rank: self._why_lost(journal, rank, states[rank], seconds) for rank, seconds in silent.items()}
+            lost = {rank: why for rank, why in reasons.items() if why}
+            if lost:
+                self.fail([journal.name], RankLostError, self._lost(journal, lost, min(silent[r] for r in lost)))
+        if not any(journal.has_failed for journal in stalled):
+            stand = deadlock(states, min(min(journal.timeout, STANDS_S) for journal in stalled))
+            if stand is not None:
+                self.fail(stand.models, RankMismatchError, stand.text)
 
-    def _differs(self, rank: int, theirs: Journal) -> bool:
-        mine = self._journal
-        if theirs.epoch != mine.epoch:
-            return False
-        start = max(mine.folded, theirs.folded)  # entries that both can name
-        here_on, there_on = mine.entries[start - mine.folded :], theirs.entries[start - theirs.folded :]
-        for k, (here, (kind, index)) in enumerate(zip(here_on, there_on, strict=False)):
-            if here != (kind, index):
-                self._fail(
-                    RankMismatchError,
-                    f"ranks are out of step: exchange {start + k + 1} since the last update is, on rank {rank}: "
-                    f"{self._words((kind, index))}; on rank {self.rank}: {self._words(here)}",
-                )
-                return True
-        return False
+    # --- what it finds ---
 
-    def _lost(self, silent: dict[int, float]) -> str:
-        waits = [self._words(entry) for entry, _ in list(self._waits.values())]
-        who = f"rank {next(iter(silent))} has" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))} have"
+    def _silence(self, journal: Journal, rank: int, state: Mapping[str, Any], now: float) -> float:
+        """Seconds for which a rank has not answered, or has answered without this model, which it had."""
+        beat: int = -2 if has_closed(journal, state) else state["beat"]
+        before, since = self._seen.get((rank, journal.name), (-1, now))
+        if beat != before:
+            since = now
+        self._seen[rank, journal.name] = beat, since
+        return now - since
+
+    def _why_lost(self, journal: Journal, rank: int, state: Mapping[str, Any], silent_s: float) -> str | None:
+        """Of a rank that has been silent for so long; None: it may still answer."""
+        soon = min(journal.timeout, LOST_CONNECTION_S)
+        if silent_s > soon and has_closed(journal, state):
+            return _CLOSED
+        if silent_s > soon and self.store.check([f"left/{rank}"]):
+            return self.store.get(f"left/{rank}").decode()
+        if silent_s > soon and has_ended(self.store, rank):
+            return "its process has ended"
+        if silent_s > (journal.timeout if journal.network_error is None else soon):
+            return "ended, was killed, or stands still"
+        return None
+
+    def _lost(self, journal: Journal, lost: Mapping[int, str], silent_s: float) -> str:
+        waits = [journal.words(wait.entry) for wait in list(journal.waits.values())]
+        who = f"rank {next(iter(lost))} has" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} have"
+        has_left = any(why in (_CLOSED, _AT_ITS_END) for why in lost.values())
         return (
-            f"{who} not answered for {min(silent.values()):.0f} s (ended, was killed, or stands still), and rank "
+            f"{who} not answered for {silent_s:.0f} s ({'; '.join(dict.fromkeys(lost.values()))}), and rank "
             f"{self.rank} waits for it in: {', '.join(waits) or 'an exchange'}"
-            + (f"; the network says: {self._network_error}" if self._network_error else "")
+            + (f"; the network says: {journal.network_error}" if journal.network_error else "")
+            + (f". Every rank must make as many updates as the others. {JOIN}" if has_left else "")
         )
 
-    def store_is_gone(self, error: Exception) -> None:
-        """Whoever held the store has ended. Not an error by itself: a rank may be done. One that waits is told."""
-        text = f"the store that the ranks share is gone (the process that held it, most often rank 0, ended): {error}"
-        self._failed_with("RankLostError", text)
-
-    def _fail(self, kind: type[ZcError], text: str) -> None:
-        """The first verdict is everyone's."""
-        self._take(self._store.compare_set("failure", "", json.dumps([kind.__name__, text])).decode())
-
-    def _take(self, verdict: str) -> None:
-        kind, text = json.loads(verdict)
-        self._failed_with(kind, text)
-
-    def _failed_with(self, kind: str, text: str) -> None:
-        self._failure = (kind, text)
-        self.on_failure()
-        self._failed.set()
+    def fail(self, names: Sequence[str], kind: type[ZcError], text: str) -> None:
+        """The first verdict is everyone's. ``names``: of the journals of the models that it ends."""
+        verdict = json.dumps([kind.__name__, text])
+        for name in names:
+            verdict = self.store.compare_set(f"failure/{name}", "", verdict).decode()
+            reference = self._journals.get(name)
+            journal = None if reference is None else reference()
+            if journal is not None:
+                journal.accept(verdict)
 
 
-def _watch(check: weakref.ref[RankCheck], stop: threading.Event, tick: float) -> None:
-    while not stop.wait(tick):
-        found = check()
-        if found is None:
-            return
-        try:
-            found.look()
-        except Exception as error:  # noqa: BLE001  (a thread of its own: the store is gone, and with it who held it)
-            found.store_is_gone(error)
-            return
-        del found
+def _gone(error: Exception, *, is_store: bool) -> str:
+    if is_store:
+        return f"the store that the ranks share is gone (the process that held it, most often rank 0, ended): {error}"
+    return f"the watch for lost ranks fails, so a wait would be without end: {error!r}"
+
+
+def _run(watch: weakref.ref[Watch], stop: threading.Event, farewell: list[str]) -> None:
+    running = watch()
+    store, rank, tick = (running.store, running.rank, TICK_S) if running is not None else (None, 0, TICK_S)
+    while running is not None:
+        tick = running._tick
+        del running
+        if stop.wait(tick):
+            break
+        running = watch()
+        if running is not None:
+            running.tick()
+    if store is not None:
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone
+            store.set(f"left/{rank}", farewell[0])
+
+
+@atexit.register
+def _say_farewell() -> None:
+    """So that ranks that still wait hear whether this one's program came to its end, or raised."""
+    error = getattr(sys, "last_value", None)
+    how = _AT_ITS_END if error is None else f"its program raised {type(error).__name__}: {error}"
+    for running in list(_WATCHES.values()):
+        watch = running()
+        if watch is not None and watch._pid == os.getpid():  # else a child that was forked ends
+            watch.end(how)
