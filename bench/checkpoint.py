@@ -156,6 +156,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="bench.checkpoint", description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("kill", "jobs", "ranks", "speed"))
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--inside-every", type=int, default=10, help="ranks: each so many kills one inside zc.compile")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--longest-s", type=float, default=1.0, help="longest time before a kill")
     parser.add_argument("--seed", type=int, default=0)

@@ -26,7 +26,7 @@ from bench.report.progress import Progress
 
 RANKS = 3
 LIMIT_S = 30.0
-CALLS = 3000  # of Python functions of zc's in one zc.compile, at least: the moment is drawn among them
+CALLS = 1800  # of Python functions of zc's in one zc.compile, at least: the moment is drawn among them
 
 
 def train_for_ever(rank: int, store: str, stage: int, calls_left: int | None, pipe: Connection) -> None:
@@ -69,7 +69,7 @@ def kill_ranks(args: argparse.Namespace) -> dict[str, Any]:
     with Progress(args.kills, "kills", shown=not args.quiet) as progress:
         for number in range(args.kills):
             lost, stage = generator.randrange(RANKS), generator.choice((1, 2))
-            calls = generator.randrange(1, CALLS) if number % 10 == 0 else None
+            calls = generator.randrange(1, CALLS) if number % args.inside_every == 0 else None
             pipes = [context.Pipe() for _ in range(RANKS)]
             store = str(Path(args.out).resolve() / f"store_{number}")
             ranks = [
