@@ -290,12 +290,22 @@ class Gpu(TorchDispatchMode):
         out = func(*args, **kwargs)
         kind = func.name().split("::")[1].split(".")[0]
         first = 1 if kind in _WRITES_FIRST else len(tensors)
-        self.launch(name, kind, tensors[first:], tensors[:first])
+        # pieces of unequal length: each rank sends and receives its own number of elements
+        has_pieces = kind == "alltoall_base_" and any(isinstance(a, list | tuple) and a for a in args)
+        self.launch(name, kind, tensors[first:], tensors[:first], has_pieces=has_pieces)
         return out
 
-    def launch(self, communicator: str, kind: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    def launch(
+        self,
+        communicator: str,
+        kind: str,
+        read: Sequence[Tensor],
+        written: Sequence[Tensor],
+        *,
+        has_pieces: bool = False,
+    ) -> None:
         """A collective, after what the current stream has."""
-        sizes = ", ".join(f"{t.numel()} {t.dtype}" for t in (*written, *read)[:1])
+        sizes = ", ".join(f"{'pieces' if has_pieces else t.numel()} {t.dtype}" for t in (*written, *read)[:1])
         self.collectives[communicator].append(f"{kind} of {sizes}")
         stream = self._communicators[communicator]
         stream.wait(self.current.clock)
