@@ -67,11 +67,11 @@ def test_a_trial_leaves_compiled_kernels_compiled(fullgraph: bool) -> None:
         num_compiled += 1
         return gm.forward
 
-    class Compiled(Stacked):
+    class Compiled(Lion):
         pass
 
     # a frame of its own for each case
-    code = "def update(self, momentum, second, grads, factor):\n    momentum.add_(grads)\n    second.add_(1)"
+    code = "def update(self, param, grad, state, group):\n    param.sub_(grad)"
     scope: dict[str, Any] = {}
     exec(code, scope)
     kernel: Any = torch.compile(scope["update"], backend=backend, fullgraph=fullgraph)
@@ -79,12 +79,12 @@ def test_a_trial_leaves_compiled_kernels_compiled(fullgraph: bool) -> None:
     params = matrices()
     optimizer = Compiled(params)
     try_out(optimizer, 2, CPU)
-    assert not keeps_state_by_parameter(optimizer, optimizer.param_groups, CPU)
+    assert keeps_state_by_parameter(optimizer, optimizer.param_groups, CPU)
     assert num_compiled == 0, "a trial compiles nothing"
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    assert num_compiled == 1
+    assert num_compiled > 0
 
 
 def test_a_step_without_empty_groups() -> None:
