@@ -16,11 +16,12 @@ from zc.schedule.buffer import Buffer
 from zc.schedule.spec import Op
 
 # What a buffer holds. Of gradients: SUM of the backwards before; GRADIENT, that of this backward (in an accumulator
-# added to SUM); FLIGHT and ROWS, all ranks' parts on their way and there; SENT, a partial sum that has left; TOTAL, the
-# mean over ranks added; LANDED, in host memory. Of weights: OLD, NEW, CAST, SPREAD, GATHERED, PUBLISHED. Of what other
-# ranks read where it lies: OFFERED by this rank, OPEN by all, READ here, RETURNED by this rank.
+# added to SUM); FLIGHT and ROWS, all ranks' shards on their way and there; HOST_SUM, the sum of the first of two
+# reductions, SUMS_FLIGHT and SUMS those of the other hosts or replicas; SENT, a partial sum that has left; TOTAL, the
+# mean over ranks added; LANDED, in host memory. Of weights: OLD, NEW, CAST, GATHERED, PUBLISHED. Of what other ranks
+# read where it lies: OFFERED by this rank, OPEN by all, READ here, RETURNED by this rank.
 NOTHING, SUM, GRADIENT, FLIGHT, ROWS = "nothing", "sum", "gradient", "rows in flight", "rows"
-SEGMENT = "sum of some ranks"
+HOST_SUM, SUMS_FLIGHT, SUMS = "sum of some ranks", "sums in flight", "sums"
 SENT, TOTAL, LANDED = "sent sum", "total", "landed total"
 OFFERED, OPEN, READ, RETURNED = "offered rows", "open rows", "read rows", "returned rows"
 OLD, NEW, CAST, GATHERED, PUBLISHED = "old weights", "new weights", "cast weights", "gathered weights", "weights"
@@ -33,14 +34,18 @@ AT_EXIT = {  # all others: NOTHING
 
 
 class Row(NamedTuple):
-    """One field of an operation: in a buffer of one of ``kinds`` it needs one of ``needs``, and ``leaves`` this;
-    ``when``: under plans of which these are true (`facts_of`)."""
+    """One field of an operation: in a buffer of one of ``kinds`` it needs one of ``needs``, and ``leaves`` this.
+
+    ``when``: under plans of which these are true (`facts_of`). ``beside``: where the operation's other buffer is of one
+    of these kinds; empty: of any.
+    """
 
     field: str
     kinds: str
     needs: tuple[str, ...]
     leaves: str
     when: str = ""
+    beside: str = ""
 
 
 TABLE: dict[type[Op], tuple[Row, ...]] = {
@@ -50,35 +55,29 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "flat_grad", (NOTHING, GRADIENT), GRADIENT, "ring"),
         Row("buffer", "acc staging", (GRADIENT,), GRADIENT, "partial"),  # accumulate_cast has emptied or kept it
     ),
-    spec.SumRows: (
-        Row("src", "flat_grad", (OPEN,), READ, "ring"),
-        Row("src", "acc staging", (OPEN,), SENT, "partial"),
-        Row("dst", "part", (NOTHING,), SEGMENT),
-    ),
-    spec.SumReceived: (
-        Row("src", "recv", (ROWS,), NOTHING, "replicas"),
-        Row("dst", "part", (NOTHING,), SEGMENT, "replicas"),
-    ),
-    spec.ReduceReplicas: (
-        Row("src", "part", (SEGMENT,), NOTHING, "replicas"),
-        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring unsharded"),
-        Row("src", "acc", (GRADIENT, SUM), SENT, "partial unsharded"),
-        Row("via", "recv", (NOTHING,), NOTHING, "replicas"),
-        Row("dst", "acc", (SUM,), TOTAL, "ring replicas"),
-        Row("dst", "acc", (SENT,), TOTAL, "partial replicas"),
-    ),
     spec.LaunchReduce: (
-        Row("src", "part", (SEGMENT,), NOTHING, "levels"),
         Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring"),
         Row("src", "acc staging", (GRADIENT, SUM), SENT, "partial"),
-        Row("dst", "recv", (NOTHING,), FLIGHT),
+        Row("src", "host_sum", (HOST_SUM,), NOTHING, "twice"),
+        Row("dst", "recv", (NOTHING,), FLIGHT, beside="flat_grad acc staging"),
+        Row("dst", "recv", (NOTHING,), SUMS_FLIGHT, "twice", beside="host_sum"),
     ),
-    spec.WaitReduce: (Row("dst", "recv", (FLIGHT,), ROWS),),
+    spec.WaitReduce: (Row("dst", "recv", (FLIGHT,), ROWS), Row("dst", "recv", (SUMS_FLIGHT,), SUMS)),
     spec.Accumulate: (
-        Row("src", "recv", (ROWS,), NOTHING, "flat"),
-        Row("src", "flat_grad", (GRADIENT,), NOTHING, "alone flat"),  # one rank sends nothing
+        Row("src", "recv", (ROWS,), NOTHING, "once", beside="acc staging"),
+        Row("src", "recv", (ROWS,), NOTHING, "twice", beside="host_sum"),
+        Row("src", "recv", (SUMS,), NOTHING, "twice", beside="acc staging"),
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "alone"),  # one rank sends nothing
+        Row("dst", "host_sum", (NOTHING,), HOST_SUM, "twice"),
         Row("dst", "acc staging", (SUM,), TOTAL, "ring"),
         Row("dst", "acc staging", (SENT,), TOTAL, "partial"),
+    ),
+    spec.ReduceRows: (
+        Row("src", "flat_grad", (OPEN,), READ, "ring"),
+        Row("src", "acc staging", (OPEN,), SENT, "partial"),
+        Row("dst", "host_sum", (NOTHING,), HOST_SUM, "twice"),
+        Row("dst", "acc staging", (SUM,), TOTAL, "ring once"),
+        Row("dst", "acc staging", (SENT,), TOTAL, "partial once"),
     ),
     spec.SignalFull: (
         Row("buffer", "flat_grad", (GRADIENT,), OFFERED, "ring"),
@@ -88,21 +87,15 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "gathered", (OLD,), OFFERED),
     ),
     spec.AwaitFull: (Row("buffer", "flat_grad acc staging flat_param gathered", (OFFERED,), OPEN),),
-    spec.ReduceRows: (
-        Row("src", "flat_grad", (OPEN,), READ, "ring flat"),
-        Row("src", "acc staging", (OPEN,), SENT, "partial flat"),
-        Row("dst", "acc staging", (SUM,), TOTAL, "ring"),
-        Row("dst", "acc staging", (SENT,), TOTAL, "partial"),
-    ),
     spec.SignalFree: (
         Row("buffer", "flat_grad flat_param gathered", (READ,), RETURNED),
         Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
-        Row("buffer", "acc staging", (SENT,), SENT, "partial parts"),
+        Row("buffer", "acc staging", (SENT,), SENT, "partial twice"),
     ),
     spec.AwaitFree: (
         Row("buffer", "flat_grad", (RETURNED,), NOTHING),
         Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
-        Row("buffer", "acc staging", (SENT,), SENT, "partial parts"),
+        Row("buffer", "acc staging", (SENT,), SENT, "partial twice"),
         Row("buffer", "flat_param gathered", (RETURNED,), GATHERED),
     ),
     spec.StageShard: (
@@ -136,7 +129,7 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
     ),
     spec.Publish: (
         Row("buffer", "flat_param", (GATHERED,), PUBLISHED),
-        Row("buffer", "flat_param", (NEW, OLD), PUBLISHED, "alone"),
+        Row("buffer", "flat_param", (NEW, OLD), PUBLISHED, "unsharded"),
         Row("buffer", "gathered", (OLD, GATHERED), PUBLISHED),
     ),
 }
@@ -148,18 +141,20 @@ def facts_of(plan: Plan | None) -> frozenset[str]:
         return frozenset(fact for rows in TABLE.values() for row in rows for fact in row.when.split())
     where = "ring" if plan.placement.shards_gradients else "partial"
     ways = {"device" if plan.offload is None else "offload", "memory" if plan.reads_weights else "messages"}
-    others = {
-        "alone": plan.world_size == 1, "levels": plan.has_levels, "parts": plan.has_parts,
-        "flat": plan.num_replicas == 1, "replicas": plan.num_replicas > 1,
-        "unsharded": plan.num_replicas > 1 and plan.world_size == 1,
-    }  # fmt: skip
+    others = {"alone": plan.num_ranks == 1, "unsharded": plan.world_size == 1, "levels": plan.has_levels}
+    ways.add("twice" if plan.reduces_twice else "once")
     return frozenset({where} | ways | {fact for fact, is_true in others.items() if is_true})
 
 
-def rows_for(kind: type[Op], field: str, buffer: Buffer, facts: frozenset[str]) -> list[Row]:
-    """The rows that speak of this buffer in this field, under plans with these facts."""
-    rows = (row for row in TABLE[kind] if row.field == field and buffer.kind in row.kinds.split())
-    return [row for row in rows if facts.issuperset(row.when.split())]
+def rows_for(op: Op, field: str, buffer: Buffer, facts: frozenset[str]) -> list[Row]:
+    """The rows that apply to this field of an operation, under plans with these facts."""
+    beside = {other.kind for name, other in spec.buffers_of(op).items() if name != field}
+    return [
+        row
+        for row in TABLE[type(op)]
+        if row.field == field and buffer.kind in row.kinds.split() and facts.issuperset(row.when.split())
+        if not row.beside or beside & set(row.beside.split())
+    ]
 
 
 def fields_of(kind: type[Op]) -> Iterable[str]:

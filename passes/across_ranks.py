@@ -27,8 +27,8 @@ from torch import fx
 
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
-from zc.schedule.nodes import accesses, kind_of, reads_peers
-from zc.schedule.spec import AwaitFree, AwaitFull, Gather, Op, ReduceRows, Signal, SignalFree, SignalFull, SumRows
+from zc.schedule.nodes import accesses, kind_of, read_of_peers
+from zc.schedule.spec import AwaitFree, AwaitFull, Op, Signal, SignalFree, SignalFull
 
 if TYPE_CHECKING:
     from zc.passes._order import Order
@@ -46,7 +46,7 @@ class Pair(NamedTuple):
 
 def check(order: Order, plan: Plan | None) -> tuple[list[str], list[str]]:
     """(faults and races, signals that nothing needs), as texts that name the nodes."""
-    reads = [(k, _source(op)) for k, op in enumerate(order.ops) if reads_peers(op, plan)]
+    reads = [(k, b) for k, op in enumerate(order.ops) if (b := read_of_peers(op, plan)) is not None]
     pairs, faults = _pairs(order)
     if faults:
         return faults, []
@@ -68,11 +68,6 @@ def check(order: Order, plan: Plan | None) -> tuple[list[str], list[str]]:
         if p not in needed
     ]
     return races, redundant
-
-
-def _source(op: Op | None) -> Buffer:
-    assert isinstance(op, Gather | ReduceRows | SumRows)
-    return op.buffer if isinstance(op, Gather) else op.src
 
 
 def _pairs(order: Order) -> tuple[dict[tuple[type[Op], Buffer], list[Pair]], list[str]]:

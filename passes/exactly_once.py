@@ -40,7 +40,7 @@ from zc.planning.plan import Plan
 from zc.schedule import spec
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import op_of
-from zc.schedule.spec import BufferOp, Deposit, Op, Spans, WaitReduce, WgradInto, Write, buffers_of
+from zc.schedule.spec import BufferOp, Deposit, Spans, WaitReduce, WgradInto, Write, buffers_of
 
 
 def check(nodes: Sequence[fx.Node], plan: Plan | None, debt: Debt | None = None) -> list[str]:
@@ -63,18 +63,21 @@ class _Ledger:
         self.holds: dict[Buffer, tuple[int, str]] = {}  # buffer -> bucket, and what of it
         self.parts: dict[Buffer, list[tuple[int, int]]] = {}  # buffer -> elements of its gradient written so far
         self.brought: dict[tuple[int, int], fx.Node] = {}  # bucket, slot -> its write or deposit
-        self.done: dict[type[Op], set[int]] = {}  # operation -> buckets
+        self.reduced, self.landed = set[int](), set[int]()  # buckets
 
     def move(self, node: fx.Node, op: BufferOp) -> None:
         """Takes the buffers of one operation through the table."""
-        self.done.setdefault(type(op), set()).add(op.bucket)
+        if spec.completes_reduction(op):
+            self.reduced.add(op.bucket)
+        if isinstance(op, spec.CopyToHost):
+            self.landed.add(op.bucket)
         if isinstance(op, WaitReduce):
             self._check_work(node, op)
         named = buffers_of(op)
         for name in fields_of(type(op)):
             buffer = named[name]
             of, held = self.holds.get(buffer) or at_entry(buffer)
-            rows = rows_for(type(op), name, buffer, self.facts)
+            rows = rows_for(op, name, buffer, self.facts)
             found = next((row for row in rows if held in row.needs and (of == op.bucket or held == NOTHING)), None)
             if found is None:
                 self._refuse(node.name, op.bucket, buffer, of, held, [need for row in rows for need in row.needs])
@@ -170,11 +173,10 @@ class _Ledger:
                 self.faults.append(f"{node.name} writes bucket {bucket}, slot {slot}: the graph has no such gradient")
             elif isinstance(op_of(node), Deposit) and bucket in whole:
                 self.faults.append(f"{node.name} leaves slot {slot} to a flush; all of bucket {bucket} is owed here")
-        for what, kinds, owed in (
-            ("reduced", (spec.Accumulate, spec.ReduceRows, spec.ReduceReplicas), debt.reductions(plan)),
-            ("copied to host memory", (spec.CopyToHost,), debt.landings(plan)),
+        for what, done, owed in (
+            ("reduced", self.reduced, debt.reductions(plan)),
+            ("copied to host memory", self.landed, debt.landings(plan)),
         ):
-            done = set[int]().union(*(self.done.get(kind, ()) for kind in kinds))
             self.faults += [f"bucket {b} is owed whole, and never {what}" for b in sorted(owed - done)]
             self.faults += [f"bucket {b} is {what}, and not owed whole" for b in sorted(done - owed)]
 

@@ -33,20 +33,17 @@ from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import change, ops, put
 from zc.schedule.spec import (
-    Accumulate,
+    BufferOp,
     CopyToDevice,
     CopyToHost,
-    LaunchReduce,
-    ReduceRows,
+    Role,
     StageShard,
-    SumRows,
-    WaitReduce,
     Write,
+    completes_reduction,
     renamed,
 )
 
-_Link = Write | LaunchReduce | WaitReduce | Accumulate | ReduceRows | SumRows
-_Chain = list[tuple[fx.Node, _Link]]
+_Chain = list[tuple[fx.Node, BufferOp]]
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -61,7 +58,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
         for k, chain in enumerate(chains):
             last, op = chain[-1]
             writes = [op for _, op in chain if isinstance(op, Write)]
-            if isinstance(op, Accumulate | ReduceRows) or (plan.world_size == 1 and is_complete(writes, plan)):
+            if completes_reduction(op) or (plan.world_size == 1 and is_complete(writes, plan)):
                 insert_landing(new, plan, last, op.bucket, k)
     return new
 
@@ -71,7 +68,7 @@ def _chains(graph: fx.Graph) -> list[_Chain]:
     the order of their last ones."""
     found: dict[int, _Chain] = {}
     for node, op in ops(graph):
-        if isinstance(op, _Link):
+        if isinstance(op, BufferOp) and op.role in (Role.WRITE, Role.REDUCTION):
             found[op.bucket] = [*found.pop(op.bucket, []), (node, op)]
     return list(found.values())
 

@@ -28,7 +28,7 @@ from torch import fx
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule import spec
-from zc.schedule.buffer import COMM, COMM_HOST, COMPUTE, COPY, HOST
+from zc.schedule.buffer import COMM, COMM_HOST, COMPUTE
 from zc.schedule.nodes import op_of, ops, results
 from zc.schedule.spec import Op
 
@@ -49,25 +49,12 @@ def _place(graph: fx.Graph, plan: Plan, num_producers: int) -> fx.Graph:
 
 
 def _stream(op: Op, plan: Plan) -> str:
-    match op:
-        case spec.CopyToHost() | spec.CopyToDevice():
-            return COPY
-        case spec.Update() | spec.CastParam():
-            return HOST
-        case spec.LaunchReduce() | spec.WaitReduce() | spec.Accumulate() | spec.StageShard():
-            return COMM if plan.overlap else COMPUTE
-        case spec.SumReceived() | spec.ReduceReplicas():
-            return COMM if plan.overlap else COMPUTE
-        case spec.ReduceRows() | spec.Spread() | spec.GatherNet() | spec.Gather():
-            return COMM if plan.overlap else COMPUTE
-        case spec.SumRows():
-            return COMM_HOST if plan.overlap else COMPUTE
-        case spec.Signal(buffer=buffer):
-            is_weights = buffer.kind in ("flat_param", "gathered")
-            side = COMM_HOST if plan.has_parts and not is_weights else COMM
-            return side if plan.overlap else COMPUTE
-        case _:
-            return COMPUTE
+    if op.stream != COMM:
+        return op.stream
+    if not plan.overlap:
+        return COMPUTE
+    in_memory = isinstance(op, spec.ReduceRows) or (isinstance(op, spec.Signal) and not op.buffer.holds_weights)
+    return COMM_HOST if in_memory and plan.reduces_twice else COMM
 
 
 def _may_move(node: fx.Node, op: Op) -> bool:

@@ -1,5 +1,5 @@
-"""Each complete bucket is reduced right after its write, if this backward reduces (stage 2, or the boundary in stage
-1).
+"""Reduces each complete bucket right after its write, if this backward reduces: in stage 2 always, in stage 1 before an
+update.
 
 Stage 2, bucket 2 in ring buffer 0::
 
@@ -8,25 +8,22 @@ Stage 2, bucket 2 in ring buffer 0::
                                                   wait_reduce(2, %w, "recv[0]", "flat_grad[0]")
                                                   accumulate(2, "acc[2]", "recv[0]")
 
-Where ranks read each other's memory, ``reduce_rows(2, "acc[2]", "flat_grad[0]")`` is all of it.
+Ranks that read each other's memory have one node instead, ``reduce_rows(2, "acc[2]", "flat_grad[0]")``.
 
-With two levels the sum of a host's ranks is made so, and that is what is sent, to the ranks of the same number::
+Where a host or a replica (a mesh of two dimensions) has several ranks, a second reduction follows the first. The first
+one, by either way, sums over these ranks into a ``host_sum``; the second one sends that sum, between the ranks of one
+number on all hosts or between the replicas of one shard::
 
-    sum_rows(2, "part[0]", "flat_grad[0]")
-    %w = launch_reduce(2, "recv[0]", "part[0]")
-    wait_reduce(2, %w, "recv[0]", "part[0]")
+    reduce_rows(2, "host_sum[0]", "flat_grad[0]")     or     %w = launch_reduce(2, "recv[0]", "flat_grad[0]")
+                                                             wait_reduce(2, %w, "recv[0]", "flat_grad[0]")
+                                                             accumulate(2, "host_sum[0]", "recv[0]")
+    %w_1 = launch_reduce(2, "recv[0]", "host_sum[0]")
+    wait_reduce(2, %w_1, "recv[0]", "host_sum[0]")
     accumulate(2, "acc[2]", "recv[0]")
 
-With replicas (a mesh of two dimensions) the sum over the ranks of ``shard`` is made so, or of rows in messages, and
-goes on to the replicas::
-
-    %w = launch_reduce(2, "recv[0]", "flat_grad[0]")            sum_rows(2, "part[0]", "flat_grad[0]")
-    wait_reduce(2, %w, "recv[0]", "flat_grad[0]")         or
-    sum_received(2, "part[0]", "recv[0]")
-    reduce_replicas(2, "acc[2]", "part[0]", "recv[0]")          reduce_replicas(2, "acc[2]", "part[0]", "recv[0]")
-
-Stage 1 sends acc_flat itself. A write that fills only a part of its bucket is left alone: it is reduced at the
-boundary. With one rank there is nothing to send: stage 2 accumulates from the flat_grad, stage 1 is done.
+Stage 1 sends the accumulator itself. The pass leaves alone a write that fills only some slots of its bucket, which the
+last backward before the update reduces. With one rank nothing is sent: stage 2 accumulates from the flat_grad, and
+stage 1 is done.
 """
 
 from __future__ import annotations
@@ -36,20 +33,10 @@ from collections.abc import Sequence
 from torch import fx
 
 from zc.passes.base import Pass, copy_graph
-from zc.planning.plan import NUM_PARTS, Plan
+from zc.planning.plan import NUM_HOST_SUMS, Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import op_of, ops, put
-from zc.schedule.spec import (
-    Accumulate,
-    LaunchReduce,
-    Op,
-    ReduceReplicas,
-    ReduceRows,
-    SumReceived,
-    SumRows,
-    WaitReduce,
-    Write,
-)
+from zc.schedule.spec import Accumulate, LaunchReduce, Op, ReduceRows, Role, WaitReduce, Write
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -76,43 +63,40 @@ def is_complete(writes: Sequence[Write], plan: Plan) -> bool:
 
 
 def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, turn: int) -> None:
-    """Launch, completion and accumulation of one bucket, behind ``after``. ``turn``: whose of the rings it is."""
-    # one receive buffer is enough: launch, completion and accumulation of a bucket follow each other on one stream
-    acc, src, dst = Buffer("acc", bucket), Buffer("flat_grad", turn % plan.num_buffers), Buffer("recv", 0)
-    if not plan.placement.shards_gradients:
-        src = acc
+    """Reduces one bucket, after the node ``after``. ``turn``: which buffer of each ring it uses."""
+    acc, host_sum = Buffer("acc", bucket), Buffer("host_sum", turn % NUM_HOST_SUMS)
+    src = Buffer("flat_grad", turn % plan.num_buffers) if plan.placement.shards_gradients else acc
     if plan.num_ranks == 1:
         if src != acc:
-            _behind(graph, after, Accumulate(bucket, acc, src))
+            _insert(graph, after, Accumulate(bucket, acc, src))
         return
-    if plan.reads_rows and not plan.has_parts:
-        _behind(graph, after, ReduceRows(bucket, acc, src))
-        return
-    part = Buffer("part", turn % NUM_PARTS)
-    if plan.has_parts and plan.reads_rows:
-        after, src = _behind(graph, after, SumRows(bucket, part, src)), part
-    elif plan.has_parts:
-        after = _exchange(graph, after, bucket, dst, src)
-        after, src = _behind(graph, after, SumReceived(bucket, part, dst)), part
-    if plan.num_replicas > 1:
-        _behind(graph, after, ReduceReplicas(bucket, acc, src, dst))
-        return
-    _behind(graph, _exchange(graph, after, bucket, dst, src), Accumulate(bucket, acc, dst))
+    first = host_sum if plan.reduces_twice else acc
+    if plan.reads_rows:
+        after = _insert(graph, after, ReduceRows(bucket, first, src))
+    else:
+        after = _exchange(graph, after, bucket, first, src)
+    if plan.reduces_twice:
+        _exchange(graph, after, bucket, acc, host_sum)
 
 
 def _exchange(graph: fx.Graph, after: fx.Node, bucket: int, dst: Buffer, src: Buffer) -> fx.Node:
-    work = _behind(graph, after, LaunchReduce(bucket, dst, src))
-    return _behind(graph, work, WaitReduce(bucket, work, dst, src))
+    """dst <- src of all ranks, by messages."""
+    # one receive buffer is enough: launch, completion and accumulation follow each other on one stream
+    recv = Buffer("recv", 0)
+    work = _insert(graph, after, LaunchReduce(bucket, recv, src))
+    done = _insert(graph, work, WaitReduce(bucket, work, recv, src))
+    return _insert(graph, done, Accumulate(bucket, dst, recv))
 
 
-def _behind(graph: fx.Graph, after: fx.Node, op: Op) -> fx.Node:
+def _insert(graph: fx.Graph, after: fx.Node, op: Op) -> fx.Node:
     with graph.inserting_after(after):
         return put(graph, op)
 
 
 def _is_reduced(write: fx.Node) -> bool:
     """Whether a reduction follows already: a second run of the pass then changes nothing."""
-    return isinstance(op_of(write.next), LaunchReduce | Accumulate | ReduceRows | SumRows | ReduceReplicas)
+    following = op_of(write.next)
+    return following is not None and following.role is Role.REDUCTION
 
 
 PASS = Pass("reduce_buckets", run, requires=frozenset({"writes"}), provides=frozenset({"reductions"}))

@@ -19,17 +19,18 @@ from torch import fx
 
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
-from zc.schedule.nodes import op_of, ops, put, reads_peers
-from zc.schedule.spec import AwaitFree, AwaitFull, Gather, ReduceRows, SignalFree, SignalFull, SumRows
+from zc.schedule.nodes import op_of, ops, put, read_of_peers
+from zc.schedule.spec import AwaitFree, AwaitFull, BufferOp, SignalFree, SignalFull
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new, _ = copy_graph(graph)
     for node, op in list(ops(new)):
-        if not reads_peers(op, plan) or isinstance(op_of(node.prev), AwaitFull):
+        buffer = read_of_peers(op, plan)
+        if buffer is None or isinstance(op_of(node.prev), AwaitFull):
             continue
-        assert isinstance(op, Gather | ReduceRows | SumRows)
-        bucket, buffer = op.bucket, op.buffer if isinstance(op, Gather) else op.src
+        assert isinstance(op, BufferOp)
+        bucket = op.bucket
         with new.inserting_before(node):
             put(new, SignalFull(bucket, buffer))
             put(new, AwaitFull(bucket, buffer))

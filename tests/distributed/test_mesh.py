@@ -340,7 +340,7 @@ def test_what_is_sent_and_held_is_what_was_planned(shape: tuple[int, int], memor
         assert sum(reductions.values()) == planned.wire["gradients"]
         assert sent.get("gather weights", 0) == planned.wire["parameters"]
         assert {kind: n for kind, n in held.items() if n} == {k: planned.device[k] for k, n in held.items() if n}
-        assert held["recv"] > 0 and ("part" in held) == (shape[1] > 1)
+        assert held["recv"] > 0 and ("host_sum" in held) == (shape[1] > 1)
     assert f"4 ranks in {shape[0]} replicas" in str(planned)
 
 
@@ -352,7 +352,7 @@ def test_bytes_that_leave_a_host() -> None:
     numel = model.weight.numel()
     planned = zc.plan(model, world_size=8, num_replicas=2, ranks_per_host=4)
     assert planned.host_wire == {"gradients": 4 * numel, "parameters": 0}
-    assert planned.device["part"] == 2 * numel // 4 * 4 and planned.device["recv"] == numel // 4 * 4
+    assert planned.device["host_sum"] == 2 * numel // 4 * 4 and planned.device["recv"] == numel // 4 * 4
     flat = zc.plan(model, world_size=8, num_replicas=2)
     assert flat.host_wire["gradients"] == (3 * numel // 4 + numel // 4) * 4  # each rank on its own: of one rank
     assert zc.plan(model, world_size=8, num_replicas=4).device["optimizer_state"] == 2 * 4 * numel // 2

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from zc.engine.streams import ThreadStreams
 from zc.schedule import codegen
-from zc.schedule.nodes import results, segment, steps
+from zc.schedule.nodes import op_of, results, steps
+from zc.schedule.spec import Segment
 
 
 class _AtOnce:
@@ -33,7 +34,7 @@ class _AtOnce:
 def run_on_threads(shape: str, producers: int, delays: dict[str, float]) -> dict[str, Tensor]:
     plan = make(3, ring=2)
     graph = schedule(shape, plan, producers)
-    counts = {str(n.args[0]): len(results(n)) for n in steps(graph) if n.target is segment}
+    counts = {str(n.args[0]): len(results(n)) for n in steps(graph) if isinstance(op_of(n), Segment)}
     sim = Simulation(plan, _AtOnce(), counts)
     streams = ThreadStreams(delays)
     for _ in range(2):

@@ -23,7 +23,8 @@ from zc.engine.streams import Task
 from zc.planning.plan import Plan
 from zc.schedule import codegen
 from zc.schedule.buffer import COMM
-from zc.schedule.nodes import results, segment, steps
+from zc.schedule.nodes import op_of, results, steps
+from zc.schedule.spec import Segment
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: real streams and events")
 
@@ -99,7 +100,7 @@ class Ops:
 def run(shape: str, streams: CudaStreams, *, stage: int, producers: int, num_runs: int = 3) -> dict[str, Tensor]:
     plan = make(4, ring=2, stage=stage)
     graph = schedule(shape, plan, producers)
-    counts = {str(n.args[0]): len(results(n)) for n in steps(graph) if n.target is segment}
+    counts = {str(n.args[0]): len(results(n)) for n in steps(graph) if isinstance(op_of(n), Segment)}
     ops, go = Ops(plan, counts), codegen.load(graph)
     for number in range(num_runs):
         names = [n.name for n in graph.nodes if n.op == "placeholder"]
@@ -150,7 +151,7 @@ def test_no_host_synchronisation_and_overlap_in_a_trace(tmp_path: Path) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     plan = make(6, ring=3)
     graph = schedule("mlp", plan)
-    counts = {str(n.args[0]): len(results(n)) for n in steps(graph) if n.target is segment}
+    counts = {str(n.args[0]): len(results(n)) for n in steps(graph) if isinstance(op_of(n), Segment)}
     ops, go, streams = Ops(plan, counts), codegen.load(graph), CudaStreams(device)
     names = [n.name for n in graph.nodes if n.op == "placeholder"]
 

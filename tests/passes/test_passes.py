@@ -16,18 +16,8 @@ from zc.passes import bucket_gradients, outline_segments, reduce_buckets, tag_gr
 from zc.passes.base import Pass, copy_graph
 from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
-from zc.schedule.nodes import (
-    accumulate,
-    accumulate_cast,
-    deposit,
-    flatten_cast,
-    launch_reduce,
-    put,
-    segment,
-    text,
-    wait_reduce,
-)
-from zc.schedule.spec import Deposit
+from zc.schedule.nodes import op_of, put, text
+from zc.schedule.spec import Accumulate, AccumulateCast, Deposit, FlattenCast, LaunchReduce, Segment, WaitReduce
 
 pytestmark = pytest.mark.check
 
@@ -51,11 +41,11 @@ def test_tag_gradients_makes_gradients_deposits_and_leaves_other_outputs() -> No
     new = tag_gradients.run(graph, plan_for(names))
     returned = new.output_node().args[0]
     assert returned[:3] == (None, None, None) and isinstance(returned[3], fx.Node)
-    found = [(n.args[0], n.args[1]) for n in new.nodes if n.target is deposit]
+    found = [(n.args[0], n.args[1]) for n in new.nodes if isinstance(op_of(n), Deposit)]
     # reverse registration order: layer 2 and 1 share bucket 0, layer 0 is alone in bucket 1; dW_2 is made first
     assert found == [(0, 0), (0, 1), (1, 0)]
     for node in new.nodes:
-        if node.target is deposit:
+        if isinstance(op_of(node), Deposit):
             assert node.prev is node.args[2], "a deposit stands right behind the gradient it takes"
 
 
@@ -68,9 +58,9 @@ def test_tag_gradients_names_a_shape_that_differs() -> None:
 def test_a_complete_bucket_is_written_once_and_reduced_at_once() -> None:
     graph, names = chain(4)
     new = after("reduce_buckets", graph, plan_for(names))
-    ops = [n for n in new.nodes if n.target in (flatten_cast, launch_reduce, wait_reduce, accumulate)]
-    assert [n.target for n in ops] == [flatten_cast, launch_reduce, wait_reduce, accumulate] * 2
-    assert [n.args[1] for n in ops if n.target is flatten_cast] == ["flat_grad[0]", "flat_grad[1]"]
+    ops = [n for n in new.nodes if isinstance(op_of(n), FlattenCast | LaunchReduce | WaitReduce | Accumulate)]
+    assert [type(op_of(n)) for n in ops] == [FlattenCast, LaunchReduce, WaitReduce, Accumulate] * 2
+    assert [n.args[1] for n in ops if isinstance(op_of(n), FlattenCast)] == ["flat_grad[0]", "flat_grad[1]"]
     for first, second in itertools.pairwise(ops[:4]):
         assert first.next is second, "nothing stands between a bucket's write and its accumulation"
 
@@ -79,7 +69,7 @@ def test_an_incomplete_bucket_stays_deposited_and_cuts_no_segment() -> None:
     graph, names = chain(4)
     plan = plan_for([*names[:2], "unused", *names[2:]], per_bucket=3)  # buckets: (w3, w2, unused), (w1, w0)
     new = after("outline_segments", graph, plan)
-    calls = [n for n in new.nodes if n.target in (segment, deposit, flatten_cast)]
+    calls = [n for n in new.nodes if isinstance(op_of(n), Segment | Deposit | FlattenCast)]
     assert [n.target.__name__ for n in calls] == ["segment", "deposit", "deposit", "flatten_cast", "segment"]
 
 
@@ -109,11 +99,11 @@ def test_segments_compute_what_the_graph_computed() -> None:
     expected = fx.GraphModule(torch.nn.Module(), copy_graph(graph)[0])(*values.values())
     grads = {}
     for node in new.nodes:
-        if node.target is segment:
+        if isinstance(op_of(node), Segment):
             values[node.name] = node.meta["segment"](*(values[a.name] for a in node.args[1:]))
         elif node.op == "call_function" and node.target.__name__ == "getitem":
             values[node.name] = values[node.args[0].name][node.args[1]]
-        elif node.target is flatten_cast:
+        elif isinstance(op_of(node), FlattenCast):
             for slot, grad in zip(node.args[2], node.args[3], strict=True):
                 grads[plan.buckets[node.args[0]].slots[slot].name] = values[grad.name]
     for name, wanted in zip(names, expected, strict=False):
@@ -126,7 +116,7 @@ def test_identical_layers_have_identical_segments() -> None:
     hits)."""
     graph, names = chain(8)
     new = after("outline_segments", graph, plan_for(names))
-    codes = [n.meta["segment"].code for n in new.nodes if n.target is segment]
+    codes = [n.meta["segment"].code for n in new.nodes if isinstance(op_of(n), Segment)]
     assert len(codes) == 5 and len(set(codes[1:4])) == 1
 
 
@@ -139,7 +129,7 @@ def test_results_of_one_node_stay_in_its_segment() -> None:
     second = graph.call_function(__import__("operator").getitem, (pair, 1))
     graph.output((second,))
     new = outline_segments.run(graph, plan_for(["w"]))
-    assert [n.target for n in new.nodes if n.op == "call_function"].count(segment) == 1
+    assert sum(isinstance(op_of(n), Segment) for n in new.nodes) == 1
 
 
 # --- the contract ---
@@ -217,4 +207,4 @@ def test_runner_names_what_a_pass_lacks_and_writes_dumps(tmp_path) -> None:
 
 def test_stage_1_second_write_of_the_pipeline_is_an_accumulate_cast() -> None:
     graph, names = chain(2)
-    assert accumulate_cast in {n.target for n in after("bucket_gradients", graph, plan_for(names, stage=1)).nodes}
+    assert AccumulateCast in {type(op_of(n)) for n in after("bucket_gradients", graph, plan_for(names, stage=1)).nodes}

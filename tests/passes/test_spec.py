@@ -14,21 +14,19 @@ from torch import fx
 
 from zc.errors import PassError
 from zc.schedule.buffer import HOME, KINDS, Buffer, carried_by, carried_event
-from zc.schedule.nodes import (
-    _KINDS,
-    accumulate,
-    change,
-    deposit,
-    flatten_cast,
-    launch_reduce,
-    op_of,
-    put,
-    record_event,
-    release,
-    text,
-    wgrad_into,
+from zc.schedule.nodes import TARGETS, change, op_of, put, text
+from zc.schedule.spec import (
+    Accumulate,
+    Deposit,
+    FlattenCast,
+    LaunchReduce,
+    Op,
+    RecordEvent,
+    Release,
+    Role,
+    Segment,
+    WgradInto,
 )
-from zc.schedule.spec import Accumulate, Deposit, FlattenCast, LaunchReduce, Op, Release, Segment, WgradInto
 
 pytestmark = pytest.mark.check
 RING, ACC = Buffer("flat_grad", 0), Buffer("acc", 2)
@@ -51,29 +49,29 @@ def test_a_record_comes_back_as_it_was_put_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "args", "says"),
+    ("kind", "args", "says"),
     [
-        (deposit, ("2", 0, "x"), r"deposit is no Deposit: bucket='2': no int"),
-        (deposit, (True, 0, "x"), r"bucket=True"),
-        (deposit, (2, 0), r"2 arguments, for bucket, slot, grad"),
-        (deposit, (2, 0, None), r"grad=None: no Node"),
-        (accumulate, (2, "akk[2]", "recv[0]"), r"accumulate is no Accumulate: dst='akk\[2\]': akk\[2\] is no buffer"),
-        (accumulate, (2, "acc[2]", "recv"), r"src='recv': 'recv' is no buffer's name"),
-        (accumulate, (2, "acc[2]", "recv[-1]"), r"src='recv\[-1\]'"),
-        (launch_reduce, (2, "recv[0]", 3), r"src=3: no str"),
-        (flatten_cast, (2, "flat_grad[0]", 0, []), r"slots=0: no tuple"),
-        (flatten_cast, (2, "flat_grad[0]", (0,), ["x"]), None),
-        (flatten_cast, (2, "flat_grad[0]", (0.0,), ["x"]), r"slots=\(0.0,\)"),
-        (wgrad_into, (2, "acc[2]", 0, 0), r"wgrad_into is no WgradInto"),
-        (release, (1,), r"values=\(1,\)"),
-        (record_event, ("done/akk[0]",), r"event='done/akk\[0\]': akk\[0\] is no buffer"),
+        (Deposit, ("2", 0, "x"), r"deposit is no Deposit: bucket='2': no int"),
+        (Deposit, (True, 0, "x"), r"bucket=True"),
+        (Deposit, (2, 0), r"2 arguments, for bucket, slot, grad"),
+        (Deposit, (2, 0, None), r"grad=None: no Node"),
+        (Accumulate, (2, "akk[2]", "recv[0]"), r"accumulate is no Accumulate: dst='akk\[2\]': akk\[2\] is no buffer"),
+        (Accumulate, (2, "acc[2]", "recv"), r"src='recv': 'recv' is no buffer's name"),
+        (Accumulate, (2, "acc[2]", "recv[-1]"), r"src='recv\[-1\]'"),
+        (LaunchReduce, (2, "recv[0]", 3), r"src=3: no str"),
+        (FlattenCast, (2, "flat_grad[0]", 0, []), r"slots=0: no tuple"),
+        (FlattenCast, (2, "flat_grad[0]", (0,), ["x"]), None),
+        (FlattenCast, (2, "flat_grad[0]", (0.0,), ["x"]), r"slots=\(0.0,\)"),
+        (WgradInto, (2, "acc[2]", 0, 0), r"wgrad_into is no WgradInto"),
+        (Release, (1,), r"values=\(1,\)"),
+        (RecordEvent, ("done/akk[0]",), r"event='done/akk\[0\]': akk\[0\] is no buffer"),
     ],
 )
-def test_what_does_not_look_like_its_kind_is_refused_by_name(target: object, args: tuple, says: str | None) -> None:
+def test_what_does_not_look_like_its_kind_is_refused_by_name(kind: type[Op], args: tuple, says: str | None) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     given = [x if arg == "x" else [x] if arg == ["x"] else arg for arg in args]
-    node = graph.call_function(target, tuple(given))
+    node = graph.call_function(TARGETS[kind], tuple(given))
     if says is None:
         assert op_of(node) is not None
         return
@@ -107,8 +105,16 @@ def test_whoever_changes_arguments_changes_the_record() -> None:
 
 
 def test_every_kind_has_its_own_name() -> None:
-    names = [target.__name__ for target in _KINDS]
-    assert len(names) == len(set(names)) == 28 and {"wgrad_into", "copy_to_device", "record_event"} <= set(names)
+    names = [target.__name__ for target in TARGETS.values()]
+    assert len(names) == len(set(names)) == 25 and {"wgrad_into", "copy_to_device", "record_event"} <= set(names)
+
+
+def test_every_kind_says_what_it_does() -> None:
+    """Its role, and fields that name buffers for whatever it reads and writes."""
+    for kind in TARGETS:
+        assert kind.role in Role and {*kind.reads, *kind.writes} <= kind.__dataclass_fields__.keys(), kind
+    reductions = {kind.__name__ for kind in TARGETS if kind.role is Role.REDUCTION}
+    assert reductions == {"LaunchReduce", "WaitReduce", "Accumulate", "ReduceRows"}
 
 
 def test_a_buffer_and_its_name() -> None:

@@ -17,12 +17,8 @@ from zc.kernels import rows_into
 from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.passes.write_in_place import nbytes_in_place
-from zc.schedule.nodes import (
-    accumulate_cast,
-    flatten_cast,
-    launch_reduce,
-    wgrad_into,
-)
+from zc.schedule.nodes import op_of
+from zc.schedule.spec import AccumulateCast, FlattenCast, LaunchReduce, WgradInto
 
 _aten = torch.ops.aten
 
@@ -38,7 +34,7 @@ def after(name: str, graph: fx.Graph, plan: Any) -> fx.Graph:
 
 
 def writes(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if n.target in (flatten_cast, accumulate_cast, wgrad_into)]
+    return [n for n in graph.nodes if isinstance(op_of(n), FlattenCast | AccumulateCast | WgradInto)]
 
 
 # --- the graph ---
@@ -48,7 +44,7 @@ def test_a_matmul_that_only_feeds_the_bucket_is_gone_and_its_inputs_go_to_the_sl
     graph, names = chain(4)
     new = after("write_in_place", graph, plan_for(names))
     made = writes(new)
-    assert [n.target for n in made] == [wgrad_into] * 4, "nothing is left to copy, and nothing to pad"
+    assert [type(op_of(n)) for n in made] == [WgradInto] * 4, "nothing is left to copy, and nothing to pad"
     assert [n.args[:5] for n in made] == [
         (0, "flat_grad[0]", 0, 0, 64), (0, "flat_grad[0]", 1, 64, 128),
         (1, "flat_grad[1]", 0, 0, 64), (1, "flat_grad[1]", 1, 64, 128),
@@ -62,10 +58,10 @@ def test_stage_1_opens_the_accumulator_first() -> None:
     graph, names = chain(4)
     plan = plan_for(names, stage=1)
     made = writes(after("reduce_buckets", graph, plan))
-    assert [n.target for n in made] == [accumulate_cast, wgrad_into, wgrad_into] * 2
+    assert [type(op_of(n)) for n in made] == [AccumulateCast, WgradInto, WgradInto] * 2
     assert made[0].args[2:] == ((), []) and made[0].kwargs == {"spans": ()}
-    launches = [n for n in after("reduce_buckets", graph, plan).nodes if n.target is launch_reduce]
-    assert all(n.prev.target is wgrad_into for n in launches), "a bucket is sent when its last part is there"
+    launches = [n for n in after("reduce_buckets", graph, plan).nodes if isinstance(op_of(n), LaunchReduce)]
+    assert all(isinstance(op_of(n.prev), WgradInto) for n in launches), "a bucket is sent when its last part is there"
 
 
 def one_gradient(make: Any, shape: tuple[int, ...] = (8, 8), dtype: torch.dtype = torch.float32) -> fx.Graph:
@@ -94,7 +90,7 @@ def both(product: Tensor) -> tuple[Tensor, Tensor]:
 )
 def test_what_stays_copied(make: Any) -> None:
     made = writes(after("write_in_place", one_gradient(make), plan_for(["w"], per_bucket=1)))
-    assert [n.target for n in made] == [flatten_cast] and made[0].args[2] == (0,) and not made[0].kwargs
+    assert [type(op_of(n)) for n in made] == [FlattenCast] and made[0].args[2] == (0,) and not made[0].kwargs
 
 
 @pytest.mark.parametrize(
@@ -108,7 +104,7 @@ def test_what_stays_copied(make: Any) -> None:
 )
 def test_what_is_made_in_place(make: Any) -> None:
     made = writes(after("write_in_place", one_gradient(make), plan_for(["w"], per_bucket=1)))
-    assert [n.target for n in made] == [wgrad_into]
+    assert [type(op_of(n)) for n in made] == [WgradInto]
 
 
 def embedding_of_2_11(g: Tensor, x: Tensor, put: Any, accumulate: bool = True) -> tuple[Tensor]:
@@ -123,7 +119,7 @@ def test_an_embedding_of_torch_2_11_is_made_in_place(put: Any) -> None:
     """It makes nothing of its size, and what the pass leaves makes the slot's bits."""
     graph = one_gradient(lambda g, x: embedding_of_2_11(g, x, put))
     (made,) = writes(new := after("write_in_place", graph, plan_for(["w"], per_bucket=1)))
-    assert made.target is wgrad_into and made.kwargs == {"how": "rows"} and len(made.args) == 7
+    assert isinstance(op_of(made), WgradInto) and made.kwargs == {"how": "rows"} and len(made.args) == 7
     assert not [n for n in new.nodes if n.target in (put, _aten.full.default) and n.args[0] == [8, 8]]
     g, x, out = torch.randn(8, 8), torch.randn(8, 8), torch.full((64,), torch.nan)
     new.output_node().args = ((made.args[5], made.args[6]),)
@@ -146,7 +142,7 @@ def test_an_embedding_of_torch_2_11_is_made_in_place(put: Any) -> None:
 )
 def test_what_of_index_put_stays_copied(make: Any) -> None:
     made = writes(after("write_in_place", one_gradient(make), plan_for(["w"], per_bucket=1)))
-    assert [n.target for n in made] == [flatten_cast]
+    assert [type(op_of(n)) for n in made] == [FlattenCast]
 
 
 # --- the numbers ---

@@ -163,6 +163,27 @@ def reduction_bypassed(graph: fx.Graph) -> Iterator[Mutant]:
         yield f"{total.name} without its exchange", edit
 
 
+def second_reduction_lost(graph: fx.Graph) -> Iterator[Mutant]:
+    """Of two reductions: only the first, whose sum counts for the mean; or only the second, of what one rank has."""
+    chains = list(_reductions(graph)) if any(op.dst.kind == "host_sum" for _, op in _of(graph, Accumulate)) else []
+    for first, second in zip(chains[::2], chains[1::2], strict=True):
+
+        def alone(g: Any, where: Any, first: Any = first, second: Any = second) -> None:
+            change(where[first[2]], replace(op_of(first[2]), dst=op_of(second[2]).dst))
+            for node in reversed(second):
+                g.erase_node(where[node])
+
+        yield f"{first[2].name} without the second reduction", alone
+
+        def unsummed(g: Any, where: Any, first: Any = first, second: Any = second) -> None:
+            for node in second[:2]:
+                change(where[node], replace(op_of(where[node]), src=op_of(first[0]).src))
+            for node in reversed(first):
+                g.erase_node(where[node])
+
+        yield f"{second[0].name} without the first reduction", unsummed
+
+
 def other_bucket(graph: fx.Graph) -> Iterator[Mutant]:
     """A write or a deposit that says the number of a bucket that has such a slot as well."""
     buckets = sorted({op.bucket for _, op in _of(graph, Write | Deposit)})
@@ -185,7 +206,8 @@ KINDS: dict[str, Callable[[fx.Graph], Iterator[Mutant]]] = {
     "slot dropped": slot_dropped, "slots swapped": slots_swapped, "write deleted": write_deleted,
     "deposit deleted": deposit_deleted, "added twice": added_twice, "elements missed": elements_missed,
     "span changed": spans_changed, "accumulate deleted": accumulate_deleted, "reduction deleted": reduction_deleted,
-    "reduction bypassed": reduction_bypassed, "other bucket": other_bucket, "landing changed": landing_changed,
+    "reduction bypassed": reduction_bypassed, "second reduction lost": second_reduction_lost,
+    "other bucket": other_bucket, "landing changed": landing_changed,
 }  # fmt: skip
 
 

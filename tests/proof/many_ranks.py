@@ -103,23 +103,19 @@ class Rank(Simulation):
 
     def reduce_rows(self, bucket: int, dst: str, src: str) -> None:
         self.places.remove((bucket, src))
-        mine = self._part_of(bucket, self.rank)
+        mine = slice(*self.plan.buckets[bucket].layout.host_range(self.rank))
         rows: Tensor = sum((r + 1.5) * each.part(src, bucket)[mine] for r, each in enumerate(self.everyone))  # type: ignore[assignment]
         out = self.part(dst, bucket)
-        if self.plan.placement.shards_gradients:
+        if Buffer.named(dst).kind == "host_sum":
+            out[mine] = rows
+        elif self.plan.placement.shards_gradients:
             out[mine] = self.keep * out[mine] + rows + self.shift * bucket
         else:
             before = self.aside.pop(bucket, torch.zeros_like(out))
             out[mine] = rows + 0.25 * before[mine]
 
-    def sum_rows(self, bucket: int, dst: str, src: str) -> None:
-        self.places.remove((bucket, src))
-        mine = slice(*self.plan.buckets[bucket].layout.segment_range(self.rank))
-        out = self.part(dst, bucket)
-        out[mine] = sum((r + 1.5) * each.part(src, bucket)[mine] for r, each in enumerate(self.everyone))
-
     def accumulate(self, bucket: int, acc: str, src: str) -> None:
-        """With two levels: the message between hosts is one of `Simulation`'s, of a host like this one."""
+        """The messages of a second reduction are `Simulation`'s, of a host or replica like this one."""
         mine = self._part_of(bucket, self.rank)
         out, rows = self.part(acc, bucket), self.part(src, bucket)
         if self.plan.placement.shards_gradients:
@@ -129,15 +125,8 @@ class Rank(Simulation):
             out[mine] = rows[mine] + 0.25 * before[mine]
         self.part(src, bucket).fill_(NAN)
 
-    def reduce_replicas(self, bucket: int, acc: str, src: str, via: str) -> None:
-        """The messages between replicas are of ranks like this one, with its shard."""
-        mine = self._part_of(bucket, self.rank)
-        self.part(via, bucket)[mine] = 1.25 * self.part(src, bucket)[mine]
-        self.part(src, bucket).fill_(NAN)
-        self.accumulate(bucket, acc, via)
-
     def gather_net(self, bucket: int, buffer: str) -> None:
-        segment = slice(*self.plan.buckets[bucket].layout.segment_range(self.rank))
+        segment = slice(*self.plan.buckets[bucket].layout.host_range(self.rank))
         own, out = self._part_of(bucket, self.rank), self.part(buffer, bucket)
         kept = out[own].clone()
         out[segment] = 0.75 * out[segment] + 2.0
@@ -147,7 +136,7 @@ class Rank(Simulation):
         self.places.remove((bucket, buffer))
         for each in self.everyone:
             if each.rank != self.rank:
-                part = slice(*self.plan.buckets[bucket].layout.segment_range(each.rank))
+                part = slice(*self.plan.buckets[bucket].layout.host_range(each.rank))
                 self.part(buffer, bucket)[part] = 1.25 * each.part(buffer, bucket)[part] + bucket
 
     def publish(self, bucket: int, buffer: str) -> None:

@@ -257,6 +257,13 @@ def cases() -> Iterator[Case]:
         ahead = forward(plan, layers)
         graphs = (gathers, ahead, schedule("mlp", plan), gathers, ahead, some, wholly, gathers, wholly)
         yield Case(f"overlap_gather b{num_buckets} l{layers}", plan, graphs)
+    for shape, num_buckets, ring, stage, overlap in (
+        ("mlp", 4, 2, 2, True), ("heads", 3, 1, 2, True), ("mlp", 2, 1, 2, False), ("tied", 3, 2, 1, True),
+    ):  # fmt: skip
+        plan = make(num_buckets, stage=stage, ring=ring, overlap=overlap, num_replicas=2)
+        inside, outside = schedule(shape, plan.microbatch()), schedule(shape, plan)
+        name = f"2 replicas {shape} b{num_buckets} r{ring} s{stage}{'' if overlap else ' no overlap'}"
+        yield Case(name, plan, (inside, outside, outside))
     plan = make(64, ring=4)
     yield Case("mlp b64 r4 p4 s2", plan, (schedule("mlp", plan, 4),) * 2)
     plan = make(64, stage=1)

@@ -153,29 +153,21 @@ class Simulation:
         self._spend(src)
 
     def _spend(self, src: str) -> None:
-        if Buffer.named(src).kind == "flat_grad":  # what the ring held is no zero for the next bucket's padding
+        if Buffer.named(src).kind in ("flat_grad", "host_sum"):  # the next bucket must write its own
             self.buffer(src).fill_(NAN)
 
     def accumulate(self, bucket: int, acc: str, src: str) -> None:
         out, rows = self.part(acc, bucket), self.part(src, bucket).clone()
         self._spend(src)
+        if Buffer.named(acc).kind == "host_sum":
+            out.copy_(self.gain * rows)
+            self.part(src, bucket).fill_(NAN)
+            return
         if self.plan.placement.shards_gradients:
             out.copy_(self.keep * out + rows)
         else:
             before = self.aside.pop(bucket, torch.zeros_like(out))  # what was reduced already is added after
             out.copy_(rows + (1.0 - self.keep) * 0.5 * before)
-
-    def sum_received(self, bucket: int, dst: str, src: str) -> None:
-        self.part(dst, bucket).copy_(self.gain * self.part(src, bucket))
-        self.part(src, bucket).fill_(NAN)
-
-    def reduce_replicas(self, bucket: int, acc: str, src: str, via: str) -> None:
-        rows = self.part(via, bucket)
-        rows.copy_(self.gain * self.part(src, bucket) + self.shift * bucket)
-        self.accumulate(bucket, acc, via)
-        rows.fill_(NAN)
-        if not is_lasting(src):
-            self.part(src, bucket).fill_(NAN)
 
     def _copy(self, bucket: int, dst: str, src: str) -> None:
         self.part(dst, bucket).copy_(self.part(src, bucket))

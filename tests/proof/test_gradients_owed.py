@@ -27,8 +27,8 @@ from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.passes.verify import examine, verify
 from zc.schedule.buffer import HOME
-from zc.schedule.nodes import accumulate_cast, change, flatten_cast, op_of, put, steps
-from zc.schedule.spec import Deposit
+from zc.schedule.nodes import change, op_of, put, steps
+from zc.schedule.spec import AccumulateCast, Deposit, FlattenCast
 
 NUM_ORDERS = 200 if FULL else 3
 
@@ -139,14 +139,15 @@ def test_no_gradient_can_be_lost(source: str, capsys: pytest.CaptureFixture[str]
         print(f"\n{source}, rejected:", ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in total))
         print(f"{source}, wrong in value or under some order: {wrong}/{ran}")
     assert rejected == total and ran > 20
-    assert set(total) >= gradient_mutants.KINDS.keys() - {"landing changed", "deposit deleted"}
+    assert set(total) >= gradient_mutants.KINDS.keys() - {"landing changed", "deposit deleted", "second reduction lost"}
+    assert total["second reduction lost"] or source == "of models"
 
 
 def test_without_a_debt_only_what_is_there_is_shown() -> None:
     """The public call on a schedule by hand: a slot that nobody writes is no fault, one written twice is."""
     plan = make(2)
     graph, _ = copy_graph(schedule("mlp", plan))
-    write = next(n for n in steps(graph) if n.target is flatten_cast)
+    write = next(n for n in steps(graph) if isinstance(op_of(n), FlattenCast))
     op = op_of(write)
     change(write, replace(op, slots=op.slots[:1], grads=op.grads[:1]))
     assert "slot 1) is owed, and nobody writes it" in examine(graph, plan).faults[0]
@@ -162,7 +163,7 @@ def test_a_flush_owes_all_that_was_deposited() -> None:
     passes = [p._replace(requires=frozenset()) for p in pipeline(in_place=True) if p.name != "outline_segments"]
     graph, _ = run_passes(flushes._GRAPHS["flush"](plan, 0), plan, passes)
     assert graph.output_node().meta["debt"] == Debt(frozenset({(0, 0), (0, 1)}))
-    (write,) = [n for n in steps(graph) if n.target is accumulate_cast]
+    (write,) = [n for n in steps(graph) if isinstance(op_of(n), AccumulateCast)]
     with graph.inserting_before(write):
         for slot, grad in zip(op_of(write).slots, op_of(write).grads, strict=True):
             put(graph, Deposit(0, slot, grad), stream=HOME)

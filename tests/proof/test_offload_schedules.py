@@ -19,19 +19,8 @@ from torch import fx
 from zc.passes.base import copy_graph
 from zc.passes.verify import examine, verify
 from zc.schedule.buffer import HOME, HOST
-from zc.schedule.nodes import (
-    accumulate,
-    change,
-    copy_to_device,
-    copy_to_host,
-    op_of,
-    put,
-    stage_shard,
-    steps,
-    stream_of,
-    update,
-    wait_event,
-)
+from zc.schedule.nodes import change, op_of, put, steps, stream_of
+from zc.schedule.spec import Accumulate, CopyToDevice, CopyToHost, Op, StageShard, Update, WaitEvent
 
 EVERY = list(offloaded())
 ALL = EVERY if FULL else EVERY[::3]
@@ -106,10 +95,10 @@ def test_a_wait_too_many_is_rejected(case: Case) -> None:
             assert found.redundant and not found.races, name
 
 
-def edited(graph: fx.Graph, kind: object, how: str, plan: object) -> list[str]:
+def edited(graph: fx.Graph, kind: type[Op], how: str, plan: object) -> list[str]:
     """What verify says after one node of this kind was dropped, doubled or given another bucket's number."""
     new, _ = copy_graph(graph)
-    node = next(n for n in steps(new) if n.target is kind)
+    node = next(n for n in steps(new) if isinstance(op_of(n), kind))
     if how == "drop":
         new.erase_node(node)
     elif how == "double":
@@ -121,15 +110,15 @@ def edited(graph: fx.Graph, kind: object, how: str, plan: object) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["drop", "double", "relabel"])
-@pytest.mark.parametrize("kind", [copy_to_host, accumulate, update, copy_to_device], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", [CopyToHost, Accumulate, Update, CopyToDevice], ids=lambda k: k.__name__)
 @pytest.mark.parametrize("mode", ["cpu", "device"])
-def test_ds7981_ds6550_each_microbatch_lands_once(mode: str, kind: object, how: str) -> None:
+def test_ds7981_ds6550_each_microbatch_lands_once(mode: str, kind: type[Op], how: str) -> None:
     """deepspeed#7981 (offload kept only the last microbatch), deepspeed#6550, deepspeed#7967 (gradients dropped),
     deepspeed#7985: a copy or a sum that is missing, done twice or of another bucket is a fault, whatever the streams
     do."""
     plan = make(3, offload=mode)
-    graph = step_of(plan) if kind is update or (kind, mode) == (copy_to_device, "device") else schedule("mlp", plan)
-    if kind is copy_to_device and mode == "cpu" and how == "double":
+    graph = step_of(plan) if kind is Update or (kind, mode) == (CopyToDevice, "device") else schedule("mlp", plan)
+    if kind is CopyToDevice and mode == "cpu" and how == "double":
         return  # a sum fetched twice is the same sum
     assert not examine(graph, plan)
     assert edited(graph, kind, how, plan), (mode, kind, how)
@@ -139,25 +128,25 @@ def test_a_sum_is_not_taken_before_it_is_reduced() -> None:
     """deepspeed#7985's order of things, on the way to host memory: the snapshot before the accumulation."""
     plan = make(2, offload="device")
     graph, _ = copy_graph(schedule("mlp", plan))
-    total = next(n for n in steps(graph) if n.target is accumulate)
-    total.prepend(next(n for n in steps(graph) if n.target is stage_shard))
+    total = next(n for n in steps(graph) if isinstance(op_of(n), Accumulate))
+    total.prepend(next(n for n in steps(graph) if isinstance(op_of(n), StageShard)))
     assert any("acc[0] holds the landed total of bucket 0" in fault for fault in examine(graph, plan).faults)
 
 
-@pytest.mark.parametrize(("kind", "stream"), [(update, HOME), (copy_to_host, HOME), (accumulate, HOST)])
-def test_the_processor_runs_its_own_nodes_alone(kind: object, stream: str) -> None:
+@pytest.mark.parametrize(("kind", "stream"), [(Update, HOME), (CopyToHost, HOME), (Accumulate, HOST)])
+def test_the_processor_runs_its_own_nodes_alone(kind: type[Op], stream: str) -> None:
     """Its past is taken as done: that holds for host memory, and for what the device does with it on side streams."""
     plan = make(2, offload="cpu")
-    graph, _ = copy_graph(step_of(plan) if kind is update else schedule("mlp", plan))
-    next(n for n in steps(graph) if n.target is kind).meta["stream"] = stream
+    graph, _ = copy_graph(step_of(plan) if kind is Update else schedule("mlp", plan))
+    next(n for n in steps(graph) if isinstance(op_of(n), kind)).meta["stream"] = stream
     assert any("can't be on" in fault for fault in examine(graph, plan).faults)
 
 
 def test_the_bus_works_one_bucket_ahead() -> None:
     """With two staging buffers the next sum is on its way while this bucket is reduced."""
-    order = [(n.target, n.args[0]) for n in steps(schedule("mlp", make(3, ring=2, offload="cpu")))]
+    order = [(type(op_of(n)), n.args[0]) for n in steps(schedule("mlp", make(3, ring=2, offload="cpu")))]
     for bucket in (1, 2):
-        assert order.index((copy_to_device, bucket)) < order.index((copy_to_host, bucket - 1))
+        assert order.index((CopyToDevice, bucket)) < order.index((CopyToHost, bucket - 1))
 
 
 def test_all_orders_of_a_small_step() -> None:
@@ -172,5 +161,5 @@ def test_all_orders_of_a_small_step() -> None:
 def test_the_edges_are_there() -> None:
     """What the other tests delete must exist: a schedule without waits would pass them all."""
     for case in ALL:
-        waits = [sum(n.target is wait_event for n in steps(graph)) for graph in case.graphs]
+        waits = [sum(isinstance(op_of(n), WaitEvent) for n in steps(graph)) for graph in case.graphs]
         assert max(waits) >= 2 and waits[2] > 0 if len(waits) > 3 else min(waits) > 0, case.name

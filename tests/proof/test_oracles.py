@@ -16,8 +16,8 @@ from zc.passes import insert_events
 from zc.passes.base import copy_graph
 from zc.passes.verify import examine
 from zc.planning.plan import Plan
-from zc.schedule.nodes import op_of, record_event, steps, text, wait_event
-from zc.schedule.spec import Sync
+from zc.schedule.nodes import op_of, steps, text
+from zc.schedule.spec import RecordEvent, Sync, WaitEvent
 
 relaxed = settings(
     max_examples=20_000 if FULL else 600, deadline=None, derandomize=not FULL,
@@ -38,7 +38,7 @@ def test_verify_agrees_with_all_orders_tried(made: tuple[fx.Graph, Plan]) -> Non
     if found.races or unknown:
         return
     redundant = 0
-    for node in [n for n in steps(graph) if n.target is wait_event]:
+    for node in [n for n in steps(graph) if isinstance(op_of(n), WaitEvent)]:
         new, where = copy_graph(graph)
         new.erase_node(where[node])
         redundant += not Enumeration(new, plan).finds_a_race()
@@ -91,7 +91,7 @@ def test_the_oracles_can_fail() -> None:
 def test_an_event_that_nobody_records_is_named() -> None:
     plan = make(1)
     graph = schedule("mlp", plan)
-    record = next(n for n in steps(graph) if n.target is record_event)
+    record = next(n for n in steps(graph) if isinstance(op_of(n), RecordEvent))
     new, where = copy_graph(graph)
     new.erase_node(where[record])
     assert any(f"waits for {record.args[0]}" in fault for fault in examine(new, plan).faults)

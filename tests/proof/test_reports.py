@@ -16,24 +16,17 @@ from zc.errors import RaceError
 from zc.passes.base import copy_graph
 from zc.passes.verify import examine, verify
 from zc.schedule.buffer import COMM, HOME
-from zc.schedule.nodes import (
-    flatten_cast,
-    put,
-    record_event,
-    steps,
-    wait_event,
-    wait_reduce,
-)
-from zc.schedule.spec import RecordEvent, WaitEvent
+from zc.schedule.nodes import op_of, put, steps
+from zc.schedule.spec import FlattenCast, RecordEvent, WaitEvent, WaitReduce
 
 
 def reverse_wait(graph: fx.Graph) -> fx.Graph:
     """What the fix of deepspeed#8061 added: the compute of bucket 1 waits for the collective of bucket 0."""
     new, _ = copy_graph(graph)
-    done = next(n for n in steps(new) if n.target is wait_reduce)
+    done = next(n for n in steps(new) if isinstance(op_of(n), WaitReduce))
     with new.inserting_after(done):
         put(new, RecordEvent("stall"), stream=COMM)
-    write = [n for n in steps(new) if n.target is flatten_cast][1]
+    write = [n for n in steps(new) if isinstance(op_of(n), FlattenCast)][1]
     with new.inserting_before(write):
         put(new, WaitEvent("stall"), stream=HOME)
     return new
@@ -58,15 +51,15 @@ def test_ds8364_with_one_buffer_the_same_wait_is_needed() -> None:
     plan = make(2, ring=1)
     graph = schedule("mlp", plan)
     verify(graph, plan)
-    first = next(n for n in steps(graph) if n.target is wait_reduce)
-    assert first.next.target is record_event, "recorded right after the completion, before the accumulation"
+    first = next(n for n in steps(graph) if isinstance(op_of(n), WaitReduce))
+    assert isinstance(op_of(first.next), RecordEvent), "recorded right after the completion, before the accumulation"
 
 
 def test_a_microbatch_waits_for_the_boundary_before_it() -> None:
     """Stage 1, a backward in no_sync after one that reduced: the accumulator may still be in use on comm."""
     plan = make(2, stage=1)
     inside = schedule("mlp", replace(plan, is_boundary=False))
-    waits = [n.args[0] for n in steps(inside) if n.target is wait_event]
+    waits = [n.args[0] for n in steps(inside) if isinstance(op_of(n), WaitEvent)]
     assert waits == ["done/acc[0]", "done/acc[1]"]
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 from schedules import make, schedule
 from test_reports import reverse_wait
+from torch import fx
 
 from zc.report.timeline import simulate
-from zc.schedule.nodes import flatten_cast, launch_reduce, segment, steps
+from zc.schedule.nodes import op_of, ops
+from zc.schedule.spec import FlattenCast, LaunchReduce, Op, Segment
 
 
-def fixed(graph: object, exchange: float) -> dict[str, float]:
+def fixed(graph: fx.Graph, exchange: float) -> dict[str, float]:
     """Compute 100 µs a segment, exchanges as given, the rest nothing."""
-    took = {segment: 100.0, launch_reduce: exchange}
-    return {n.name: took.get(n.target, 0.0) for n in steps(graph)}
+    took: dict[type[Op] | None, float] = {Segment: 100.0, LaunchReduce: exchange}
+    return {n.name: took.get(type(op), 0.0) for n, op in ops(graph)}
 
 
 def test_the_stall_of_ds8364_and_its_absence() -> None:
@@ -26,7 +28,7 @@ def test_the_stall_of_ds8364_and_its_absence() -> None:
     # the second segment does not wait, the write of bucket 1 does not stand still either: it comes 10 µs later anyway
     assert bad.stop == pytest.approx(390.0)
     slow = simulate(stalled, plan, fixed(stalled, 150.0))
-    write = [b for b in slow.boxes if b.node.target is flatten_cast][1]
+    write = [b for b in slow.boxes if isinstance(op_of(b.node), FlattenCast)][1]
     assert write.start == pytest.approx(250.0), "bucket 1 is written when bucket 0 has arrived, not when it is ready"
-    free = [b for b in simulate(graph, plan, fixed(graph, 150.0)).boxes if b.node.target is flatten_cast][1]
+    free = [b for b in simulate(graph, plan, fixed(graph, 150.0)).boxes if isinstance(op_of(b.node), FlattenCast)][1]
     assert free.start == pytest.approx(200.0)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # what stays away where ranks do not agree on a reduction
 _REDUCTION = (
-    "launch_reduce", "wait_reduce", "accumulate", "sum_received", "reduce_replicas",
-    "signal_full", "await_full", "reduce_rows", "sum_rows", "signal_free", "await_free",
+    "launch_reduce", "wait_reduce", "accumulate", "reduce_rows",
+    "signal_full", "await_full", "signal_free", "await_free",
 )  # fmt: skip
 _RING = ("flatten_cast", "wgrad_into", "stage_shard", "copy_to_host", "copy_to_device")  # and what is changed there
 
@@ -44,10 +44,9 @@ class BoundOps:
         self.wgrad_into, self.stage_shard = ops.wgrad_into, ops.stage_shard
         self.copy_to_host, self.copy_to_device = ops.copy_to_host, ops.copy_to_device
         self.gather, self.publish, self.spread = ops.gather, ops.publish, ops.spread
-        self.gather_net, self.sum_rows = ops.gather_net, ops.sum_rows
+        self.gather_net = ops.gather_net
         self.signal_full, self.await_full, self.reduce_rows = ops.signal_full, ops.await_full, ops.reduce_rows
         self.signal_free, self.await_free = ops.signal_free, ops.await_free
-        self.sum_received, self.reduce_replicas = ops.sum_received, ops.reduce_replicas
 
     def segment(self, key: str, args: list[Any]) -> Sequence[Any]:
         return self._segments[key](args)

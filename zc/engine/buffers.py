@@ -8,8 +8,8 @@ to the ``zero_grad`` that sets gradients to None, the others always::
                                      parameters those that the rank owns, as its optimizer state (`zc.planning.layout`)
     acc           S (stage 2) or P (stage 1) * acc_dtype
     ring          num_buffers flat_grad and one recv, in reduce_dtype, sized for the largest bucket; no recv where
-                  ranks read each other's memory. With two levels recv and two part, of P / ranks of a host each;
-                  with replicas (a mesh of two dimensions) two part [S], and recv has room for one at least
+                  ranks read each other's memory. With two reductions also two host_sum: of P / ranks of a host
+                  each, or with replicas [S]; and a recv of the same number of elements at least
 
 With offload, host memory holds (pinned where the device is a GPU)::
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from zc.engine.host_memory import HostMemory
-from zc.planning.plan import NUM_PARTS, Bucket, Plan
+from zc.planning.plan import NUM_HOST_SUMS, Bucket, Plan
 from zc.schedule.buffer import Buffer
 
 
@@ -64,7 +64,7 @@ class Buffers:
         self._param: list[Tensor] = []
         self._flat_grad: list[Tensor] = []
         self._recv: list[Tensor] = []
-        self._part: list[Tensor] = []
+        self._host_sum: list[Tensor] = []
         self._has_ring = False
 
     def add(self, bucket: Bucket) -> None:
@@ -107,7 +107,7 @@ class Buffers:
     def gradients(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """What `release` of these would let go of, or more."""
         accs = [self.acc[bucket.index] for bucket in buckets] if self.acc else []
-        return [*accs, *self._flat_grad, *self._recv, *self._part]
+        return [*accs, *self._flat_grad, *self._recv, *self._host_sum]
 
     def close(self) -> None:
         """Lets go of everything; copies are done, and the parameters keep their own memory."""
@@ -126,13 +126,13 @@ class Buffers:
         self._drop_ring()  # the next one has room for the largest bucket of all
 
     def _ring_nbytes(self) -> tuple[int, int, int]:
-        """Of one flat_grad, of recv and of one part; 0 where there is none."""
+        """Bytes of one flat_grad, of recv and of one host_sum; 0 where there is none."""
         plan = self.plan
         if not plan.buckets:
             return 0, 0, 0
         whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
-        part = max(plan.numel_part(b) * b.net_dtype.itemsize for b in plan.buckets)
-        return whole if plan.placement.shards_gradients else 0, max(map(plan.nbytes_recv, plan.buckets)), part
+        host_sum = max(plan.numel_host_sum(b) * b.net_dtype.itemsize for b in plan.buckets)
+        return whole if plan.placement.shards_gradients else 0, max(map(plan.nbytes_recv, plan.buckets)), host_sum
 
     @property
     def note(self) -> str | None:
@@ -148,18 +148,18 @@ class Buffers:
         """Everything that is allocated, now and later: the same lists for as long as this object lives."""
         return (
             self.flat_param, self.master_shard, self.acc, self.host, self._staging, self._param,
-            self._flat_grad, self._recv, self._part,
+            self._flat_grad, self._recv, self._host_sum,
         )  # fmt: skip
 
     def _drop_ring(self) -> None:
-        for tensors in (self._flat_grad, self._recv, self._part):
+        for tensors in (self._flat_grad, self._recv, self._host_sum):
             tensors.clear()
         self._has_ring = False
 
     def _make_ring(self) -> None:
         device, nbytes = self.plan.buckets[0].device, self._ring_nbytes()
-        counts = (self._num_flat_grads, 1, NUM_PARTS)
-        for tensors, n, count in zip((self._flat_grad, self._recv, self._part), nbytes, counts, strict=True):
+        counts = (self._num_flat_grads, 1, NUM_HOST_SUMS)
+        for tensors, n, count in zip((self._flat_grad, self._recv, self._host_sum), nbytes, counts, strict=True):
             tensors[:] = [_room(n, torch.uint8, device) for _ in range(count)] if n else []
         self._has_ring = True
 
@@ -208,7 +208,8 @@ class Buffers:
         return [self.part(tensors[bucket.index], bucket) for tensors in (self.host, self.acc) if tensors]
 
     def named(self, name: str, bucket: Bucket) -> Tensor:
-        """The tensor behind a buffer of the schedule: ``flat_grad[i]`` [P], ``recv[i]`` [P] or [S], ``acc[b]``.
+        """The tensor of a buffer of the schedule: ``flat_grad[i]`` [P], ``acc[b]``, ``host_sum[i]``; `received` has
+        ``recv[i]``.
 
         With offload ``staging[i]`` and ``host[b]`` [S] or [P], and of what this rank updates ``master[b]``,
         ``param[i]`` and its part of ``flat_param[b]``.
@@ -228,18 +229,20 @@ class Buffers:
                 return _view(self._param[index], self.numel_owned(bucket), bucket.param_dtype)
             case Buffer("flat_grad", index):
                 return _view(self._flat_grad[index], bucket.numel, bucket.reduce_dtype)
-            case Buffer("part", index):
-                return _view(self._part[index], self.plan.numel_part(bucket), bucket.net_dtype)
-            case Buffer("recv", index) if self.plan.has_levels:
-                return _view(self._recv[index], self.plan.numel_part(bucket), bucket.net_dtype)
-            case Buffer("recv", index):
-                numel = bucket.numel if self.plan.reduce == "exact" else bucket.layout.numel_shard
-                return _view(self._recv[index], numel, bucket.reduce_dtype)
+            case Buffer("host_sum", index):
+                return _view(self._host_sum[index], self.plan.numel_host_sum(bucket), bucket.net_dtype)
         raise AssertionError(f"{name} has no tensor of its own")
 
-    def received(self, name: str, like: Tensor) -> Tensor:
-        """``recv[i]``, with room for what the replicas send: as much as ``like``."""
-        return _view(self._recv[Buffer.named(name).index], like.numel(), like.dtype)
+    def received(self, name: str, bucket: Bucket, *, is_second: bool) -> Tensor:
+        """``recv[i]``: rows [P] of all ranks (reduce="native": their sum [S]). In the second of two reductions the rows
+        of the hosts, or the sum [S] over the replicas, which is all that a rank alone in its replica receives."""
+        raw = self._recv[Buffer.named(name).index]
+        if self.plan.num_replicas > 1 and (is_second or self.plan.world_size == 1):
+            return _view(raw, bucket.layout.numel_shard, bucket.acc_dtype)
+        if is_second:
+            return _view(raw, self.plan.numel_host_sum(bucket), bucket.net_dtype)
+        numel = bucket.numel if self.plan.reduce == "exact" else bucket.layout.numel_shard
+        return _view(raw, numel, bucket.reduce_dtype)
 
     def nbytes_whole_grad(self) -> int:
         """Of `room_for_whole` of all buckets, where that is memory of its own; during an update."""
@@ -254,7 +257,7 @@ class Buffers:
         own = [b.has_master or self.plan.offload is not None for b in self.plan.buckets]
         masters = [m for m, is_own in zip(self.master_shard, own, strict=True) if is_own]
         acc = sum(fp32_shard(self.plan, b) * b.acc_dtype.itemsize for b in self.plan.buckets) if self.acc else 0
-        flat_grad, recv, part = self._ring_nbytes()
+        flat_grad, recv, host_sum = self._ring_nbytes()
         found = {
             "flat_param": _nbytes(self.flat_param),
             "master_shard": _nbytes(masters),
@@ -262,8 +265,8 @@ class Buffers:
             "flat_grad": flat_grad * self._num_flat_grads,
             "recv": recv,
         }
-        if part:
-            found["part"] = part * NUM_PARTS
+        if host_sum:
+            found["host_sum"] = host_sum * NUM_HOST_SUMS
         if any(b.layout.owners is not None for b in self.plan.buckets):
             found["whole_grad"] = self.nbytes_whole_grad()
         if self.plan.offload is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zc.engine.buffers import Buffers
 from zc.engine.memory_order import in_order
-from zc.engine.peer_ops import PeerOps
+from zc.engine.peer_ops import PeerOps, sum_over_replicas, sum_rows
 from zc.kernels import accumulate_cast, flatten_cast, matmul_into, reduce_rows, rows_into, scatter_into
 from zc.log import log
 from zc.planning.plan import Bucket, Plan
@@ -149,11 +149,16 @@ class GradientOps(PeerOps):
 
     def launch_reduce(self, bucket: int, dst: str, src: str) -> Work | None:
         record = self.plan.buckets[bucket]
-        received, sent = self.buffers.named(dst, record), self.buffers.named(src, record)
-        if Buffer.named(src).kind == "part":
+        is_second = Buffer.named(src).kind == "host_sum"
+        sent, received = self.buffers.named(src, record), self.buffers.received(dst, record, is_second=is_second)
+        if not is_second:
+            self._start_reduction(bucket, sent)
+        if self.replicas is not None and (is_second or self.plan.world_size == 1):
+            sum_over_replicas(self.replicas, received, sent, bucket)
+            return None
+        if is_second:
             size = record.layout.numel_shard
             return self.group.reduce_net(received.view(-1, size), sent.view(-1, size), bucket)
-        self._start_reduction(bucket, sent)
         exchange = self.group.all_to_all if self.plan.reduce == "exact" else self.group.reduce_scatter
         return exchange(received, sent, bucket)
 
@@ -168,9 +173,16 @@ class GradientOps(PeerOps):
             log.debug("bucket %d: its reduction has arrived in %s", bucket, dst)
 
     def accumulate(self, bucket: int, acc: str, src: str) -> None:
-        record = self.plan.buckets[bucket]
-        log.debug("bucket %d: the mean over ranks goes from %s into %s", bucket, src, acc)
-        rows = self.buffers.named(src, record).view(-1, record.layout.numel_shard)
+        record, is_first = self.plan.buckets[bucket], Buffer.named(acc).kind == "host_sum"
+        log.debug("bucket %d: %s is reduced into %s", bucket, src, acc)
+        if Buffer.named(src).kind == "recv":
+            rows = self.buffers.received(src, record, is_second=self.plan.reduces_twice and not is_first)
+        else:
+            rows = self.buffers.named(src, record)
+        rows = rows.view(-1, record.layout.numel_shard)
+        if is_first:
+            sum_rows(rows, self.buffers.named(acc, record), record.acc_dtype)
+            return
         out = self.buffers.part(self.buffers.named(acc, record), record)
         reduce_rows(rows, out, scale=1.0 / self.plan.num_ranks, add=self._adds(bucket))
         self._is_reduced(bucket, out)

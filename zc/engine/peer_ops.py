@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from zc.ranks.work import Work
 
 REDUCE, GATHER = EXCHANGES[:2]
-SUMS = EXCHANGES[-1]
 
 
 def _exchange(buffer: str) -> str:
@@ -32,12 +31,25 @@ def _exchange(buffer: str) -> str:
     return GATHER if Buffer.named(buffer).kind in ("flat_param", "gathered") else REDUCE
 
 
-def _sum(rows: Tensor, out: Tensor, acc_dtype: torch.dtype) -> None:
+def sum_rows(rows: Tensor, out: Tensor, acc_dtype: torch.dtype) -> None:
     """out [n] <- the sum of rows [ranks, n] in rank order, in ``acc_dtype``."""
     total = out if out.dtype == acc_dtype else torch.empty_like(out, dtype=acc_dtype)
     reduce_rows(rows, total, scale=1.0, add=False)
     if total is not out:
         out.copy_(total)
+
+
+def sum_over_replicas(replicas: Group, out: Tensor, sent: Tensor, bucket: int) -> None:
+    """out [S] <- the sum of ``sent`` [S] over the replicas, in their order: the same bits on all of them. Each replica
+    sums a piece, and all get all pieces.
+
+    ``out`` is at least as wide as ``sent``: the pieces that a rank receives lie there until it has summed them.
+    """
+    rows = out.view(torch.uint8)[: sent.nbytes].view(sent.dtype)
+    piece = torch.empty(len(out) // replicas.world_size, dtype=out.dtype, device=out.device)
+    _done(replicas.all_to_all(rows, sent, bucket))
+    reduce_rows(rows.view(replicas.world_size, -1), piece, scale=1.0, add=False)
+    _done(replicas.all_gather(out, piece, EXCHANGES[-1], bucket))
 
 
 def _done(work: Work | None) -> None:
@@ -69,7 +81,7 @@ class PeerOps:
             self._start_reduction(bucket, sent)
         else:
             log.debug("bucket %d: its weights are gathered", bucket)
-            sent = self.buffers.flat_param[bucket][slice(*record.layout.segment_range(self.group.rank))]
+            sent = self.buffers.flat_param[bucket][slice(*record.layout.host_range(self.group.rank))]
         self.group.signal_full(what, bucket, sent)
 
     def await_full(self, bucket: int, buffer: str) -> None:
@@ -77,44 +89,22 @@ class PeerOps:
 
     def reduce_rows(self, bucket: int, dst: str, src: str) -> None:
         record, rank = self.plan.buckets[bucket], self.group.rank
-        out, add = self.buffers.part(self.buffers.named(dst, record), record), self._adds(bucket)
+        sent, out, add = self.buffers.named(src, record), self.buffers.named(dst, record), self._adds(bucket)
+        is_first = self.plan.reduces_twice
+        if not is_first:
+            out = self.buffers.part(out, record)
 
         def use(rows: Tensor, start: int, stop: int) -> None:
-            reduce_rows(rows, out[start:stop], scale=1.0 / self.plan.num_ranks, add=add)
+            if is_first:
+                sum_rows(rows, out[start:stop], record.acc_dtype)
+            else:
+                reduce_rows(rows, out[start:stop], scale=1.0 / self.plan.num_ranks, add=add)
 
-        sent = self.buffers.named(src, record)
-        self.group.near().rows(sent, *record.layout.shard_range(rank), self._places[src], use)
-        log.debug("bucket %d: the mean over ranks goes from all %s into %s", bucket, src, dst)
-        self._is_reduced(bucket, out)
-
-    def sum_rows(self, bucket: int, dst: str, src: str) -> None:
-        record = self.plan.buckets[bucket]
-        out, sent = self.buffers.named(dst, record), self.buffers.named(src, record)
-
-        def use(rows: Tensor, start: int, stop: int) -> None:
-            _sum(rows, out[start:stop], record.acc_dtype)
-
-        self.group.near().rows(sent, *record.layout.segment_range(self.group.rank), self._places[src], use)
-        log.debug("bucket %d: the sum of this host goes from all %s into %s", bucket, src, dst)
-
-    def sum_received(self, bucket: int, dst: str, src: str) -> None:
-        record = self.plan.buckets[bucket]
-        rows = self.buffers.named(src, record).view(self.plan.world_size, -1)
-        _sum(rows, self.buffers.named(dst, record), record.acc_dtype)
-        log.debug("bucket %d: the sum of this replica goes from %s into %s", bucket, src, dst)
-
-    def reduce_replicas(self, bucket: int, dst: str, src: str, via: str) -> None:
-        record, replicas = self.plan.buckets[bucket], self.replicas
-        assert replicas is not None, "the plan has replicas"
-        out, sent = self.buffers.part(self.buffers.named(dst, record), record), self.buffers.named(src, record)
-        if Buffer.named(src).kind != "part":  # nobody shares this rank's whole: it begins here
-            self._start_reduction(bucket, sent)
-        rows, own = self.buffers.received(via, sent), out.view(replicas.world_size, -1)[replicas.rank]
-        _done(replicas.all_to_all(rows, sent, bucket))
-        reduce_rows(rows.view(replicas.world_size, -1), own, scale=1.0 / self.plan.num_ranks, add=self._adds(bucket))
-        self._is_reduced(bucket, out)  # of the other pieces what was there is overwritten
-        _done(replicas.all_gather(out, own, SUMS, bucket))
-        log.debug("bucket %d: the mean over all ranks goes from all %s into %s", bucket, src, dst)
+        places = self._places[src]
+        self.group.near().rows(sent, *record.layout.host_range(rank), places, use)  # one host: the shard
+        log.debug("bucket %d: all ranks' %s are reduced into %s", bucket, src, dst)
+        if not is_first:
+            self._is_reduced(bucket, out)
 
     def signal_free(self, bucket: int, buffer: str) -> None:
         self.group.signal_free(_exchange(buffer), bucket)
@@ -130,14 +120,14 @@ class PeerOps:
     def gather_net(self, bucket: int, buffer: str) -> None:
         log.debug("bucket %d: its weights are gathered between hosts", bucket)
         flat, layout = self.buffers.flat_param[bucket], self.plan.buckets[bucket].layout
-        segment = flat[slice(*layout.segment_range(self.group.rank))]
+        segment = flat[slice(*layout.host_range(self.group.rank))]
         self.group.gather_net(segment.view(layout.num_hosts, -1), bucket).wait()
 
     def gather(self, bucket: int, buffer: str) -> None:
         flat, record = self.buffers.flat_param[bucket], self.plan.buckets[bucket]
         if self.plan.reads_weights:
             for peer, place in self._places[buffer].items():
-                self.group.near().read(flat[slice(*record.layout.segment_range(peer))], peer, place)
+                self.group.near().read(flat[slice(*record.layout.host_range(peer))], peer, place)
             return
         log.debug("bucket %d: its weights are gathered", bucket)
         _done(self.group.all_gather(flat, self.buffers.part(flat, record), "gather weights", bucket))

@@ -53,10 +53,11 @@ class Program:
         self.placeholders = tuple(n.name for n in self.graph.nodes if n.op == "placeholder")
         self.outputs = self.graph.output_node().args[0]
         found = [op for _, op in ops_in(self.graph)]
-        inline = spec.Cast | spec.LaunchReduce | spec.Accumulate | spec.ReduceRows | spec.ReduceReplicas
-        self.inline_buckets = frozenset(op.bucket for op in found if isinstance(op, inline))
-        last = spec.LaunchReduce | spec.ReduceRows if self.plan.num_replicas == 1 else spec.ReduceReplicas
-        self.launched = tuple(op.bucket for op in found if isinstance(op, last))
+        on_buckets = [op for op in found if isinstance(op, spec.BufferOp)]
+        written_or_reduced = (spec.Role.WRITE, spec.Role.REDUCTION)
+        self.inline_buckets = frozenset(op.bucket for op in on_buckets if op.role in written_or_reduced)
+        exchanged = on_buckets if self.plan.num_ranks > 1 else []
+        self.launched = tuple(op.bucket for op in exchanged if spec.completes_reduction(op))
         brought = (op for op in found if isinstance(op, spec.Write | spec.Deposit))
         self.brings = frozenset((op.bucket, slot) for op in brought for slot in op.slots)
 

@@ -117,7 +117,7 @@ class FlatLayout:
         """Of each rank, which shard is its; None: that of its own number."""
         return None if self.num_hosts == 1 else [self.shard_of(rank) for rank in range(self.world_size)]
 
-    def segment_range(self, rank: int) -> tuple[int, int]:
+    def host_range(self, rank: int) -> tuple[int, int]:
         """Elements [start, stop) that the ranks of one number reduce between hosts: H shards."""
         start = self.shard_of(rank) // self.num_hosts * self.num_hosts * self.numel_shard
         return start, start + self.num_hosts * self.numel_shard

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from zc.planning.plan import NUM_PARTS, Bucket, Plan
+from zc.planning.plan import NUM_HOST_SUMS, Bucket, Plan
 
 # fp32 tensors of the parameter's size that torch's optimizers keep; another one is taken as Adam
 STATES = {"Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2,
@@ -24,7 +24,7 @@ def held(made: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[st
     cast = tuple(b for b in made.buckets if b.has_master)
     ragged = tuple(b for b in made.buckets if b.layout.owners is not None)
     whole = max(b.numel * b.reduce_dtype.itemsize for b in made.buckets)
-    part = max(made.numel_part(b) * b.net_dtype.itemsize for b in made.buckets)
+    host_sum = max(made.numel_host_sum(b) * b.net_dtype.itemsize for b in made.buckets)
     in_ring, ring = made.placement.shards_gradients, min(made.num_buffers, len(made.buckets))
     acc = total("S" if in_ring else "P", "acc_dtype")
     state = heaviest(made, made.buckets, lambda b: num_states[b.optimizer] * b.acc_dtype.itemsize)
@@ -37,8 +37,8 @@ def held(made: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[st
         "recv": max(map(made.nbytes_recv, made.buckets)),
         "optimizer_state": state if made.offload is None else 0,
     }
-    if part:
-        device["part"] = NUM_PARTS * part
+    if host_sum:
+        device["host_sum"] = NUM_HOST_SUMS * host_sum
     if ragged and apart:  # during an update
         device["whole_grad"] = heaviest(made, ragged, lambda b: b.acc_dtype.itemsize)
     if made.offload is None:
@@ -117,7 +117,7 @@ def sent(made: Plan, microbatches: int) -> dict[str, int]:
 
 def sent_to_replicas(made: Plan, bucket: Bucket) -> int:
     """Bytes that a rank sends to its replicas in a reduction: pieces of its shard, and the sum of its own one."""
-    wire = bucket.net_dtype if made.has_parts else bucket.reduce_dtype
+    wire = bucket.net_dtype if made.reduces_twice else bucket.reduce_dtype
     piece = bucket.layout.numel_shard // made.num_replicas
     return piece * (made.num_replicas - 1) * (wire.itemsize + bucket.acc_dtype.itemsize)
 

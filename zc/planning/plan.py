@@ -25,7 +25,7 @@ ENOUGH_BUCKETS = 32
 # between hosts of CPUs: on a slow link a step waits for the last bucket's reduction, a layer for its bucket's gather
 BETWEEN_HOSTS_NBYTES = 8 * 2**20
 
-NUM_PARTS = 2  # sums of a host's ranks, or of those of `shard`: one is made while the one before travels
+NUM_HOST_SUMS = 2  # the first of two reductions writes one while the second sends the other
 
 LOADED = "load_state_dict"  # in a rank's journal: what the optimizer was given, 1: taken, 0: refused
 
@@ -134,20 +134,28 @@ class Plan:
         return self.world_size > 1 and self.topology.reads_memory
 
     @property
-    def has_parts(self) -> bool:
-        """Whether a sum of some ranks (of a host, of ``shard``) is made before it goes on to others."""
+    def reduces_twice(self) -> bool:
+        """Whether a reduction sums over the ranks of a host first, and then between hosts; or over those of one replica
+        first, and then between replicas."""
         return self.has_levels or (self.num_replicas > 1 and self.world_size > 1)
 
-    def numel_part(self, bucket: Bucket) -> int:
-        """Elements of such a sum; 0 without one."""
-        return bucket.layout.numel_shard * (self.topology.num_hosts if self.has_levels else 1) if self.has_parts else 0
+    def numel_host_sum(self, bucket: Bucket) -> int:
+        """Elements of the sum that the first of two reductions makes; 0 with one reduction."""
+        if not self.reduces_twice:
+            return 0
+        return bucket.layout.numel_shard * (self.topology.num_hosts if self.has_levels else 1)
 
     def nbytes_recv(self, bucket: Bucket) -> int:
-        """Of what a reduction of this bucket receives in messages, at one time."""
-        whole, part = bucket.numel * bucket.reduce_dtype.itemsize, self.numel_part(bucket) * bucket.net_dtype.itemsize
-        if self.num_ranks == 1 or self.reads_rows:
-            return part
-        return max(part, whole if self.reduce == "exact" else whole // self.world_size)
+        """Bytes that a reduction of this bucket receives in messages, at one time."""
+        if self.num_ranks == 1:
+            return 0
+        second = self.numel_host_sum(bucket) * bucket.net_dtype.itemsize if self.has_levels else 0
+        if self.num_replicas > 1:
+            second = bucket.layout.numel_shard * bucket.acc_dtype.itemsize
+        if self.world_size == 1 or self.reads_rows:
+            return second
+        whole = bucket.numel * bucket.reduce_dtype.itemsize
+        return max(second, whole if self.reduce == "exact" else whole // self.world_size)
 
     def describe_exchange(self, entry: tuple[str, int]) -> str:
         """An entry of a rank's journal in words: what is exchanged, and of which parameters."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
@@ -18,20 +17,7 @@ from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMPUTE, HOME
 from zc.schedule.cost import estimate
 from zc.schedule.nodes import kind_of, op_of, ops, stream_of
-from zc.schedule.spec import (
-    Accumulate,
-    LaunchReduce,
-    Op,
-    RecordEvent,
-    ReduceReplicas,
-    ReduceRows,
-    Segment,
-    SumReceived,
-    SumRows,
-    WaitEvent,
-    WaitReduce,
-    Write,
-)
+from zc.schedule.spec import LaunchReduce, Op, RecordEvent, Role, Segment, WaitEvent, WaitReduce
 
 
 @dataclass(frozen=True)
@@ -112,14 +98,13 @@ def simulate(graph: fx.Graph, plan: Plan | None = None, costs: Mapping[str, floa
     return Timeline(tuple(boxes), tuple(arrows))
 
 
-_COLORS: dict[Any, str] = {Segment: "#9ecae1", Write: "#fdd0a2", LaunchReduce: "#a1d99b", Accumulate: "#c7e9c0",
-                          ReduceRows: "#a1d99b", SumRows: "#a1d99b",
-                          SumReceived: "#a1d99b", ReduceReplicas: "#a1d99b"}  # fmt: skip
+_COLORS = {Role.COMPUTE: "#9ecae1", Role.WRITE: "#fdd0a2", Role.REDUCTION: "#a1d99b"}
 
 
 def color(node: fx.Node) -> str:
-    """Of a node's box, as #rrggbb."""
-    return next((shade for kind, shade in _COLORS.items() if isinstance(op_of(node), kind)), "#d9d9d9")
+    """The color of a node's box, as #rrggbb."""
+    op = op_of(node)
+    return _COLORS.get(op.role, "#d9d9d9") if op is not None else "#d9d9d9"
 
 
 def lanes(timeline: Timeline) -> list[str]:

@@ -47,9 +47,9 @@ KINDS = {
     "flat_grad": Kind("gradients of one bucket; a ring", COMM, shared="stage 2 with overlap",
                       is_shared=lambda plan, _: plan.overlap and plan.placement.shards_gradients),
     "recv": Kind("what the other ranks have sent", COMM),
-    "part": Kind("two levels: the sum of a host's ranks; a mesh of two dimensions: of those of `shard`; a ring", COMM,
+    "host_sum": Kind("two reductions: the sum of the first, over the ranks of a host or replica; a ring", COMM,
                  shared="with overlap, where ranks read each other's memory",
-                 is_shared=lambda plan, _: plan.overlap and plan.has_parts and plan.reads_rows),
+                 is_shared=lambda plan, _: plan.overlap and plan.reduces_twice and plan.reads_rows),
     "acc": Kind("the accumulator of bucket i", COMM, shared="stage 1 with overlap, if its sums are sent or offloaded",
                 is_shared=lambda plan, _: plan.overlap and _is_summed(plan)),
     "flat_param": Kind("the weights of bucket i", HOME),
@@ -91,6 +91,10 @@ class Buffer:
     @property
     def carrier(self) -> str:
         return KINDS[self.kind].carrier
+
+    @property
+    def holds_weights(self) -> bool:
+        return self.kind in ("flat_param", "gathered")
 
     @property
     def on_host(self) -> bool:

@@ -18,21 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zc.planning.plan import Bucket, Plan
 from zc.schedule.nodes import op_of
-from zc.schedule.spec import (
-    Accumulate,
-    BufferOp,
-    Cast,
-    Deposit,
-    LaunchReduce,
-    ReduceReplicas,
-    ReduceRows,
-    Segment,
-    Signal,
-    SumReceived,
-    SumRows,
-    WaitReduce,
-    WgradInto,
-)
+from zc.schedule.spec import BufferOp, Cast, Deposit, LaunchReduce, ReduceRows, Role, Segment, WaitReduce, WgradInto
 
 Cost = Callable[[fx.Node], float]  # microseconds; of a launch: of the exchange itself
 
@@ -70,7 +56,7 @@ def exchange_us(bucket: Bucket, plan: Plan) -> float:
 def replicas_us(bucket: Bucket, plan: Plan) -> float:
     """A shard between its replicas: its pieces go out as they are, and come back summed, in the accumulator's dtype."""
     c, others = ceilings_of(plan), (plan.num_replicas - 1) / plan.num_replicas
-    width = (bucket.net_dtype if plan.has_parts else bucket.reduce_dtype).itemsize + bucket.acc_dtype.itemsize
+    width = (bucket.net_dtype if plan.reduces_twice else bucket.reduce_dtype).itemsize + bucket.acc_dtype.itemsize
     return 2 * c.us_launch + bucket.layout.numel_shard * width * others / c.nbytes_link
 
 
@@ -114,16 +100,14 @@ def estimate(plan: Plan | None) -> Cost:
         op = op_of(node)
         if isinstance(op, Segment):
             return segment_us(node, c)
-        if isinstance(op, WaitReduce | Signal) or not isinstance(op, BufferOp | Deposit):
+        if isinstance(op, WaitReduce) or not isinstance(op, BufferOp | Deposit) or op.role is Role.SIGNAL:
             return 0.0
         if plan is None:
-            is_exchange = isinstance(op, LaunchReduce | ReduceRows | SumRows | ReduceReplicas)
-            return 50.0 if is_exchange else 2 * c.us_launch
+            return 50.0 if isinstance(op, LaunchReduce | ReduceRows) else 2 * c.us_launch
         bucket = plan.buckets[op.bucket]
         if isinstance(op, LaunchReduce):
-            return exchange_us(bucket, plan)
-        if isinstance(op, ReduceReplicas):
-            return replicas_us(bucket, plan)
+            is_between_replicas = plan.num_replicas > 1 and (plan.world_size == 1 or op.src.kind == "host_sum")
+            return replicas_us(bucket, plan) if is_between_replicas else exchange_us(bucket, plan)
         if isinstance(op, WgradInto):
             numel = bucket.slots[op.slot].numel
             vals = [n.meta.get("val") for n in op.inputs]
@@ -134,7 +118,7 @@ def estimate(plan: Plan | None) -> Cost:
         numel = bucket.numel
         if isinstance(op, Cast) and op.spans is not None:
             numel = sum(stop - start for start, stop in op.spans)
-        elif isinstance(op, Accumulate | ReduceRows | SumRows | SumReceived):
+        elif op.role is Role.REDUCTION:
             numel = bucket.layout.numel_shard * plan.world_size
         return c.us_launch + 2.0 * numel * bucket.reduce_dtype.itemsize / c.nbytes_memory
 

@@ -33,47 +33,22 @@ if TYPE_CHECKING:
     from zc.planning.plan import Plan
 
 
-_KINDS: dict[object, type[Op]] = {}
-_TARGETS: dict[type[Op], Callable[..., Any]] = {}
-
-
 def _target(kind: type[Op]) -> Callable[..., Any]:
     def never(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a schedule's nodes are names; zc.schedule.codegen runs them")
 
     never.__name__ = never.__qualname__ = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
-    _KINDS[never], _TARGETS[kind] = kind, never
     return never
 
 
-segment = _target(spec.Segment)
-flatten_cast = _target(spec.FlattenCast)
-accumulate_cast = _target(spec.AccumulateCast)
-wgrad_into = _target(spec.WgradInto)
-deposit = _target(spec.Deposit)
-launch_reduce = _target(spec.LaunchReduce)
-wait_reduce = _target(spec.WaitReduce)
-accumulate = _target(spec.Accumulate)
-reduce_rows = _target(spec.ReduceRows)
-sum_rows = _target(spec.SumRows)
-sum_received = _target(spec.SumReceived)
-reduce_replicas = _target(spec.ReduceReplicas)
-signal_full = _target(spec.SignalFull)
-await_full = _target(spec.AwaitFull)
-signal_free = _target(spec.SignalFree)
-await_free = _target(spec.AwaitFree)
-stage_shard = _target(spec.StageShard)
-copy_to_host = _target(spec.CopyToHost)
-copy_to_device = _target(spec.CopyToDevice)
-cast_param = _target(spec.CastParam)
-update = _target(spec.Update)
-spread = _target(spec.Spread)
-gather_net = _target(spec.GatherNet)
-gather = _target(spec.Gather)
-publish = _target(spec.Publish)
-record_event = _target(spec.RecordEvent)
-wait_event = _target(spec.WaitEvent)
-release = _target(spec.Release)
+def _kinds(of: type[Op]) -> Iterator[type[Op]]:
+    """The kinds of nodes: the records that no other record extends."""
+    narrower = of.__subclasses__()
+    yield from (kind for each in narrower for kind in _kinds(each)) if narrower else (of,)
+
+
+TARGETS = {kind: _target(kind) for kind in _kinds(Op)}  # ``flatten_cast`` for FlattenCast
+_KINDS: dict[object, type[Op]] = {target: kind for kind, target in TARGETS.items()}
 
 
 def is_schedule_node(node: fx.Node) -> bool:
@@ -104,7 +79,7 @@ def op_of(node: fx.Node) -> Op | None:
 
 def put(graph: fx.Graph, op: Op, *, name: str | None = None, stream: str | None = None) -> fx.Node:
     """A new node, where the graph inserts."""
-    node = graph.create_node("call_function", _TARGETS[type(op)], *written(op), name=name)
+    node = graph.create_node("call_function", TARGETS[type(op)], *written(op), name=name)
     if stream is not None:
         node.meta["stream"] = stream
     op_of(node)
@@ -113,7 +88,7 @@ def put(graph: fx.Graph, op: Op, *, name: str | None = None, stream: str | None 
 
 def change(node: fx.Node, op: Op) -> None:
     """The node becomes ``op``, of the same kind."""
-    assert _TARGETS[type(op)] is node.target
+    assert TARGETS[type(op)] is node.target
     node.args, node.kwargs = written(op)
     op_of(node)
 
@@ -152,55 +127,48 @@ def value(node: fx.Node) -> Access:
 
 
 def results(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The value nodes that a node makes: a segment's getitems, else the node itself where somebody uses it."""
-    if node.target is segment:
+    """The values that a node returns: a segment's getitems, a launch's work."""
+    op = op_of(node)
+    if isinstance(op, spec.Segment):
         return tuple(user for user in node.users if is_getitem(user))
-    return (node,) if node.op == "placeholder" or node.target is launch_reduce else ()
+    return (node,) if node.op == "placeholder" or isinstance(op, spec.LaunchReduce) else ()
 
 
 def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
-    """(reads, writes) of one node, from its record alone."""
+    """(reads, writes) of one node, from its record alone: its inputs and what its kind reads; what its kind writes and
+    its results. A parameter as an input is a read of the buffer in which it lies."""
     inputs = tuple(value(n) for n in node.all_input_nodes)
+    op = op_of(node)
+    if isinstance(op, spec.Release):
+        return (), inputs
     inputs += tuple(Access(Buffer.named(n.meta["buffer"])) for n in node.all_input_nodes if "buffer" in n.meta)
-    made = tuple(value(n) for n in results(node))
-    match op_of(node):
-        case spec.Event():
-            return (), ()
-        case spec.FlattenCast(buffer=buffer, spans=spans):
-            parts = (Access(buffer),) if spans is None else tuple(Access(buffer, *span) for span in spans)
-            return inputs, parts
-        case spec.Cast(buffer=buffer):
-            return (*inputs, Access(buffer)), (Access(buffer),)
-        case spec.WgradInto(buffer=buffer, start=start, stop=stop):
-            own = Access(buffer, start, stop)
-            return (inputs if buffer.kind == "flat_grad" else (*inputs, own)), (own,)
-        case spec.LaunchReduce(dst=dst, src=src):
-            return (Access(src),), (Access(dst), *made)
-        case spec.WaitReduce(dst=dst, src=src):
-            return (*inputs, Access(src)), (Access(dst),)
-        case spec.Accumulate(dst=dst, src=src) | spec.ReduceRows(dst=dst, src=src) | spec.Update(dst=dst, src=src):
-            return (Access(src), Access(dst)), (Access(dst),)
-        case spec.ReduceReplicas(dst=dst, src=src, via=via):
-            return (Access(src), Access(dst)), (Access(dst), Access(via))
-        case spec.Move(dst=dst, src=src):
-            return (Access(src),), (Access(dst),)
-        case spec.Weights(buffer=buffer):
-            return (Access(buffer),), (Access(buffer),)
-        case spec.SignalFull(buffer=buffer) | spec.AwaitFree(buffer=buffer):  # begin and end of the others' reads
-            return (Access(buffer),), ()
-        case spec.Signal():
-            return (), ()
-        case spec.Release():
-            return (), inputs
-        case _:  # a segment, a deposit, a placeholder, the output
-            return inputs, made
+    returned = tuple(value(n) for n in results(node))
+    if op is None:  # a placeholder, the output
+        return inputs, returned
+    reads = op.reads
+    if isinstance(op, spec.WgradInto) and op.buffer.kind == "flat_grad":
+        reads = ()  # it overwrites; an accumulator it adds to
+    return (
+        inputs + tuple(access for field in reads for access in _extent(op, field)),
+        tuple(access for field in op.writes for access in _extent(op, field)) + returned,
+    )
 
 
-def reads_peers(op: Op | None, plan: Plan | None) -> bool:
-    """Whether a node reads the buffers of other ranks where they lie."""
+def _extent(op: Op, field: str) -> tuple[Access, ...]:
+    """The elements of the buffer in ``field`` that a node accesses."""
+    buffer: Buffer = getattr(op, field)
+    if isinstance(op, spec.WgradInto):
+        return (Access(buffer, op.start, op.stop),)
+    if isinstance(op, spec.FlattenCast) and op.spans is not None:
+        return tuple(Access(buffer, *span) for span in op.spans)
+    return (Access(buffer),)
+
+
+def read_of_peers(op: Op | None, plan: Plan | None) -> Buffer | None:
+    """The buffer of other ranks that a node reads where it lies; None for all other nodes."""
     if isinstance(op, spec.Gather):
-        return plan is not None and plan.reads_weights
-    return isinstance(op, spec.ReduceRows | spec.SumRows)
+        return op.buffer if plan is not None and plan.reads_weights else None
+    return op.src if isinstance(op, spec.ReduceRows) else None
 
 
 def shared_buffers(graph: fx.Graph, plan: Plan | None) -> frozenset[Buffer]:

@@ -1,39 +1,69 @@
-"""What each node of a schedule may look like: one frozen record a kind, which passes and proof match on.
+"""What each node of a schedule may look like: one frozen record per kind.
 
-A field's name means the same in every kind, and `zc.schedule.arguments` says how it stands in a node's: ``bucket`` and
-``slot`` are numbers in the plan; ``buffer``, ``dst`` and ``src`` name buffers; ``start`` and ``stop`` are elements of
-one; ``grad``, ``grads``, ``inputs``, ``values`` and ``work`` are values, made by other nodes.
+Passes and the proof match on the records. A class also says what is true of all nodes of its kind: their role, their
+stream, and which of their buffers they read and write.
+
+A field's name means the same in every kind, and `zc.schedule.arguments` says how it appears in a node's arguments:
+``bucket`` and ``slot`` are numbers in the plan; ``buffer``, ``dst`` and ``src`` name buffers; ``start`` and ``stop``
+are elements of one; ``grad``, ``grads``, ``inputs``, ``values`` and ``work`` are values that other nodes return.
+
+To add a kind of node, write its record here and its function in the engine's operations, and say in
+`zc.passes._transitions` what it needs and leaves in its buffers.
 """
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import fx
 
-from zc.schedule.buffer import Buffer
+from zc.schedule.buffer import COMM, COMPUTE, COPY, HOST, Buffer
 
 Nodes = tuple[fx.Node, ...]
 Spans = tuple[tuple[int, int], ...]  # elements [start, stop)
 
 
+class Role(enum.Enum):
+    """What a node does. Where ranks do not agree to reduce, the engine leaves out REDUCTION and SIGNAL."""
+
+    COMPUTE = "compute"
+    WRITE = "write"  # a gradient goes into its bucket, or is deposited
+    REDUCTION = "reduction"  # other ranks' gradients come in
+    OFFLOAD = "offload"  # copies between device and host memory, and the update there
+    WEIGHTS = "weights"  # new weights go to all ranks
+    SIGNAL = "signal"  # between ranks that read each other's memory
+    SYNC = "sync"  # between the streams of one rank
+
+
 @dataclass(frozen=True)
 class Op:
-    """What a node is."""
+    """What a node is. ``stream``: where nodes of the kind run under a plan with overlap (`zc.passes.place_on_streams`).
+    ``reads`` and ``writes``: the fields whose buffers they access; every node also reads its inputs and writes its
+    results (`zc.schedule.nodes.accesses`)."""
+
+    role: ClassVar[Role]
+    stream: ClassVar[str] = COMPUTE
+    reads: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **traits: Any) -> None:
+        for name, trait in traits.items():
+            setattr(cls, name, trait)
 
 
 @dataclass(frozen=True)
-class Segment(Op):
-    """Compiled pure compute; its results are taken by operator.getitem."""
+class Segment(Op, role=Role.COMPUTE):
+    """Compiled pure compute; operator.getitem takes its results."""
 
     key: str
     inputs: Nodes
 
 
 @dataclass(frozen=True)
-class Deposit(Op):
-    """Keeps the gradient until the bucket is reduced at the end of the backward."""
+class Deposit(Op, role=Role.WRITE):
+    """Keeps the gradient until its bucket is reduced at the end of the backward."""
 
     bucket: int
     slot: int
@@ -46,7 +76,7 @@ class Deposit(Op):
 
 @dataclass(frozen=True)
 class BufferOp(Op):
-    """On buffers of the plan, for one bucket."""
+    """Works on buffers of the plan, for one bucket."""
 
     bucket: int
 
@@ -55,8 +85,8 @@ class BufferOp(Op):
 
 
 @dataclass(frozen=True)
-class Cast(BufferOp):
-    """With spans: only these elements of the buffer."""
+class Cast(BufferOp, role=Role.WRITE, writes=("buffer",)):
+    """With ``spans``: only into these elements of the buffer."""
 
     buffer: Buffer
     slots: tuple[int, ...]
@@ -65,17 +95,17 @@ class Cast(BufferOp):
 
 
 class FlattenCast(Cast):
-    """buffer <- grads, cast; everything else in it 0 (stage 2)."""
+    """buffer <- grads, cast; 0 in every other element (stage 2)."""
 
 
-class AccumulateCast(Cast):
+class AccumulateCast(Cast, reads=("buffer",)):
     """buffer += grads, in fp32; the first write of an update overwrites (stage 1)."""
 
 
 @dataclass(frozen=True)
-class WgradInto(BufferOp):
-    """Makes a gradient in the slot's elements [start, stop) alone (stage 1: adds it); the slots of one bucket may have
-    producers on several streams."""
+class WgradInto(BufferOp, role=Role.WRITE, reads=("buffer",), writes=("buffer",)):
+    """Computes one gradient into its slot, the elements [start, stop); in stage 1 adds it. The slots of one bucket may
+    have producers on several streams."""
 
     buffer: Buffer
     slot: int
@@ -91,73 +121,60 @@ class WgradInto(BufferOp):
 
 Write = Cast | WgradInto
 
-# --- and go from buffer to buffer ---
+# --- gradients are reduced, from buffer to buffer ---
 
 
 @dataclass(frozen=True)
-class Move(BufferOp):
+class Move(BufferOp, stream=COMM, reads=("src",), writes=("dst",)):
     """dst <- src."""
 
     dst: Buffer
     src: Buffer
 
 
-class LaunchReduce(Move):
-    """Starts the exchange of src into dst, and makes its work. In flight until its wait_reduce: until then it reads src
-    and writes dst, whatever runs elsewhere."""
+class LaunchReduce(Move, role=Role.REDUCTION):
+    """Starts the exchange of src into dst, and returns its work. Until its wait_reduce it reads src and writes dst,
+    whatever else runs. Out of a ``host_sum`` it is the second reduction: between hosts, or between replicas."""
 
 
 @dataclass(frozen=True)
-class WaitReduce(BufferOp):
-    """The completion of a launch."""
+class WaitReduce(BufferOp, role=Role.REDUCTION, stream=COMM, reads=("src",), writes=("dst",)):
+    """Waits until a launch has completed."""
 
     work: fx.Node
     dst: Buffer
     src: Buffer
 
 
-class Accumulate(Move):
-    """dst (+)= mean over ranks of the rows in src."""
+class Accumulate(Move, role=Role.REDUCTION, reads=("src", "dst")):
+    """acc (+)= mean over ranks of the rows in src; or host_sum <- their sum, which a second reduction takes."""
 
 
-class ReduceRows(Move):
-    """dst (+)= mean over ranks of their src, each read where it lies: this rank's part of it."""
+class ReduceRows(Move, role=Role.REDUCTION, reads=("src", "dst")):
+    """The same of the ranks' src, each read where it lies: into acc the mean of this rank's shard; into host_sum the
+    sum over this host's ranks of the range that this rank reduces between hosts or replicas."""
 
 
-class SumRows(Move):
-    """dst <- sum over the ranks of this host of their src, each read where it lies: of the segment that the ranks of
-    this one's number reduce between hosts."""
+# --- with offload ---
 
 
-class SumReceived(Move):
-    """dst <- sum over the ranks of ``shard`` of the rows in src (a mesh of two dimensions)."""
+class StageShard(Move, role=Role.OFFLOAD):
+    """dst <- this rank's shard of the accumulator src."""
 
 
-@dataclass(frozen=True)
-class ReduceReplicas(Move):
-    """dst (+)= mean over all ranks of this rank's shard: src is what ``shard`` has of it on each replica. Each replica
-    sums its piece of the shard, of rows that it receives in ``via``, and all get all pieces: one sum, the same bits."""
-
-    via: Buffer
-
-
-class StageShard(Move):
-    """dst <- this rank's part of the accumulator src (offload)."""
-
-
-class CopyToHost(Move):
+class CopyToHost(Move, role=Role.OFFLOAD, stream=COPY):
     """Host memory <- device."""
 
 
-class CopyToDevice(Move):
-    """Device <- host memory; an accumulator only where it holds something."""
+class CopyToDevice(Move, role=Role.OFFLOAD, stream=COPY):
+    """Device <- host memory; an accumulator only if it holds something."""
 
 
-class Update(Move):
-    """The optimizer's update of one bucket's masters dst by the gradients src, by the processor."""
+class Update(Move, role=Role.OFFLOAD, stream=HOST, reads=("src", "dst")):
+    """Updates the masters dst of one bucket with the gradients src, on the processor."""
 
 
-class CastParam(Move):
+class CastParam(Move, role=Role.OFFLOAD, stream=HOST):
     """Host memory <- masters, cast to the parameters' dtype."""
 
 
@@ -165,75 +182,79 @@ class CastParam(Move):
 
 
 @dataclass(frozen=True)
-class Weights(BufferOp):
+class Weights(BufferOp, role=Role.WEIGHTS, stream=COMM, reads=("buffer",), writes=("buffer",)):
+    """Works on the weights of a bucket."""
+
     buffer: Buffer
 
 
 class Spread(Weights):
-    """What ranks have updated of whole parameters goes into the shards that it lies in."""
+    """Sends the whole parameters that ranks have updated to the shards in which they lie."""
 
 
 class GatherNet(Weights):
-    """Of the bucket's weights this rank's segment <- the shards of the ranks of its number, on the other hosts."""
+    """This rank's range of the bucket's weights <- the shards in it, from the ranks of its number on other hosts."""
 
 
 class Gather(Weights):
-    """The bucket's weights <- all ranks' shards of them; behind a `GatherNet` the segments of this host's ranks."""
+    """The bucket's weights <- all ranks' shards; after a `GatherNet` the ranges of this host's ranks."""
 
 
-class Publish(Weights):
-    """The home stream may read the new parameters."""
+class Publish(Weights, stream=COMPUTE):
+    """From here on the main stream may read the new parameters."""
 
 
-# --- between ranks that read each other's memory: each runs the same ones, in the same order ---
+# --- between ranks that read each other's memory: each rank runs the same ones, in the same order ---
 
 
 @dataclass(frozen=True)
-class Signal(BufferOp):
-    """Tells the others, or waits until all of them have told."""
+class Signal(BufferOp, role=Role.SIGNAL, stream=COMM):
+    """Tells the other ranks, or waits until all of them have told."""
 
     buffer: Buffer
 
 
-class SignalFull(Signal):
+class SignalFull(Signal, reads=("buffer",)):
     """The others may read the buffer."""
 
 
 class AwaitFull(Signal):
-    """Theirs may be read."""
+    """The others' buffers may be read."""
 
 
 class SignalFree(Signal):
-    """This rank has read theirs."""
+    """This rank has read the others' buffers."""
 
 
-class AwaitFree(Signal):
-    """The others have read the buffer. Since `SignalFull` nobody may have written what they read."""
+class AwaitFree(Signal, reads=("buffer",)):
+    """The others have read the buffer; since `SignalFull` nobody may have written it."""
 
 
 # --- order ---
 
 
-class Sync(Op):
-    """On the node's stream."""
+class Sync(Op, role=Role.SYNC):
+    """Orders the node's stream."""
 
 
 @dataclass(frozen=True)
 class Event(Sync):
+    """An event of the node's stream."""
+
     event: str
 
 
 class RecordEvent(Event):
-    pass
+    """As torch.Stream.record_event."""
 
 
 class WaitEvent(Event):
-    """For the latest record issued before."""
+    """As torch.Stream.wait_event: for the latest record issued before."""
 
 
 @dataclass(frozen=True)
 class Release(Sync):
-    """Gives the values' storage back, on the stream that made them."""
+    """Frees the values' storage, on the stream that allocated it."""
 
     values: Nodes
 
@@ -247,6 +268,11 @@ def buffers_of(op: Op) -> dict[str, Buffer]:
 
 
 def renamed(op: AnyOp, old: Buffer, new: Buffer) -> AnyOp:
-    """The same on ``new`` wherever it names ``old``."""
+    """The same node, on ``new`` instead of ``old``."""
     changes: Any = {name: new for name, item in buffers_of(op).items() if item == old}
     return replace(op, **changes)
+
+
+def completes_reduction(op: Op | None) -> bool:
+    """Whether the node brings a bucket's mean over all ranks into an accumulator."""
+    return isinstance(op, Accumulate | ReduceRows) and op.dst.kind != "host_sum"
