@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from zc.schedule.buffer import HOME, HOST, Access, Buffer, Place, carried_event, overlap
+from zc.schedule.buffer import HOST, MAIN, Access, Buffer, Place, carried_event, overlap
 from zc.schedule.nodes import accesses, maker, op_of, stream_of, value
 from zc.schedule.spec import LaunchReduce, RecordEvent, Sync, WaitEvent, WaitReduce
 
@@ -48,7 +48,7 @@ class _Touch:
 
 @dataclass
 class Order:
-    """The schedule's steps with their clocks and obligations. The last step is the output: the end of the home
+    """The schedule's steps with their clocks and obligations. The last step is the output: the end of the main
     stream."""
 
     nodes: Sequence[fx.Node]
@@ -62,7 +62,7 @@ class Order:
     def __post_init__(self) -> None:
         carriers = {buffer.carrier for buffer in self.shared}
         self.ops = [op_of(node) for node in self.nodes]
-        self.streams = sorted({stream_of(n) for n in self.nodes} | {HOME} | carriers)
+        self.streams = sorted({stream_of(n) for n in self.nodes} | {MAIN} | carriers)
         self._id = {name: k for k, name in enumerate(self.streams)}
         self._bits = {carried_event(buffer): _ISSUED << k for k, buffer in enumerate(sorted(self.shared), start=1)}
         self._carriers = {self._id[name] for name in carriers}
@@ -113,10 +113,10 @@ class Order:
             positions = positions.copy()
         else:
             positions, bits = [-1] * len(self.streams), 0
-            if stream == self._id[HOME] or stream in self._carriers:
+            if stream == self._id[MAIN] or stream in self._carriers:
                 positions[stream] = 0  # a carrier comes after its own past, and so does all that waits for it
             if self.streams[stream] == HOST:
-                bits = _ISSUED  # the device may still be at what that thread has issued on home
+                bits = _ISSUED  # the device may still be at what that thread has issued on main
         op = self.ops[k]
         if isinstance(op, WaitEvent) and k != skip:
             source = self.source[k]
@@ -155,12 +155,12 @@ class Order:
         return any(not self.holds(self.future_clock(buffer, changed), need) for buffer, need in self.futures)
 
     def future_clock(self, buffer: Buffer, changed: dict[int, Clock] | None = None) -> Clock:
-        """What a later schedule comes after that starts when the home stream is done, and waits for a carried event: of
+        """What a later schedule comes after that starts when the main stream is done, and waits for a carried event: of
         host memory, what the processor comes after."""
         changed = changed or {}
         end, record = len(self.nodes) - 1, self._latest.get(carried_event(buffer), -1)
         positions, bits = changed.get(end, self.clocks[end])
-        if buffer.on_host:  # it is the processor that comes later, and it does not wait for home
+        if buffer.on_host:  # it is the processor that comes later, and it does not wait for main
             end = max((k for k, s in enumerate(self.stream) if self.streams[s] == HOST), default=-1)
             positions, bits = changed.get(end, self.clocks[end]) if end >= 0 else ([-1] * len(self.streams), 0)
         if record < 0:
@@ -174,7 +174,7 @@ class Order:
         self.obligations = [[] for _ in self.nodes]
         touches: dict[Place, list[_Touch]] = {}
         for node in (n for step in self.nodes for n in step.all_input_nodes if n.op == "placeholder"):
-            touches[value(node).buffer] = [_Touch(value(node), True, self._id[HOME], 0, 0, None)]
+            touches[value(node).buffer] = [_Touch(value(node), True, self._id[MAIN], 0, 0, None)]
         for k, node in enumerate(self.nodes):
             stream, position = self._until(k)
             reads, writes = accesses(node)
@@ -195,18 +195,18 @@ class Order:
             (b, Obligation(t.stream, t.position, t.bit, t.node, t.access, (t.writes, True)))
             for b in owned
             for t in touches[b]
-            if self._outlives(b, self.streams[t.stream], lasting - {HOME})
+            if self._outlives(b, self.streams[t.stream], lasting - {MAIN})
         ]
 
     def _outlives(self, buffer: Buffer, stream: str, lasting: set[str]) -> bool:
-        """Whether a touch on ``stream`` may not be done when home is, and later schedules must be able to wait for it:
+        """Whether a touch on ``stream`` may not be done when main is, and later schedules must be able to wait for it:
         always so on another buffer's carrier; on its own, program order is enough where no other stream uses it."""
         return stream in lasting and (stream != buffer.carrier or buffer in self.shared)
 
     def _entry(self, buffer: Place) -> list[_Touch]:
         if not isinstance(buffer, Buffer):
             return []
-        past = [_Touch(Access(buffer), True, self._id[HOME], 0, _ISSUED if buffer.on_host else 0, None)]
+        past = [_Touch(Access(buffer), True, self._id[MAIN], 0, _ISSUED if buffer.on_host else 0, None)]
         if buffer in self.shared:
             bit = self._bits[carried_event(buffer)]
             past.append(_Touch(Access(buffer), True, self._id[buffer.carrier], 0, bit, None))
@@ -237,7 +237,7 @@ class Order:
                 self.obligations[k].append(Obligation(*need, touch.node, access, (touch.writes, is_write)))
 
     def _oblige_end(self, lasting: set[str]) -> None:
-        """Streams that are no carrier end in the home stream; what they give back, they give back to themselves."""
+        """Streams that are no carrier end in the main stream; what they give back, they give back to themselves."""
         end = len(self.nodes) - 1
         last: dict[int, int] = {}
         for k in range(end):
@@ -253,9 +253,9 @@ class Order:
         """Values that are used on another stream than the one that made them, and that stream."""
         found = []
         for node in {n: None for step in self.nodes for n in step.all_input_nodes}:
-            home = stream_of(maker(node))
-            if any(user in self.index and user.op != "output" and stream_of(user) != home for user in node.users):
-                found.append((node, home))
+            owner = stream_of(maker(node))
+            if any(user in self.index and user.op != "output" and stream_of(user) != owner for user in node.users):
+                found.append((node, owner))
         return found
 
 

@@ -1,6 +1,6 @@
 """What is ordered before what while `insert_events` walks a schedule once, in program order.
 
-A *point* is a stream and a position on it, counted from 1; (HOME, 0) is the home stream's past at entry, and
+A *point* is a stream and a position on it, counted from 1; (MAIN, 0) is the main stream's past at entry, and
 ("done/flat_grad[0]", 0) the carrier's past uses of one buffer. A clock says, for each stream, up to which position
 everything is ordered before the stream's next node.
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from zc.schedule.buffer import HOME, HOST, Access, Buffer, Place, carried_by, carried_event, overlap
+from zc.schedule.buffer import HOST, MAIN, Access, Buffer, Place, carried_by, carried_event, overlap
 from zc.schedule.nodes import accesses, maker, put, stream_of, value
 from zc.schedule.spec import RecordEvent, WaitEvent
 
 Point = tuple[str, int]
-_ISSUED = "the issuing thread"  # what it has done with host memory; home comes after it
+_ISSUED = "the issuing thread"  # what it has done with host memory; main comes after it
 Clock = dict[str, int]
 
 
@@ -33,7 +33,7 @@ class Timeline:
     def __init__(self, graph: fx.Graph, shared: frozenset[Buffer]) -> None:
         self.graph, self.shared = graph, shared
         # the thread that issues the schedule is the host: what it has done with host memory is done
-        self.clocks: dict[str, Clock] = {HOME: {HOME: 0, _ISSUED: 0}, HOST: {_ISSUED: 0}}
+        self.clocks: dict[str, Clock] = {MAIN: {MAIN: 0, _ISSUED: 0}, HOST: {_ISSUED: 0}}
         self.nodes: dict[Point, fx.Node] = {}
         self.touches: dict[Place, list[_Touch]] = {}  # buffer -> touches that a later one may still conflict with
         self._placeholders = {value(n).buffer for n in graph.nodes if n.op == "placeholder"}
@@ -115,7 +115,7 @@ class Timeline:
         if not isinstance(buffer, Buffer) and buffer not in self._placeholders:
             return []  # a value of this schedule: nobody knows it before it is made
         on_host = isinstance(buffer, Buffer) and buffer.on_host
-        before = [_Touch(Access(buffer), (_ISSUED if on_host else HOME, 0), True)]
+        before = [_Touch(Access(buffer), (_ISSUED if on_host else MAIN, 0), True)]
         if isinstance(buffer, Buffer) and buffer in self.shared:
             before.append(_Touch(Access(buffer), (carried_event(buffer), 0), True))
         return before
@@ -124,7 +124,7 @@ class Timeline:
         """The carrier's past, or, where the carrier has used the buffer in this schedule already, that use: by then
         the carried event may stand for it."""
         if point[0] == _ISSUED:
-            return HOME, 0
+            return MAIN, 0
         if isinstance(buffer, Buffer) and point[0] == carried_event(buffer):
             return self.last_touch(buffer, buffer.carrier) or point
         return point
@@ -147,7 +147,7 @@ class Timeline:
             self._events[point] = f"e{len(self._events)}"
             if point in self.nodes:
                 place = self.graph.inserting_after(self.nodes[point])
-            else:  # the home stream at entry
+            else:  # the main stream at entry
                 place = self.graph.inserting_before(next(n for n in self.graph.nodes if n.op != "placeholder"))
             with place:
                 put(self.graph, RecordEvent(self._events[point]), stream=source)

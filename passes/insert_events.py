@@ -13,7 +13,7 @@ Before and after, buffer ``flat_grad[0]`` written on compute and read on comm::
 The wait in front is for an earlier schedule's reduction out of the same ring buffer; the record at the end is for a
 later one's (the carried events of zc.schedule.nodes; docs/proof.md has the contract). A value that another stream uses
 gets its ``release`` at the first place on its own stream that is ordered after all uses anyway, else at the end;
-compute streams beside the home stream are joined into it at the end. Where plan.overlap is off and all is on one
+compute streams beside the main stream are joined into it at the end. Where plan.overlap is off and all is on one
 stream, nothing is inserted.
 
 Why no wait is too many: when a wait is put in front of a node, one of the node's conflicts is ordered by nothing that
@@ -32,7 +32,7 @@ from zc.errors import PassError
 from zc.passes._timeline import Point, Timeline
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
-from zc.schedule.buffer import HOME, Buffer, carried_event
+from zc.schedule.buffer import MAIN, Buffer, carried_event
 from zc.schedule.nodes import accesses, is_schedule_node, maker, ops, put, results, shared_buffers, stream_of
 from zc.schedule.spec import LaunchReduce, Op, RecordEvent, Release, Sync, WaitReduce
 
@@ -49,13 +49,13 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
         _refuse_in_flight(node, op, in_flight)
         timeline.order(node, timeline.needed(node))
         timeline.advance(node)
-    sides = sorted({stream_of(node) for node, _ in nodes} - {HOME})
+    sides = sorted({stream_of(node) for node, _ in nodes} - {MAIN})
     lasting = {b.carrier for b in timeline.touches if isinstance(b, Buffer)}
-    values = {s: [v for v in _crossing(new) if _home_of(v) == s] for s in (HOME, *sides)}
+    values = {s: [v for v in _crossing(new) if _owner_of(v) == s] for s in (MAIN, *sides)}
     early: dict[fx.Node, list[fx.Node]] = {}
-    late = _release_early(values[HOME], HOME, timeline, early)
-    _join_home(new, [s for s in sides if s not in lasting], late, _uncovered(timeline, lasting, shared), timeline)
-    _release_late(new, late, HOME, timeline)
+    late = _release_early(values[MAIN], MAIN, timeline, early)
+    _join_main(new, [s for s in sides if s not in lasting], late, _uncovered(timeline, lasting, shared), timeline)
+    _release_late(new, late, MAIN, timeline)
     for stream in sides:
         _release_late(new, _release_early(values[stream], stream, timeline, early), stream, timeline)
     _record_carried(new, shared, timeline)
@@ -78,7 +78,7 @@ def _refuse_in_flight(node: fx.Node, op: Op, in_flight: dict[fx.Node, LaunchRedu
         in_flight[node] = op
 
 
-def _home_of(value: fx.Node) -> str:
+def _owner_of(value: fx.Node) -> str:
     """The stream that made a value, and whose allocations may reuse its storage."""
     return stream_of(maker(value))
 
@@ -95,11 +95,11 @@ def _values(graph: fx.Graph) -> Iterable[fx.Node]:
 
 def _crossing(graph: fx.Graph) -> list[fx.Node]:
     """Values used on another stream than their own, which would take the storage back while they are in use. What the
-    output returns is the caller's to free: on the home stream, after the join."""
+    output returns is the caller's to free: on the main stream, after the join."""
     return [
         v
         for v in _values(graph)
-        if any(stream_of(u) != _home_of(v) for u in _users(v)) and not any(u.op == "output" for u in v.users)
+        if any(stream_of(u) != _owner_of(v) for u in _users(v)) and not any(u.op == "output" for u in v.users)
     ]
 
 
@@ -130,20 +130,20 @@ def _release_late(graph: fx.Graph, values: list[fx.Node], stream: str, timeline:
 
 def _uncovered(timeline: Timeline, lasting: set[str], shared: frozenset[Buffer]) -> list[Point]:
     """Last uses of plan-owned buffers on another buffer's carrier, where their own carried event does not stand for
-    them: home must come after these."""
+    them: main must come after these."""
     found: list[Point] = []
     for buffer, stream, point in timeline.last_touches():
-        if stream in lasting - {HOME, buffer.carrier}:
+        if stream in lasting - {MAIN, buffer.carrier}:
             last = timeline.last_touch(buffer, buffer.carrier) if buffer in shared else None
             if last is None or not timeline.is_after(timeline.nodes[last], [point]):
                 found.append(point)
     return found
 
 
-def _join_home(
+def _join_main(
     graph: fx.Graph, sides: list[str], late: list[fx.Node], uncovered: list[Point], timeline: Timeline
 ) -> None:
-    """The end of the home stream: after the compute streams beside it, after every use of what is returned, of what it
+    """The end of the main stream: after the compute streams beside it, after every use of what is returned, of what it
     gives back ``late``, and of what no carried event stands for. All in one, so that none of these waits implies
     another."""
     points: dict[str, int] = {side: timeline.length(side) for side in sides}
@@ -153,7 +153,7 @@ def _join_home(
     uses += [timeline.uses(v) for v in late]
     for stream, position in (point for group in uses for point in group):
         points[stream] = max(points.get(stream, 0), position)
-    timeline.order(graph.output_node(), timeline.unknown(HOME, points))
+    timeline.order(graph.output_node(), timeline.unknown(MAIN, points))
 
 
 def _record_carried(graph: fx.Graph, shared: frozenset[Buffer], timeline: Timeline) -> None:

@@ -138,11 +138,11 @@ def _released(order: Order) -> list[str]:
         if isinstance(op, Release):
             given.update(dict.fromkeys(op.values, node))
     returned = set(order.nodes[-1].all_input_nodes)
-    for value, home in order.crossing():
-        if value in given and stream_of(given[value]) != home:
-            faults.append(f"%{value.name} of {home} is given back on {stream_of(given[value])}")
+    for value, owner in order.crossing():
+        if value in given and stream_of(given[value]) != owner:
+            faults.append(f"%{value.name} of {owner} is given back on {stream_of(given[value])}")
         if value not in given and value not in returned:
-            faults.append(f"%{value.name} of {home} is used on other streams and never given back")
+            faults.append(f"%{value.name} of {owner} is used on other streams and never given back")
     return faults
 
 

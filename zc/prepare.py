@@ -111,13 +111,13 @@ def notes_of(request: Request, ranks: Group) -> list[str]:
     return [note for note in notes if note is not None]
 
 
-def plan_of(assignment: Assignment, config: Config, ranks: Group, behind: Plan | None = None) -> Plan:
-    """The plan for the parameters of ``assignment``, after those of ``behind`` if it is given."""
+def plan_of(assignment: Assignment, config: Config, ranks: Group, after: Plan | None = None) -> Plan:
+    """The plan for the parameters of ``assignment``, after those of ``after`` if it is given."""
     params = assignment.params
-    if behind is None:
+    if after is None:
         topology = usable(ranks.shard.topology, config.reduce, {p.device.type for p in params.values()})
     else:
-        topology = behind.topology
+        topology = after.topology
     specs = [
         ParamSpec(
             name,
@@ -141,7 +141,7 @@ def plan_of(assignment: Assignment, config: Config, ranks: Group, behind: Plan |
         overlap_gather=config.overlap_gather,
         rules=assignment.rules,
         offload=config.host,
-        behind=behind,
+        after=after,
         topology=topology,
         num_replicas=ranks.num_replicas,
     )

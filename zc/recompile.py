@@ -64,7 +64,7 @@ def _extended(plan: Plan, added: Assignment, config: Config, ranks: Group) -> Pl
     """``plan`` with buckets for the parameters of ``added`` after its own."""
     if not added.params:
         return plan
-    behind = plan_of(added, config, ranks, plan)
-    check_wire(behind)
-    moved = (replace(b, index=b.index + len(plan.buckets)) for b in behind.buckets)
+    longer = plan_of(added, config, ranks, plan)
+    check_wire(longer)
+    moved = (replace(b, index=b.index + len(plan.buckets)) for b in longer.buckets)
     return replace(plan, buckets=(*plan.buckets, *moved))

@@ -14,7 +14,7 @@ from training_runs import adamw
 import zc.api
 from zc.engine.overlap_gather import WeightGather
 from zc.engine.streams import Task, ThreadStreams
-from zc.schedule.buffer import COMM, HOME
+from zc.schedule.buffer import COMM, MAIN
 
 DIM, DEPTH, BUCKET = 32, 4, 5000  # one bucket a layer
 LATE = 0.02  # seconds before each bucket's gather
@@ -40,10 +40,10 @@ class Late(ThreadStreams):
 
 
 class Careless(Late):
-    """The home stream does not wait for gathers."""
+    """The main stream does not wait for gathers."""
 
     def wait(self, event: str, stream: str) -> None:
-        if not (stream == HOME and event.startswith("done/gathered")):
+        if not (stream == MAIN and event.startswith("done/gathered")):
             super().wait(event, stream)
 
 

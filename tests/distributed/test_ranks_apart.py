@@ -180,7 +180,7 @@ def under_zc(rank: int, world_size: int, name: str, stage: int, backend: str, op
                 with zc.no_sync(model) if inside else contextlib.nullcontext():
                     loss_of(model, model, rank, step, k, calls).backward()
                 if k == 0:
-                    runtime.streams.join_home()
+                    runtime.streams.join_main()
                     state = zip(runtime.ops.touched, runtime.ops.state, strict=True)
                     seen.num_whole.append(sum(any(touched) and acc is not Acc.REDUCED for touched, acc in state))
             seen.num_kept.append(count[0])

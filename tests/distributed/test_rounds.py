@@ -37,7 +37,7 @@ def _said(rank: int, world_size: int, make: Any, stage: int, backend: str) -> li
         for _ in range(STEPS):
             said.clear()
             model(torch.ones(2, 16)).sum().backward()
-            runtime.streams.join_home()
+            runtime.streams.join_main()
             reduced = all(runtime.ops.num_reductions)
             optimizer.step()
             optimizer.zero_grad()

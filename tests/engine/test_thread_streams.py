@@ -42,7 +42,7 @@ def run_on_threads(shape: str, producers: int, delays: dict[str, float]) -> dict
         values = Values({n: torch.full((2,), 0.1 * k, dtype=torch.float64) for k, n in enumerate(names)})
         codegen.load(graph)(values, streams, sim.bound(graph))
         left = {n.name for n in graph.output_node().all_input_nodes}
-        streams.join_home()
+        streams.join_main()
         assert set(values) == left, "what is not returned has been freed"
     streams.close()
     return {k: v for k, v in sim.buffers.items() if k.startswith("acc")}
@@ -96,7 +96,7 @@ def test_an_error_comes_home_once_and_nobody_waits_for_ever() -> None:
     streams.run_on("comm", lambda: seen.append("skipped"))
     streams.record("e", "comm")
     with pytest.raises(ValueError, match="in a lane"):
-        streams.join_home()
+        streams.join_main()
     streams.wait("e", "compute")  # reached, in spite of the error
     streams.run_on("comm", lambda: seen.append("again"))
     streams.synchronize()
@@ -134,7 +134,7 @@ def test_adversary_and_threads_agree_in_program_order() -> None:
         streams.record("e", "compute")
         streams.wait("e", "comm")
         streams.run_on("comm", lambda seen=seen: seen.append(2))
-        streams.join_home()
+        streams.join_main()
         streams.run_on("compute", lambda seen=seen: seen.append(3))
         streams.synchronize()
         assert seen == [1, 2, 3]

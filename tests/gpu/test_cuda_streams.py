@@ -46,7 +46,7 @@ class Delayed(CudaStreams):
 
 
 class OneStream(CudaStreams):
-    """Every stream is the home stream: the serial reference."""
+    """Every stream is the main stream: the serial reference."""
 
     def run_on(self, stream: str, task: Task) -> None:
         super().run_on("compute", task)
@@ -55,7 +55,7 @@ class OneStream(CudaStreams):
 
     def wait(self, event: str, stream: str) -> None: ...
 
-    def join_home(self) -> None: ...
+    def join_main(self) -> None: ...
 
 
 class Ops:

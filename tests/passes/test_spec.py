@@ -13,7 +13,7 @@ from graphs import plan_for
 from torch import fx
 
 from zc.errors import PassError
-from zc.schedule.buffer import HOME, KINDS, Buffer, carried_by, carried_event
+from zc.schedule.buffer import KINDS, MAIN, Buffer, carried_by, carried_event
 from zc.schedule.nodes import TARGETS, change, op_of, put, text
 from zc.schedule.spec import (
     Accumulate,
@@ -148,7 +148,7 @@ def test_which_buffers_other_schedules_share() -> None:
 def test_the_table_of_the_proof_is_the_one_in_the_code() -> None:
     """docs/proof.md: a line a kind of buffer."""
     lines = [
-        f"| `{name}[i]` | {kind.holds} | {'-' if kind.carrier == HOME else f'`{kind.carrier}`'} "
+        f"| `{name}[i]` | {kind.holds} | {'-' if kind.carrier == MAIN else f'`{kind.carrier}`'} "
         f"| {'yes' if kind.on_host else 'no'} | {kind.shared} |"
         for name, kind in KINDS.items()
     ]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from zc.engine.streams import Task
-from zc.schedule.buffer import HOME
+from zc.schedule.buffer import MAIN
 
 T = TypeVar("T")
 TRANSFER = "transfer."  # each launch's own stream: transfer.0, transfer.1, ...
@@ -79,7 +79,7 @@ class AdversarialStreams:
 
     def __init__(self, choose: Chooser) -> None:
         self._choose = choose
-        self._lanes: dict[str, list[tuple[int, Task | _Fence]]] = {HOME: []}
+        self._lanes: dict[str, list[tuple[int, Task | _Fence]]] = {MAIN: []}
         self._at: dict[str, int] = {}
         self._events: dict[str, _Fence] = {}
         self._issued = 0
@@ -103,11 +103,11 @@ class AdversarialStreams:
         if event in self._events:
             self._put(stream, self._events[event])
 
-    def join_home(self) -> None:
+    def join_main(self) -> None:
         for name in sorted(self._lanes):
-            if name != HOME:
+            if name != MAIN:
                 self.record(f"join/{name}", name)
-                self.wait(f"join/{name}", HOME)
+                self.wait(f"join/{name}", MAIN)
 
     def synchronize(self) -> None:
         """Runs all that was collected."""

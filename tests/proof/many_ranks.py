@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from adversary import AdversarialStreams, Chooser, Transfer, _Fence, _Silent
-from simulation import HOME, NAN, Case, Simulation, Values, _enter, _future, _leave, _past, is_lasting, lanes
+from simulation import MAIN, NAN, Case, Simulation, Values, _enter, _future, _leave, _past, is_lasting, lanes
 from torch import Tensor, fx
 
 from zc.engine.streams import Task
@@ -74,12 +74,12 @@ class RankStreams:
     def transfer(self, task: Task) -> Transfer:
         return self._all.transfer(task)
 
-    def join_home(self) -> None:
+    def join_main(self) -> None:
         for lane in sorted(self._all._lanes):
             mine, _, name = lane.partition("/")
-            if mine == str(self.rank) and name != HOME:
+            if mine == str(self.rank) and name != MAIN:
                 self.record(f"join/{name}", name)
-                self.wait(f"join/{name}", HOME)
+                self.wait(f"join/{name}", MAIN)
 
     def _lane(self, stream: str) -> str:
         return f"{self.rank}/{stream}"
@@ -142,7 +142,7 @@ class Rank(Simulation):
     def publish(self, bucket: int, buffer: str) -> None:
         super().publish(bucket, buffer)
         own = self._part_of(bucket, self.rank)
-        self.part(buffer, bucket)[own] -= 3.0  # from here on home does with its own weights what it likes
+        self.part(buffer, bucket)[own] -= 3.0  # from here on main does with its own weights what it likes
 
     def signal_full(self, bucket: int, buffer: str) -> None:
         pass
@@ -188,13 +188,13 @@ def _issue(case: Case, sim: Rank, streams: RankStreams, found: dict[str, Tensor]
         expected += sum(isinstance(op, Segment | WgradInto) for _, op in ops(graph))
         gathers = [op for _, op in ops(graph) if isinstance(op, Gather)]
         if gathers:
-            streams.join_home()  # an update comes when all gradients are there
-            streams.run_on(HOME, _updated(sim, gathers))
-        streams.run_on(HOME, _entered(values, graph, number, sim))
+            streams.join_main()  # an update comes when all gradients are there
+            streams.run_on(MAIN, _updated(sim, gathers))
+        streams.run_on(MAIN, _entered(values, graph, number, sim))
         streams.nodes = (op for _, op in ops(graph) if not isinstance(op, Event))
         codegen.load(graph)(values, streams, sim.bound(graph))
         streams.nodes = iter(())
-        streams.run_on(HOME, _left(values, graph, number, mine, sim, expected, found))
+        streams.run_on(MAIN, _left(values, graph, number, mine, sim, expected, found))
     _future(sim, case)
 
 

@@ -19,7 +19,7 @@ from torch import fx
 from torch.cuda import _sanitizer
 
 from zc.planning.plan import Plan
-from zc.schedule.buffer import HOME, HOST, Access, Buffer, carried_event, overlap
+from zc.schedule.buffer import HOST, MAIN, Access, Buffer, carried_event, overlap
 from zc.schedule.nodes import accesses, op_of, shared_buffers, steps, stream_of
 from zc.schedule.spec import LaunchReduce, RecordEvent, Sync, WaitEvent, WaitReduce
 
@@ -41,34 +41,34 @@ def operations(graph: fx.Graph, plan: Plan | None) -> list[Op]:
     nodes = list(steps(graph))
     touched = {a.buffer for n in nodes for group in accesses(n) for a in group if isinstance(a.buffer, Buffer)}
     on_host = tuple(Access(f"caller {b}") for b in sorted(touched) if b.on_host)
-    ops = [Op(HOME, "touch", writes=on_host)]
+    ops = [Op(MAIN, "touch", writes=on_host)]
     # the thread that issues the schedule is the processor: what it did with host memory is done, what it has issued on
-    # home is not
-    ops += [Op(HOME, "record", event="entry"), Op(HOST, "wait", event="entry")]
+    # main is not
+    ops += [Op(MAIN, "record", event="entry"), Op(HOST, "wait", event="entry")]
     on_device = tuple(Access(f"caller {b}") for b in sorted(touched) if not b.on_host)
-    ops.append(Op(HOME, "touch", writes=on_device))
+    ops.append(Op(MAIN, "touch", writes=on_device))
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    ops.append(Op(HOME, "touch", writes=tuple(Access(f"%{n.name}") for n in placeholders)))
+    ops.append(Op(MAIN, "touch", writes=tuple(Access(f"%{n.name}") for n in placeholders)))
     for buffer in shared:
         ops.append(Op(f"past {buffer}", "touch", writes=(Access(f"carried {buffer}"),)))
         ops.append(Op(f"past {buffer}", "record", event=carried_event(buffer)))
         ops.append(Op(buffer.carrier, "wait", event=carried_event(buffer)))
     lasting = {b.carrier for b in touched}
-    sides = {stream_of(n) for n in nodes} - lasting - {HOME}
+    sides = {stream_of(n) for n in nodes} - lasting - {MAIN}
     for node in nodes:
         ops += _operations_of(node, sides)
     ends = tuple(Access(f"end of {s}") for s in sorted(sides))
     output = graph.output_node()
-    ops.append(Op(HOME, "touch", ends, tuple(Access(f"%{n.name}") for n in output.all_input_nodes), node=output))
-    ops += [Op(HOME, "record", event="the end"), Op(HOST, "record", event="the processor's end")]
+    ops.append(Op(MAIN, "touch", ends, tuple(Access(f"%{n.name}") for n in output.all_input_nodes), node=output))
+    ops += [Op(MAIN, "record", event="the end"), Op(HOST, "record", event="the processor's end")]
     for buffer in shared:
         end = "the processor's end" if buffer.on_host else "the end"
         ops.append(Op(f"future {buffer}", "wait", event=end))
         ops.append(Op(f"future {buffer}", "wait", event=carried_event(buffer)))
         ops.append(Op(f"future {buffer}", "touch", writes=_both(Access(buffer))))
     elsewhere = [(a.buffer, stream_of(n)) for n in nodes for group in accesses(n) for a in group]
-    for buffer in sorted({b for b, s in elsewhere if isinstance(b, Buffer) and s in lasting - {HOME, b.carrier}}):
-        if buffer not in shared:  # no carried event stands for it: home's end must
+    for buffer in sorted({b for b, s in elsewhere if isinstance(b, Buffer) and s in lasting - {MAIN, b.carrier}}):
+        if buffer not in shared:  # no carried event stands for it: main's end must
             ops.append(Op(f"future {buffer}", "wait", event="the end"))
             ops.append(Op(f"future {buffer}", "touch", writes=_both(Access(buffer))))
     return ops

@@ -11,7 +11,7 @@ from torch import fx
 from zc.errors import PassError
 from zc.passes import insert_events
 from zc.planning.plan import Plan
-from zc.schedule.buffer import COMM, COPY, HOME, HOST, Buffer
+from zc.schedule.buffer import COMM, COPY, HOST, MAIN, Buffer
 from zc.schedule.nodes import op_of, ops, put, steps, stream_of
 from zc.schedule.spec import (
     Accumulate,
@@ -32,8 +32,8 @@ from zc.schedule.spec import (
     WgradInto,
 )
 
-STREAMS = (HOME, COMM, "compute.1")
-OFFLOAD_STREAMS = (HOME, COMM, COPY, HOST)
+STREAMS = (MAIN, COMM, "compute.1")
+OFFLOAD_STREAMS = (MAIN, COMM, COPY, HOST)
 OFFLOAD_EVENTS = ("e0", "e1", "done/staging[0]", "done/host[0]", "done/master[0]", "done/acc[0]")
 EVENTS = ("e0", "e1", "e2", "done/flat_grad[0]", "done/flat_grad[1]", "done/acc[0]")
 
@@ -57,7 +57,7 @@ def offloaded_schedules(draw: st.DrawFn) -> tuple[fx.Graph, Plan]:
         if isinstance(op, CopyToHost | CopyToDevice):
             stream = COPY
         else:
-            stream = HOST if isinstance(op, Update) else draw(st.sampled_from((HOME, COMM, COPY)))
+            stream = HOST if isinstance(op, Update) else draw(st.sampled_from((MAIN, COMM, COPY)))
         put(graph, op, stream=stream)
     graph.output(())
     if draw(st.booleans()):

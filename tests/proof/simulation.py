@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from zc.planning.plan import Plan
 from zc.schedule import codegen
-from zc.schedule.buffer import HOME, HOST, Buffer, carried_event
+from zc.schedule.buffer import HOST, MAIN, Buffer, carried_event
 from zc.schedule.nodes import accesses, item_of, ops, results, shared_buffers, steps, stream_of
 from zc.schedule.spec import Segment, WgradInto
 
@@ -243,7 +243,7 @@ def run(
     case: Case, choose: Chooser, *, contract: bool = True, kind: type[Simulation] = Simulation
 ) -> dict[str, Tensor]:
     """What is left after all schedules, under one order: every accumulator, everything kept and returned, and how much
-    of the compute streams' work was done when the home stream came to its end. With ``contract``, the caller and other
+    of the compute streams' work was done when the main stream came to its end. With ``contract``, the caller and other
     schedules, earlier and later, do their worst as well."""
     streams = AdversarialStreams(choose)
     num_results: dict[str, int] = {}
@@ -262,10 +262,10 @@ def run(
         if contract:  # an evaluation reads the weights, and may still be at it when the schedule is issued
             touched = {a.buffer for n in steps(graph) for group in accesses(n) for a in group}
             weights = sorted(b for b in touched if isinstance(b, Buffer) and b.kind == "flat_param")
-            streams.run_on(HOME, _read(sim, weights))
-        streams.run_on(HOME, _enter(values, graph, number, sim))
+            streams.run_on(MAIN, _read(sim, weights))
+        streams.run_on(MAIN, _enter(values, graph, number, sim))
         codegen.load(graph)(values, streams, sim.bound(graph))
-        streams.run_on(HOME, _leave(values, graph, number, found, sim, expected))
+        streams.run_on(MAIN, _leave(values, graph, number, found, sim, expected))
     if contract:
         _future(sim, case)
     streams.synchronize()
@@ -281,19 +281,19 @@ def _read(sim: Simulation, weights: Sequence[Buffer]) -> Callable[[], None]:
 
 
 def _past(sim: Simulation, case: Case) -> None:
-    """The entry contract. The caller has used every buffer that the plan owns, on the home stream; earlier schedules
+    """The entry contract. The caller has used every buffer that the plan owns, on the main stream; earlier schedules
     have used those that have a carried event, one after the other in an order that nobody knows: so each on a stream of
     its own here, which only the carrier itself comes after."""
     found = {a.buffer for g in case.graphs for n in steps(g) for group in accesses(n) for a in group}
     buffers = sorted(b for b in found if isinstance(b, Buffer))
     for buffer in (b for b in buffers if b.on_host):
-        sim.streams.run_on(HOME, _scale(sim.buffer(str(buffer)), 0.5 if is_lasting(str(buffer)) else NAN))
+        sim.streams.run_on(MAIN, _scale(sim.buffer(str(buffer)), 0.5 if is_lasting(str(buffer)) else NAN))
     # the thread that issues is the processor: it has done what it did with host memory. It does not come after what
-    # home only waits for, so this is not repeated before later schedules
-    sim.streams.record("entry", HOME)
+    # main only waits for, so this is not repeated before later schedules
+    sim.streams.record("entry", MAIN)
     sim.streams.wait("entry", HOST)
     for buffer in (b for b in buffers if not b.on_host):
-        sim.streams.run_on(HOME, _scale(sim.buffer(str(buffer)), 0.5 if is_lasting(str(buffer)) else NAN))
+        sim.streams.run_on(MAIN, _scale(sim.buffer(str(buffer)), 0.5 if is_lasting(str(buffer)) else NAN))
     for buffer in _carried(case):
         # powers of two: it does not matter whether the caller or the earlier schedule came first
         factor = 0.25 if is_lasting(str(buffer)) else NAN
@@ -303,8 +303,8 @@ def _past(sim: Simulation, case: Case) -> None:
 
 
 def _future(sim: Simulation, case: Case) -> None:
-    """The exit contract: whoever comes after the home stream and a buffer's carried event may overwrite it."""
-    sim.streams.record("end", HOME)
+    """The exit contract: whoever comes after the main stream and a buffer's carried event may overwrite it."""
+    sim.streams.record("end", MAIN)
     sim.streams.record("the processor's end", HOST)
     for buffer in _carried(case):
         sim.streams.wait("the processor's end" if buffer.on_host else "end", f"future.{buffer}")
@@ -381,7 +381,7 @@ def is_wrong(case: Case, reference: dict[str, Tensor], orders: Iterable[Chooser]
 
 def lanes(case: Case) -> list[str]:
     """What a chooser can hurry or delay."""
-    streams = {stream_of(n) for graph in case.graphs for n in steps(graph)} | {HOME}
+    streams = {stream_of(n) for graph in case.graphs for n in steps(graph)} | {MAIN}
     return [*sorted(streams), "past.", "future."]
 
 

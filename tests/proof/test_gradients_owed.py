@@ -26,7 +26,7 @@ from zc.passes.debt import Debt
 from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.passes.verify import examine, verify
-from zc.schedule.buffer import HOME
+from zc.schedule.buffer import MAIN
 from zc.schedule.nodes import change, op_of, put, steps
 from zc.schedule.spec import AccumulateCast, Deposit, FlattenCast
 
@@ -166,6 +166,6 @@ def test_a_flush_owes_all_that_was_deposited() -> None:
     (write,) = [n for n in steps(graph) if isinstance(op_of(n), AccumulateCast)]
     with graph.inserting_before(write):
         for slot, grad in zip(op_of(write).slots, op_of(write).grads, strict=True):
-            put(graph, Deposit(0, slot, grad), stream=HOME)
+            put(graph, Deposit(0, slot, grad), stream=MAIN)
     graph.erase_node(write)
     assert any("leaves slot 0 to a flush; all of bucket 0 is owed here" in f for f in examine(graph, plan).faults)

@@ -18,7 +18,7 @@ from torch import fx
 
 from zc.passes.base import copy_graph
 from zc.passes.verify import examine, verify
-from zc.schedule.buffer import HOME, HOST
+from zc.schedule.buffer import HOST, MAIN
 from zc.schedule.nodes import change, op_of, put, steps, stream_of
 from zc.schedule.spec import Accumulate, CopyToDevice, CopyToHost, Op, StageShard, Update, WaitEvent
 
@@ -133,7 +133,7 @@ def test_a_sum_is_not_taken_before_it_is_reduced() -> None:
     assert any("acc[0] holds the landed total of bucket 0" in fault for fault in examine(graph, plan).faults)
 
 
-@pytest.mark.parametrize(("kind", "stream"), [(Update, HOME), (CopyToHost, HOME), (Accumulate, HOST)])
+@pytest.mark.parametrize(("kind", "stream"), [(Update, MAIN), (CopyToHost, MAIN), (Accumulate, HOST)])
 def test_the_processor_runs_its_own_nodes_alone(kind: type[Op], stream: str) -> None:
     """Its past is taken as done: that holds for host memory, and for what the device does with it on side streams."""
     plan = make(2, offload="cpu")

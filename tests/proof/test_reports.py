@@ -15,7 +15,7 @@ from torch import fx
 from zc.errors import RaceError
 from zc.passes.base import copy_graph
 from zc.passes.verify import examine, verify
-from zc.schedule.buffer import COMM, HOME
+from zc.schedule.buffer import COMM, MAIN
 from zc.schedule.nodes import op_of, put, steps
 from zc.schedule.spec import FlattenCast, RecordEvent, WaitEvent, WaitReduce
 
@@ -28,7 +28,7 @@ def reverse_wait(graph: fx.Graph) -> fx.Graph:
         put(new, RecordEvent("stall"), stream=COMM)
     write = [n for n in steps(new) if isinstance(op_of(n), FlattenCast)][1]
     with new.inserting_before(write):
-        put(new, WaitEvent("stall"), stream=HOME)
+        put(new, WaitEvent("stall"), stream=MAIN)
     return new
 
 

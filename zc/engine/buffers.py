@@ -42,9 +42,9 @@ class Buffers:
     """flat_param, master_shard, accumulators and ring of one rank.
 
     Lifetimes: accumulators and ring are there from a bucket's first write (`hold`) until gradients are set to None
-    (`release`), as plain PyTorch's gradients are; both on the home stream, the latter when all others have been joined,
-    so a caching allocator need not be told of them, only of a home that has changed (`Streams.take`). Everything else
-    lives as long as the plan. A ring buffer holds one bucket's gradient from its flatten_cast until its accumulate; the
+    (`release`), as plain PyTorch's gradients are; both on the main stream, the latter when all others have been joined,
+    so they need no record_stream unless the main stream has changed (`Streams.take`). Everything else lives as long as
+    the plan. A ring buffer holds one bucket's gradient from its flatten_cast until its accumulate; the
     schedule's events keep the next user away until then. ``flat_param[b]`` never moves: it is the memory of its
     parameters, each under a storage of its own that keeps it.
 
@@ -85,7 +85,7 @@ class Buffers:
 
     def hold(self, bucket: Bucket) -> None:
         """Makes the accumulator of ``bucket`` and the ring, where they are not there; what is in them is not defined.
-        Called where the home stream begins to write a gradient, before other streams take it from there."""
+        Called where the main stream begins to write a gradient, before other streams take it from there."""
         if not self._has_ring:
             self._make_ring()
         if self.acc and not self.acc[bucket.index].numel():
@@ -174,7 +174,7 @@ class Buffers:
         self._staging = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(plan.num_staging)]
         self._param = [memory.zeros(cast, torch.uint8) for _ in range(plan.num_staging if cast else 0)]
 
-    def part(self, tensor: Tensor, bucket: Bucket) -> Tensor:
+    def shard(self, tensor: Tensor, bucket: Bucket) -> Tensor:
         """[S]: this rank's part of an accumulator, whether that is [P] or [S] already."""
         if tensor.numel() == bucket.layout.numel_shard:
             return tensor
@@ -201,11 +201,11 @@ class Buffers:
     def acc_shard(self, bucket: Bucket) -> Tensor:
         """[S]: the reduced gradient that the update reads, once the bucket is reduced (and has landed in host
         memory)."""
-        return self.part((self.host or self.acc)[bucket.index], bucket)
+        return self.shard((self.host or self.acc)[bucket.index], bucket)
 
     def acc_copies(self, bucket: Bucket) -> list[Tensor]:
         """[S] each: all that holds the reduced gradient. Who changes it in place changes every one."""
-        return [self.part(tensors[bucket.index], bucket) for tensors in (self.host, self.acc) if tensors]
+        return [self.shard(tensors[bucket.index], bucket) for tensors in (self.host, self.acc) if tensors]
 
     def named(self, name: str, bucket: Bucket) -> Tensor:
         """The tensor of a buffer of the schedule: ``flat_grad[i]`` [P], ``acc[b]``, ``host_sum[i]``; `received` has

@@ -47,7 +47,7 @@ class Deposits:
         return len(self._waiting.get(bucket.index, ())) == len(bucket.slots)
 
     def take(self, bucket: Bucket) -> list[object]:
-        """One gradient per slot, None where nothing came, ready for the home stream. The bucket is empty then."""
+        """One gradient per slot, None where nothing came, ready for the main stream. The bucket is empty then."""
         deposits = self._waiting.pop(bucket.index, {})
         self._order(deposits.values())
         return [deposits[slot].grad if slot in deposits else None for slot in range(len(bucket.slots))]

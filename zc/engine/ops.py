@@ -100,7 +100,7 @@ class GradientOps(PeerOps):
                 accumulate_cast(acc, present, offsets)
             return
         if self.state[bucket] is Acc.REDUCED and self.buffers.acc:
-            self._move_aside(bucket, self.buffers.part(acc, self.plan.buckets[bucket]))
+            self._move_aside(bucket, self.buffers.shard(acc, self.plan.buckets[bucket]))
         _overwrite(acc, present, offsets, spans)
         if spans is not None:
             at = enumerate(self.plan.buckets[bucket].slots)
@@ -183,7 +183,7 @@ class GradientOps(PeerOps):
         if is_first:
             sum_rows(rows, self.buffers.named(acc, record), record.acc_dtype)
             return
-        out = self.buffers.part(self.buffers.named(acc, record), record)
+        out = self.buffers.shard(self.buffers.named(acc, record), record)
         reduce_rows(rows, out, scale=1.0 / self.plan.num_ranks, add=self._adds(bucket))
         self._is_reduced(bucket, out)
 
@@ -202,13 +202,13 @@ class GradientOps(PeerOps):
 
     def stage_shard(self, bucket: int, dst: str, src: str) -> None:
         record = self.plan.buckets[bucket]
-        self.buffers.named(dst, record).copy_(self.buffers.part(self.buffers.named(src, record), record))
+        self.buffers.named(dst, record).copy_(self.buffers.shard(self.buffers.named(src, record), record))
 
     def copy_to_host(self, bucket: int, dst: str, src: str) -> None:
         record = self.plan.buckets[bucket]
         out, given = self.buffers.named(dst, record), self.buffers.named(src, record)
         if self.state[bucket] is Acc.REDUCED:  # the rest of a partial sum is spent
-            out, given = self.buffers.part(out, record), self.buffers.part(given, record)
+            out, given = self.buffers.shard(out, record), self.buffers.shard(given, record)
         self.move(out, given, "to_host")
         self.landed[bucket] = True
 
@@ -220,7 +220,7 @@ class GradientOps(PeerOps):
             if self.state[bucket] is not Acc.EMPTY:
                 self.move(out, given, "to_device")
         elif self.state[bucket] is Acc.REDUCED:
-            self._move_aside(bucket, self.buffers.part(given, record))
+            self._move_aside(bucket, self.buffers.shard(given, record))
             self.nbytes_moved["to_device"] += self._spill[bucket].nbytes
 
     def move(self, out: Tensor, given: Tensor, way: str) -> None:

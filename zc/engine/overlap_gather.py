@@ -65,7 +65,7 @@ def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
 
 
 def publish_graph(plan: Plan) -> fx.Graph:
-    """The home stream may read all parameters."""
+    """The main stream may read all parameters."""
     graph = fx.Graph()
     for bucket in plan.buckets:
         put(graph, Publish(bucket.index, Buffer.named(plan.weights_buffer(bucket.index))))
@@ -79,7 +79,7 @@ class WeightGather:
     def __init__(self, core: Core) -> None:
         self._core = weakref.ref(core)
         self._programs: dict[tuple[int, ...], Program] = {}
-        self._is_open = False  # a gather may be in flight that the home stream has not waited for
+        self._is_open = False  # a gather may be in flight that the main stream has not waited for
         self._pending = Pending(self.synchronize)
         self._num_sharing: dict[str, int] = {}  # of each parameter's storage: the parameter alone
         self.hooks: list[RemovableHandle] = []  # on modules
@@ -91,7 +91,7 @@ class WeightGather:
         return list(self._programs.values())
 
     def publish(self, buckets: Sequence[int]) -> None:
-        """flat_param <- all ranks' masters of ``buckets``, cast to param_dtype; afterwards the home stream may read
+        """flat_param <- all ranks' masters of ``buckets``, cast to param_dtype; afterwards the main stream may read
         them, or, with overlap_gather, what has waited for them may."""
         core = self._found()
         if core.plan.overlap_gather:  # now, since a gather that is on its way holds views of its own
@@ -144,7 +144,7 @@ class WeightGather:
         self._pending.release()
 
     def synchronize(self) -> None:
-        """Whoever comes next on the home stream may read every parameter. No host synchronisation on CUDA."""
+        """Whoever comes next on the main stream may read every parameter. No host synchronisation on CUDA."""
         self._pending.release()
         if self._is_open:
             self._program(None)([], self._found().streams)

@@ -92,7 +92,7 @@ class PeerOps:
         sent, out, add = self.buffers.named(src, record), self.buffers.named(dst, record), self._adds(bucket)
         is_first = self.plan.reduces_twice
         if not is_first:
-            out = self.buffers.part(out, record)
+            out = self.buffers.shard(out, record)
 
         def use(rows: Tensor, start: int, stop: int) -> None:
             if is_first:
@@ -130,8 +130,8 @@ class PeerOps:
                 self.group.near().read(flat[slice(*record.layout.host_range(peer))], peer, place)
             return
         log.debug("bucket %d: its weights are gathered", bucket)
-        _done(self.group.all_gather(flat, self.buffers.part(flat, record), "gather weights", bucket))
+        _done(self.group.all_gather(flat, self.buffers.shard(flat, record), "gather weights", bucket))
 
     def publish(self, bucket: int, buffer: str) -> None:
-        """Nothing to do: the node stands for the home stream's right to read, and its waits give it that."""
+        """Nothing to do: the node stands for the main stream's right to read, and its waits give it that."""
         log.debug("bucket %d: its new weights may be read", bucket)

@@ -211,7 +211,7 @@ class Runtime(Core):
         """Reduces what all ranks have agreed to reduce in a backward that did not end on this one: others wait."""
         journal = self.group.journal
         if self.rounds.is_open and journal is not None and not journal.has_failed:
-            self.streams.join_home()  # each reduction that was issued has begun, and is counted
+            self.streams.join_main()  # each reduction that was issued has begun, and is counted
             self._reduce_kept(self.rounds.cut_short(), is_final=self.is_boundary)
 
     def _flush(self, buckets: Sequence[int], *, reduce: bool) -> None:
@@ -253,7 +253,7 @@ class Runtime(Core):
             return
         for listener in self.listeners:
             listener.before_meeting()
-        self.streams.join_home()
+        self.streams.join_main()
         self._meet(by_grad)
         for listener in self.listeners:
             listener.after_meeting()
@@ -270,7 +270,7 @@ class Runtime(Core):
         for bucket in self.plan.buckets:
             if self.ops.state[bucket.index] is not Acc.EMPTY and not self.ops.landed[bucket.index]:
                 self.flushes.get("land", bucket.index, True, self.plan)([], self.streams)
-        self.streams.join_home()
+        self.streams.join_main()
 
     def _meet(self, by_grad: bool) -> None:
         """All ranks are at the boundary: one small exchange on the host says which parameters have a gradient on any of
@@ -284,7 +284,7 @@ class Runtime(Core):
             raise ZcError(param_grads.shown_apart(self.plan, shown, self.rounds.known))
         self.ops.set_touched(flags[: -len(self.plan.buckets)])
         self._reduce_kept([k for k, flag in enumerate(flags[-len(self.plan.buckets) :]) if flag], is_final=True)
-        self.streams.join_home()
+        self.streams.join_main()
 
     def _reduce_kept(self, buckets: Sequence[int], *, is_final: bool) -> None:
         """Reduces what ranks keep of these buckets (zc/engine/rounds.py). All ranks call it, whether or not this one
@@ -315,7 +315,7 @@ class Runtime(Core):
             )
         if not gone:
             return
-        self.streams.join_home()
+        self.streams.join_main()
         self._reopen()
         self.wait_for_host_memory()
         self.rounds.forget(gone)
@@ -328,7 +328,7 @@ class Runtime(Core):
         buckets = self.plan.of_optimizer(optimizer)
         self._cut_short()
         if not self._is_home:  # else gathers may go on (overlap_gather)
-            self.streams.join_home()
+            self.streams.join_main()
         self.streams.take(self.buffers.gradients(buckets) if set_to_none else ())
         if not set_to_none:
             self.wait_for_host_memory()

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from zc.schedule.buffer import HOME
+from zc.schedule.buffer import MAIN
 
 Task = Callable[[], object]
 
@@ -33,19 +33,19 @@ class Streams(Protocol):
     def wait(self, event: str, stream: str) -> None:
         """What is issued on ``stream`` from now on starts after ``event``'s latest record."""
 
-    def join_home(self) -> None:
-        """The home stream waits for all that was issued on the others."""
+    def join_main(self) -> None:
+        """The main stream waits for all that was issued on the others."""
 
     def synchronize(self) -> None:
         """The host waits for everything, and raises the first error of any stream."""
 
     def mark(self) -> object:
-        """The work issued so far on the caller's current stream, for `take`. None: home comes after it anyway."""
+        """The work issued so far on the caller's current stream, for `take`. None: main comes after it anyway."""
 
     def take(self, tensors: Iterable[object], marks: Iterable[object] = ()) -> None:
-        """Makes the caller's current stream the home stream, after all work issued on the previous one and after
-        ``marks``. Home may use ``tensors`` (an entry may be None) or free them: no other stream reuses their memory
-        before home is done."""
+        """Makes the caller's current stream the main stream, after all work issued on the previous one and after
+        ``marks``. Main may use ``tensors`` (an entry may be None) or free them: no other stream reuses their memory
+        before main is done."""
 
     def leave(self, memory: Iterable[list[torch.Tensor]]) -> None:
         """These tensors, which were used on the streams, are dropped: their memory is free for others when the streams
@@ -111,7 +111,7 @@ class _Fence:
 
 
 class ThreadStreams:
-    """CPU streams: the home stream is the calling thread, every other one a worker thread, made when first used.
+    """CPU streams: the main stream is the calling thread, every other one a worker thread, made when first used.
 
     ``delays``: seconds that a stream sleeps before each of its tasks; for tests, which so take each stream in turn to
     its last moment.
@@ -121,19 +121,19 @@ class ThreadStreams:
         self._delays = dict(delays or {})
         self._lanes: dict[str, Lane] = {}
         self._fences: dict[str, tuple[str, _Fence]] = {}  # event -> stream and latest record
-        self.wait_for: Callable[[threading.Event], object] = threading.Event.wait  # how the home stream waits
+        self.wait_for: Callable[[threading.Event], object] = threading.Event.wait  # how the main stream waits
 
     def run_on(self, stream: str, task: Task) -> None:
         if stream in self._delays:
             task = _delayed(task, self._delays[stream])
-        if stream == HOME:
+        if stream == MAIN:
             task()
         else:
             self._lane(stream).put(task)
 
     def record(self, event: str, stream: str) -> None:
         fence = _Fence()
-        if stream == HOME:
+        if stream == MAIN:
             fence()  # the calling thread has done all that it issued
         else:
             self._lane(stream).put(fence)
@@ -143,13 +143,13 @@ class ThreadStreams:
         recorded_on, fence = self._fences.get(event, (stream, None))
         if fence is None or recorded_on == stream or fence.reached.is_set():
             return
-        if stream == HOME:
+        if stream == MAIN:
             self.wait_for(fence.reached)
             self._raise(recorded_on)
         else:
             self._lane(stream).put(fence.reached.wait)
 
-    def join_home(self) -> None:
+    def join_main(self) -> None:
         fences = {}
         for name, lane in self._lanes.items():
             fences[name] = _Fence()
@@ -160,7 +160,7 @@ class ThreadStreams:
             self._raise(name)
 
     def synchronize(self) -> None:
-        self.join_home()
+        self.join_main()
 
     def mark(self) -> object:
         """None: a thread has done what it has issued."""

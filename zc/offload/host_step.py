@@ -169,7 +169,7 @@ class HostStep:
             self._programs[key] = build(graph, self.core.plan, passes, self, name=name)
         self._next = dict(itertools.pairwise(buckets))
         self._programs[key]([], self.core.streams)
-        self.core.streams.join_home()
+        self.core.streams.join_main()
 
     # --- the operations ---
 

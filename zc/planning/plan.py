@@ -207,13 +207,13 @@ def make_plan(
     rules: Sequence[Rule] = (Rule(),),
     offload: Offload | None = None,
     overlap_gather: bool = False,
-    behind: Plan | None = None,
+    after: Plan | None = None,
     topology: Topology | None = None,
     num_replicas: int = 1,
 ) -> Plan:
     """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes``
     bytes; None: `default_nbytes` of its dtype and device. ``rules``: of each optimizer, what its layout must keep;
-    buckets of several follow each other as their last gradients come in. ``behind``: a plan whose owners have their
+    buckets of several follow each other as their last gradients come in. ``after``: a plan whose owners have their
     load already.
 
     ``reduce_dtype`` None: the parameters' own dtype where every backward is reduced (a gradient has no more bits than
@@ -224,7 +224,7 @@ def make_plan(
         groups.setdefault((spec.dtype, spec.device), []).append(spec)
     hosts = topology or flat(world_size)
     levels = hosts.has_levels
-    owners = _owners(params[::-1], rules, world_size, behind)
+    owners = _owners(params[::-1], rules, world_size, after)
     buckets: list[Bucket] = []
     for (dtype, device), specs in groups.items():
         acc_dtype = torch.promote_types(dtype, torch.float32)
@@ -252,14 +252,14 @@ def make_plan(
     )  # fmt: skip
 
 
-def _owners(specs: Sequence[ParamSpec], rules: Sequence[Rule], world_size: int, behind: Plan | None) -> dict[str, int]:
+def _owners(specs: Sequence[ParamSpec], rules: Sequence[Rule], world_size: int, after: Plan | None) -> dict[str, int]:
     """The rank that updates each parameter of an optimizer that reads whole ones."""
     found: dict[str, int] = {}
     for number, rule in enumerate(rules):
         if not rule.whole:
             continue
         cost, taken = COSTS[rule.cost], dict[int, tuple[float, int]]()
-        for bucket in behind.buckets if behind is not None else ():
+        for bucket in after.buckets if after is not None else ():
             for slot, rank in zip(bucket.slots, bucket.layout.owners or (), strict=False):
                 load, count = taken.get(rank, (0.0, 0))
                 is_its = bucket.optimizer == number  # other optimizers' costs have other units

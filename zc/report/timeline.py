@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zc.planning.plan import Plan
-from zc.schedule.buffer import COMM, COMPUTE, HOME
+from zc.schedule.buffer import COMM, COMPUTE, MAIN
 from zc.schedule.cost import estimate
 from zc.schedule.nodes import kind_of, op_of, ops, stream_of
 from zc.schedule.spec import LaunchReduce, Op, RecordEvent, Role, Segment, WaitEvent, WaitReduce
@@ -109,7 +109,7 @@ def color(node: fx.Node) -> str:
 
 def lanes(timeline: Timeline) -> list[str]:
     used = {box.lane for box in timeline.boxes} | {lane for a in timeline.arrows for lane in (a[0], a[2])}
-    return sorted(used, key=lambda lane: (lane != HOME, not lane.startswith(COMPUTE), lane))
+    return sorted(used, key=lambda lane: (lane != MAIN, not lane.startswith(COMPUTE), lane))
 
 
 def label(node: fx.Node) -> str:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 COMPUTE, COMM, COPY, HOST = "compute", "comm", "copy", "host"
 COMM_HOST = "comm.host"  # with two levels: what ranks of one host exchange; it ends with each schedule
-HOME = COMPUTE  # the stream on which autograd calls the schedule; its program order goes on across schedules
+MAIN = COMPUTE  # the stream on which autograd calls the schedule; its program order goes on across schedules
 
 
 class Kind(NamedTuple):
-    """``carrier``: the one side stream on which such a buffer may still be in use after the end of a schedule; HOME: on
-    none. ``on_host``: the processor reads or writes it itself; that home comes after a copy of one says nothing to it,
-    since home's waits are the device's. ``is_shared``, and ``shared`` in words: under which plans other schedules may
+    """``carrier``: the one side stream on which such a buffer may still be in use after the end of a schedule; MAIN: on
+    none. ``on_host``: the processor reads or writes it itself; that main comes after a copy of one says nothing to it,
+    since main's waits are the device's. ``is_shared``, and ``shared`` in words: under which plans other schedules may
     use bucket ``index``'s on the carrier and elsewhere, so that it needs a carried event whatever this one does."""
 
     holds: str
@@ -52,7 +52,7 @@ KINDS = {
                  is_shared=lambda plan, _: plan.overlap and plan.reduces_twice and plan.reads_rows),
     "acc": Kind("the accumulator of bucket i", COMM, shared="stage 1 with overlap, if its sums are sent or offloaded",
                 is_shared=lambda plan, _: plan.overlap and _is_summed(plan)),
-    "flat_param": Kind("the weights of bucket i", HOME),
+    "flat_param": Kind("the weights of bucket i", MAIN),
     "gathered": Kind("the same with overlap_gather, as the last update left them", COMM, shared="always",
                      is_shared=lambda plan, _: True),
     "staging": Kind("offload: a gradient between device and host memory; a ring", COPY),

@@ -5,9 +5,9 @@ they are names. `zc.schedule.spec` has a record for each, with what it does; `op
 of one. `zc.schedule.codegen` prints a schedule as Python that runs it, and `zc.verify` proves it; both look at the same
 graph.
 
-    placeholder    a value that exists on the home stream at entry; a parameter of a forward names the buffer that it is
+    placeholder    a value that exists on the main stream at entry; a parameter of a forward names the buffer that it is
                    a view of, meta["buffer"]
-    output         what it returns is on the home stream at the end
+    output         what it returns is on the main stream at the end
 
 Every node but placeholder, getitem and output has ``meta["stream"]``. The host stream is the processor. It alone,
 copies on the copy stream, and the thread that issues schedules touch host memory; what that thread did there itself is
@@ -26,7 +26,7 @@ from torch import fx
 from zc.errors import PassError
 from zc.schedule import spec
 from zc.schedule.arguments import read, written
-from zc.schedule.buffer import HOME, Access, Buffer, carried_by
+from zc.schedule.buffer import MAIN, Access, Buffer, carried_by
 from zc.schedule.spec import Op
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ def ops(graph: fx.Graph) -> Iterator[tuple[fx.Node, Op]]:
 
 
 def stream_of(node: fx.Node) -> str:
-    """The node's stream; values at entry and outputs are on the home stream."""
-    return HOME if node.op in ("placeholder", "output") else str(node.meta["stream"])
+    """The node's stream; values at entry and outputs are on the main stream."""
+    return MAIN if node.op in ("placeholder", "output") else str(node.meta["stream"])
 
 
 def maker(value: fx.Node) -> fx.Node:
@@ -185,7 +185,7 @@ def shared_buffers(graph: fx.Graph, plan: Plan | None) -> frozenset[Buffer]:
             named.add(carried_by(op.event))
     shared = named - {None} if plan is None else {b for b in users if b.is_shared(plan)}
     both = {b for b, sides in users.items() if len(sides) == 2}
-    return frozenset(b for b in shared | both if b is not None and b.carrier != HOME)
+    return frozenset(b for b in shared | both if b is not None and b.carrier != MAIN)
 
 
 def summary(graph: fx.Graph) -> dict[str, int]:
