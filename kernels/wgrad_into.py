@@ -76,8 +76,8 @@ def scatter_into(out: Tensor, index: Tensor, mask: Tensor, values: Tensor, *, ad
     if not add:
         rows.zero_()
     if values.numel():
-        kept = values.masked_fill(~mask, 0.0).view(-1, rows.shape[1])
-        rows.index_add_(0, index.clamp(0, rows.shape[0] - 1).reshape(-1), kept)
+        masked = values.masked_fill(~mask, 0.0).view(-1, rows.shape[1])
+        rows.index_add_(0, index.clamp(0, rows.shape[0] - 1).reshape(-1), masked)
 
 
 @torch.no_grad()

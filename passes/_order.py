@@ -251,12 +251,12 @@ class Order:
 
     def crossing(self) -> list[tuple[fx.Node, str]]:
         """Values that are used on another stream than the one that made them, and that stream."""
-        found = []
+        values = []
         for node in {n: None for step in self.nodes for n in step.all_input_nodes}:
             owner = stream_of(maker(node))
             if any(user in self.index and user.op != "output" and stream_of(user) != owner for user in node.users):
-                found.append((node, owner))
-        return found
+                values.append((node, owner))
+        return values
 
 
 def _replaces(later: _Touch, earlier: _Touch) -> bool:

@@ -67,8 +67,8 @@ class Timeline:
         for point in points:
             self._insert_wait(node, stream, self._event(point))
             source, position = point
-            for key, known in {**self._snapshots.get(point, {}), source: position}.items():
-                clock[key] = max(clock.get(key, -1), known)
+            for key, reached in {**self._snapshots.get(point, {}), source: position}.items():
+                clock[key] = max(clock.get(key, -1), reached)
 
     def advance(self, node: fx.Node) -> None:
         stream = stream_of(node)
@@ -78,12 +78,12 @@ class Timeline:
         self.nodes[point], self._points[node], self._snapshots[point] = node, point, dict(clock)
         reads, writes = accesses(node)
         for access, is_write in [(a, False) for a in reads] + [(a, True) for a in writes]:
-            kept = self.touches[access.buffer]
+            touches = self.touches[access.buffer]
             if is_write:  # whoever conflicts with a touch that this one covers conflicts with this one, which is later
-                kept = [t for t in kept if not _covers(access, t.access)]
+                touches = [t for t in touches if not _covers(access, t.access)]
             else:
-                kept = [t for t in kept if t.writes or t.point[0] != stream or not _covers(access, t.access)]
-            self.touches[access.buffer] = [*kept, _Touch(access, point, is_write)]
+                touches = [t for t in touches if t.writes or t.point[0] != stream or not _covers(access, t.access)]
+            self.touches[access.buffer] = [*touches, _Touch(access, point, is_write)]
             self._last[access.buffer, stream] = point
 
     def length(self, stream: str) -> int:

@@ -168,5 +168,5 @@ def at_entry(buffer: Buffer) -> tuple[int, str]:
     return buffer.index, AT_ENTRY.get(buffer.kind, NOTHING)
 
 
-def may_be_left(buffer: Buffer, held: str) -> bool:
-    return held in AT_EXIT.get(buffer.kind, (NOTHING,))
+def may_be_left(buffer: Buffer, content: str) -> bool:
+    return content in AT_EXIT.get(buffer.kind, (NOTHING,))

@@ -63,8 +63,8 @@ def check(order: Order, plan: Plan | None) -> tuple[list[str], list[str]]:
     redundant = [
         f"redundant signal: {kind_of(order.nodes[p.signal])} ({order.nodes[p.signal].name}), and every conflict "
         "between ranks is ordered without it"
-        for found in pairs.values()
-        for p in found
+        for of_buffer in pairs.values()
+        for p in of_buffer
         if p not in needed
     ]
     return races, redundant
@@ -72,15 +72,15 @@ def check(order: Order, plan: Plan | None) -> tuple[list[str], list[str]]:
 
 def _pairs(order: Order) -> tuple[dict[tuple[type[Op], Buffer], list[Pair]], list[str]]:
     """By kind of signal and buffer, the k-th signal with the k-th wait; what is wrong with their numbers."""
-    found: dict[tuple[type[Op], Buffer], list[int]] = {}
+    positions: dict[tuple[type[Op], Buffer], list[int]] = {}
     for k, op in enumerate(order.ops):
         if isinstance(op, Signal):
-            found.setdefault((type(op), op.buffer), []).append(k)
+            positions.setdefault((type(op), op.buffer), []).append(k)
     pairs: dict[tuple[type[Op], Buffer], list[Pair]] = {}
     faults: list[str] = []
     for signal, wait in _PAIRS:
-        for buffer in sorted({buffer for kind, buffer in found if kind in (signal, wait)}):
-            signals, waits = found.get((signal, buffer), []), found.get((wait, buffer), [])
+        for buffer in sorted({buffer for kind, buffer in positions if kind in (signal, wait)}):
+            signals, waits = positions.get((signal, buffer), []), positions.get((wait, buffer), [])
             names = ", ".join(order.nodes[k].name for k in (*signals, *waits))
             if len(signals) != len(waits):
                 faults.append(f"{buffer} is signalled {len(signals)} times and waited for {len(waits)} times: {names}")

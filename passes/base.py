@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class Pass(NamedTuple):
-    """One pass. ``run`` returns a new graph and leaves its input alone; no dist call, clock, environment, random number
-    or rank inside."""
+    """One pass. ``run`` returns a new graph and does not change its input. It must not use a collective, the clock, the
+    environment, random numbers or the rank."""
 
     name: str
     run: Callable[[fx.Graph, Plan], fx.Graph]
@@ -22,7 +22,7 @@ class Pass(NamedTuple):
 
 
 def copy_node(node: fx.Node, graph: fx.Graph, where: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The node at the end of another graph, with its name and metadata; ``where``: old nodes to new ones."""
+    """Copies a node to the end of another graph, with its name and metadata. ``where`` maps old nodes to new ones."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: where[n])
     where[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name, type_expr=node.type)
     # the record names nodes of the old graph, and would keep it alive
@@ -40,6 +40,6 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 
 def returned_by(graph: fx.Graph) -> list[Any]:
-    """What the graph returns, one a descriptor."""
+    """What the graph returns, as a list."""
     returned: Any = graph.output_node().args[0]
     return list(returned) if isinstance(returned, (list, tuple)) else [returned]

@@ -1,14 +1,14 @@
-"""One write for all the gradients of a bucket, as soon as the last of them is there.
+"""Writes all the gradients of a bucket at once, after the last of them.
 
-A bucket of which every slot is deposited once in this graph is complete. Stage 2, bucket 2 complete, ring of two::
+A bucket is complete if this graph deposits every slot of it once. Stage 2, bucket 2 complete, ring of two::
 
     deposit(2, 0, %mm)                     %mm, %sum ...
     %sum = aten.sum(...)            ->     flatten_cast(2, "flat_grad[0]", (0, 1), [%mm, %sum])
     deposit(2, 1, %sum)
 
-The k-th complete bucket of a graph takes ring buffer k mod num_buffers. An incomplete bucket of stage 2 is left alone,
-but its deposits move down to the next bucket's write (or the output), so that they cut no segment of their own. In
-stage 1 gradients are added to acc_flat, which always exists, so an incomplete bucket is written the same way::
+The k-th complete bucket of a graph uses ring buffer k mod num_buffers. Stage 2 leaves an incomplete bucket alone, but
+moves its deposits down to the next bucket's write (or the output), so that they cut no segment of their own. Stage 1
+adds gradients to the accumulator, so it writes an incomplete bucket in the same way::
 
     deposit(2, 0, %mm)              ->     accumulate_cast(2, "acc[2]", (0,), [%mm])
 """
@@ -26,12 +26,13 @@ from zc.schedule.spec import AccumulateCast, Cast, Deposit, FlattenCast
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new, _ = copy_graph(graph)
-    found: dict[int, list[tuple[fx.Node, Deposit]]] = {}  # bucket -> deposits in program order
+    by_bucket: dict[int, list[tuple[fx.Node, Deposit]]] = {}  # bucket -> deposits in program order
     for node, op in ops(new):
         if isinstance(op, Deposit):
-            found[op.bucket] = [*found.pop(op.bucket, []), (node, op)]  # buckets in the order of their last ones
+            # buckets in the order of their last deposits
+            by_bucket[op.bucket] = [*by_bucket.pop(op.bucket, []), (node, op)]
     writes: list[fx.Node] = []
-    for bucket, deposits in found.items():
+    for bucket, deposits in by_bucket.items():
         by_slot = sorted((op for _, op in deposits), key=lambda op: op.slot)
         slots, grads = tuple(op.slot for op in by_slot), tuple(op.grad for op in by_slot)
         write: Cast = AccumulateCast(bucket, Buffer("acc", bucket), slots, grads)

@@ -1,4 +1,4 @@
-"""A forward graph is cut where it first reads another bucket of parameters, so that it waits for that one there.
+"""Cuts a forward graph where it first reads another bucket of parameters, so that it waits for that bucket only there.
 
 Before and after, ``%p1`` a parameter in ``gathered[1]`` and ``%p0`` one in ``gathered[0]``::
 
@@ -10,8 +10,8 @@ Before and after, ``%p1`` a parameter in ``gathered[1]`` and ``%p0`` one in ``ga
                                               publish(1, "gathered[1]")
                                               output (%mm_1, %t0)
 
-What depends on parameters alone (views, casts) moves down to its first use. The publishes at the end make every
-parameter readable for what follows the graph. A graph without such parameters is left alone but for them.
+Nodes that depend only on parameters (views, casts) move down to their first use. The publishes at the end let whatever
+follows the graph read every parameter. A graph without such parameters gets nothing else.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from zc.schedule.spec import Publish
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new, _ = copy_graph(graph)
     _sink(new)
-    known: set[str] = set()
+    seen: set[str] = set()
     for node in new.nodes:
-        read = {n.meta["buffer"] for n in node.all_input_nodes if "buffer" in n.meta} - known
+        read = {n.meta["buffer"] for n in node.all_input_nodes if "buffer" in n.meta} - seen
         if node.op == "call_function" and read:
-            node.meta["cut"] = bool(known)  # the first waits at the start of the schedule in any case
-            known |= read
+            node.meta["cut"] = bool(seen)  # the first bucket is waited for at the start in any case
+            seen |= read
     with new.inserting_before(new.output_node()):
         for bucket in plan.buckets:
             put(new, Publish(bucket.index, Buffer("gathered", bucket.index)))
@@ -41,7 +41,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
 
 
 def _sink(graph: fx.Graph) -> None:
-    """Moves nodes that read parameters alone in front of their first user, those of one user in their old order."""
+    """Moves nodes that read only parameters in front of their first user, those of one user in their old order."""
     order = {node: k for k, node in enumerate(graph.nodes)}
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or not node.users or not _is_of_params(node):

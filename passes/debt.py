@@ -1,17 +1,16 @@
-"""What a schedule owes: the gradients that leave the graph before a pass has seen it. `verify` proves that they arrive.
+"""What a schedule owes: the gradients that the graph returned before the first pass. `verify` proves that they arrive.
 
 A backward graph, with ``w`` and ``b`` in slots 0 and 1 of bucket 2::
 
     output (%mm, %sum, %relu, None)  grad_of=("w", "b", None, "frozen")      gradients {(2, 0), (2, 1)}
 
-An output that is None owes nothing: AOTAutograd had no gradient for it. A schedule that no gradient leaves says itself
-what it was made for, in ``output.meta["debt"]`` (zc/engine/flushes.py), or owes nothing (forwards, gathers, updates).
-The runner works it out before the first pass and puts it on the output of what each pass returns, so that none can lose
-it.
+An output that is None owes nothing: AOTAutograd had no gradient for it. A schedule that returns no gradient says in
+``output.meta["debt"]`` what it is for (zc/engine/flushes.py), or owes nothing (forwards, gathers, updates). The runner
+finds the debt before the first pass and puts it on the output of each pass, so that no pass can lose it.
 
-What follows from it: a bucket of which all slots are owed is *whole*. It is written here, and reduced here where the
-plan's backward reduces. Of any other bucket the rest comes from elsewhere (other graphs, hooks): its gradients are
-deposited, or in stage 1 added to the partial sum, and its reduction is owed by the flush or by the boundary.
+A bucket is *whole* if the graph owes all its slots. This schedule writes it, and reduces it if the plan's backward
+reduces. The other gradients of any other bucket come from other graphs or hooks. This schedule deposits its own ones,
+or in stage 1 adds them to the partial sum; the flush or the boundary owes the reduction.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Debt:
-    """``gradients``: (bucket, slot), each to be written or deposited once. ``sums``: buckets whose partial sum is there
-    already and is to be reduced. ``totals``: buckets whose reduced sum is there already, for host memory (offload)."""
+    """``gradients``: (bucket, slot), each to be written or deposited once. ``sums``: buckets to reduce, whose partial
+    sum exists. ``totals``: buckets to copy to host memory, whose reduced sum exists (offload)."""
 
     gradients: frozenset[tuple[int, int]] = frozenset()
     sums: frozenset[int] = frozenset()
@@ -38,10 +37,10 @@ class Debt:
 
     def whole(self, plan: Plan) -> frozenset[int]:
         """Buckets of which every gradient is owed here."""
-        found: dict[int, int] = {}
+        num_owed: dict[int, int] = {}
         for bucket, _ in self.gradients:
-            found[bucket] = found.get(bucket, 0) + 1
-        return frozenset(b for b, num_slots in found.items() if num_slots == len(plan.buckets[b].slots))
+            num_owed[bucket] = num_owed.get(bucket, 0) + 1
+        return frozenset(b for b, num_slots in num_owed.items() if num_slots == len(plan.buckets[b].slots))
 
     def reductions(self, plan: Plan) -> frozenset[int]:
         """Buckets whose mean over ranks has to be accumulated here, once."""
@@ -59,11 +58,11 @@ class Debt:
 
 
 def debt_of(graph: fx.Graph, plan: Plan) -> Debt:
-    """Of a graph that no pass has changed yet; of one that some have, what it was."""
+    """The debt of a graph, as it was before the first pass."""
     meta = graph.output_node().meta
     if "debt" in meta:
-        found: Debt = meta["debt"]
-        return found
+        debt: Debt = meta["debt"]
+        return debt
     where = plan.slot_of()
     pairs = zip(returned_by(graph), meta.get("grad_of", ()), strict=False)
     return Debt(frozenset(where[name] for grad, name in pairs if name is not None and isinstance(grad, fx.Node)))

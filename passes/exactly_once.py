@@ -76,22 +76,22 @@ class _Ledger:
         named = buffers_of(op)
         for name in fields_of(type(op)):
             buffer = named[name]
-            of, held = self.holds.get(buffer) or at_entry(buffer)
+            of, content = self.holds.get(buffer) or at_entry(buffer)
             rows = rows_for(op, name, buffer, self.facts)
-            found = next((row for row in rows if held in row.needs and (of == op.bucket or held == NOTHING)), None)
-            if found is None:
-                self._refuse(node.name, op.bucket, buffer, of, held, [need for row in rows for need in row.needs])
-            leaves = (found or rows[0]).leaves if rows else held
-            if held == GRADIENT != leaves:
+            row = next((row for row in rows if content in row.needs and (of == op.bucket or content == NOTHING)), None)
+            if row is None:
+                self._refuse(node.name, op.bucket, buffer, of, content, [need for row in rows for need in row.needs])
+            leaves = (row or rows[0]).leaves if rows else content
+            if content == GRADIENT != leaves:
                 self._check_whole(of, buffer)
             self.holds[buffer] = (op.bucket, leaves)
 
-    def _refuse(self, name: str, bucket: int, buffer: Buffer, of: int, held: str, needs: list[str]) -> None:
+    def _refuse(self, name: str, bucket: int, buffer: Buffer, of: int, content: str, needs: list[str]) -> None:
         wanted = " or ".join(dict.fromkeys(needs))
         if wanted != NOTHING:
-            wanted = f"its {wanted}" if of == bucket or held == NOTHING else f"bucket {bucket}'s {wanted}"
+            wanted = f"its {wanted}" if of == bucket or content == NOTHING else f"bucket {bucket}'s {wanted}"
         takes = f"needs {wanted} there" if needs else f"of bucket {bucket} can't take it"
-        holds = held if held == NOTHING else f"the {held} of bucket {of}"
+        holds = content if content == NOTHING else f"the {content} of bucket {of}"
         self.faults.append(f"{buffer} holds {holds}; {name} {takes}")
 
     def bring(self, node: fx.Node, op: Write | Deposit) -> None:
@@ -154,10 +154,10 @@ class _Ledger:
             self.faults.append(f"{node.name} names another bucket or buffers than {op.work}, which it completes")
 
     def close(self) -> None:
-        for buffer, (bucket, held) in self.holds.items():
-            if not may_be_left(buffer, held):
-                self.faults.append(f"{buffer} holds the {held} of bucket {bucket} at the end, and nobody takes it")
-            elif held == GRADIENT:
+        for buffer, (bucket, content) in self.holds.items():
+            if not may_be_left(buffer, content):
+                self.faults.append(f"{buffer} holds the {content} of bucket {bucket} at the end, and nobody takes it")
+            elif content == GRADIENT:
                 self._check_whole(bucket, buffer)
         if self.plan is not None and self.debt is not None:
             self._settle(self.plan, self.debt)

@@ -131,13 +131,13 @@ def _release_late(graph: fx.Graph, values: list[fx.Node], stream: str, timeline:
 def _uncovered(timeline: Timeline, lasting: set[str], shared: frozenset[Buffer]) -> list[Point]:
     """Last uses of plan-owned buffers on another buffer's carrier, where their own carried event does not stand for
     them: main must come after these."""
-    found: list[Point] = []
+    points: list[Point] = []
     for buffer, stream, point in timeline.last_touches():
         if stream in lasting - {MAIN, buffer.carrier}:
             last = timeline.last_touch(buffer, buffer.carrier) if buffer in shared else None
             if last is None or not timeline.is_after(timeline.nodes[last], [point]):
-                found.append(point)
-    return found
+                points.append(point)
+    return points
 
 
 def _join_main(

@@ -135,8 +135,8 @@ class _Parts:
             return node not in self.moved and all(self.of[n] < k or n in leaving for n in node.all_input_nodes)
 
         def is_met(group: set[fx.Node]) -> bool:
-            found = {read for node in group for read in self._reads(node)}
-            return not read.isdisjoint(found) or any(source in there for source, _ in found)
+            reads = {read for node in group for read in self._reads(node)}
+            return not read.isdisjoint(reads) or any(source in there for source, _ in reads)
 
         return self._leaving(k, iter, can_leave, is_met)
 
@@ -158,14 +158,14 @@ class _Parts:
                 if node not in staying and can_leave(node, leaving):
                     leaving.add(node)
             whole = [group for group in groups if group <= leaving and is_met(group)]
-            made = {node for group in whole for node in group}
-            stay = {node for node in mine if self.kinds[node] != _VIEW} - made
+            going_groups = {node for group in whole for node in group}
+            stay = {node for node in mine if self.kinds[node] != _VIEW} - going_groups
             if stay == staying:
                 break
             staying = stay
-        going = set(made)
+        going = set(going_groups)
         for node in mine:
-            is_of_group = self._base(node) in made or not made.isdisjoint(self._users(node))
+            is_of_group = self._base(node) in going_groups or not going_groups.isdisjoint(self._users(node))
             if self.kinds[node] == _VIEW and is_of_group and can_leave(node, going):
                 going.add(node)
         return going
@@ -204,10 +204,10 @@ class _Parts:
 
     def _users(self, node: fx.Node) -> set[fx.Node]:
         """Who uses a value or a view of it."""
-        found: set[fx.Node] = set()
+        users: set[fx.Node] = set()
         for user in node.users:
-            found |= self._users(user) if self.kinds.get(user) == _VIEW else {user}
-        return found
+            users |= self._users(user) if self.kinds.get(user) == _VIEW else {user}
+        return users
 
 
 PASS = Pass("keep_fusions", run, requires=frozenset({"reductions"}))

@@ -1,4 +1,4 @@
-"""With offload: the copies between the reduced gradients on the device and the host memory that the update reads.
+"""With offload: copies gradients between the device and the host memory that the update reads.
 
 Accumulators in host memory visit the device for each backward, through a ring of staging buffers (stage 2, bucket 0)::
 
@@ -9,18 +9,18 @@ Accumulators in host memory visit the device for each backward, through a ring o
                                                           accumulate(0, "staging[0]", "recv[0]")
                                                           copy_to_host(0, "host[0]", "staging[0]")
 
-Each copy to the device stands one bucket ahead, behind the write of the bucket before, where the ring has two buffers;
-so the bus works while that bucket is reduced. In stage 1 the whole partial sum visits, and ``accumulate_cast`` and the
-launch take the staging buffer in place of ``acc[0]``.
+If the ring has two buffers, each copy to the device comes one bucket early, after the write of the bucket before, so
+the bus works while that bucket is reduced. In stage 1 the whole partial sum visits the device, and ``accumulate_cast``
+and the launch use the staging buffer instead of ``acc[0]``.
 
-Accumulators on the device are copied at the boundary, out of a snapshot that the next backward does not touch::
+Accumulators on the device are copied before an update, from a snapshot that the next backward does not touch::
 
     accumulate(0, "acc[0]", "recv[0]")                ->  accumulate(0, "acc[0]", "recv[0]")
                                                           stage_shard(0, "staging[0]", "acc[0]")
                                                           copy_to_host(0, "host[0]", "staging[0]")
 
-Left alone: everything without ``plan.offload``; deposits; a bucket that is written in part, in stage 1 on the device
-(it lands at the boundary). The idea of a double-buffered bus: ZeRO-Offload, arXiv:2101.06840, section 4.
+The pass leaves deposits alone, and in stage 1 on the device a bucket that is written in part. Without ``plan.offload``
+it does nothing. The idea of a double-buffered bus: ZeRO-Offload, arXiv:2101.06840, section 4.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
 
 
 def _chains(graph: fx.Graph) -> list[_Chain]:
-    """For each bucket that this graph writes or reduces: its writes, launch, completion and accumulation; buckets in
-    the order of their last ones."""
-    found: dict[int, _Chain] = {}
+    """For each bucket that this graph writes or reduces: its writes and its reduction, in the order of the buckets'
+    last nodes."""
+    chains: dict[int, _Chain] = {}
     for node, op in ops(graph):
         if isinstance(op, BufferOp) and op.role in (Role.WRITE, Role.REDUCTION):
-            found[op.bucket] = [*found.pop(op.bucket, []), (node, op)]
-    return list(found.values())
+            chains[op.bucket] = [*chains.pop(op.bucket, []), (node, op)]
+    return list(chains.values())
 
 
 def _visit(graph: fx.Graph, plan: Plan, chain: _Chain, k: int, before: _Chain | None) -> None:
@@ -78,7 +78,7 @@ def _visit(graph: fx.Graph, plan: Plan, chain: _Chain, k: int, before: _Chain | 
     host, staging = Buffer("host", bucket), Buffer("staging", k % plan.num_staging)
     for node, op in chain:
         change(node, renamed(op, Buffer("acc", bucket), staging))
-    if before is None:  # nothing is made for it: it cuts no segment
+    if before is None:  # at the start, where it cuts no segment
         place = graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder"))
     elif plan.num_staging > 1:
         writes = [node for node, op in before if isinstance(op, Write)] or [before[0][0]]
@@ -92,7 +92,7 @@ def _visit(graph: fx.Graph, plan: Plan, chain: _Chain, k: int, before: _Chain | 
 
 
 def insert_landing(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, k: int) -> None:
-    """The reduced gradient of one bucket goes to host memory, behind ``after``."""
+    """Copies the reduced gradient of one bucket to host memory, after the node ``after``."""
     staging = Buffer("staging", k % plan.num_staging)
     with graph.inserting_after(after):
         snapshot = put(graph, StageShard(bucket, staging, Buffer("acc", bucket)))

@@ -1,4 +1,4 @@
-"""Maximal runs of ordinary ATen nodes become segments, cut where a gradient operation stands.
+"""Turns maximal runs of ATen nodes into segments, cut at each gradient operation.
 
 Before and after::
 
@@ -10,18 +10,17 @@ Before and after::
                                                %getitem_2 = %segment_1[0]
                                                output (%getitem_2,)
 
-A node with ``meta["cut"]`` (cut_forward) starts a segment of its own as well.
+A node with ``meta["cut"]`` (cut_forward) also starts a new segment.
 
-Each segment is a GraphModule in ``node.meta["segment"]``, with canonical names (``arg0``, ``n1``, ...): identical
-layers then have identical text, and are compiled once. A graph without ATen nodes is left alone. Results of a
-multi-output node stay with it; get_attr nodes are repeated in each segment that uses them; symbolic sizes that a
-segment needs come in as inputs of their own.
+Each segment is a GraphModule in ``node.meta["segment"]`` with canonical names (``arg0``, ``n1``, ...), so identical
+layers have identical text and compile once. Results of a multi-output node stay with it. Each segment repeats the
+get_attr nodes that it uses, and takes the symbolic sizes that it needs as inputs of their own.
 
-An input that nobody else uses, and whose storage no other value shares, is *donated*: the segment may write its result
-there. It is named ``donated3`` in place of ``arg3``, since Inductor's cache looks at names, and not at what is donated.
+An input is *donated* if nobody else uses it and no other value shares its storage: the segment may write its result
+there. Its name is ``donated3`` instead of ``arg3``, because Inductor's cache looks at names and not at donation.
 
-A segment is one stream's. A node that the program has put on a stream of its own, or that records or waits for an event
-of the program's, is refused by name: in a segment it would be on the wrong one, or in another order.
+A segment runs on one stream. A node that the user's program has put on its own stream, or that records or waits for an
+event of the program, raises PassError: inside a segment it would run on the wrong stream or in another order.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ def _refuse_streams(graph: fx.Graph) -> None:
         use = torch_private.use_of_streams(node)
         if use is not None:
             raise PassError(
-                f"{node.name} of a compiled graph uses {use}: a schedule has no stream or event of the program's. Put "
-                "what uses them in a function under torch.compiler.disable: that runs as PyTorch has it"
+                f"{node.name} of a compiled graph uses {use}: a schedule has no streams or events of the program. Put "
+                "that code in a function under torch.compiler.disable, which runs as in PyTorch"
             )
 
 
@@ -86,7 +85,7 @@ def _of_segment(node: fx.Node) -> bool:
 
 
 def _keep_getitems_close(graph: fx.Graph) -> list[fx.Node]:
-    """Program order, but the results of a multi-output node follow it at once: a tuple can't leave a segment."""
+    """Program order, except that results of a multi-output node follow it at once: a tuple can't leave a segment."""
     order: list[fx.Node] = []
     seen: set[fx.Node] = set()
     for node in graph.nodes:
@@ -111,13 +110,13 @@ def _is_symbolic(node: fx.Node) -> bool:
 
 
 def _shared_storages(graph: fx.Graph) -> set[object]:
-    """Storages that more than one value of the outer graph has: views of each other, outputs that are inputs."""
-    number, part = 0, {}
+    """Storages that several values of the outer graph share: views of each other, outputs that are inputs."""
+    number, cut = 0, {}
     for node in graph.nodes:
         number += is_schedule_node(node)
-        part[node] = number
+        cut[node] = number
     crossing = [
-        n for n in graph.nodes if n.op == "placeholder" or any(part[u] != part[n] or u.op == "output" for u in n.users)
+        n for n in graph.nodes if n.op == "placeholder" or any(cut[u] != cut[n] or u.op == "output" for u in n.users)
     ]
     seen: set[object] = set()
     twice: set[object] = {None}
@@ -128,8 +127,8 @@ def _shared_storages(graph: fx.Graph) -> set[object]:
 
 
 def _may_donate(node: fx.Node, inside: set[fx.Node], shared: set[object]) -> bool:
-    """Whether the segment with nodes ``inside`` may overwrite ``node``. An input of the whole graph must be the
-    backward's own (``meta["donated"]``, from AOTAutograd): a saved activation, never a parameter."""
+    """Whether the segment with nodes ``inside`` may overwrite ``node``. Of the graph's own inputs only those that
+    AOTAutograd donates (``meta["donated"]``): saved activations, never parameters."""
     if node.op == "placeholder" and not node.meta.get("donated"):
         return False
     return node.meta.get("storage") not in shared and all(user in inside for user in node.users)

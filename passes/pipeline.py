@@ -19,7 +19,8 @@ from zc.passes.base import Pass
 
 
 def pipeline(*, in_place: bool, prove: bool = True) -> tuple[Pass, ...]:
-    """What a backward graph goes through: gradients made ``in_place`` where that can be, and the schedule proved."""
+    """The passes over a backward graph. ``in_place``: compute gradients in their slots where possible; ``prove``:
+    verify the schedule."""
     passes = [tag_gradients.PASS, bucket_gradients.PASS]
     if in_place:
         passes.append(write_in_place.PASS)

@@ -1,4 +1,4 @@
-"""Every node gets its stream: compute for segments and writes, comm for reductions, copy for what crosses the bus.
+"""Gives every node the stream of its kind (`zc.schedule.spec`).
 
 Before and after (the stream in front, as `zc.schedule.nodes.text` prints it)::
 
@@ -6,17 +6,18 @@ Before and after (the stream in front, as `zc.schedule.nodes.text` prints it)::
     flatten_cast(0, "flat_grad[0]", (0,), [%g])        ->     compute | flatten_cast(0, "flat_grad[0]", (0,), [%g])
     launch_reduce(0, "recv[0]", "flat_grad[0]")                  comm | launch_reduce(0, "recv[0]", "flat_grad[0]")
 
-Placeholders, getitems and the output have no stream and are left alone. Without ``plan.overlap`` all is on compute; but
-what crosses the bus stays on copy and what the processor does on host: the processor must be able to wait for one copy.
+Placeholders, getitems and the output get none. Without ``plan.overlap`` communication runs on compute. Copies stay on
+copy and the processor's work on host, since the processor must be able to wait for a single copy.
 
-`spread_producers(n)` is the same pass with the producers dealt in turn over n compute streams, so that a bucket is
-really filled from several (deepspeed#8061)::
+`spread_producers(n)` is the same pass with the producers dealt in turn over n compute streams, so that several streams
+fill one bucket (deepspeed#8061)::
 
     segment("segment_0", %x)                                  compute | segment("segment_0", %x)
     segment("segment_1", %y)                           ->   compute.1 | segment("segment_1", %y)
 
-What it leaves on compute: a segment whose results leave the schedule (returned or deposited: the storage would belong
-to a stream that nobody orders later), and one that shares storage with its inputs (donated ones, views).
+It leaves two kinds of segments on compute: those whose results leave the schedule (returned or deposited), because no
+later schedule waits for the stream that owns the storage; and those that share storage with their inputs (donated
+inputs, views).
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Runs passes over a graph: checks what each requires, lints, times, and writes dumps. The passes themselves stay
-pure."""
+"""Runs passes over a graph: checks what each requires, lints, times and writes dumps, so that passes stay pure."""
 
 from __future__ import annotations
 
@@ -34,11 +33,11 @@ class PassRecord:
 def run_passes(
     graph: fx.Graph, plan: Plan, passes: Sequence[Pass], *, dump_dir: str | Path | None = None, name: str = "graph"
 ) -> tuple[fx.Graph, tuple[PassRecord, ...]]:
-    """The graph after all ``passes``; the given one is not changed. What it owes goes with it, as ``meta["debt"]`` of
-    the output.
+    """Returns the graph after all ``passes``, and does not change its argument. The graph's debt goes with it, as
+    ``meta["debt"]`` of the output.
 
     With ``dump_dir``: ``<name>/00_input.txt``, then per pass the graph after it, a unified diff, and a count of its
-    ops. Raises PassError where a pass lacks what it requires or leaves an ill-formed graph.
+    ops. Raises PassError if a pass lacks what it requires or returns an ill-formed graph.
     """
     debt = debt_of(graph, plan)
     provided: set[str] = set()

@@ -1,4 +1,4 @@
-"""Where ranks read each other's memory: a signal and a wait before each such read, and behind it.
+"""Puts a signal and a wait before each read of another rank's memory, and after it.
 
 Before and after (stage 2, bucket 2 in ring buffer 0)::
 
@@ -8,9 +8,9 @@ Before and after (stage 2, bucket 2 in ring buffer 0)::
                                                   signal_free(2, "flat_grad[0]")
                                                   await_free(2, "flat_grad[0]")
 
-All stand on the stream of the read, so whoever waits for that stream to be done with the buffer, in this schedule or a
-later one, also comes after the other ranks. Left alone: every exchange by messages. `zc.passes.across_ranks` is the
-proof.
+They run on the stream of the read. So whoever waits until that stream has finished with the buffer, in this schedule or
+a later one, also comes after the other ranks. The pass leaves exchanges by messages alone. `zc.passes.across_ranks` has
+the proof.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Which output is which parameter's gradient; that output becomes None, and the gradient a deposit.
+"""Turns outputs that are parameters' gradients into deposits, and returns None in their place.
 
-The backend has written the names into the output node: ``output.meta["grad_of"][i]`` is the fully qualified name of the
-parameter whose gradient output i is, or None. Before and after, ``w`` in slot 0 of bucket 2::
+The backend has put the names on the output node: if output i is a gradient, ``output.meta["grad_of"][i]`` is the fully
+qualified name of its parameter, else None. Before and after, ``w`` in slot 0 of bucket 2::
 
     %mm : bf16[64, 32] = aten.mm(...)              %mm : bf16[64, 32] = aten.mm(...)  gradient_of=((2, 0),)
     %relu : bf16[8, 64] = aten.relu(...)           deposit(2, 0, %mm)
     output (%mm, %relu)  grad_of=("w", None)       %relu : bf16[8, 64] = aten.relu(...)
                                                    output (None, %relu)
 
-``meta["gradient_of"]`` stays with the value through all passes (one value may be the gradient of several parameters):
-verify compares it with the slot in which the value ends.
+``meta["gradient_of"]`` stays with the value through all passes; verify compares it with the slot in which the value
+ends. One value may be the gradient of several parameters.
 
-An output that is no parameter's gradient (here ``%relu``) is left alone, as is a gradient output that AOTAutograd has
-already made None. With None autograd's AccumulateGrad keeps nothing, so ``param.grad`` holds no full gradient.
+The pass leaves alone an output that is no parameter's gradient (here ``%relu``), and one that AOTAutograd has already
+made None. For None autograd's AccumulateGrad stores nothing, so ``param.grad`` has no full gradient.
 """
 
 from __future__ import annotations

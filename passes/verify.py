@@ -72,9 +72,9 @@ def verify(graph: fx.Graph, plan: Plan | None = None) -> Verdict:
     that zc has made. Of a schedule by hand that lacks it, (c) says that nothing arrives twice or in parts, and nothing
     of what is missing altogether.
     """
-    found = examine(graph, plan)
-    if found:
-        raise RaceError("\n".join((found.races or found.faults or found.redundant)[:1]))
+    findings = examine(graph, plan)
+    if findings:
+        raise RaceError("\n".join((findings.races or findings.faults or findings.redundant)[:1]))
     return Verdict(**summary(graph))
 
 
@@ -129,19 +129,19 @@ def _misplaced(nodes: list[fx.Node]) -> list[str]:
 
 def _released(order: Order) -> list[str]:
     faults: list[str] = []
-    given: dict[fx.Node, fx.Node] = {}
+    released: dict[fx.Node, fx.Node] = {}
     for node in order.nodes:
         for used in node.all_input_nodes:
-            if used in given:
-                faults.append(f"{node.name} uses %{used.name} after {given[used].name} gave it back")
+            if used in released:
+                faults.append(f"{node.name} uses %{used.name} after {released[used].name} gave it back")
         op = op_of(node)
         if isinstance(op, Release):
-            given.update(dict.fromkeys(op.values, node))
+            released.update(dict.fromkeys(op.values, node))
     returned = set(order.nodes[-1].all_input_nodes)
     for value, owner in order.crossing():
-        if value in given and stream_of(given[value]) != owner:
-            faults.append(f"%{value.name} of {owner} is given back on {stream_of(given[value])}")
-        if value not in given and value not in returned:
+        if value in released and stream_of(released[value]) != owner:
+            faults.append(f"%{value.name} of {owner} is given back on {stream_of(released[value])}")
+        if value not in released and value not in returned:
             faults.append(f"%{value.name} of {owner} is used on other streams and never given back")
     return faults
 
@@ -165,19 +165,19 @@ def _excerpt(order: Order, first: fx.Node, second: fx.Node, limit: int = 12) -> 
     """The smallest piece of the schedule around two nodes (marked): theirs, and what records or waits between them."""
     low, high = sorted((order.index[first], order.index[second]))
     streams = {stream_of(first), stream_of(second)}
-    shown = [
+    printed = [
         k
         for k in range(max(0, low - 1), min(len(order.nodes), high + 2))
         if isinstance(order.ops[k], Event) or k in (low, high) or not low <= k <= high
         if stream_of(order.nodes[k]) in streams
     ]
-    if len(shown) > limit:
-        near = {k for k in shown if min(abs(k - low), abs(k - high)) <= limit} & set(
-            shown[: limit // 2] + shown[-limit // 2 :]
+    if len(printed) > limit:
+        near = {k for k in printed if min(abs(k - low), abs(k - high)) <= limit} & set(
+            printed[: limit // 2] + printed[-limit // 2 :]
         )
-        shown = sorted(near | {low, high})
-    lines, before = [], shown[0]
-    for k in shown:
+        printed = sorted(near | {low, high})
+    lines, before = [], printed[0]
+    for k in printed:
         if k > before + 1:
             lines.append(f"        ... {k - before - 1} more")
         before = k

@@ -70,9 +70,9 @@ def _split(graph: fx.Graph, plan: Plan, write: fx.Node, op: Cast) -> None:
     bucket = plan.buckets[op.bucket]
     makers = {}
     for slot, grad in zip(op.slots, op.grads, strict=True):
-        found = _maker(grad, bucket, slot, adds=isinstance(op, AccumulateCast))
-        if found is not None:
-            makers[slot] = found
+        maker = _maker(grad, bucket, slot, adds=isinstance(op, AccumulateCast))
+        if maker is not None:
+            makers[slot] = maker
     if not makers:
         return
     last = write
@@ -81,9 +81,9 @@ def _split(graph: fx.Graph, plan: Plan, write: fx.Node, op: Cast) -> None:
         with graph.inserting_after(last):
             last = put(graph, WgradInto(op.bucket, op.buffer, slot, at.offset, at.stop, maker.inputs, maker.how))
         last.meta["gradient_of"] = maker.chain[0].meta.get("gradient_of", ())
-    kept = [(s, g) for s, g in zip(op.slots, op.grads, strict=True) if s not in makers]
+    copied = [(s, g) for s, g in zip(op.slots, op.grads, strict=True) if s not in makers]
     spans = _rest(bucket, sorted(makers))
-    change(write, replace(op, slots=tuple(s for s, _ in kept), grads=tuple(g for _, g in kept), spans=spans))
+    change(write, replace(op, slots=tuple(s for s, _ in copied), grads=tuple(g for _, g in copied), spans=spans))
     if isinstance(op, FlattenCast) and not spans:
         graph.erase_node(write)
     for maker in makers.values():
@@ -125,26 +125,26 @@ def _maker(grad: Any, bucket: Bucket, slot: int, *, adds: bool) -> _Maker | None
         node = source
     if not chain or chain[-1] is not node or bucket.slots[slot].numel == 0:
         return None
-    made: Any = node.meta.get("val")
+    result: Any = node.meta.get("val")
     val = grad.meta.get("val")
-    if not _is_plain(made) or not _is_plain(val) or made.numel() != bucket.slots[slot].numel:
+    if not _is_plain(result) or not _is_plain(val) or result.numel() != bucket.slots[slot].numel:
         return None
     wanted = bucket.acc_dtype if adds else bucket.reduce_dtype
-    same_dtype = made.dtype == wanted and (adds or not has_cast)
+    same_dtype = result.dtype == wanted and (adds or not has_cast)
     if node.target not in _MATMULS:
         return _scatter(node, tuple(chain)) if same_dtype else None
-    wider = adds and bucket.device.type in _WIDENS and made.dtype in _HALF and wanted == torch.float32
+    wider = adds and bucket.device.type in _WIDENS and result.dtype in _HALF and wanted == torch.float32
     inputs: Any = node.args[:2]
     return _Maker("mm", inputs, tuple(chain)) if same_dtype or wider else None
 
 
 def _scatter(node: fx.Node, chain: tuple[fx.Node, ...]) -> _Maker | None:
     """``full([V, D], 0)[index] += values``, where a mask is set or everywhere."""
-    given: Any = node.args
+    args: Any = node.args
     if node.target is _SCATTER:
-        how, (zeros, mask, indices, values) = "scatter", given
+        how, (zeros, mask, indices, values) = "scatter", args
     else:
-        how, mask, (zeros, indices, values, *accumulate) = "rows", None, given
+        how, mask, (zeros, indices, values, *accumulate) = "rows", None, args
         if accumulate != [True]:
             return None
     if not isinstance(zeros, fx.Node) or zeros.target is not _aten.full.default or zeros.args[1] != 0:

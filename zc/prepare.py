@@ -22,7 +22,7 @@ from zc.optim.assignment import Assignment, listed
 from zc.optim.kinds import ELEMENTWISE, is_elementwise, note_of, rule_of, try_out
 from zc.optim.param_writes import note_of_shared
 from zc.planning.layout import own_strides
-from zc.planning.nbytes import STATES, held
+from zc.planning.nbytes import STATES, resident
 from zc.planning.plan import Bucket, ParamSpec, Plan, make_plan
 from zc.planning.topology import usable
 from zc.ranks.comm import Group
@@ -171,7 +171,7 @@ def check_host(plan: Plan, assignment: Assignment) -> None:
                 f"offload: {name} was made with capturable=True, which keeps its state on the device; make it without"
             )
         num_states.append(len(state_keys(optimizer)) if is_elementwise(optimizer) else STATES.get(name, 2))
-    _, needed, _ = held(plan, num_states)
+    _, needed, _ = resident(plan, num_states)
     check_room(needed, ranks_on_this_host(plan.world_size), available_nbytes())
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bench.cases.models import GPTConfig, make_model
 from zc.planning.layout import Rule
-from zc.planning.nbytes import held, sent
+from zc.planning.nbytes import resident, sent
 from zc.planning.ownership import COSTS, ROOM, assign, elements, newton_schulz
 from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import ParamSpec, Plan, make_plan
@@ -68,7 +68,7 @@ def test_a_llama_pads_nothing_at_any_number_of_ranks(what: str, world_size: int)
     align = 64 * len(specs)
     assert from_owners <= largest + align, "an owner sends what it owns, once"
     assert reduced + from_owners <= max(1.01 * numel, reduced + largest + align)
-    device, _, _ = held(plan, [1, 2][: len(rules)])
+    device, _, _ = resident(plan, [1, 2][: len(rules)])
     assert device["flat_param"] <= 1.01 * 2 * numel
 
 

@@ -150,7 +150,7 @@ class FlatLayout:
     def of_shard(self, rank: int) -> list[tuple[int, int, int]]:
         """(owner, start, stop): whose the elements of ``rank``'s shard are, ascending; padding at the end has none."""
         start, stop = self.shard_range(rank)
-        return [(owner, *found) for owner, run in self.runs.items() if (found := _overlap(run, (start, stop)))]
+        return [(owner, *common) for owner, run in self.runs.items() if (common := _overlap(run, (start, stop)))]
 
     def of_run(self, rank: int) -> list[tuple[int, int, int]]:
         """(rank of the shard, start, stop): where the gradients of what ``rank`` updates are reduced, ascending."""

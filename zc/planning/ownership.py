@@ -53,7 +53,7 @@ def assign(
         loads.setdefault(rank, (0.0, 0))
     heap = [(load, count, rank) for rank, (load, count) in loads.items()]
     heapq.heapify(heap)
-    found: dict[str, int] = {}
+    owners: dict[str, int] = {}
     for name, shape in sorted(shapes, key=lambda item: -cost(item[1])):  # stable: neighbours stay neighbours
         passed = []
         while heap and heap[0][1] + numel[name] > limit:
@@ -63,7 +63,7 @@ def assign(
         if chosen in passed:
             passed.remove(chosen)
         load, count, rank = chosen
-        found[name] = rank
+        owners[name] = rank
         for item in (*passed, (load + cost(shape), count + numel[name], rank)):
             heapq.heappush(heap, item)
-    return found
+    return owners

@@ -254,7 +254,7 @@ def make_plan(
 
 def _owners(specs: Sequence[ParamSpec], rules: Sequence[Rule], world_size: int, after: Plan | None) -> dict[str, int]:
     """The rank that updates each parameter of an optimizer that reads whole ones."""
-    found: dict[str, int] = {}
+    owners: dict[str, int] = {}
     for number, rule in enumerate(rules):
         if not rule.whole:
             continue
@@ -265,12 +265,12 @@ def _owners(specs: Sequence[ParamSpec], rules: Sequence[Rule], world_size: int, 
                 is_its = bucket.optimizer == number  # other optimizers' costs have other units
                 taken[rank] = (load + (cost(slot.shape) if is_its else 0.0), count + slot.numel)
         for spec in specs:
-            if spec.name in found:
-                load, count = taken.get(found[spec.name], (0.0, 0))
-                taken[found[spec.name]] = (load, count + math.prod(spec.shape))
+            if spec.name in owners:
+                load, count = taken.get(owners[spec.name], (0.0, 0))
+                taken[owners[spec.name]] = (load, count + math.prod(spec.shape))
         shapes = [(spec.name, spec.shape) for spec in specs if spec.optimizer == number]
-        found.update(assign(shapes, cost, world_size, taken))
-    return found
+        owners.update(assign(shapes, cost, world_size, taken))
+    return owners
 
 
 def default_nbytes(sizes: Sequence[int], least: int = DEFAULT_NBYTES) -> int:

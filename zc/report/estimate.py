@@ -18,7 +18,7 @@ from zc.checks import check_replicas, trainable
 from zc.config import Config
 from zc.errors import PlanError
 from zc.planning.layout import Rule, own_strides
-from zc.planning.nbytes import STATES, copied, heaviest, held, sent, sent_between_hosts
+from zc.planning.nbytes import STATES, copied, heaviest, resident, sent, sent_between_hosts
 from zc.planning.plan import ParamSpec, Plan, make_plan
 from zc.planning.topology import Topology, flat, usable
 
@@ -142,9 +142,9 @@ def plan(
              "host_bandwidth": host_bandwidth,
              "device_bandwidth": device_bandwidth, "disk_bandwidth": disk_bandwidth,
              "compute_seconds": compute_seconds}  # fmt: skip
-    for name, given in rates.items():
-        if given is not None and not given > 0:
-            raise PlanError(f"{name} must be above 0, got {given!r}")
+    for name, rate in rates.items():
+        if rate is not None and not rate > 0:
+            raise PlanError(f"{name} must be above 0, got {rate!r}")
     hosts = flat(world_size)
     if ranks_per_host is not None:
         if isinstance(ranks_per_host, bool) or not isinstance(ranks_per_host, int) or ranks_per_host < 1:
@@ -178,9 +178,11 @@ def plan(
     return estimate(made, classes, microbatches, offload, rates, hosts)
 
 
-def _optimizers(params: Mapping[str, nn.Parameter], given: str | Mapping[str, str]) -> tuple[list[str], dict[str, int]]:
+def _optimizers(
+    params: Mapping[str, nn.Parameter], optimizer: str | Mapping[str, str]
+) -> tuple[list[str], dict[str, int]]:
     """The class names, and which of them each parameter has."""
-    by_pattern = {"*": given} if isinstance(given, str) else dict(given)
+    by_pattern = {"*": optimizer} if isinstance(optimizer, str) else dict(optimizer)
     for name in by_pattern.values():
         if name not in STATES:
             raise PlanError(f"optimizer must be one of {', '.join(STATES)}, got {name!r}")
@@ -200,7 +202,7 @@ def _optimizers(params: Mapping[str, nn.Parameter], given: str | Mapping[str, st
 
 
 def estimate(
-    made: Plan,
+    plan: Plan,
     optimizers: Sequence[str],
     microbatches: int,
     offload: str | None,
@@ -208,12 +210,12 @@ def estimate(
     hosts: Topology,
 ) -> Estimate:
     """The same for a plan that exists. ``optimizers``: the class name of each; ``hosts``: where the ranks are."""
-    device, host, disk = held(made, [STATES[name] for name in optimizers])
-    wire, bus = sent(made, microbatches), copied(made, microbatches)
-    left = sent_between_hosts(made, microbatches, hosts.ranks_per_host)
+    device, host, disk = resident(plan, [STATES[name] for name in optimizers])
+    wire, bus = sent(plan, microbatches), copied(plan, microbatches)
+    left = sent_between_hosts(plan, microbatches, hosts.ranks_per_host)
     # gradient, master and each state are read, the last two written: 28 bytes an fp32 element with two states
-    update = heaviest(made, made.buckets, lambda b: b.acc_dtype.itemsize * (3 + 2 * STATES[optimizers[b.optimizer]]))
-    memory = rates["host_bandwidth"] if made.offload is not None else rates["device_bandwidth"]
+    update = heaviest(plan, plan.buckets, lambda b: b.acc_dtype.itemsize * (3 + 2 * STATES[optimizers[b.optimizer]]))
+    memory = rates["host_bandwidth"] if plan.offload is not None else rates["device_bandwidth"]
     parts = {
         "compute": (rates["compute_seconds"], 1.0),
         "wire": (float(sum(wire.values())), rates["wire_bandwidth"]),
@@ -225,13 +227,13 @@ def estimate(
     if disk:  # each state is read and written
         parts["disk"] = (2.0 * disk["optimizer_state"], rates["disk_bandwidth"])
     floor = {name: amount / rate for name, (amount, rate) in parts.items() if amount and rate is not None}
-    numel = sum(slot.numel for b in made.buckets for slot in b.slots)
+    numel = sum(slot.numel for b in plan.buckets for slot in b.slots)
     return Estimate(
-        made.num_ranks,
-        made.placement.stage,
+        plan.num_ranks,
+        plan.placement.stage,
         offload,
         numel,
-        len(made.buckets),
+        len(plan.buckets),
         device,
         host,
         disk,
@@ -240,5 +242,5 @@ def estimate(
         bus,
         update,
         floor,
-        made.num_replicas,
+        plan.num_replicas,
     )

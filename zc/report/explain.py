@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from zc.offload.host_step import HostStep
 
 
-MANY_PAGE_FAULTS = 4096  # a step; each takes 2 to 3 us
+MANY_PAGE_FAULTS = 4096  # per step; each takes 2 to 3 us
 
 
 class Explanation:
-    """What `explain` returns: ``str()`` of it is the report; ``sections`` holds its parts by name, ``path`` is the page
-    that was written."""
+    """What `explain` returns. ``str()`` of it is the report; ``sections`` has its sections by name, and ``path`` is the
+    page that was written."""
 
     def __init__(self, sections: dict[str, str], path: Path | None = None) -> None:
         self.sections, self.path = sections, path
@@ -43,12 +43,11 @@ class Explanation:
 
 
 def explain(model: nn.Module, *, format: str = "text", path: str | Path | None = None) -> Explanation:  # noqa: A002
-    """A report on a compiled model; complete once it has run a step.
+    """Reports on a compiled model; complete once it has run a step.
 
     Args:
-        format: "text", or "html", which also writes one page that needs nothing beside it, with a picture of each
-            schedule.
-        path: of the page; None: zc-explain-rank<r>.html in the current folder.
+        format: "text", or "html", which also writes one self-contained page with a picture of each schedule.
+        path: where the page goes; None: zc-explain-rank<r>.html in the current folder.
 
     Raises:
         PlanError: zc does not know the model, or the format.
@@ -83,13 +82,13 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
             f"{p.name}: {_verdict(p)}" for p in single
         )
     updates = [program for step in on_host for program in step.programs]
-    shown = (*runtime.forwards, *runtime.programs, *runtime.weights.programs, *updates)
-    for program in shown:
+    programs = (*runtime.forwards, *runtime.programs, *runtime.weights.programs, *updates)
+    for program in programs:
         sections[f"schedule {program.name}"] = f"{_verdict(program)}\n{text(program.graph)}"
     if format == "text":
         return Explanation(sections)
     written = Path(path) if path is not None else Path(f"zc-explain-rank{runtime.group.rank}.html")
-    graphs = {f"schedule {p.name}": (p.graph, p.plan) for p in (*shown, *single)}
+    graphs = {f"schedule {p.name}": (p.graph, p.plan) for p in (*programs, *single)}
     written.write_text(page(f"zc: {type(model).__name__}", sections, graphs))
     return Explanation(sections, written)
 
@@ -110,7 +109,7 @@ def _ways(plan: Plan) -> str:
 
 
 def _optimizers(runtime: Runtime, kinds: list[str]) -> str:
-    """Of each: its buckets, and what this rank updates."""
+    """The buckets of each optimizer, and what this rank updates."""
     rows, rank = [], runtime.group.rank
     for number, kind in enumerate(kinds):
         buckets = runtime.plan.of_optimizer(number)
@@ -131,16 +130,16 @@ def _offload(runtime: Runtime, on_host: list[HostStep]) -> str:
     assert plan.offload is not None
     shard, whole = (sum(n) for n in zip(*((b.layout.numel_shard, b.numel) for b in plan.buckets), strict=True))
     size = plan.buckets[0].acc_dtype.itemsize
-    kept = shard if plan.placement.shards_gradients else whole
+    numel = shard if plan.placement.shards_gradients else whole
     here, there = ("in use", "instead") if plan.offload.accumulates_on_host else ("instead", "in use")
     disk = on_host[0].disk
     return "\n".join(
         [
             f"optimizer state: {f'{disk.file.path}, {disk.file.nbytes:,} bytes' if disk is not None else 'in memory'}",
-            f"offload_accumulate='cpu' ({here}): {size * kept:,} bytes go to the host a backward, and as many come "
-            "back from the second one of an update on; none stay on the device",
-            f"offload_accumulate='device' ({there}): {size * kept:,} bytes stay on the device, {size * shard:,} go to "
-            "the host an update (a backward, where microbatches are not declared with zc.no_sync)",
+            f"offload_accumulate='cpu' ({here}): {size * numel:,} bytes go to the host per backward, and as many come "
+            "back from the second backward of an update on; none stay on the device",
+            f"offload_accumulate='device' ({there}): {size * numel:,} bytes stay on the device, {size * shard:,} go to "
+            "the host per update (per backward, if microbatches are not declared with zc.no_sync)",
             "over the bus in the last step: " + ", ".join(f"{way} {nbytes:,} bytes" for way, nbytes in moved.items()),
             f"update: {'; '.join(step.how for step in on_host)}",
         ]
@@ -179,7 +178,7 @@ def _uncovered(runtime: Runtime) -> str:
 
 
 def _last_step(runtime: Runtime) -> str:
-    """Which bucket was filled by what and how many times, what was sent, how long was waited."""
+    """What filled each bucket and how many times, what this rank sent, and how long it waited."""
     if not runtime.ledger.num_steps:
         return "no step yet"
     step, plan = runtime.ledger.last, runtime.plan
@@ -193,7 +192,7 @@ def _last_step(runtime: Runtime) -> str:
     moved = ", ".join(f"{way} {n:,}" for way, n in runtime.ops.nbytes_of_last_step.items() if n)
     rows += [f"bytes over the bus: {moved}"] if moved else []
     if step.exposed_s is not None:
-        rows.append(f"exposed wait: the calling thread stood still for exchanges {step.exposed_s * 1e3:.1f} ms")
+        rows.append(f"exposed wait: the calling thread waited {step.exposed_s * 1e3:.1f} ms for exchanges")
     else:
         rows.append("exposed wait: not measured on the host (one rank, or a device that waits by itself)")
     if plan.world_size > 1:
@@ -205,7 +204,7 @@ def _last_step(runtime: Runtime) -> str:
 
 
 def _advice(num_page_faults: int) -> str:
-    """docs/benchmarks.md has what they cost on 2 ranks of 30 M parameters: some 2 % of a step."""
+    """How to avoid page faults; docs/benchmarks.md has what they cost."""
     if num_page_faults < MANY_PAGE_FAULTS or "MALLOC_TRIM_THRESHOLD_" in os.environ:
         return ""
     return (
@@ -220,13 +219,14 @@ def _reductions(runtime: Runtime, bucket: Bucket) -> int:
 
 def _sources(slots: list[Counter[str]]) -> str:
     """``backward_0 x 2 (6 parameters), hook x 1 (1 of 7 parameters)``."""
-    found: dict[tuple[str, int], int] = {}
-    for counts in slots:
-        for name, times in counts.items():
-            found[name, times] = found.get((name, times), 0) + 1
-    if not found:
+    counts: dict[tuple[str, int], int] = {}
+    for times_by_source in slots:
+        for name, times in times_by_source.items():
+            counts[name, times] = counts.get((name, times), 0) + 1
+    if not counts:
         return "nothing"
-    return ", ".join(f"{name} x {times} ({n} of {len(slots)} parameters)" for (name, times), n in sorted(found.items()))
+    sources = sorted(counts.items())
+    return ", ".join(f"{name} x {times} ({n} of {len(slots)} parameters)" for (name, times), n in sources)
 
 
 def _empty(runtime: Runtime) -> str:

@@ -58,10 +58,10 @@ def picture(timeline: Timeline) -> str:
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH}" y1="{(k + 1) * LANE}" y2="{(k + 1) * LANE}" stroke="#eee"/>')
     parts += [_box(box, rows, scale) for box in timeline.boxes]
     for source, start, target, stop, event in timeline.arrows:
-        held = stop <= start  # whoever waited stood still until the event
+        delayed = stop <= start  # whoever waited stood still until the event
         x1, y1 = LEFT + start * scale, rows[source] * LANE + LANE / 2
         x2, y2 = LEFT + stop * scale, rows[target] * LANE + LANE / 2
-        stroke = "#cb181d" if held else "#999"
+        stroke = "#cb181d" if delayed else "#999"
         parts.append(
             f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}">'
             f"<title>{html.escape(event)}</title></line>"
@@ -75,8 +75,8 @@ def _box(box: Any, rows: Mapping[str, int], scale: float) -> str:
     x, width = LEFT + box.start * scale, max((box.stop - box.start) * scale, 1.5)
     y = rows[box.lane] * LANE + (LANE - BOX) / 2
     name = html.escape(label(box.node))
-    shown = f'<text x="{x + 3:.1f}" y="{y + 15:.1f}" font-size="9">{name}</text>' if width > 7 * len(name) else ""
+    text = f'<text x="{x + 3:.1f}" y="{y + 15:.1f}" font-size="9">{name}</text>' if width > 7 * len(name) else ""
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{BOX}" fill="{color(box.node)}" stroke="#555" '
-        f'stroke-width=".5"><title>{name} ({box.node.name}): {box.start:.1f} to {box.stop:.1f} µs</title></rect>{shown}'
+        f'stroke-width=".5"><title>{name} ({box.node.name}): {box.start:.1f} to {box.stop:.1f} µs</title></rect>{text}'
     )

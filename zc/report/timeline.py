@@ -65,7 +65,7 @@ def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def simulate(graph: fx.Graph, plan: Plan | None = None, costs: Mapping[str, float] | None = None) -> Timeline:
     """The schedule run by the rules of streams. ``costs``: microseconds by node name, in place of the estimate."""
-    cost, given = estimate(plan), dict(costs or {})
+    cost, measured = estimate(plan), dict(costs or {})
     free: dict[str, float] = {}
     events: dict[str, tuple[str, float]] = {}
     arrival: dict[fx.Node, float] = {}
@@ -83,7 +83,7 @@ def simulate(graph: fx.Graph, plan: Plan | None = None, costs: Mapping[str, floa
             if source != lane:
                 arrows.append((source, time, lane, free[lane], op.event))
             continue
-        took = given.get(node.name, cost(node))
+        took = measured.get(node.name, cost(node))
         if isinstance(op, LaunchReduce):
             # exchanges of one group follow each other, whoever launched them
             start = max(now, *(b.stop for b in boxes if isinstance(b.op, LaunchReduce)), 0.0)

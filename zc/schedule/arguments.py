@@ -62,17 +62,17 @@ _KEYWORDS = ("spans", "how")  # left out where they are None
 def read(kind: type[Op], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Op:
     """The record of a node with these arguments. TypeError, ValueError: no node of this kind has them."""
     names = [f.name for f in fields(kind) if f.name not in _KEYWORDS]
-    found: dict[str, Any] = dict(zip(names, args, strict=False))
+    items: dict[str, Any] = dict(zip(names, args, strict=False))
     if names[-1] in _EACH:
-        found[names[-1]] = tuple(args[len(names) - 1 :])
+        items[names[-1]] = tuple(args[len(names) - 1 :])
     elif len(args) != len(names):
         raise ValueError(f"{len(args)} arguments, for {', '.join(names)}")
-    for name, item in (*found.items(), *kwargs.items()):
+    for name, item in (*items.items(), *kwargs.items()):
         try:
-            found[name] = _FIELDS[name].read(item)
+            items[name] = _FIELDS[name].read(item)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{name}={item!r}: {error}") from None
-    return kind(**found)
+    return kind(**items)
 
 
 def written(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -64,11 +64,11 @@ def load(graph: fx.Graph, plan: Plan | None = None) -> Run:
 
 def shown_name(node: fx.Node, op: Op, plan: Plan) -> str:
     """What a trace shows of a statement: its stream, its kind, and its segment or bucket."""
-    shown = f"zc {stream_of(node)} | {kind_of(node)}"
+    name = f"zc {stream_of(node)} | {kind_of(node)}"
     bucket = getattr(op, "bucket", None)
     if isinstance(op, Segment):
-        return f"{shown} {op.key}"
-    return shown if bucket is None else f"{shown} bucket {bucket} ({plan.buckets[bucket].slots[0].name}, ...)"
+        return f"{name} {op.key}"
+    return name if bucket is None else f"{name} bucket {bucket} ({plan.buckets[bucket].slots[0].name}, ...)"
 
 
 def _named(name: str, task: Callable[[], object]) -> Callable[[], object]:
@@ -79,8 +79,8 @@ def _named(name: str, task: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-def _put(values: dict[str, Any], names: Sequence[str | None], made: Sequence[Any]) -> None:
-    for name, item in zip(names, made, strict=True):
+def _put(values: dict[str, Any], names: Sequence[str | None], results: Sequence[Any]) -> None:
+    for name, item in zip(names, results, strict=True):
         if name is not None:
             values[name] = item
 
@@ -88,17 +88,17 @@ def _put(values: dict[str, Any], names: Sequence[str | None], made: Sequence[Any
 def _call(node: fx.Node, op: Op, last: dict[fx.Node, fx.Node | None]) -> str:
     if isinstance(op, Release):
         return f"({', '.join(f'v.pop({n.name!r})' for n in op.values)},)"
-    made = results(node)
+    returned = results(node)
     if isinstance(op, Segment):
-        names: list[str | None] = [None] * (1 + max(map(item_of, made), default=-1))
-        for item in made:
+        names: list[str | None] = [None] * (1 + max(map(item_of, returned), default=-1))
+        for item in returned:
             if item.users:  # nobody would take it out again
                 names[item_of(item)] = item.name
         inputs = ", ".join(_show(n, node, last) for n in op.inputs)
         return f"put(v, {tuple(names)!r}, ops.segment({op.key!r}, [{inputs}]))"
-    shown = [_show(arg, node, last) for arg in node.args] + [f"{key}={item!r}" for key, item in node.kwargs.items()]
-    call = f"ops.{kind_of(node)}({', '.join(shown)})"
-    return f"put(v, ({node.name!r},), ({call},))" if made else call
+    args = [_show(arg, node, last) for arg in node.args] + [f"{key}={item!r}" for key, item in node.kwargs.items()]
+    call = f"ops.{kind_of(node)}({', '.join(args)})"
+    return f"put(v, ({node.name!r},), ({call},))" if returned else call
 
 
 def _show(arg: Any, node: fx.Node, last: dict[fx.Node, fx.Node | None]) -> str:
@@ -120,18 +120,18 @@ def _times(args: Any, node: fx.Node) -> int:
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
     """The node at which each value leaves; None for what the output returns or a release gives back."""
     last: dict[fx.Node, fx.Node | None] = {}
-    kept: set[fx.Node] = set()
+    outliving: set[fx.Node] = set()
     for node in graph.nodes:
         if is_getitem(node):
             continue
         for used in node.all_input_nodes:
             last[used] = node
             if _hands_on(node):
-                kept.add(used)
+                outliving.add(used)
             elif stream_of(node) != stream_of(maker(used)):
                 handed_on = any(map(_hands_on, used.users))
                 assert handed_on, f"%{used.name} crosses streams and is neither released nor returned"
-    return {node: None if node in kept else user for node, user in last.items()}
+    return {node: None if node in outliving else user for node, user in last.items()}
 
 
 def _hands_on(node: fx.Node) -> bool:

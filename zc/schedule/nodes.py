@@ -64,17 +64,17 @@ def op_of(node: fx.Node) -> Op | None:
     """What a node is; None for what does not run on a stream. Raises PassError where it does not look like its kind."""
     if not is_schedule_node(node):
         return None
-    known = node.meta.get("record")
-    if known is not None and known[0] is node.args and known[1] is node.kwargs:  # whoever changes a node sets others
-        found: Op = known[2]
-        return found
+    cached = node.meta.get("record")
+    if cached is not None and cached[0] is node.args and cached[1] is node.kwargs:  # whoever changes a node sets others
+        op: Op = cached[2]
+        return op
     kind = _KINDS[node.target]
     try:
-        found = read(kind, node.args, node.kwargs)
+        op = read(kind, node.args, node.kwargs)
     except (TypeError, ValueError) as error:
         raise PassError(f"{node.name} is no {kind.__name__}: {error}") from error
-    node.meta["record"] = (node.args, node.kwargs, found)
-    return found
+    node.meta["record"] = (node.args, node.kwargs, op)
+    return op
 
 
 def put(graph: fx.Graph, op: Op, *, name: str | None = None, stream: str | None = None) -> fx.Node:
@@ -110,16 +110,16 @@ def stream_of(node: fx.Node) -> str:
 
 def maker(value: fx.Node) -> fx.Node:
     """The node that made a value: a getitem's segment."""
-    made: Any = value.args[0] if is_getitem(value) else value
-    assert isinstance(made, fx.Node)
-    return made
+    node: Any = value.args[0] if is_getitem(value) else value
+    assert isinstance(node, fx.Node)
+    return node
 
 
 def item_of(value: fx.Node) -> int:
     """Which of a segment's results a getitem takes."""
-    found: Any = value.args[1]
-    assert isinstance(found, int)
-    return found
+    index: Any = value.args[1]
+    assert isinstance(index, int)
+    return index
 
 
 def value(node: fx.Node) -> Access:
@@ -190,12 +190,12 @@ def shared_buffers(graph: fx.Graph, plan: Plan | None) -> frozenset[Buffer]:
 
 def summary(graph: fx.Graph) -> dict[str, int]:
     """Counts for explain: nodes, streams, events, waits."""
-    found = list(ops(graph))
+    nodes = list(ops(graph))
     return {
-        "nodes": len(found),
-        "streams": len({stream_of(node) for node, _ in found}),
-        "events": len({op.event for _, op in found if isinstance(op, spec.RecordEvent)}),
-        "waits": sum(isinstance(op, spec.WaitEvent) for _, op in found),
+        "nodes": len(nodes),
+        "streams": len({stream_of(node) for node, _ in nodes}),
+        "events": len({op.event for _, op in nodes if isinstance(op, spec.RecordEvent)}),
+        "waits": sum(isinstance(op, spec.WaitEvent) for _, op in nodes),
     }
 
 
