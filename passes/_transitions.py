@@ -57,7 +57,7 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
     ),
     spec.LaunchReduce: (
         Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring"),
-        Row("src", "acc staging", (GRADIENT, SUM), SENT, "partial"),
+        Row("src", "acc staging", (GRADIENT,), SENT, "partial"),
         Row("src", "host_sum", (HOST_SUM,), NOTHING, "twice"),
         Row("dst", "recv", (NOTHING,), FLIGHT, beside="flat_grad acc staging"),
         Row("dst", "recv", (NOTHING,), SUMS_FLIGHT, "twice", beside="host_sum"),
@@ -81,7 +81,7 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
     ),
     spec.SignalFull: (
         Row("buffer", "flat_grad", (GRADIENT,), OFFERED, "ring"),
-        Row("buffer", "acc staging", (GRADIENT, SUM), OFFERED, "partial"),
+        Row("buffer", "acc staging", (GRADIENT,), OFFERED, "partial"),
         Row("buffer", "flat_param", (NEW,), OFFERED, "offload"),
         Row("buffer", "flat_param", (OLD,), OFFERED, "device"),
         Row("buffer", "gathered", (OLD,), OFFERED),
