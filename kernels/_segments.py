@@ -154,7 +154,7 @@ def _move_strided(source, out, start, numel, row, scale, BLOCK: constexpr, ADD: 
 @jit
 def _move_tiles(source, out, first, row, scale, NUM: constexpr, TILE_M: constexpr, TILE_J: constexpr,
                 ADD: constexpr, SCALED: constexpr):  # fmt: skip
-    """Tiles [first, first + NUM) of a [B, J, M], those of one run of writes behind one another."""
+    """Tiles [first, first + NUM) of a [B, J, M], those of one run of writes after one another."""
     num_b, size_j, size_m = tl.load(row + 5).to(tl.int32), tl.load(row + 6).to(tl.int32), tl.load(row + 7).to(tl.int32)
     stride_b, stride_m = tl.load(row + 9), tl.load(row + 11)
     per_run = tl.cdiv(size_m, TILE_M)
@@ -218,7 +218,7 @@ def to_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 def find_row(table, num_rows, program, FIRST_PROGRAM: constexpr, COLUMNS: constexpr):
     """The last row whose first program, in column FIRST_PROGRAM, is not after ``program``.
 
-    A row without programs has the first program of the row behind it, so it is never the last.
+    A row without programs has the first program of the next row, so it is never the last.
     """
     low = 0
     high = num_rows - 1

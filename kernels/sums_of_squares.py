@@ -148,7 +148,7 @@ def square_segments(table, partials, num_tensors, BLOCK: constexpr, PER_PROGRAM:
         total = _squares_of(ptr, start, length, is_aligned, tl.float16, BLOCK)
     else:
         total = _squares_of(ptr, start, length, is_aligned, tl.float64, BLOCK)
-    # behind all branches: one tree of additions, whatever layout the loads of a dtype and an alignment have
+    # after all branches: one tree of additions, whatever layout the loads of a dtype and an alignment have
     tl.store(partials + program, tl.sum(total))
 
 

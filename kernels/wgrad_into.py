@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from zc.kernels._check import FLOATS, check_device, check_disjoint, check_dtype, check_flat, check_numel
@@ -89,7 +90,7 @@ def rows_into(out: Tensor, index: Tensor, values: Tensor, *, add: bool) -> None:
         rows.zero_()
     if values.numel():
         at = torch.where(index < 0, index + rows.shape[0], index)
-        rows.index_add_(0, at.reshape(-1), values.reshape(-1, rows.shape[1]))
+        rows.index_add_(0, at.reshape(-1), rearrange(values, "... dim -> (...) dim"))
 
 
 def _rows_of(out: Tensor, index: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -110,4 +111,4 @@ def _rows_of(out: Tensor, index: Tensor, values: Tensor, mask: Tensor | None = N
         check_dtype("mask", mask, (torch.bool,))
         check_device("mask", mask, "out", out)
     check_disjoint("values", values, "out", out)
-    return out.view(-1, dim)
+    return rearrange(out, "(row dim) -> row dim", dim=dim)

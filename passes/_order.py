@@ -135,7 +135,7 @@ class Order:
 
     def is_needed(self, wait: int) -> bool:
         """Whether some obligation fails without this wait. Only steps whose clock changes are looked at: as a rule the
-        one behind the wait."""
+        one after the wait."""
         changed: dict[int, Clock] = {}
         todo = [wait]
         while todo:

@@ -11,7 +11,7 @@ by a signal and the wait that it ends, the k-th of one kind on a buffer with the
 A read also needs the wait on its own buffer because it learns from it where the others' is. That signals of other
 buffers may happen to order the same is not counted. ``->`` is the happens-before of one rank (`zc.passes._order`).
 
-Before the schedule all may have been written, behind it all may be: both stand for a ``w``. A rank's own part of a sum
+Before the schedule all may have been written, after it all may be: both stand for a ``w``. A rank's own shard of a sum
 is read by nobody else, nor are the weights of others that it has gathered, so what ``a`` itself writes is no conflict.
 
 No rank waits for ever, because each signal is issued before the wait of its number: then all edges, those between ranks
@@ -33,7 +33,7 @@ from zc.schedule.spec import AwaitFree, AwaitFull, Op, Signal, SignalFree, Signa
 if TYPE_CHECKING:
     from zc.passes._order import Order
 
-_PAST, _FUTURE = -1, 1 << 60  # what stands for a write before the schedule, and for one behind it
+_PAST, _FUTURE = -1, 1 << 60  # what stands for a write before the schedule, and for one after it
 _PAIRS = ((SignalFull, AwaitFull), (SignalFree, AwaitFree))
 
 
@@ -110,7 +110,7 @@ def _writes(order: Order, buffer: Buffer, but: int) -> Iterator[int]:
 
 def _before(order: Order, one: int, other: int) -> bool:
     """Whether node ``one`` happens before node ``other`` on one rank. What came before the schedule, and what comes
-    behind it, is ordered with whatever touches the buffer here: (a) has shown that."""
+    after it, is ordered with whatever touches the buffer here: (a) has shown that."""
     if one == _PAST or other == _FUTURE:
         op = order.ops[other if one == _PAST else one]
         return isinstance(op, SignalFull | AwaitFree)

@@ -106,8 +106,8 @@ def _crossing(graph: fx.Graph) -> list[fx.Node]:
 def _release_early(
     values: list[fx.Node], stream: str, timeline: Timeline, early: dict[fx.Node, list[fx.Node]]
 ) -> list[fx.Node]:
-    """Puts each value of a stream behind the first node that is ordered after its uses anyway (into ``early``); gives
-    back those that have no such place."""
+    """Releases each value of a stream after the first node that comes after its uses anyway (into ``early``). Returns
+    the values that have no such place."""
     late: list[fx.Node] = []
     nodes = timeline.nodes_on(stream)
     for made in values:
@@ -159,7 +159,7 @@ def _join_main(
 def _record_carried(graph: fx.Graph, shared: frozenset[Buffer], timeline: Timeline) -> None:
     """After a shared buffer's last use on its carrier: the event that later schedules wait for."""
     last = {b: p for b in shared if (p := timeline.last_touch(b, b.carrier)) is not None}
-    for buffer in sorted(last, key=str, reverse=True):  # inserted behind one node, the last one inserted comes first
+    for buffer in sorted(last, key=str, reverse=True):  # after one node, the last one inserted comes first
         with graph.inserting_after(timeline.nodes[last[buffer]]):
             put(graph, RecordEvent(carried_event(buffer)), stream=buffer.carrier)
 

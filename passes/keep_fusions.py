@@ -1,4 +1,4 @@
-"""What Inductor would fuse stays in one segment, where a gradient operation would cut through it.
+"""Keeps in one segment what Inductor would fuse, where a gradient operation would cut through it.
 
 Segments are compiled each on their own, so a cut between two pointwise operations that read the same matmul's result
 makes two kernels of one. Before and after, ``%mm`` the gradient that a SwiGLU gets from above::
@@ -80,7 +80,7 @@ def _kind(node: fx.Node) -> str | None:
 
 
 class _Parts:
-    """``of``: how many cuts stand before each node. The gradient operations behind a part have its number."""
+    """``of``: how many cuts stand before each node. The gradient operations after a part have its number."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.of: dict[fx.Node, int] = {}

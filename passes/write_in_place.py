@@ -1,4 +1,4 @@
-"""A gradient that one matmul or one embedding makes is made in its slot of the bucket: nothing copies it.
+"""Lets a matmul or an embedding compute its weight's gradient in the slot of the bucket, so that nothing copies it.
 
 Stage 2, bucket 2 of a weight [64, 32] (slot 0) and a bias [64] (slot 1), padded to 2,176 elements::
 
@@ -25,7 +25,7 @@ the last, both in stage 1 alone, where they round less than the copy: a half-pre
 (``out_dtype``), and an fp32 scatter is not cast to half precision on its way into an fp32 accumulator. In stage 2 not a
 bit changes on a CPU (docs/decisions.md has what can't be promised on a GPU).
 
-The writes stand behind the bucket's last producer and cut no segment. What they read (the gradient of the layer's
+The writes come after the bucket's last producer and cut no segment. What they read (the gradient of the layer's
 output, the saved activation) lives until then: at most one bucket's layers at a time.
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from zc.engine.owners import spread
@@ -48,7 +49,8 @@ def sum_over_replicas(replicas: Group, out: Tensor, sent: Tensor, bucket: int) -
     rows = out.view(torch.uint8)[: sent.nbytes].view(sent.dtype)
     piece = torch.empty(len(out) // replicas.world_size, dtype=out.dtype, device=out.device)
     _done(replicas.all_to_all(rows, sent, bucket))
-    reduce_rows(rows.view(replicas.world_size, -1), piece, scale=1.0, add=False)
+    pieces = rearrange(rows, "(replica piece) -> replica piece", replica=replicas.world_size)
+    reduce_rows(pieces, piece, scale=1.0, add=False)
     _done(replicas.all_gather(out, piece, EXCHANGES[-1], bucket))
 
 

@@ -9,7 +9,7 @@ A layout of W = 2 ranks (S = P / W), ``a`` and ``b`` parameters, ``.`` padding::
 `flat_layout` packs tightly: a shard's edge may cut a parameter, which elementwise optimizers never notice, and each
 rank updates its shard. `whole_layout` is for optimizers that read a whole matrix (Muon): gradients are
 reduced into the same equal shards, but a rank updates a run of whole parameters, of any length or none. What of a run
-lies in other ranks' shards goes to its owner before an update, and back behind it::
+lies in other ranks' shards goes to its owner before an update, and back after it::
 
     |aaaaaaaaaaaa.|bbbbbbbbbbbb.|cccccccccccccccccccccccc|
     |<------ rank 0 ----->|<------ rank 1 ----->|  2  ...    shards of equal length: what is reduced where
@@ -229,7 +229,7 @@ def whole_layout(
     num_hosts: int = 1,
     num_replicas: int = 1,
 ) -> FlatLayout:
-    """The same, each rank's parameters behind one another, in the order of the ranks; ``owners`` says whose each is."""
+    """The same, one rank's parameters after another's, in the order of the ranks; ``owners`` says whose each is."""
     ordered = sorted(shapes, key=lambda item: owners[item[0]])
     packed = flat_layout(ordered, world_size, align, num_hosts, num_replicas)
     return replace(packed, owners=tuple(owners[slot.name] for slot in packed.slots))

@@ -91,7 +91,7 @@ def moved(plan: Plan, dtype_of: str) -> tuple[int, int]:
     reduced = dict.fromkeys(range(plan.world_size), 0)
     for bucket in whole:
         end, shard = max((stop for _, stop in bucket.layout.runs.values()), default=0), bucket.layout.numel_shard
-        for rank in range(-(-end // shard)):  # padding behind the last run is nobody's
+        for rank in range(-(-end // shard)):  # nobody owns the padding after the last run
             reduced[rank] += (min(end, (rank + 1) * shard) - rank * shard) * getattr(bucket, dtype_of).itemsize
     return max(n - own.get(r, 0) for r, n in reduced.items()), max(owned[rank] - own[rank] for rank in owned)
 
