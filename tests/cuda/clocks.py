@@ -424,7 +424,7 @@ def _install_host(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
 
 def _install_nccl(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     """Exchanges of gradients and weights go as they do with NCCL; gloo carries them."""
-    open_data, watched = Group.open_data, Group._watched_data
+    open_data, watched = Group.open_data, Group._data_work
 
     def opened(group: Group, device: torch.device) -> None:
         open_data(group, device)
@@ -445,9 +445,9 @@ def _install_nccl(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
         else:
             group.receive(tensor, "the stand-in's broadcast")
 
-    def watched_data(group: Group, work: Any, entry: Any) -> Any:
+    def data_work(group: Group, work: Any, entry: Any) -> Any:
         return gpu.watched(watched(group, work, entry))
 
     patch.setattr(Group, "open_data", opened)
     patch.setattr(Group, "broadcast_", broadcast_)
-    patch.setattr(Group, "_watched_data", watched_data)
+    patch.setattr(Group, "_data_work", data_work)
