@@ -4,7 +4,15 @@ from pkgutil import extend_path
 
 __path__ = extend_path(__path__, __name__)  # Zope's zc.lockfile, zc.buildout and others share the name
 
-from zc.api import clip_grad_norm_, compile, flush_state, full_grad, no_sync, synchronize  # noqa: A004
+from zc.api import (
+    clip_grad_norm_,
+    compile,  # noqa: A004
+    flush_state,
+    full_grad,
+    grads_are_finite,
+    no_sync,
+    synchronize,
+)
 from zc.checkpoint.deepspeed import load_universal
 from zc.checkpoint.export import export, full_optimizer_state
 from zc.checkpoint.save_load import Saving, latest, load, load_state_dict, save, state_dict
@@ -54,6 +62,7 @@ __all__ = [
     "flush_state",
     "full_grad",
     "full_optimizer_state",
+    "grads_are_finite",
     "join",
     "latest",
     "load",

@@ -286,6 +286,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     return sharded(model).grad_shards.clip_grad_norm_(float(max_norm))
 
 
+def grads_are_finite(model: nn.Module) -> bool:
+    """Whether no gradient has an infinity or NaN, as all ranks will use them: the same answer on every rank.
+
+    Every rank must call it. It shares its one collective with clipping, and waits for the device.
+    """
+    return sharded(model).grad_shards.are_finite()
+
+
 def full_grad(model: nn.Module) -> dict[str, Tensor | None]:
     """Every trainable parameter's reduced gradient, gathered on all ranks, in the parameter's shape and the
     accumulator's dtype; None where no rank has one. For looking at, not for training: it holds all gradients at
@@ -297,4 +305,6 @@ def full_grad(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: gathered[name] for name in runtime.params}
 
 
-__all__ = ["Streams", "clip_grad_norm_", "compile", "flush_state", "full_grad", "no_sync", "synchronize"]
+__all__ = [
+    "Streams", "clip_grad_norm_", "compile", "flush_state", "full_grad", "grads_are_finite", "no_sync", "synchronize",
+]  # fmt: skip

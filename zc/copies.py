@@ -7,9 +7,11 @@ says nothing.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import nn
@@ -60,6 +62,22 @@ class NotForDDP:
         return frozenset, ()
 
 
+class NoSync:
+    """``model.no_sync()`` of a compiled model, as DistributedDataParallel has it. That of a copy does nothing."""
+
+    def __init__(self, begin: Callable[[], contextlib.AbstractContextManager[None] | None]) -> None:
+        self._begin = begin
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        return self._begin() or contextlib.nullcontext()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return contextlib.nullcontext
+
+    def __reduce__(self) -> Any:
+        return partial, (contextlib.nullcontext,)
+
+
 def mark(model: nn.Module) -> None:
     setattr(model, _NAME, _Mark())
 
@@ -67,5 +85,5 @@ def mark(model: nn.Module) -> None:
 def unmark(model: nn.Module) -> None:
     """The model's objects have nothing more of a compiled one."""
     for module in model.modules():
-        for name in [n for n, value in vars(module).items() if isinstance(value, (_Mark, Instead, NotForDDP))]:
+        for name in [n for n, value in vars(module).items() if isinstance(value, (_Mark, Instead, NoSync, NotForDDP))]:
             del vars(module)[name]

@@ -1,4 +1,5 @@
-"""What others do to a compiled model as to any module: move it, wrap it in DDP, flatten an RNN's weights.
+"""What others do to a compiled model as to any module: move it, wrap it in DDP, call its ``no_sync`` as if it were in
+DDP, flatten an RNN's weights.
 
 A framework moves the model to the device where it is, under another name (``cpu:0``), and gets copies of all weights,
 which no update would reach; a move that changes nothing is none here. `torch.nn.LSTM.flatten_parameters` would take the
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
-from zc.copies import Instead, NotForDDP, mark
+from zc.copies import Instead, NoSync, NotForDDP, mark
 from zc.optim.sharded_grad import ShardedGrad
 
 if TYPE_CHECKING:
@@ -29,10 +31,17 @@ def install(model: nn.Module, runtime: Runtime) -> None:
     known = weakref.ref(runtime)
     torch_private.set_apply(model, Instead(model, "_apply", partial(_apply, weakref.ref(model), known)))
     torch_private.tell_ddp(model, NotForDDP())
+    if not hasattr(model, "no_sync"):
+        vars(model)["no_sync"] = NoSync(partial(_no_sync, known))
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             call: Any = torch.compiler.disable(partial(_leave_weights, known, name))  # type: ignore[no-untyped-call]
             vars(module)["flatten_parameters"] = Instead(module, "flatten_parameters", call)
+
+
+def _no_sync(known: weakref.ref[Runtime]) -> AbstractContextManager[None] | None:
+    runtime = known()
+    return runtime.no_sync() if runtime is not None else None
 
 
 def _apply(

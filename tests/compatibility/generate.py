@@ -29,6 +29,7 @@ TITLES = {
     10: "With overlap_gather=True",
     11: "Several optimizers, and whole parameters",
     12: "Over a mesh of two dimensions (mesh=)",
+    13: "Written without knowing of zc",
 }
 HEAD = """# Training loops: right, or refused with a reason
 

@@ -29,6 +29,7 @@ import rows_structure
 import rows_tasks
 import rows_topology
 import rows_unequal_ranks
+import rows_unforeseen
 import rows_unfreezing
 import rows_updates
 import torch
@@ -45,6 +46,7 @@ TABLE = (
     rows_tasks, rows_updates, rows_clearing, rows_backward, rows_structure, rows_several_models, rows_conv,
     rows_params, rows_unfreezing, rows_precision, rows_checkpointing, rows_param_grad, rows_optimizers, rows_state,
     rows_dropped_gradients, rows_unequal_ranks, rows_overlap, rows_several, rows_topology,
+    rows_unforeseen,
 )  # fmt: skip
 
 

@@ -149,6 +149,21 @@ def test_masters_outlive_narrow_weights(tmp_path: Path) -> None:
     assert len(list((tmp_path / "zc").iterdir())) == 1, "the first save of the same folder is still there"
 
 
+def _with_teacher(rank: int, world_size: int) -> tuple[type, bool]:
+    with torchrun(rank, world_size):
+        accelerator = Accelerator(cpu=True)
+        model, teacher = mlp(), mlp().requires_grad_(False)
+        loader = DataLoader(regression(), batch_size=2)
+        *_, prepared, _ = prepare(
+            accelerator, model, SGD(model.parameters(), lr=0.1), teacher, loader, backend="eager"
+        )  # fmt: skip
+        return type(prepared), isinstance(accelerator.unwrap_model(prepared), nn.Sequential)
+
+
+def test_a_frozen_module_stays_without_ddp() -> None:
+    assert run_ranks(_with_teacher, 2) == [(nn.Sequential, True)] * 2
+
+
 def _refusals(rank: int, world_size: int) -> list[str]:
     found = []
 
@@ -182,6 +197,7 @@ def _refusals(rank: int, world_size: int) -> list[str]:
     ask(lambda a: a, kwargs_handlers=[hook])
     ask(lambda a: a, lambda accelerator, model, optimizer: (model, accelerator.prepare(optimizer)))
     ask(lambda a: a, lambda accelerator, model, optimizer: (accelerator.prepare(model), optimizer))
+    ask(lambda a: a, lambda accelerator, model, optimizer: (optimizer, model))
     return found
 
 
@@ -193,6 +209,7 @@ def test_what_is_refused() -> None:
         "comm_hook=bf16",
         "the optimizer was given to accelerator.prepare before",
         "the model was given to accelerator.prepare before",
+        "takes (accelerator, model, optimizer, *rest) in this order, and was given a SGD as model",
     ]
     for found in run_ranks(_refusals, 2):
         assert len(found) == len(words)

@@ -14,7 +14,7 @@ import lightning
 from harness import run_ranks
 from launched import TOLERANCE, furthest, mlp, regression, torchrun, whole
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from tiers import FULL, full_only
 from torch import Tensor, nn
@@ -170,6 +170,65 @@ def test_fit_is_ddp_s(
     assert files[0].keys() == files[1].keys()
     for state, other in zip(files[0]["optimizer_states"], files[1]["optimizer_states"], strict=True):
         assert state["state"].keys() == other["state"].keys()
+
+
+class Unfreezes(BaseFinetuning):
+    """Trains the last layer alone, then the first one as well."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.net[0])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=5e-3)
+
+
+class Finetuned(Forward):
+    def configure_optimizers(self) -> Any:
+        return AdamW((param for param in self.parameters() if param.requires_grad), lr=1e-2)
+
+
+def _finetune(rank: int, world_size: int, options: dict[str, Any], folder: str) -> tuple[dict[str, Tensor], Any]:
+    with torchrun(rank, world_size):
+        module, callback = Finetuned(), Unfreezes()
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=world_size,
+            strategy=ZcStrategy(**options),
+            max_epochs=3,
+            limit_train_batches=4,
+            callbacks=[callback],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            default_root_dir=folder,
+        )
+        trainer.fit(module, DataLoader(regression(), batch_size=2, shuffle=False))
+        return whole(module.net), callback.state_dict()["internal_optimizer_metadata"]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"] if FULL else ["eager"])
+def test_layers_that_a_callback_unfreezes(tmp_path: Path, backend: str) -> None:
+    """Against a loop in plain PyTorch over both ranks' batches: DDP would leave what is unfrozen later unreduced."""
+    net = mlp()
+    optimizer = AdamW(net[2].parameters(), lr=1e-2)
+    net[0].requires_grad_(False)
+    x, y = regression().tensors
+    for epoch in range(3):
+        if epoch == 1:
+            net[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(net[0].parameters()), "lr": 5e-3})
+        for start in range(0, 16, 4):  # two of each rank
+            optimizer.zero_grad()
+            mse_loss(net(x[start : start + 4]), y[start : start + 4]).backward()
+            optimizer.step()
+    for found, groups in run_ranks(_finetune, 2, {"backend": backend}, str(tmp_path)):
+        assert furthest(found, whole(net)) < TOLERANCE
+        assert [group["params"] for group in groups[0]] == [
+            ["net.2.weight", "net.2.bias"],
+            ["net.0.weight", "net.0.bias"],
+        ]
 
 
 def _narrow(rank: int, world_size: int, folder: str, resume: str | None) -> dict[str, Tensor]:

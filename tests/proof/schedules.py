@@ -86,9 +86,17 @@ class Builder:
             last.meta["gradient_of"] = ((write.bucket, k),)
         return last
 
-    def deposit(self, index: int, slot: int, grad: fx.Node) -> None:
+    def part(self, index: int, slot: int, grad: fx.Node) -> None:
+        """One gradient of a bucket whose others come from elsewhere: kept for a flush, or in stage 1 added to the
+        partial sum, as `zc.passes.bucket_gradients` has it."""
+        if len(self.plan.buckets[index].slots) == 1:
+            self.bucket(index, [grad])
+            return
         self._owe(index, slot, grad)
-        put(self.graph, Deposit(index, slot, grad))
+        if self.plan.placement.shards_gradients:
+            put(self.graph, Deposit(index, slot, grad))
+        else:
+            put(self.graph, AccumulateCast(index, Buffer("acc", index), (slot,), (grad,)))
 
     def _owe(self, index: int, slot: int, grad: fx.Node) -> None:
         self._owed.add((index, slot))
@@ -160,12 +168,12 @@ def schedule(shape: str, plan: Plan, producers: int = 1, *, in_place: bool = Fal
 
 
 def part_of(plan: Plan, buckets: Sequence[int], kept: Sequence[int] = (), producers: int = 1) -> fx.Graph:
-    """One graph of several (graph breaks): some buckets whole, of others one gradient, which is deposited."""
+    """One graph of several (graph breaks): some buckets whole, of others one gradient."""
     b = Builder(plan, producers, tag=f"{buckets[0]}_")
     *_, grad = mlp(b, buckets)
     for index in kept:
         (half,) = b.segment([grad], 1)
-        b.deposit(index, 0, half)
+        b.part(index, 0, half)
     return b.finish([grad])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import mutants
 import pytest
 import simulation
 from oracles import Enumeration, sanitizer_finds_a_race
-from schedules import make, offloaded, schedule, step_of, surrounded
+from schedules import make, offloaded, part_of, schedule, step_of, surrounded
 from simulation import Case, is_wrong, plan_of, replaced
 from tiers import FULL
 from torch import fx
@@ -33,6 +34,18 @@ def orders(case: Case) -> Iterator[adversary.Chooser]:
     for buffer in simulation._carried(case):  # one past later than all others
         yield adversary._first_and_last(HOST, f"past.{buffer}")
     yield from (adversary.seeded(seed) for seed in range(NUM_ORDERS))
+
+
+@pytest.mark.parametrize("mode", ["cpu", "device"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_every_intact_schedule_is_accepted(mode: str, stage: int) -> None:
+    """Whole graphs and graphs with a part of a bucket, inside and outside of no_sync, however many slots and ranks."""
+    for world_size, ring, slots, in_place in itertools.product((1, 2), (1, 2), (1, 2), (False, True)):
+        plan = make(3, stage=stage, ring=ring, world_size=world_size, offload=mode, slots=slots)
+        for each in (plan, plan.microbatch()):
+            graphs = [schedule("tied", each, in_place=in_place), part_of(each, (0, 1), (2,), producers=2)]
+            for graph in graphs:
+                verify(graph, each)  # raises RaceError
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda c: c.name)

@@ -64,12 +64,15 @@ class Deposits:
         deposits = list(deposits)
         self._streams.take([d.grad for d in deposits], [d.mark for d in deposits])
 
-    def drop(self, bucket: int, slot: int | None = None) -> None:
-        """One slot's gradient, or all of a bucket's."""
-        if slot is None:
-            self._waiting.pop(bucket, None)
-        else:
+    def drop(self, bucket: int, slot: int | None = None, *, set_to_none: bool = False) -> None:
+        """One slot's gradient, or all of a bucket's. The bucket still waits, to be reduced with zeros, unless
+        ``set_to_none``."""
+        if slot is not None:
             self._waiting.get(bucket, {}).pop(slot, None)
+        elif set_to_none:
+            self._waiting.pop(bucket, None)
+        elif bucket in self._waiting:
+            self._waiting[bucket] = {}
 
     def clear(self) -> None:
         self._waiting.clear()

@@ -242,10 +242,11 @@ class GradientOps(PeerOps):
         if set_to_none:
             self.buffers.release(buckets)
 
-    def forget(self, bucket: int, slot: int) -> None:
-        """One parameter's gradient becomes none: zeros in the accumulators, and in what was moved aside."""
+    def drop(self, bucket: int, slot: int, *, set_to_none: bool) -> None:
+        """One parameter's gradient becomes zeros in the accumulators, and in what was moved aside. It still counts as a
+        gradient, unless ``set_to_none``."""
         record, rank = self.plan.buckets[bucket], self.group.rank
-        self.touched[bucket][slot] = False
+        self.touched[bucket][slot] = self.touched[bucket][slot] and not set_to_none
         start, _ = record.layout.shard_range(rank)
         first, stop = record.layout.in_shard(record.slots[slot], rank)
         kept = [tensors[bucket] for tensors in (self.buffers.host, self.buffers.acc) if tensors]

@@ -50,6 +50,7 @@ class Rounds:
     def __init__(self, plan: Plan, ops: GradientOps, agreement: Agreement) -> None:
         self.plan, self._ops, self._agreement = plan, ops, agreement
         self.known = [[False] * len(b.slots) for b in plan.buckets]  # parameters that some rank has a gradient of
+        self._reduced = [[False] * len(b.slots) for b in plan.buckets]  # those that are in every rank's sums
         self.showed_one_set = True  # all ranks had a .grad on the same parameters when they met last
         self._habits: dict[str, list[int]] = {}  # what a backward begins with -> the buckets that came in it
         self._source = ""
@@ -63,7 +64,8 @@ class Rounds:
 
     def grow(self, plan: Plan) -> None:
         """Takes in ``plan``, whose first buckets are the present ones."""
-        self.known += [[False] * len(b.slots) for b in plan.buckets[len(self.plan.buckets) :]]
+        for flags in (self.known, self._reduced):
+            flags += [[False] * len(b.slots) for b in plan.buckets[len(self.plan.buckets) :]]
         self.plan = plan
         self._habits.clear()
 
@@ -140,19 +142,20 @@ class Rounds:
 
         Behind one that no_sync did not hold back `known` is the same on all ranks.
         """
-        made, self._made, reduced = self._made, None, []
+        made, self._made, reduced, is_everyones = self._made, None, [], False
         flags = self._ops.touched_flags()
         if made is not None:
             if made.is_same():
                 self._agreement.hold(made.number, self.plan.num_optimizers)
-            if not made.is_same() or (self._is_boundary and not made.all_flags(len(flags))):
+            is_everyones = self._is_boundary and made.all_flags(len(flags))
+            if not made.is_same() or (self._is_boundary and not is_everyones):
                 ended = self._ended(self._flags(kept=kept))
-                flags = ended.flags()
+                flags, is_everyones = ended.flags(), self._is_boundary and ended.is_same()
                 if ended.is_same():
                     reduced = [k for k, flag in enumerate(flags[-1 - len(self.plan.buckets) : -1]) if flag]
                 if reduced:
                     self._agreement.hold(ended.number, self.plan.num_optimizers)
-        self._know(flags)
+        self._know(flags, is_everyones=is_everyones)
         return reduced
 
     def _ended(self, flags: Sequence[int]) -> Announcement:
@@ -165,16 +168,20 @@ class Rounds:
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
         """The gradients of these buckets, all of some optimizers, were dropped, or made zeros."""
         self._agreement.cleared({b.optimizer for b in buckets})
-        for bucket in buckets if set_to_none else ():
-            self.known[bucket.index] = [False] * len(bucket.slots)
+        for bucket in buckets:
+            for flags in (self._reduced, *([self.known] if set_to_none else ())):
+                flags[bucket.index] = [False] * len(bucket.slots)
         self._made = None
 
-    def forget(self, gone: Collection[Where]) -> None:
-        """The gradients of some parameters were dropped. What all ranks announced before goes with nothing announced
-        behind it, as for `clear`."""
-        self._agreement.num_cleared += 1
+    def drop(self, gone: Collection[Where], *, set_to_none: bool) -> None:
+        """The gradients of some parameters were dropped, or made zeros. As after `clear`, no later announcement agrees
+        with one that another rank made earlier. If one rank alone drops a gradient that all ranks have reduced, the
+        boundary raises."""
         for bucket, slot in gone:
-            self.known[bucket][slot] = False
+            optimizer, is_reduced = self.plan.buckets[bucket].optimizer, self._reduced[bucket][slot]
+            self._agreement.dropped(optimizer, (bucket, slot), is_reduced=is_reduced)
+            self._reduced[bucket][slot] = False
+            self.known[bucket][slot] = self.known[bucket][slot] and not set_to_none
 
     def meet(self, kept: Collection[int], *, by_grad: bool) -> list[int]:
         """The boundary: the largest over the ranks of what they tell each other. Raises RankMismatchError where ranks
@@ -184,12 +191,17 @@ class Rounds:
         self.showed_one_set = met.shows_one_set()
         if any(met.flags()[-1 - len(self.plan.buckets) : -1]):
             self._agreement.hold(met.number, self.plan.num_optimizers)
-        self._know(met.flags())
+        self.known = [[False] * len(flags) for flags in self.known]  # the ranks' flags are complete here
+        self._know(met.flags(), is_everyones=True)
         return met.flags()
 
-    def _know(self, flags: Sequence[int]) -> None:
+    def _know(self, flags: Sequence[int], *, is_everyones: bool) -> None:
+        """``is_everyones``: all ranks have the same ``flags``, and the sums hold the gradients that they name."""
         items = iter(flags)
-        self.known = [[bool(next(items)) or flag for flag in flags] for flags in self.known]
+        reduced = [[bool(next(items)) for _ in flags] for flags in self.known]
+        if is_everyones:
+            self._reduced = reduced
+        self.known = [[a or b for a, b in zip(*pair, strict=True)] for pair in zip(reduced, self.known, strict=True)]
 
     def _flags(self, brings: frozenset[Where] = frozenset(), kept: Collection[int] = ()) -> list[int]:
         """What ranks tell each other: which parameters have a gradient, which buckets one that is kept, and whether a

@@ -30,7 +30,7 @@ from zc.engine.memory_order import in_shape
 from zc.engine.ops import Acc
 from zc.engine.overlap_gather import WeightGather
 from zc.engine.program import Program
-from zc.engine.rounds import Rounds
+from zc.engine.rounds import Rounds, Where
 from zc.engine.streams import Streams, ThreadStreams
 from zc.errors import UncoveredGradientError, ZcError
 from zc.log import log
@@ -313,15 +313,18 @@ class Runtime(Core):
                 f"a backward raised, and {num_left} parameter(s) still have the gradients of backwards before it, to "
                 "which it may have added: call optimizer.zero_grad() before you go on"
             )
-        if not gone:
-            return
+        if gone:
+            self.drop(gone, set_to_none=True)
+
+    def drop(self, gone: Sequence[Where], *, set_to_none: bool) -> None:
+        """The gradients of some parameters were set to None, or become zeros. Asks no other rank: the boundary does."""
         self.streams.join_main()
         self._reopen()
         self.wait_for_host_memory()
-        self.rounds.forget(gone)
+        self.rounds.drop(gone, set_to_none=set_to_none)
         for bucket, slot in gone:
             self._deposits.drop(bucket, slot)
-            self.ops.forget(bucket, slot)
+            self.ops.drop(bucket, slot, set_to_none=set_to_none)
 
     def clear(self, *, set_to_none: bool, optimizer: int | None = None) -> None:
         """zero_grad of the module (None) or of one optimizer."""
@@ -333,7 +336,7 @@ class Runtime(Core):
         if not set_to_none:
             self.wait_for_host_memory()
         for bucket in buckets:
-            self._deposits.drop(bucket.index)
+            self._deposits.drop(bucket.index, set_to_none=set_to_none)
         if len(buckets) == len(self.plan.buckets):  # what a backward that raised has left goes with all of them
             self._backwards.clear()
             self._done.clear()

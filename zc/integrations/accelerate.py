@@ -2,13 +2,11 @@
 
 Through public names of accelerate 1.15 alone: ``prepare_model(evaluation_mode=True)`` places and autocasts the model
 without a DDP around it, hooks of ``save_state`` and ``load_state`` write and read zc's checkpoint beside the rest.
-``accelerator.no_sync`` and ``accumulate`` ask a prepared model for its ``no_sync``, as DDP has one.
+``accelerator.no_sync`` and ``accumulate`` ask a prepared model for its ``no_sync``, which a compiled model has.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import weakref
 from typing import Any
 
@@ -16,12 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zc.api import compile as zc_compile
-from zc.api import no_sync
 from zc.errors import PlanError
 from zc.integrations.beside import PointsBeside, load_beside, save_beside
 from zc.integrations.packages import needed
 from zc.optim.assignment import Container, listed, shaped
-from zc.registry import COMPILED
 
 accelerate = needed("accelerate", "accelerate")
 
@@ -38,8 +34,9 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: Container, *rest: Any
     """``(model, optimizer, *rest)``, as ``accelerator.prepare`` returns them, with zc in DDP's place.
 
     Args:
-        optimizer: made from ``model.parameters()``, or a list, tuple or dict of several.
-        rest: data loaders and schedulers, for ``accelerator.prepare``.
+        optimizer: made from ``model.parameters()``, or a list, tuple or dict of several. ``accelerator.prepare`` takes
+            its arguments in any order; here the model comes first and the optimizer second.
+        rest: data loaders and schedulers, for ``accelerator.prepare``; a frozen module stays without DDP.
         options: of `zc.compile`. ``broadcast_buffers`` is DistributedDataParallelKwargs' where it is not given.
 
     Raises:
@@ -50,7 +47,6 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: Container, *rest: Any
         options.setdefault("broadcast_buffers", accelerator.ddp_handler.broadcast_buffers)
     model = accelerator.prepare_model(model, evaluation_mode=True)
     zc_compile(model, optimizer, **options)
-    model.no_sync = _NoSync(model)  # type: ignore[assignment]
     pointers, wrapped = [], []
     for one in listed(optimizer):
         pointers.append(PointsBeside(one))
@@ -60,11 +56,22 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: Container, *rest: Any
     given = shaped(optimizer, wrapped)
     if not rest:
         return model, given
-    others = accelerator.prepare(*rest)
-    return (model, given, *(others if len(rest) > 1 else [others]))
+    return (model, given, *(_prepared(accelerator, one) for one in rest))
+
+
+def _prepared(accelerator: Any, one: Any) -> Any:
+    """A module without trainable parameters, a teacher say, needs no DDP around it."""
+    if isinstance(one, nn.Module) and not any(param.requires_grad for param in one.parameters()):
+        return accelerator.prepare_model(one, evaluation_mode=True)
+    return accelerator.prepare(one)
 
 
 def _check(accelerator: Any, model: nn.Module, optimizer: Container) -> None:
+    if not isinstance(model, nn.Module) or isinstance(optimizer, nn.Module):
+        raise PlanError(
+            "zc.integrations.accelerate.prepare takes (accelerator, model, optimizer, *rest) in this order, and was "
+            f"given a {type(model).__name__} as model and a {type(optimizer).__name__} as optimizer"
+        )
     kind = accelerator.distributed_type.value
     if kind in _OTHERS:
         raise PlanError(
@@ -99,24 +106,6 @@ def _check(accelerator: Any, model: nn.Module, optimizer: Container) -> None:
             "the model was given to accelerator.prepare before, and is wrapped in DistributedDataParallel: give "
             "zc.integrations.accelerate.prepare the module itself"
         )
-
-
-class _NoSync:
-    """A model's ``no_sync``, which accelerate asks for. A copy or a pickle of the model is a plain module, and has one
-    that does nothing."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-
-    def __call__(self) -> contextlib.AbstractContextManager[None]:
-        model = self._model()
-        return no_sync(model) if model is not None and model in COMPILED else contextlib.nullcontext()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return contextlib.nullcontext
-
-    def __reduce__(self) -> Any:
-        return functools.partial, (contextlib.nullcontext,)
 
 
 def _keep_state(accelerator: Any, model: nn.Module, optimizer: Container, pointers: list[PointsBeside]) -> None:

@@ -3,13 +3,15 @@
 Checkpoints are single files with whole tensors, as DDP's: either strategy takes up the other's, with any number of
 ranks. Both strategies are DDPStrategy without the wrapper: launching, process groups and reductions are its own.
 
-Private names of lightning 2.6: ``_backward_sync_control`` of Fabric's strategies, which has no public way in.
+Private names of lightning 2.6: ``_backward_sync_control`` of Fabric's strategies, which has no public way in, and
+``_store`` of BaseFinetuning.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +27,15 @@ from zc.closing import close
 from zc.compiler.backend import make_backend
 from zc.copies import NotForDDP
 from zc.errors import PlanError
-from zc.integrations.packages import needed
+from zc.integrations.packages import needed, seam
 from zc.integrations.whole import whole_weights
+from zc.recompile import recompile
 from zc.registry import COMPILED, sharded
 
 _Module: Any = needed("lightning", "lightning").LightningModule
 _FabricDDP: Any = needed("lightning.fabric.strategies", "lightning").DDPStrategy
 _TrainerDDP: Any = needed("lightning.pytorch.strategies", "lightning").DDPStrategy
+_Finetuning: Any = needed("lightning.pytorch.callbacks", "lightning").BaseFinetuning
 
 # of DDPStrategy, and good for zc as well; everything else that a strategy is given is zc.compile's
 _OF_DDP = (
@@ -97,7 +101,13 @@ class ZcStrategy(_TrainerDDP):
             for child in _called(module):
                 torch_private.call_instead(child, None)
         super().setup_optimizers(trainer)
+        finetuning = [callback for callback in trainer.callbacks if isinstance(callback, _Finetuning)]
+        for callback in finetuning:
+            callback.on_fit_start(trainer, module)  # a resumed run: it sets parameter groups, so before zc.compile
         zc_compile(module, list(self.optimizers), **self._options)
+        for callback in finetuning:
+            seam(_Finetuning, "lightning", "2.6", {"_store": "plans the layers that a callback has unfrozen"})
+            callback._store = partial(_store_groups, callback)
         if type(module).forward is _Module.forward:
             _compile_children(module)
         if any(param.dtype != self._masters.get(name, param).dtype for name, param in module.named_parameters()):
@@ -185,6 +195,21 @@ class ZcFabricStrategy(_FabricDDP):
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         raise PlanError("clip_val is not supported: gradients are sharded. fabric.clip_gradients(..., max_norm=...) is")
+
+
+def _store_groups(
+    callback: Any, module: nn.Module, number: int, num_groups: int, groups: list[dict[str, Any]]
+) -> None:
+    """In place of ``callback._store``, which BaseFinetuning calls at the begin of each epoch, after it has unfrozen
+    layers. The optimizer's groups hold slices; the callback saves the names of the module's own parameters."""
+    held, params = sharded(module), dict(module.named_parameters())
+    if any(param.requires_grad and name not in held.runtime.params for name, param in params.items()):
+        recompile(module)
+    whole = [
+        {**group, "params": [params[member] if isinstance(member, str) else member for member in members]}
+        for group, members in zip(groups, held.optimizers[number].members, strict=True)
+    ]
+    type(callback)._store(callback, module, number, num_groups, whole)
 
 
 class _NoSync:

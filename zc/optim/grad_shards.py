@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
 
 
+_IS_GONE = "the gradient of {} was set to None (zero_grad) since: take param.grad anew"
+
+
 class GradShards:
     """The accumulators' parts, one a parameter of which this rank owns elements. Implements `GradOwner`.
 
@@ -70,7 +73,7 @@ class GradShards:
         if not runtime.is_final or grad is None or grad is not runtime.shown[name] or runtime.may_be_cleared():
             runtime.finish_gradients(by_grad=True)
         if not self._is_touched(name):
-            raise ZcError(f"the gradient of {name} was set to None (zero_grad) since: take param.grad anew")
+            raise ZcError(_IS_GONE.format(name))
 
     def changed(self) -> None:
         """The gradients are not what they were: no norm of them holds."""
@@ -88,6 +91,11 @@ class GradShards:
                     shard.mul_(scale.to(device=shard.device, dtype=shard.dtype))
         self.changed()
         return norm.to(torch.float32)
+
+    def are_finite(self) -> bool:
+        """See `zc.grads_are_finite`. A sum of squares may overflow where a sum of magnitudes does not."""
+        self.runtime.finish_gradients()
+        return any(bool(self._all_norms(order).isfinite().all()) for order in (2.0, 1.0))
 
     def _all_norms(self, order: float) -> Tensor:
         """[touched parameters] fp64: the norms of all gradients, which are finished, with one collective; kept until a
@@ -137,28 +145,28 @@ class GradShards:
         return self._norm_of[order][name]
 
     def scale_grad(self, name: str, factor: Tensor | float) -> None:
-        """In place. Scaling every gradient by one factor keeps the cached norms of none."""
+        """In place. ``factor``: a number, or a tensor that broadcasts to the parameter's shape, such as a mask; this
+        rank takes its part of it."""
         self._finished(name)
         self.runtime.wait_for_host_memory()
         self.changed()
-        for shard in self.copies(name):
+        copies = self.copies(name)
+        if isinstance(factor, Tensor) and factor.numel() > 1:
+            bucket, k = self._where[name]
+            slot, rank = self.runtime.plan.buckets[bucket].slots[k], self.runtime.group.shard.rank
+            first, stop = self.runtime.plan.buckets[bucket].layout.in_shard(slot, rank)
+            whole = flattened(factor.expand(slot.shape), slot)
+            factor = in_shape(whole[first - slot.offset : stop - slot.offset], slot) if copies else whole
+        for shard in copies:
             shard.mul_(factor.to(device=shard.device, dtype=shard.dtype) if isinstance(factor, Tensor) else factor)
 
     def zero_grad_of(self, name: str) -> None:
-        self._finished(name)
-        self.runtime.wait_for_host_memory()
+        """Asks no other rank: a rank may have more backwards than others between this and the update."""
+        runtime = self.runtime
+        if runtime.params[name].grad is not runtime.shown[name]:
+            raise ZcError(_IS_GONE.format(name))
         self.changed()
-        for shard in self.copies(name):
-            shard.zero_()
-
-    def zero_slices(self, names: Sequence[str]) -> None:
-        """Zeros this rank's parts: the zero_grad(set_to_none=False) of the optimizer's class."""
-        self.runtime.finish_gradients()
-        self.runtime.wait_for_host_memory()
-        self.changed()
-        for name in names:
-            for copy in self.copies(name) if self._is_touched(name) else ():
-                copy.zero_()
+        runtime.drop([self._where[name]], set_to_none=False)
 
     def full_grad_of(self, name: str) -> Tensor:
         self._finished(name)

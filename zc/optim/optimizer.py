@@ -230,7 +230,7 @@ class ShardedOptimizer:
         self._zeroed.update(names)
         if self._zeroed >= self.slices.keys():
             self._zeroed.clear()
-            self.grad_shards.zero_slices([slot.name for bucket in self.buckets for slot in bucket.slots])
+            self.zero_grad(set_to_none=False)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if not self._nesting.begins():

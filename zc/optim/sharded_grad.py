@@ -8,12 +8,14 @@ together; it can be gathered with ``full_tensor()``; anything else raises and sa
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.errors import ZcError
@@ -140,13 +142,45 @@ _CREATE_GRAPH = (
 )
 
 
+_ADVICE: dict[Any, str] = {
+    **dict.fromkeys(
+        (aten.eq.Tensor, aten.ne.Tensor, aten.isnan.default, aten.isinf.default),
+        "zc.grads_are_finite(model) says on every rank whether all gradients are finite",
+    ),
+    **dict.fromkeys(
+        (aten.abs.default, aten.max.default, aten.min.default, aten.amax.default, aten.mean.default, aten.sum.default),
+        ".norm(float('inf')) is the largest magnitude, .norm(1) / .numel() the mean, .full_tensor() has all elements",
+    ),
+    **dict.fromkeys(  # DistributedDataParallel's reducer, into its bucket
+        (aten.mul.out, aten.copy_.default),
+        "is the model inside a DistributedDataParallel? Leave that out",
+    ),
+}
+
+
 def _refusal(what: Any, name: str) -> str:
-    is_ddps = what in (aten.mul.out, aten.copy_.default)  # by its reducer, into its bucket
-    return (
-        f"{what} does not work on the gradient of {name}, which is sharded over ranks: use zc.clip_grad_norm_ or "
-        "torch.nn.utils.clip_grad_norm_ to clip, .norm() for its norm, .mul_() to scale it, .full_tensor() to gather it"
-        + (". Is the model inside a DistributedDataParallel? Leave that out" if is_ddps else "")
+    if (optimizer := _stepping()) is not None:
+        return (
+            f"{optimizer}.step() met the gradient of {name}, which is sharded over ranks: zc.compile was not given "
+            f"this {optimizer}. Make it first, then call zc.compile(model, optimizer); several go in as a list"
+        )
+    advice = _ADVICE.get(
+        what,
+        "use zc.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_ to clip, .norm() for its norm, .mul_() to scale it, "
+        ".full_tensor() to gather it",
     )
+    return f"{what} does not work on the gradient of {name}, which is sharded over ranks: {advice}"
+
+
+def _stepping() -> str | None:
+    """The class of the optimizer whose ``step`` has called us."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "step" and isinstance(owner, Optimizer):
+            return type(owner).__name__
+        frame = frame.f_back
+    return None
 
 
 def _norm(grad: ShardedGrad, order: float = 2, *_: Any, **__: Any) -> Tensor:

@@ -30,10 +30,11 @@ from zc.ranks.work import Work
 Waits = dict[str, list[float]]  # where -> seconds of each
 BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
 END = "end a backward"  # that no_sync does not hold back
-# digests: what is announced, the journal, what the sums hold, which .grad are shown; and whether it is BOUNDARY or END
-_HEAD = struct.Struct("<4IB")
-_WHAT, _JOURNAL, _HELD, _SHOWN = ((at, at + 4) for at in range(0, 16, 4))
-_MEETS = 16
+# digests of what is announced, of the journal, of what the sums hold and of which .grad are shown; how many times
+# gradients were dropped; 2 for BOUNDARY, 1 for END, 0 for others
+_HEAD = struct.Struct("<5IB")
+_WHAT, _JOURNAL, _HELD, _SHOWN, _CLEARED = ((at, at + 4) for at in range(0, 20, 4))
+_MEETS = 20
 
 
 class Announcement:
@@ -47,7 +48,8 @@ class Announcement:
         journal = record.checksum() if record is not None and what == BOUNDARY else 0
         held = zlib.crc32(repr(sorted(agreement.held.items())).encode())
         label = f"{agreement.num_cleared}: {what}" if what != BOUNDARY else what
-        head = _HEAD.pack(zlib.crc32(label.encode()), journal, held, shown, what in (BOUNDARY, END))
+        meets = {BOUNDARY: 2, END: 1}.get(what, 0)
+        head = _HEAD.pack(zlib.crc32(label.encode()), journal, held, shown, agreement.num_cleared, meets)
         self._row = bytearray(head + bytes(flags))
         self.number = number
         self._waits, self._kind = agreement.waits, {BOUNDARY: "at the boundary", END: "at its end"}.get(what, "inside")
@@ -90,11 +92,18 @@ class Announcement:
         return all(self._rows[at + start : at + stop] == mine for at in range(0, len(self._rows), size))
 
     def flags(self) -> list[int]:
-        """The largest of each over the ranks."""
-        if self._is_equal(_HEAD.size, len(self._row)):
+        """The largest of each over the ranks whose gradients will be summed with this one's.
+
+        At the end of a backward a rank may differ in how often it has dropped gradients. It has yet to drop those that
+        it announces here, or this rank has: their flags count no earlier than at the boundary.
+        """
+        size, (start, stop) = len(self._row), _CLEARED
+        if self._is_equal(start, stop) and self._is_equal(_HEAD.size, size):
             return list(self._row[_HEAD.size :])
-        rows = torch.frombuffer(self._rows, dtype=torch.uint8).view(-1, len(self._row))
-        largest: list[int] = rows[:, _HEAD.size :].amax(dim=0).tolist()
+        rows = (self._rows[at : at + size] for at in range(0, len(self._rows), size))
+        counts = [row[_MEETS] == 2 or row[start:stop] == self._row[start:stop] for row in rows]
+        flags = torch.frombuffer(self._rows, dtype=torch.uint8).view(-1, size)[:, _HEAD.size :]
+        largest: list[int] = flags[torch.tensor(counts)].amax(dim=0).tolist()
         return largest
 
     def all_flags(self, count: int) -> bool:
@@ -104,14 +113,21 @@ class Announcement:
         return all(0 not in self._rows[at : at + count] for at in starts)
 
 
+def _plus(checksum: int, what: str) -> int:
+    """A checksum that does not depend on the order of what is added."""
+    return (checksum + zlib.crc32(what.encode())) % 2**32
+
+
 class Agreement:
     """The announcements of one compiled model."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        # by optimizer: numbers of the announcements whose reductions the sums of its parameters hold
-        self.held: dict[int, list[int]] = {}
+        # by optimizer: how many reductions the sums of its parameters hold, and a checksum of which announcements made
+        # them and which gradients were dropped since
+        self.held: dict[int, tuple[int, int]] = {}
         self.num_cleared = 0  # times that gradients were dropped since the last boundary: no pair across one
+        self._dropped: set[tuple[int, int]] = set()  # parameters whose drops count as the last one of num_cleared
         self._count = 0
         self.waits: Waits = {"inside": [], "at its end": [], "at the boundary": []}
 
@@ -125,6 +141,7 @@ class Agreement:
 
     def announce(self, what: str, flags: Sequence[int], shown: int = 0) -> Announcement:
         self._count += 1
+        self._dropped.clear()
         return Announcement(self, self._count, what, flags, shown)
 
     def meet(self, flags: Sequence[int], shown: int = 0) -> Announcement:
@@ -148,20 +165,33 @@ class Agreement:
     def hold(self, number: int, num_optimizers: int) -> None:
         """What this announcement reduced is in the sums."""
         for optimizer in range(num_optimizers):
-            self.held.setdefault(optimizer, []).append(number)
+            count, checksum = self.held.get(optimizer, (0, 0))
+            self.held[optimizer] = count + 1, _plus(checksum, f"announcement {number}")
 
     def cleared(self, optimizers: Iterable[int]) -> None:
-        """The gradients of these optimizers were dropped on this rank."""
+        """All gradients of these optimizers were dropped on this rank."""
         for optimizer in optimizers:
             self.held.pop(optimizer, None)
         self.num_cleared += 1
+        self._dropped.clear()
+
+    def dropped(self, optimizer: int, where: tuple[int, int], *, is_reduced: bool) -> None:
+        """One gradient of this optimizer was dropped on this rank; ``is_reduced``: after all ranks had reduced it. A
+        loop over all parameters counts once, however many of them have a gradient here."""
+        if not self._dropped or where in self._dropped:
+            self._dropped.clear()
+            self.num_cleared += 1
+        self._dropped.add(where)
+        if is_reduced:
+            count, checksum = self.held.get(optimizer, (0, 0))
+            self.held[optimizer] = count, _plus(checksum, f"{where} is dropped after {count} reductions")
 
     def _tell_apart(self) -> None:
-        found = [numbers for _, numbers in sorted(self.held.items())] or [[]]
-        lines = [f"{len(numbers)} reduction(s) (announcements {numbers[:8]})" for numbers in found]
+        held = [count_and_sum for _, count_and_sum in sorted(self.held.items())] or [(0, 0)]
+        lines = [f"{count} reduction(s), checksum {checksum:08x}" for count, checksum in held]
         self.group.same_everywhere(
-            "what the gradients hold: some rank has cleared its gradients (zero_grad, or a backward that raised) and "
-            "others have not; what they hold",
+            "what the gradients hold: some rank has dropped gradients (zero_grad, param.grad = None or .zero_(), or a "
+            "backward that raised) and others have not; what they hold",
             lines,
             "Clear them on all ranks or on none, whatever each rank's own loss says",
         )
