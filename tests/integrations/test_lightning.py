@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from training_runs import message_of
 
 import zc
@@ -197,6 +197,7 @@ def _finetune(rank: int, world_size: int, options: dict[str, Any], folder: str) 
             strategy=ZcStrategy(**options),
             max_epochs=3,
             limit_train_batches=4,
+            use_distributed_sampler=False,
             callbacks=[callback],
             logger=False,
             enable_progress_bar=False,
@@ -204,7 +205,8 @@ def _finetune(rank: int, world_size: int, options: dict[str, Any], folder: str) 
             enable_checkpointing=False,
             default_root_dir=folder,
         )
-        trainer.fit(module, DataLoader(regression(), batch_size=2, shuffle=False))
+        sampler = DistributedSampler(regression(), world_size, rank, shuffle=False)
+        trainer.fit(module, DataLoader(regression(), batch_size=2, sampler=sampler))
         return whole(module.net), callback.state_dict()["internal_optimizer_metadata"]
 
 

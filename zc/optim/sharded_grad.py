@@ -142,20 +142,8 @@ _CREATE_GRAPH = (
 )
 
 
-_ADVICE: dict[Any, str] = {
-    **dict.fromkeys(
-        (aten.eq.Tensor, aten.ne.Tensor, aten.isnan.default, aten.isinf.default),
-        "zc.grads_are_finite(model) says on every rank whether all gradients are finite",
-    ),
-    **dict.fromkeys(
-        (aten.abs.default, aten.max.default, aten.min.default, aten.amax.default, aten.mean.default, aten.sum.default),
-        ".norm(float('inf')) is the largest magnitude, .norm(1) / .numel() the mean, .full_tensor() has all elements",
-    ),
-    **dict.fromkeys(  # DistributedDataParallel's reducer, into its bucket
-        (aten.mul.out, aten.copy_.default),
-        "is the model inside a DistributedDataParallel? Leave that out",
-    ),
-}
+_READS = (aten.abs, aten.eq, aten.ne, aten.isnan, aten.isinf, aten.max, aten.amax, aten.mean, aten.sum)
+_OF_DDP = (aten.mul.out, aten.copy_.default)  # its reducer's, into its bucket
 
 
 def _refusal(what: Any, name: str) -> str:
@@ -164,11 +152,17 @@ def _refusal(what: Any, name: str) -> str:
             f"{optimizer}.step() met the gradient of {name}, which is sharded over ranks: zc.compile was not given "
             f"this {optimizer}. Make it first, then call zc.compile(model, optimizer); several go in as a list"
         )
-    advice = _ADVICE.get(
-        what,
+    advice = (
         "use zc.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_ to clip, .norm() for its norm, .mul_() to scale it, "
-        ".full_tensor() to gather it",
+        ".full_tensor() to gather it"
     )
+    if what in _OF_DDP:
+        advice += ". Is the model inside a DistributedDataParallel? Leave that out"
+    if getattr(what, "overloadpacket", None) in _READS:
+        advice = (
+            "zc.grads_are_finite(model) says on every rank whether all gradients are finite, .norm(float('inf')) is "
+            "the largest magnitude, .norm(1) / .numel() the mean one, .full_tensor() has all elements"
+        )
     return f"{what} does not work on the gradient of {name}, which is sharded over ranks: {advice}"
 
 
