@@ -4,15 +4,7 @@ from pkgutil import extend_path
 
 __path__ = extend_path(__path__, __name__)  # Zope's zc.lockfile, zc.buildout and others share the name
 
-from zc.api import (
-    clip_grad_norm_,
-    compile,  # noqa: A004
-    flush_state,
-    full_grad,
-    grads_are_finite,
-    no_sync,
-    synchronize,
-)
+from zc.api import compile, flush_state, no_sync, synchronize  # noqa: A004
 from zc.checkpoint.deepspeed import load_universal
 from zc.checkpoint.export import export, full_optimizer_state
 from zc.checkpoint.save_load import Saving, latest, load, load_state_dict, save, state_dict
@@ -27,6 +19,7 @@ from zc.errors import (
     UncoveredGradientError,
     ZcError,
 )
+from zc.gradients import clip_grad_norm_, full_grad, grads_are_finite
 from zc.log import configure as _configure_log
 from zc.optim.kinds import elementwise
 from zc.optim.one_rank import one_rank

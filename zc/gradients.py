@@ -1,0 +1,35 @@
+"""What a script asks about the gradients of a compiled model. Every rank must call these functions."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from zc.registry import sharded
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales the gradients so that their joint 2-norm is at most ``max_norm``; one collective.
+
+    Returns the norm before, fp32, 0-d: the norm of the mean gradient over all ranks, each element counted once, as
+    `torch.nn.utils.clip_grad_norm_` gives it under DDP. A NaN or infinity stays one.
+    """
+    return sharded(model).grad_shards.clip_grad_norm_(float(max_norm))
+
+
+def grads_are_finite(model: nn.Module) -> bool:
+    """Whether no gradient has an infinity or NaN, as all ranks will use them: the same answer on every rank.
+
+    Every rank must call it. It shares its one collective with clipping, and waits for the device.
+    """
+    return sharded(model).grad_shards.are_finite()
+
+
+def full_grad(model: nn.Module) -> dict[str, Tensor | None]:
+    """Every trainable parameter's reduced gradient, gathered on all ranks, in the parameter's shape and the
+    accumulator's dtype; None where no rank has one. For looking at, not for training: it holds all gradients at
+    once."""
+    runtime = sharded(model).runtime
+    gathered: dict[str, Tensor | None] = {}
+    for bucket in runtime.plan.buckets:
+        gathered.update(runtime.full_grad(bucket.index))
+    return {name: gathered[name] for name in runtime.params}
