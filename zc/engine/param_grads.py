@@ -1,4 +1,4 @@
-"""What the caller did with ``param.grad`` and with hooks on parameters: noticed where it can be, refused where not."""
+"""Checks ``param.grad`` and the hooks on parameters for what the caller may have changed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def refuse_accumulate_hooks(params: Mapping[str, nn.Parameter]) -> None:
 def check(
     params: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter], shown: Mapping[str, Tensor]
 ) -> None:
-    """Raises UncoveredGradientError for a gradient that is none of ours (``shown``), ZcError for a parameter of
-    ``frozen`` that asks for one."""
+    """Raises UncoveredGradientError if a ``.grad`` is not the one in ``shown``, ZcError if a parameter of ``frozen``
+    requires a gradient."""
     for name, param in params.items():
         if (grad := param.grad) is not None and grad is not shown.get(name):
             raise UncoveredGradientError(
@@ -42,7 +42,7 @@ def check(
 
 
 def cleared(plan: Plan, known: Sequence[Sequence[bool]], params: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
-    """(bucket, slot) of the ``known`` gradients that the caller has dropped: ``param.grad = None`` by hand, or the
+    """(bucket, slot) of the gradients in ``known`` whose ``param.grad`` the caller has set to None, by hand or by the
     stock model.zero_grad()."""
     return [
         (bucket.index, k)
@@ -53,8 +53,8 @@ def cleared(plan: Plan, known: Sequence[Sequence[bool]], params: Mapping[str, nn
 
 
 def shown_apart(plan: Plan, shown: Sequence[Sequence[bool]], known: Sequence[Sequence[bool]]) -> str:
-    """Why a loop over ``param.grad`` would take other gradients on each rank; ``shown`` here, ``known`` to be on some
-    rank."""
+    """The error of a loop over ``param.grad`` where ranks have one on different parameters. ``shown``: those of this
+    rank; ``known``: those of all ranks together."""
     lacking = [
         slot.name
         for bucket, here, there in zip(plan.buckets, shown, known, strict=True)
@@ -64,7 +64,8 @@ def shown_apart(plan: Plan, shown: Sequence[Sequence[bool]], known: Sequence[Seq
     where = f"here {', '.join(lacking[:5])} has none" if lacking else "here all have one, on another rank some lack it"
     return (
         "ranks have a param.grad on different parameters, so clipping or a norm over them would differ from rank to "
-        f"rank: {where}. The last backward before it must not be inside zc.no_sync; or call zc.clip_grad_norm_"
+        f"rank: {where}. The last backward before it must not be inside zc.no_sync, and all ranks or none must have "
+        "cleared gradients; or call zc.clip_grad_norm_"
     )
 
 

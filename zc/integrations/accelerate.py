@@ -60,7 +60,7 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: Container, *rest: Any
 
 
 def _prepared(accelerator: Any, one: Any) -> Any:
-    """A module without trainable parameters, a teacher say, needs no DDP around it."""
+    """``accelerator.prepare(one)``, without DDP around a module that has no trainable parameter (a teacher)."""
     if isinstance(one, nn.Module) and not any(param.requires_grad for param in one.parameters()):
         return accelerator.prepare_model(one, evaluation_mode=True)
     return accelerator.prepare(one)

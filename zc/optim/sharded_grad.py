@@ -1,9 +1,9 @@
 """``param.grad`` of a compiled model: a gradient that no rank holds whole.
 
-After a backward every parameter that got a gradient has a ShardedGrad. It knows its norm and can be scaled, so that
-stock ``torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`` works, with one collective for all parameters
-together; it can be gathered with ``full_tensor()``; anything else raises and says what to call. A quiet stand-in
-(zeros, or None) would let clipping and logging go wrong in silence.
+After a backward every parameter that got a gradient has a ShardedGrad. It has a norm and can be scaled, so stock
+``torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`` works, with one collective for all parameters together.
+``full_tensor()`` gathers it. Any other operation raises an error that says what to call: zeros or None in its place
+would make clipping and logging wrong without a word.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class GradOwner(Protocol):
-    """What a ShardedGrad asks of the one who holds the shards."""
+    """Holds the shards of a ShardedGrad."""
 
     def grad_norm(self, name: str, order: float) -> Tensor: ...
     def scale_grad(self, name: str, factor: Tensor | float) -> None: ...
@@ -34,7 +34,7 @@ class GradOwner(Protocol):
 
 
 class SliceOwner(Protocol):
-    """What a SliceGrad asks of its optimizer."""
+    """Holds the slices of a SliceGrad."""
 
     def zero_slices(self, names: Sequence[str]) -> None: ...
     def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None: ...
@@ -48,17 +48,17 @@ class ShardedGrad(Tensor):
 
     @staticmethod
     def __new__(cls, owner: GradOwner, name: str, param: nn.Parameter) -> ShardedGrad:
-        made = torch_private.make_wrapper(cls, param)
-        made.param_name, made._owner = name, weakref.ref(owner)
-        return made
+        wrapper = torch_private.make_wrapper(cls, param)
+        wrapper.param_name, wrapper._owner = name, weakref.ref(owner)
+        return wrapper
 
     @property
     def owner(self) -> GradOwner:
-        """Who holds the shards. Raises ZcError when the compiled model is gone."""
-        found = self._owner()
-        if found is None:
+        """Holds the shards. Raises ZcError if the compiled model is gone."""
+        owner = self._owner()
+        if owner is None:
             raise ZcError(f"the gradient of {self.param_name} is gone with its compiled model")
-        return found
+        return owner
 
     def full_tensor(self) -> Tensor:
         """The whole gradient on every rank (a collective: call it on all of them), in the accumulator's dtype."""
@@ -88,12 +88,11 @@ class ShardedGrad(Tensor):
 
 
 class SliceGrad(Tensor):
-    """What the optimizer's own slice of a parameter has as ``.grad`` outside of an update: torch's GradScaler can
-    unscale it, and then all ranks agree on what it found; the zero_grad of the optimizer's class can clear it; the
-    update itself gets the plain gradient.
+    """The ``.grad`` of the optimizer's slice of a parameter outside of an update; the update gets the plain gradient.
 
-    Anything else raises: a loop over the optimizer's parameters sees one rank's slices, and its norm would differ from
-    rank to rank. (DTensor gives GradScaler its one answer in the same place.)
+    torch's GradScaler can unscale it, and all ranks then agree on whether it found an infinity. The zero_grad of the
+    optimizer's class can clear it. Any other operation raises: a loop over the optimizer's parameters sees one rank's
+    slices, and a norm of them would differ from rank to rank. (DTensor answers GradScaler in the same place.)
     """
 
     param_name: str
@@ -101,9 +100,9 @@ class SliceGrad(Tensor):
 
     @staticmethod
     def __new__(cls, owner: SliceOwner, name: str, param: nn.Parameter) -> SliceGrad:
-        made = torch_private.make_wrapper(cls, param)
-        made.param_name, made._owner = name, weakref.ref(owner)
-        return made
+        wrapper = torch_private.make_wrapper(cls, param)
+        wrapper.param_name, wrapper._owner = name, weakref.ref(owner)
+        return wrapper
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as torch.Tensor has it
         return f"SliceGrad({self.param_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -167,7 +166,7 @@ def _refusal(what: Any, name: str) -> str:
 
 
 def _stepping() -> str | None:
-    """The class of the optimizer whose ``step`` has called us."""
+    """The class of the optimizer whose ``step`` is running, if there is one."""
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -197,7 +196,7 @@ def _zero(grad: ShardedGrad) -> ShardedGrad:
 
 
 def _add(grad: ShardedGrad, other: Tensor, *, alpha: float = 1) -> ShardedGrad:
-    """AccumulateGrad adds an eager gradient to an existing ``.grad`` in place: it goes the way of all others."""
+    """AccumulateGrad adds an eager gradient to an existing ``.grad`` in place."""
     if torch_private.current_graph_task() == -1:
         raise ZcError(_refusal("add_ outside of a backward", grad.param_name))
     grad.owner.add_grad(grad.param_name, other if alpha == 1 else other * alpha)
