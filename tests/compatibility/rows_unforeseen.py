@@ -105,7 +105,7 @@ add_cleared_rows()
 
 
 @row(13, "one rank alone drops a gradient that all ranks have reduced",
-     refused={"always": "RankMismatchError: what the gradients hold: some rank has dropped gradients"})  # fmt: skip
+     refused={"always": "RankMismatchError: what the gradients hold: some rank has cleared its gradients"})  # fmt: skip
 def one_rank_drops(s: Script) -> None:
     s.loss(0).backward()
     if s.rank == 0:
@@ -114,7 +114,7 @@ def one_rank_drops(s: Script) -> None:
 
 
 @row(13, "one rank alone zeroes a gradient that all ranks have reduced",
-     refused={"always": "RankMismatchError: what the gradients hold: some rank has dropped gradients"})  # fmt: skip
+     refused={"always": "RankMismatchError: what the gradients hold: some rank has cleared its gradients"})  # fmt: skip
 def one_rank_zeroes(s: Script) -> None:
     s.loss(0).backward()
     if s.rank == 1:

@@ -30,8 +30,8 @@ def check(
         if (grad := param.grad) is not None and grad is not shown.get(name):
             raise UncoveredGradientError(
                 f"{name}.grad holds a full gradient that did not come through a backward of this model; zc trains "
-                "from its own shards. Don't assign param.grad: call torch.autograd.backward(parameters, gradients), "
-                "which adds such gradients as a backward does"
+                "from its own shards. Don't assign param.grad by hand: torch.autograd.backward(parameters, gradients) "
+                "adds such gradients as a backward does"
             )
     for name, param in frozen.items():
         if param.requires_grad:

@@ -190,8 +190,8 @@ class Agreement:
         held = [count_and_sum for _, count_and_sum in sorted(self.held.items())] or [(0, 0)]
         lines = [f"{count} reduction(s), checksum {checksum:08x}" for count, checksum in held]
         self.group.same_everywhere(
-            "what the gradients hold: some rank has dropped gradients (zero_grad, param.grad = None or .zero_(), or a "
-            "backward that raised) and others have not; what they hold",
+            "what the gradients hold: some rank has cleared its gradients (zero_grad, param.grad = None or .zero_(), "
+            "or a backward that raised) and others have not; what they hold",
             lines,
             "Clear them on all ranks or on none, whatever each rank's own loss says",
         )
