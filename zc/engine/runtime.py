@@ -318,7 +318,8 @@ class Runtime(Core):
 
     def drop(self, gone: Sequence[Where], *, set_to_none: bool) -> None:
         """The gradients of some parameters were set to None, or become zeros. Asks no other rank: the boundary does."""
-        self.streams.join_main()
+        if not self._is_home:
+            self.streams.join_main()
         self._reopen()
         self.wait_for_host_memory()
         self.rounds.drop(gone, set_to_none=set_to_none)
