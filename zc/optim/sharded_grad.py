@@ -159,8 +159,8 @@ def _refusal(what: Any, name: str) -> str:
         advice += ". Is the model inside a DistributedDataParallel? Leave that out"
     if getattr(what, "overloadpacket", None) in _READS:
         advice = (
-            "zc.grads_are_finite(model) says on every rank whether all gradients are finite, .norm(float('inf')) is "
-            "the largest magnitude, .norm(1) / .numel() the mean one, .full_tensor() has all elements"
+            "call zc.grads_are_finite(model) to learn whether all gradients are finite; .norm(float('inf')) is the "
+            "largest magnitude, .norm(1) / .numel() the mean one, .full_tensor() has all elements"
         )
     return f"{what} does not work on the gradient of {name}, which is sharded over ranks: {advice}"
 
