@@ -36,6 +36,7 @@ _Module: Any = needed("lightning", "lightning").LightningModule
 _FabricDDP: Any = needed("lightning.fabric.strategies", "lightning").DDPStrategy
 _TrainerDDP: Any = needed("lightning.pytorch.strategies", "lightning").DDPStrategy
 _Finetuning: Any = needed("lightning.pytorch.callbacks", "lightning").BaseFinetuning
+_STORE = "_store"  # of BaseFinetuning; torch has a private name like it
 
 # of DDPStrategy, and good for zc as well; everything else that a strategy is given is zc.compile's
 _OF_DDP = (
@@ -106,8 +107,8 @@ class ZcStrategy(_TrainerDDP):
             callback.on_fit_start(trainer, module)  # a resumed run: it sets parameter groups, so before zc.compile
         zc_compile(module, list(self.optimizers), **self._options)
         for callback in finetuning:
-            seam(_Finetuning, "lightning", "2.6", {"_store": "plans the layers that a callback has unfrozen"})
-            callback._store = partial(_store_groups, callback)
+            seam(_Finetuning, "lightning", "2.6", {_STORE: "plans the layers that a callback has unfrozen"})
+            setattr(callback, _STORE, partial(_store_groups, callback))
         if type(module).forward is _Module.forward:
             _compile_children(module)
         if any(param.dtype != self._masters.get(name, param).dtype for name, param in module.named_parameters()):
@@ -209,7 +210,7 @@ def _store_groups(
         {**group, "params": [params[member] if isinstance(member, str) else member for member in members]}
         for group, members in zip(groups, held.optimizers[number].members, strict=True)
     ]
-    type(callback)._store(callback, module, number, num_groups, whole)
+    getattr(type(callback), _STORE)(callback, module, number, num_groups, whole)
 
 
 class _NoSync:
