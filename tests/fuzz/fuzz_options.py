@@ -7,7 +7,7 @@ from typing import Any
 
 
 def draw(rng: random.Random, dtype: str, without: frozenset[str]) -> dict[str, Any]:
-    backend = rng.choices(("eager", "aot_eager", "inductor"), (140, 58, 2))[0]
+    backend = rng.choices(("eager", "aot_eager", "inductor"), (166, 32, 2))[0]
     if backend in without:
         backend = "eager"
     options: dict[str, Any] = {"stage": rng.choice((1, 2)), "backend": backend}
