@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from fuzz_oracle import Wanted
+from fuzz_optimizers import is_stacked
 from fuzz_order import crosses
 from fuzz_program import FULL_CLEARS, PART, Program, suffix
 from torch import Tensor
@@ -52,6 +53,11 @@ def _some_read_alone(program: Program) -> bool:
     return False
 
 
+def _loads_together_elsewhere(program: Program) -> bool:
+    """Whether another launch loads a state that belongs to several parameters."""
+    return is_stacked(program.optimizer) and len(program.launches) > 1
+
+
 def _is_read_alone(kind: str, args: dict[str, Any]) -> bool:
     return kind == "norms" or (kind == "clip" and args["how"] != "zc")
 
@@ -67,6 +73,7 @@ REFUSALS = (
     ("ZcError", "ranks have a param.grad on different parameters", _nobody_has_told),
     # cleared through the optimizer's own tensors, which no param.grad shows until the next backward, then clipped
     ("ZcError", "was set to None (zero_grad) since", lambda p: p.clears & {"class", "slices"}),
+    ("CheckpointError", "state belongs to parameters together", _loads_together_elsewhere),
     ("RankMismatchError", "ranks are out of step", _some_read_alone),
     # cleared past optimizer.zero_grad on a rank that had no backward yet: no .grad was there to be missed
     ("RankMismatchError", "what the gradients hold", lambda p: p.clears - {"optimizer"} and _some_are_alone(p)),

@@ -72,7 +72,7 @@ CLASSES = {
                 state["step"] += 1
                 state["momentum"].mul_(0.9).add_(p.grad)
                 state["size"].lerp_(p.grad.square().sum(), 0.5)
-                p.sub_(state["momentum"] / (1 + state["size"].sqrt()), alpha=group["lr"])
+                p.sub_(state["momentum"] / (1 + state["size"].sqrt().squeeze()), alpha=group["lr"])
 ''',
 }
 

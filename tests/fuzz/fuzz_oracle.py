@@ -236,14 +236,13 @@ class _Reference:
             model.load_state_dict(state)
 
     def do_save(self, k: int, args: dict[str, Any]) -> None:
-        self.saved = copy.deepcopy(([model.state_dict() for model in self.models], self.optimizer.state_dict()))
+        self.saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
 
     def do_load(self, k: int, args: dict[str, Any]) -> None:
-        """Each rank's own buffers, where there are such and as many ranks; else rank 0's."""
-        states, of_optimizer = copy.deepcopy(self.saved)
-        has_own = not self.broadcasts and len(states) == self.world_size
-        for rank, model in enumerate(self.models):
-            model.load_state_dict(states[rank if has_own else 0])
+        """Buffers are rank 0's, also where each rank had its own."""
+        state, of_optimizer = copy.deepcopy(self.saved)
+        for model in self.models:
+            model.load_state_dict(state)
         self.optimizer.load_state_dict(of_optimizer)
 
     def do_relaunch(self, k: int, args: dict[str, Any]) -> None:

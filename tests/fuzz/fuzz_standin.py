@@ -33,15 +33,12 @@ class WithDdp:
         pass
 
     def save(self, path, model, optimizer):
-        buffers = [None] * dist.get_world_size()
-        dist.all_gather_object(buffers, dict(model.named_buffers()))
         if dist.get_rank() == 0:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            torch.save((model.state_dict(), buffers, optimizer.state_dict()), path)
+            torch.save((model.state_dict(), optimizer.state_dict()), path)
         dist.barrier()
 
     def load(self, path, model, optimizer):
-        state, buffers, of_optimizer = torch.load(path)
-        own = not self.options[model]["broadcast_buffers"] and len(buffers) == dist.get_world_size()
-        model.load_state_dict(state | (buffers[dist.get_rank()] if own else {}))
+        state, of_optimizer = torch.load(path)
+        model.load_state_dict(state)
         optimizer.load_state_dict(of_optimizer)
