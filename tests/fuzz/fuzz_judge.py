@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from fuzz_oracle import Wanted
 from fuzz_optimizers import is_stacked
+from fuzz_oracle import Wanted
 from fuzz_order import crosses
 from fuzz_program import FULL_CLEARS, PART, Program, suffix
 from torch import Tensor

@@ -2,7 +2,7 @@
 
 --programs 2000 --first 0     seeds
 --without class,slices        leaves features out (blocks, operations, ways to clear, options)
---out out/fuzz                folder for what failed: <seed>.json (as drawn), <seed>.py (small, runs under torchrun)
+--out out/fuzz                folder for verdicts.txt and what failed: <seed>.json (as drawn), <seed>.py (small)
 --shrink 20                   how many failures are made small
 --replay FILE.json            runs kept programs again
 """
@@ -77,6 +77,8 @@ def run_all(programs: list[Program], side: str, out: Path) -> list[tuple[Program
             for k, verdict in verdicts(some, side):
                 program = some[k]
                 counts[verdict.kind] += 1
+                with (out / "verdicts.txt").open("a") as log:  # a run that is stopped has said what it saw
+                    log.write(f"{program.seed} {verdict.kind} {verdict.text.splitlines()[0]}\n")
                 refusals.update([verdict.text] if verdict.kind == "refused" else [])
                 bar.update(task, advance=1, description=", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
                 if verdict.is_fine:
