@@ -75,7 +75,7 @@ class Loop:
         self.may_differ = "differ" not in without and rng.random() < 0.6
         is_compiled = options["backend"] != "eager"
         # each batch size and each set of heads is another graph
-        low, high = (3, 6) if fuzz_models.has(model, "batchnorm") else (1, 5)
+        low, high = (3, 6) if fuzz_models.has(model, *fuzz_models.BUFFERED) else (1, 5)
         self.sizes = [rng.randint(low, high) for _ in range(2 if is_compiled else 9)]
         count = len(model["heads"])
         self.uses = [sorted(rng.sample(range(count), rng.randint(0, count))) for _ in range(2 if is_compiled else 9)]

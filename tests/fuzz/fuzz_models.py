@@ -37,6 +37,8 @@ BLOCKS: dict[str, tuple[str, str]] = {
     "average": ("nn.Buffer(torch.zeros({d}))", "x = self.average{i}(x)"),
 }
 BARE = ("fault", "average")  # kinds without a parameter
+# Of one row, torch.compile (2.13) computes the average again in the backward, from the buffer that has changed by then:
+# Inductor's gradients are wrong by 17 %, with and without zc (pytorch#197039). So programs give these three rows.
 BUFFERED = ("batchnorm", "average")
 SHARES = ("linear", "twice", "disabled", "break", "checkpoint")  # kinds whose weight may be another one's
 NARROW = ("batchnorm", "average", "conv", "conv2d", "pool")  # kinds that a model of half precision does without

@@ -169,8 +169,8 @@ def check(program: Program) -> None:
             raise Illegal(f"{k}: no block {args['block']}")
         if any(head >= len(model["heads"]) for use in args.get("use", []) for head in use):
             raise Illegal(f"{k}: no such head")
-        if fuzz_models.has(model, "batchnorm") and min(args.get("rows", [9])) < 3:
-            raise Illegal(f"{k}: too few rows for a BatchNorm")
+        if fuzz_models.has(model, *fuzz_models.BUFFERED) and min(args.get("rows", [9])) < 3:
+            raise Illegal(f"{k}: too few rows for a BatchNorm, or for torch.compile (fuzz_models.BUFFERED)")
         if kind == "thaw":
             if args["block"] not in frozen or options.get("offload") is not None:
                 raise Illegal(f"{k}: nothing to thaw")
