@@ -173,7 +173,7 @@ class Loop:
         for _ in range(self.rng.choice((1, 2))):
             self.backward([self.forward(quiet=True)], quiet=True)
         if self.may_differ and "uneven" not in self.without and self.rng.random() < 0.6:
-            self.micro(quiet=True)
+            self.micro(quiet="undeclared" in self.without or self.syncs_buffers or self.rng.random() < 0.5)
         self.clear(self.bulk if self.rng.random() < 0.7 else None)
 
     def between(self, quiet: bool, pending: bool = False) -> None:

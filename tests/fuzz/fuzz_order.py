@@ -11,18 +11,17 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from fuzz_program import ZEROS, Illegal, Op, Program, syncs_buffers
+from fuzz_program import Illegal, Op, Program, syncs_buffers
 
 Place = tuple[int, int]  # the model, and its operation
-LOCAL = ("forward", "peek", "evaluate", "lr", "hook")  # kinds that never wait for another rank
-MEETS = (*ZEROS, "class", "slices")  # ways to clear that look at gradients, for which ranks may meet
+LOCAL = ("forward", "peek", "evaluate", "lr", "hook", "zero")  # kinds that never wait for another rank
 
 
 def is_private(part: Program, op: Op, stage: int) -> bool:
     """Whether it exchanges nothing: stage 1 holds back what no_sync brings."""
     kind, args = op
     if kind in ("zero", "lr"):
-        return kind == "lr" or args["how"] not in MEETS
+        return True
     is_held_back = kind in ("forward", "backward", "micro") and args["quiet"] and stage == 1
     return is_held_back and not syncs_buffers(part.model, part.options)
 
