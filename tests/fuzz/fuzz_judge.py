@@ -26,13 +26,14 @@ def _some_are_alone(program: Program) -> bool:
 def _nobody_has_told(program: Program) -> bool:
     """Whether a stock norm or clipping reads gradients that nothing has told all ranks of: ranks differed in a backward
     that no_sync held back, or in how often they ran one. (DDP's would be each rank's own, or it hangs.)"""
-    untold, differs = False, set()
+    untold, apart, differs = False, False, set()  # apart: some rank has backwards to come that others have made
     for k, (kind, args) in enumerate(program.ops):
         if any(entry != args["use"][0] for entry in args.get("use", ())):
             differs.add(k)
         is_quiet = args.get("quiet", False)
-        if _is_read_alone(kind, args) and untold:
+        if _is_read_alone(kind, args) and (untold or apart):
             return True
+        apart = not _tells(kind, args) and (apart or (len(set(args.get("reps", [0]))) > 1 and not is_quiet))
         if _tells(kind, args) or (kind == "zero" and args["how"] in FULL_CLEARS):
             untold = False
         elif kind == "backward":

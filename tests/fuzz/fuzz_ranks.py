@@ -67,7 +67,8 @@ def _launched(
                 why = _job(items, world_size, side, prepare, folder)
                 for k in list(now):
                     outcomes = [_read(Path(folder, f"{k}.{launch}.{rank}")) for rank in range(world_size)]
-                    if all(outcome is None for outcome in outcomes) and not why:
+                    is_first = items[0][0] == f"{k}.{launch}"
+                    if all(outcome is None for outcome in outcomes) and not (why and is_first):
                         break  # not reached: the job ended after another program
                     now.remove(k)
                     yield k, outcomes, why

@@ -62,6 +62,7 @@ class GradientOps(PeerOps):
         self.touched = [[False] * len(b.slots) for b in plan.buckets]  # since zero_grad, on this rank
         self.num_reductions = [0] * len(plan.buckets)  # since the last update, for explain
         self.reductions_of_last_step = self.num_reductions
+        self.num_started = 0  # reductions, ever
         self.landed = [False] * len(plan.buckets)  # whether host memory has the reduced gradient (offload)
         self.nbytes_moved = {"to_host": 0, "to_device": 0}  # over the bus, by this rank, since the last update
         self.nbytes_of_last_step = self.nbytes_moved
@@ -165,6 +166,7 @@ class GradientOps(PeerOps):
     def _start_reduction(self, bucket: int, sent: Tensor) -> None:
         log.debug("bucket %d: its reduction %d since the last step starts", bucket, self.num_reductions[bucket] + 1)
         self.num_reductions[bucket] += 1
+        self.num_started += 1
         self.fill_fresh(bucket, sent)
 
     def wait_reduce(self, bucket: int, work: Work | None, dst: str, src: str) -> None:

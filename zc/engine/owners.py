@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from zc.ranks.comm import Group
 
 
-
 def gather_whole(plan: Plan, buffers: Buffers, group: Group, buckets: Sequence[int]) -> dict[int, Tensor]:
     """By bucket, [elements of this rank's run]: the gradients of the parameters that it updates, in the accumulator's
     dtype, in host memory where the update is done there. They are finished, all streams are joined, and all ranks call

@@ -21,9 +21,7 @@ def refuse_accumulate_hooks(params: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def check(
-    params: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter], shown: Mapping[str, Tensor]
-) -> None:
+def check(params: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter], shown: Mapping[str, Tensor]) -> None:
     """Raises UncoveredGradientError if a ``.grad`` is not the one in ``shown``, ZcError if a parameter of ``frozen``
     requires a gradient."""
     for name, param in params.items():

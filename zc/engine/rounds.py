@@ -57,7 +57,8 @@ class Rounds:
         self._full: list[int] = []  # buckets that were full in this backward, in order
         self._proposed: list[int] = []
         self._num_taken = 0  # of them, those whose reduction is issued, or about to be
-        self._num_before = 0  # reductions that this rank had issued when the backward began
+        # Reductions that this rank has issued before this backward. Some may not have started when it begins.
+        self.num_issued = 0
         self._is_astray = False  # something came in another order than proposed: the rest waits for the end
         self._made: Announcement | None = None  # this backward's proposal
         self._is_boundary = True  # no_sync does not hold it back
@@ -83,7 +84,6 @@ class Rounds:
             return
         self._is_boundary = is_boundary
         self._source, self._full, self._num_taken, self._is_astray = source, [], 0, False
-        self._num_before = sum(self._ops.num_reductions)
         every = [bucket.index for bucket in self.plan.buckets]
         self._proposed = self._habits.get(source, list(every if buckets is None else buckets))
         names = [self.plan.buckets[b].slots[0].name for b in self._proposed]
@@ -120,6 +120,7 @@ class Rounds:
         if self._made is None:
             return []
         taken = [] if self.differs() else self._proposed[: self._num_taken]
+        self.num_issued += len(taken)
         # of the next one like it, partial buckets and what came twice are a part too
         rest = [k for k in sorted(kept) if self._full.count(k) == taken.count(k)]
         self._habits[self._source] = self._full + rest
@@ -128,8 +129,9 @@ class Rounds:
     def cut_short(self) -> list[int]:
         """The backward has raised on this rank: what all ranks have proposed and this one has not reduced. A compiled
         graph may have raised between two of its reductions, so those that have begun count. All streams are joined."""
-        self._num_taken = sum(self._ops.num_reductions) - self._num_before
+        self._num_taken = self._ops.num_started - self.num_issued
         owed = self._owed()
+        self.num_issued = self._ops.num_started
         self._made = None
         return owed
 

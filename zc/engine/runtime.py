@@ -285,10 +285,12 @@ class Runtime(Core):
         self.ops.set_touched(flags[: -len(self.plan.buckets)])
         self._reduce_kept([k for k, flag in enumerate(flags[-len(self.plan.buckets) :]) if flag], is_final=True)
         self.streams.join_main()
+        self.rounds.num_issued = self.ops.num_started
 
     def _reduce_kept(self, buckets: Sequence[int], *, is_final: bool) -> None:
         """Reduces what ranks keep of these buckets (zc/engine/rounds.py). All ranks call it, whether or not this one
         has something; a model that was called twice may have proposed a bucket twice."""
+        self.rounds.num_issued += len(buckets)
         for index in buckets:
             if self.plan.placement.shards_gradients:
                 self._write(index, is_final)
@@ -359,9 +361,7 @@ class Runtime(Core):
         flat = shard
         if self.group.shard.world_size > 1:
             flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
-            work = self.group.shard.all_gather(
-                flat, shard.contiguous(), "gather gradient", index, bucket.layout.order
-            )
+            work = self.group.shard.all_gather(flat, shard.contiguous(), "gather gradient", index, bucket.layout.order)
             if work is not None:
                 work.wait()
         pairs = zip(bucket.slots, self.ops.touched[index], strict=True)
@@ -403,4 +403,3 @@ def _receive(runtime: weakref.ref[Runtime], bucket: int, slot: int, param: nn.Pa
     found = runtime()
     if found is not None:
         found.receive_eager(bucket, slot, param)
-

@@ -26,8 +26,9 @@ from zc.optim.one_rank import one_rank
 from zc.optim.probe import Communicates, Updated, difference, leaves, same_state, small_data, update_copy, wrapped
 
 ROWS, COLUMNS = 54, 256  # three slices of at least 4,096 elements: 8-bit optimizers leave smaller tensors alone
-# Of two shapes first. An optimizer that stacks a group takes one shape; its batched kernels may round to bf16.
-PAIRS = ((((16, 24), (40, 8)), 1e-4), (((16, 24), (16, 24)), 2e-2))  # and how close, of the largest change
+# Of two shapes first, two of them equal: some optimizers stack what has one shape. One that stacks a group takes one
+# shape; its batched kernels may round to bf16.
+PAIRS = ((((16, 24), (40, 8), (16, 24)), 1e-4), (((16, 24), (16, 24)), 2e-2))  # and how close, of the largest change
 
 
 def check_elementwise(optimizer: Optimizer, block: int, device: torch.device) -> None:
@@ -102,8 +103,8 @@ def check_independent(optimizer: Optimizer, device: torch.device) -> None:
 
 
 def keeps_state_by_parameter(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
-    """Whether each state was shown to belong to the parameter that it is stored under: an update of two parameters
-    leaves the same states as two updates of one. A momentum that is stacked under a group's first parameter does not.
+    """Whether each state was shown to belong to the parameter that it is stored under: an update of several parameters
+    leaves the same states as updates of one each. A momentum that is stacked under a group's first parameter does not.
     """
     if wrapped(optimizer) is not None:
         return False
@@ -154,7 +155,7 @@ def num_closure_calls(optimizer: Optimizer) -> int | None:
 
 
 class Trial(NamedTuple):
-    """Two parameters of one group, updated together and each alone. ``close``: the tolerance for their comparison."""
+    """Some parameters of one group, updated together and each alone. ``close``: the tolerance for their comparison."""
 
     together: list[Updated]
     apart: list[Updated]
