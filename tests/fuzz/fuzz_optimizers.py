@@ -80,6 +80,7 @@ CLASSES = {
 def draw(rng: random.Random, without: frozenset[str]) -> str:
     call = rng.choice(OWN if "own optimizer" not in without and rng.random() < 0.2 else TORCHS)
     two = "groups" not in without and rng.random() < 0.15
+    two = two and (not is_stacked(call) or "skips_empty" in call)  # a model of one parameter has an empty second group
     return call.format(params=TWO_GROUPS if two else "params")
 
 
