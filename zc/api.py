@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from zc import guards, torch_private
 from zc.checkpoint import state_marks, stock_state
 from zc.checks import check_initialized, is_on_cpu
 from zc.compiler import backend as compiler
+from zc.compiler.blocks import Blocks, compile_blocks
 from zc.config import Config
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
@@ -93,7 +95,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         reduce_dtype: what travels between ranks; None: the parameters' dtype (stage 2), the accumulator's (stage 1).
         bucket_nbytes: no bucket is larger, unless one parameter is (the ring is as large as the largest bucket). None:
             25 MiB (between hosts of CPUs 8), or more where that would make more than some 32 buckets, up to the size of
-            the largest parameter.
+            the largest parameter. A bucket holds whole blocks of one kind (`zc.planning.blocks`), or the same part of
+            each; by default a block of a quarter of that size has its own bucket.
         num_buffers: flat_grad buffers in the ring (stage 2), each as large as the largest bucket.
         write_in_place: weight gradients are made in their place in the bucket; False: made apart, then copied there.
             Stage 2 has the same bits either way, on a CPU. docs/decisions.md has what it costs and gains.
@@ -113,10 +116,12 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         offload_dir: the folder of ``offload="disk"``.
 
     Compilation, as torch.compile takes it:
-        mode, options: one of them, for Inductor on every segment. Both may not ask for CUDA graphs: a replay
-            overwrites the gradients of the one before, which wait for their bucket.
+        mode: for Inductor, on every segment. It may not ask for CUDA graphs: a replay overwrites the gradients of the
+            one before, which wait for their bucket.
+        options: the same as a dict of Inductor's options, in place of ``mode``.
         dynamic: None makes the sizes dynamic that have changed, True all of them, False none.
-        fullgraph: True raises an error at a graph break in the forward.
+        fullgraph: True compiles the model as one graph, blocks included, and raises an error at a graph break in the
+            forward. False compiles each kind of repeated blocks once (`zc.planning.blocks`).
 
     Looking inside:
         verify: False skips the proof of each schedule; explain says so.
@@ -204,6 +209,9 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
         runtime.weights.install_hooks(model)
         runtime.weights.count_sharing()
     torch_private.call_instead(model, call)
+    kinds = runtime.plan.kinds
+    make = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds))
+    compile_blocks(model, kinds, make, guards.install_call, runtime.config.dynamic)
     guards.install(model, runtime)
     COMPILED[model] = compiled
 

@@ -76,6 +76,12 @@ class Config:
                 "bucket by bucket; leave one of them out"
             )
 
+    @property
+    def compiles_blocks(self) -> bool:
+        """Whether blocks have graphs of their own: not inside the one graph that ``fullgraph`` asks for, nor under
+        overlap_gather, which cuts the forward of the whole model."""
+        return self.backend != "eager" and not (self.fullgraph or self.overlap_gather)
+
     def _check_compiler_options(self) -> None:
         """torch.compile's own, which zc passes on."""
         _one_of("dynamic", self.dynamic, (None, True, False))

@@ -44,6 +44,11 @@ def _no_sync(known: weakref.ref[Runtime]) -> AbstractContextManager[None] | None
     return runtime.no_sync() if runtime is not None else None
 
 
+def install_call(block: nn.Module, call: Callable[..., Any]) -> None:
+    """``block(...)`` is ``call(...)``; `zc.copies.unmark` takes it back."""
+    torch_private.set_call(block, Instead(block, "_call_impl", call))
+
+
 def _apply(
     of_model: weakref.ref[nn.Module],
     known: weakref.ref[Runtime],

@@ -21,6 +21,7 @@ from zc.offload.disk import open_file, state_keys
 from zc.optim.assignment import Assignment, listed
 from zc.optim.kinds import ELEMENTWISE, is_elementwise, note_of, rule_of, try_out
 from zc.optim.param_writes import note_of_shared
+from zc.planning.blocks import find_kinds
 from zc.planning.layout import own_strides
 from zc.planning.nbytes import STATES, resident
 from zc.planning.plan import Bucket, ParamSpec, Plan, make_plan
@@ -66,7 +67,7 @@ def resolve(model: nn.Module, optimizer: Any, options: Mapping[str, Any], ranks:
     for each in assignment.optimizers:
         try_out(each, ranks.shard.world_size, device)
     check_replicas(config, ranks.num_replicas)
-    plan = plan_of(assignment, config, ranks)
+    plan = plan_of(model, assignment, config, ranks)
     check_wire(plan)
     if plan.offload is not None:
         check_host(plan, assignment)
@@ -111,7 +112,9 @@ def notes_of(request: Request, ranks: Group) -> list[str]:
     return [note for note in notes if note is not None]
 
 
-def plan_of(assignment: Assignment, config: Config, ranks: Group, after: Plan | None = None) -> Plan:
+def plan_of(
+    model: nn.Module, assignment: Assignment, config: Config, ranks: Group, after: Plan | None = None
+) -> Plan:
     """The plan for the parameters of ``assignment``, after those of ``after`` if it is given."""
     params = assignment.params
     if after is None:
@@ -144,6 +147,7 @@ def plan_of(assignment: Assignment, config: Config, ranks: Group, after: Plan | 
         after=after,
         topology=topology,
         num_replicas=ranks.num_replicas,
+        kinds=after.kinds if after is not None else find_kinds(model) if config.compiles_blocks else (),
     )
 
 

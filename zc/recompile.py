@@ -42,7 +42,7 @@ def recompile(model: nn.Module) -> None:
         check_added(params, optimizers, runtime.plan.buckets[0].device)
         rules = tuple(each.rule for each in compiled.optimizers)
         added = Assignment(compiled.container, optimizers, rules, params, owners_of(params, optimizers))
-        plan = _extended(runtime.plan, added, config, ranks)
+        plan = _extended(model, runtime.plan, added, config, ranks)
     ranks.same_everywhere(
         "the set of trainable parameters",
         fingerprint(model, config, added),
@@ -60,11 +60,11 @@ def recompile(model: nn.Module) -> None:
         runtime.frozen.pop(name, None)
 
 
-def _extended(plan: Plan, added: Assignment, config: Config, ranks: Group) -> Plan:
+def _extended(model: nn.Module, plan: Plan, added: Assignment, config: Config, ranks: Group) -> Plan:
     """``plan`` with buckets for the parameters of ``added`` after its own."""
     if not added.params:
         return plan
-    longer = plan_of(added, config, ranks, plan)
+    longer = plan_of(model, added, config, ranks, plan)
     check_wire(longer)
     moved = (replace(b, index=b.index + len(plan.buckets)) for b in longer.buckets)
     return replace(plan, buckets=(*plan.buckets, *moved))

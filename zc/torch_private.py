@@ -258,7 +258,8 @@ def graph_breaks() -> dict[str, int]:
     """
     from torch._dynamo.utils import counters
 
-    found = {str(reason): int(times) for reason, times in counters["graph_break"].items()}
+    breaks = counters["graph_break"].items()
+    found = {str(reason): int(times) for reason, times in breaks if BLOCK not in str(reason)}
     frames = counters["frames"]
     if frames["total"] > frames["ok"]:
         found["skipped frames"] = int(frames["total"] - frames["ok"])
@@ -290,6 +291,43 @@ def compiled_call(
     call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
     compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
     return compiled if before is None else call_after(before, compiled)
+
+
+BLOCK = "zc compiles this block on its own"  # why Dynamo leaves it out of the graph around it
+
+
+def compiled_block_call(backend: Callable[..., Any], *, dynamic: bool | None = None) -> Callable[..., Any]:
+    """A function ``compiled(module, *args, **kwargs)`` that calls any module of one kind compiled. Like `compiled_call`
+    it has a code object and a name of its own."""
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
+    compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=dynamic)
+    return compiled
+
+
+def class_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What ``module(...)`` does by its class, whatever `set_call` has set."""
+    return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def set_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """``module(...)`` calls ``call``, for this module object alone, also where Dynamo traces the call. (Both ask the
+    object for ``_call_impl``, 2.11 to 2.15; Dynamo does not look at ``_compiled_call_impl``.)"""
+    vars(module)["_call_impl"] = call
+
+
+def places_of_params(module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+    """Where a module and its children have their parameters: a dict, the name in it, and the parameter.
+    (``Module._parameters``, in which torch.func.functional_call puts others, 1.0 to 2.15.)"""
+    return [
+        (child._parameters, name, param)
+        for child in module.modules()
+        for name, param in child._parameters.items()
+        if param is not None
+    ]
 
 
 def call_after(before: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:

@@ -153,8 +153,8 @@ def test_the_page_needs_nothing_beside_it(tmp_path: Path) -> None:
 def test_the_log_follows_every_bucket(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="zc"):
         trained("aot_eager", (True,))
-    hooked = ["a hook brings the gradient of eager.weight", "written into", "mean over ranks"]
-    compiled = ["written into flat_grad", "the mean over ranks goes from", "its new weights may be read"]
+    hooked = ["a hook brings the gradient of eager.weight", "written into", "is reduced into acc[1]"]
+    compiled = ["written into flat_grad", "is reduced into acc[4]", "its new weights may be read"]
     for bucket, events in ((1, hooked), (4, compiled)):
         said = " ".join(r.getMessage() for r in caplog.records if r.getMessage().startswith(f"bucket {bucket}:"))
         assert all(event in said for event in events), said

@@ -11,6 +11,7 @@ from torch import nn
 
 import zc
 from zc import torch_private
+from zc.planning import blocks
 
 
 class Net(nn.Module):
@@ -169,8 +170,10 @@ def test_compiled_autograd_is_refused() -> None:
         loss.backward()
 
 
-def test_more_instances_than_dynamos_default_limit_all_compile() -> None:
+def test_more_instances_than_dynamos_default_limit_all_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Identity guards compile a graph for each instance. Dynamo counts each against a limit of its own, which stays."""
+
+    monkeypatch.setattr(blocks, "MIN_MEMBERS", 13)
 
     class Regional(nn.Module):
         def __init__(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 
 from zc import torch_private
+from zc.compiler.blocks import Blocks, Member, for_block
 from zc.compiler.segments import interpret, segment_compiler
 from zc.engine import param_grads
 from zc.engine.program import Program, build
@@ -28,42 +30,74 @@ if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
 
 
-def make_backend(runtime: Runtime) -> Callable[..., Any]:
-    """A backend for ``torch.compile`` whose backward graphs reduce gradients as ``runtime``'s plan says.
+# the block (None: the one that was traced, or no block), whether it reduces, the gradients that autograd sees
+_Key = tuple[str | None, bool, frozenset[str]]
+MAX_SHARED = 6  # graphs of one kind of block, for other sizes or flags: further ones belong to one block each
+
+
+def make_backend(runtime: Runtime, blocks: Blocks | None = None, kind: int | None = None) -> Callable[..., Any]:
+    """A backend for ``torch.compile`` whose backward graphs reduce gradients as ``runtime``'s plan says. With ``kind``
+    it compiles ``blocks`` of that kind, and one graph runs for all of them.
 
     Lifetime: the backend and everything that it compiles hold the runtime weakly, and own no program. Dynamo keeps
     compiled graphs by code object, in C, out of sight of Python's collector, so whatever they own would outlive the
     model. When a parameter dies, the graphs that are guarded by its identity die with it.
     """
     runtime = weakref.proxy(runtime)
+    num_shared = 0
 
     def zc_backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         param_grads.refuse_compiled_autograd()
         runtime.ledger.graphs.append(torch_private.compile_id())
         name_of = {id(param): name for name, param in runtime.params.items()}  # zc.recompile may have added some
         names = [name_of.get(id(value)) for value in inputs]
-        torch_private.guard_identity(gm, names)
-        return torch_private.compile_graph(
-            gm, inputs, partial(_inner_compile, runtime, names), runtime.inductor_options
-        )
+        nonlocal num_shared
+        inside = _one_block(blocks, names) if blocks is not None and num_shared < MAX_SHARED else None
+        num_shared += inside is not None
+        torch_private.guard_identity(gm, [None if inside is not None and inside.path(n) else n for n in names])
+        compiling = _Compiling(runtime, names, inside, partial(torch_private.guard_identity, gm, names))
+        return torch_private.compile_graph(gm, inputs, partial(_inner_compile, compiling), runtime.inductor_options)
 
     return zc_backend
 
 
+@dataclass
+class _Compiling:
+    """One graph of Dynamo's. ``names``: of the parameters among its inputs. ``inside``: the block that it is traced
+    for; None: it belongs to the very parameters that it is guarded by."""
+
+    runtime: Runtime
+    names: list[str | None]
+    inside: Member | None
+    guard_identity: Callable[[], None]
+
+
+def _one_block(blocks: Blocks | None, names: Sequence[str | None]) -> Member | None:
+    """The block whose parameters are among ``names``; None: there are none, or of several blocks."""
+    assert blocks is not None
+    parts = {parts[0] for name in names if (parts := blocks.split(name)) is not None}
+    return Member(blocks, parts.pop()) if len(parts) == 1 else None
+
+
 def _inner_compile(
-    runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    compiling: _Compiling, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
 ) -> Any:
+    runtime, names = compiling.runtime, compiling.names
     kwargs = _without_cuda_graphs(runtime, kwargs)
     if not kwargs.get("is_backward"):
+        is_differentiated = not kwargs.get("is_inference")
+        if compiling.inside is not None and is_differentiated and not _saves_own(compiling, gm):
+            compiling.guard_identity()
+            compiling.inside = None
         if runtime.plan.overlap_gather:
             return _compile_forward(runtime, names, gm, example_inputs, kwargs)
         return _whole(runtime, gm, example_inputs, kwargs)
     torch_private.adopt_strides(gm, example_inputs)
-    backward = CompiledBackward(runtime, names, gm, kwargs)
+    backward = CompiledBackward(runtime, names, gm, kwargs, compiling.inside)
 
     def run(args: list[Any]) -> tuple[Any, ...]:
         try:
-            program = backward.program()
+            program = backward.program(args)
         except ReferenceError:
             raise ZcError(
                 "backward() through a model that is gone: keep the model or its optimizer until the last backward"
@@ -153,45 +187,106 @@ def _name_buffers(runtime: Runtime, names: Sequence[str | None], gm: fx.GraphMod
     return graph
 
 
-MAX_PROGRAMS = 8  # of one backward graph: for other sets of hooks all gradients of the graph go through hooks
+MAX_PROGRAMS = 8  # of one backward graph and block: for other sets of hooks all of its gradients go through hooks
+
+
+def _saves_own(compiling: _Compiling, gm: fx.GraphModule) -> bool:
+    """Whether the backward of this forward graph gets a parameter of its block."""
+    assert compiling.inside is not None
+    outputs: Any = gm.graph.output_node().args[0]
+    returned = (n for n in outputs if isinstance(n, fx.Node) and n.op == "placeholder")
+    indices = (torch_private.input_index(node.meta.get("desc")) for node in returned)
+    return any(k is not None and compiling.inside.path(compiling.names[k]) is not None for k in indices)
 
 
 class CompiledBackward:
-    """One backward graph and its programs: at a boundary, for microbatches if that is another, and with the gradients
-    that autograd has to see among its outputs."""
+    """One backward graph: its program at a boundary, and the one for microbatches where that is another; of a graph
+    that runs for several blocks those of each."""
 
     def __init__(
-        self, runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule, kwargs: dict[str, Any]
+        self,
+        runtime: Runtime,
+        names: Sequence[str | None],
+        gm: fx.GraphModule,
+        kwargs: dict[str, Any],
+        inside: Member | None = None,
     ) -> None:
-        self.runtime, self.gm = runtime, gm
+        self.runtime, self.gm, self.inside = runtime, gm, inside
         self.compile_segment = segment_compiler(runtime, kwargs, is_backward=True)
         self.graph = _annotate(gm, names)
         written = self.graph.output_node().meta["grad_of"]
         self.written = [name for name in written if name is not None]
         # owned by runtime.programs
-        self._programs: WeakValueDictionary[tuple[bool, frozenset[str]], Program] = WeakValueDictionary()
-        self._build(runtime.current_plan.reduces, frozenset())  # while Dynamo's context is open
+        self._programs: WeakValueDictionary[_Key, Program] = WeakValueDictionary()
+        self._own = _own_inputs(gm, names, inside)
+        # by whether it reduces, what autograd sees and the block that the passes have made it for
+        self._templates: WeakValueDictionary[tuple[bool, frozenset[str], str], Program] = WeakValueDictionary()
+        self._get(None if inside is None else inside.name, frozenset())  # while Dynamo's context is open
 
-    def program(self) -> Program:
-        """The one for the backward that runs now. A gradient that autograd itself has to see leaves the graph as
-        PyTorch has it, and comes back, if at all, through the parameter's own hook. So may any other gradient: there
-        are at most `MAX_PROGRAMS`, and the two last ones are for all further sets."""
-        params = {name: self.runtime.params[name] for name in self.written}
-        reduces, visible = self.runtime.current_plan.reduces, torch_private.kept_by_autograd(params)
-        if (reduces, visible) not in self._programs and len(self._programs) >= MAX_PROGRAMS - 2:
-            visible = frozenset(self.written)
+    def program(self, args: Sequence[Any]) -> Program:
+        """The one for the backward that runs now. A gradient that autograd has to see or to sum leaves the graph as
+        PyTorch has it, and comes back, if at all, through the parameter's own hook. So do all of them where the block
+        can't be told, since hooks on saved tensors have put copies in place of its parameters. And so may any other
+        gradient: a block has at most `MAX_PROGRAMS`, and the two last ones are for all further sets."""
+        member, written = None, self.written
+        if self.inside is not None:
+            member = self.inside.blocks.member_of([args[position] for position in self._own])
+            if member is None:
+                return self._get(None, frozenset(written))
+            written = [self.inside.in_block(name, member) for name in written]
+        kept = torch_private.kept_by_autograd({name: self.runtime.params[name] for name in written})
+        visible = kept | self.runtime.summed_by_autograd.intersection(written)
+        key = member, self.runtime.current_plan.reduces, visible
+        if key not in self._programs and sum(name == member for name, _, _ in self._programs) >= MAX_PROGRAMS - 2:
+            visible = frozenset(written)
             self.runtime.say_once(
                 f"a backward graph met more than {MAX_PROGRAMS - 2} sets of parameters with hooks, or of inputs of "
                 "torch.autograd.grad: for further sets all of its gradients come through hooks, without overlap"
             )
-        return self._programs.get((reduces, visible)) or self._build(reduces, visible)
+        return self._get(member, visible)
 
-    def _build(self, reduces: bool, visible: frozenset[str]) -> Program:
+    def _get(self, member: str | None, visible: frozenset[str]) -> Program:
+        key = member, self.runtime.current_plan.reduces, visible
+        return self._programs.get(key) or self._make(*key)
+
+    def _make(self, member: str | None, reduces: bool, visible: frozenset[str]) -> Program:
+        inside = self.inside
+        if inside is None or member is None:
+            program = self._build(member, reduces, visible)
+        else:
+            own = frozenset(name for name in self.written if inside.in_block(name, member) in visible)
+            templates = {block: p for (*key, block), p in self._templates.items() if key == [reduces, own]}
+            moved = (self._moved(template, block, member) for block, template in templates.items())
+            program = next((p for p in moved if p is not None), None) or self._first(member, reduces, own, visible)
+            self.runtime.programs.append(program)
+        self._programs[member, reduces, visible] = program
+        return program
+
+    def _first(self, member: str, reduces: bool, own: frozenset[str], visible: frozenset[str]) -> Program:
+        """The first schedule of blocks that lie in their buckets like ``member``, made by the passes."""
+        template = self._build(member, reduces, visible)
+        self._templates[reduces, own, member] = template
+        moved = self._moved(template, member, member)
+        assert moved is not None, "a block lies where it lies"
+        return moved
+
+    def _moved(self, template: Program, block: str, member: str) -> Program | None:
+        """The schedule that the passes have made for ``block``, for ``member``."""
+        assert self.inside is not None
+        in_block = self.inside.in_block
+        names = {in_block(name, block): in_block(name, member) for name in self.written}
+        return for_block(template, member, names, self.inside.blocks.num_after(member) * template.num_writes)
+
+    def _build(self, member: str | None, reduces: bool, visible: frozenset[str]) -> Program:
         runtime = self.runtime
         graph, _ = copy_graph(self.graph)
         output = graph.output_node()
-        output.meta["grad_of"] = tuple(None if name in visible else name for name in output.meta["grad_of"])
-        program = build(
+        if self.inside is not None and member is not None:
+            inside, grad_of = self.inside, output.meta["grad_of"]
+            output.meta["grad_of"] = tuple(name and inside.in_block(name, member) for name in grad_of)
+        named = output.meta["grad_of"]
+        output.meta["grad_of"] = tuple(None if name in visible else name for name in named)
+        built = build(
             graph,
             runtime.plan if reduces else runtime.plan.microbatch(),
             runtime.passes,
@@ -200,9 +295,22 @@ class CompiledBackward:
             name=f"backward_{len(runtime.programs)}",
             dump_dir=runtime.config.dump_dir,
         )
-        runtime.programs.append(program)
-        self._programs[reduces, visible] = program
-        return program
+        runtime.programs.append(built)
+        return built
+
+
+def _own_inputs(gm: fx.GraphModule, names: Sequence[str | None], inside: Member | None) -> list[int]:
+    """Positions among a backward graph's inputs of its block's trainable parameters."""
+    if inside is None:
+        return []
+    found = []
+    for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
+        index = torch_private.input_index(node.meta.get("desc"))
+        if index is not None and inside.path(names[index]) is not None:
+            found.append(position)
+    if not found:
+        raise PassError(f"the backward graph of block {inside.name} gets none of its parameters")
+    return found
 
 
 def _annotate(gm: fx.GraphModule, names: Sequence[str | None]) -> fx.Graph:

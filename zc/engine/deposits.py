@@ -33,15 +33,17 @@ class Deposits:
         """Those that have a gradient here."""
         return set(self._waiting)
 
-    def add(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
-        """Called on the stream that made ``grad``."""
+    def add(self, bucket: Bucket, slot: int, grad: Tensor) -> bool:
+        """Called on the stream that made ``grad``. Returns whether the slot has a part of its gradient already."""
         deposits = self._waiting.setdefault(bucket.index, {})
         grad = grad.detach()
-        if slot in deposits:  # in fp32: a second part must not be rounded to the first one's dtype
+        has_part = slot in deposits
+        if has_part:  # in fp32: a second part must not be rounded to the first one's dtype
             first = deposits[slot]
             self._order([first])
             grad = first.grad.to(bucket.acc_dtype) + grad
         deposits[slot] = _Deposit(grad, self._streams.mark())
+        return has_part
 
     def is_full(self, bucket: Bucket) -> bool:
         return len(self._waiting.get(bucket.index, ())) == len(bucket.slots)

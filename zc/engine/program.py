@@ -42,6 +42,8 @@ class Program:
     ops: Any
     records: tuple[PassRecord, ...]
     num_runs: int = 0
+    block: str | None = None  # the block that it runs for
+    like: Program | None = None  # the program that it was made from, which the passes have made for another block
     placeholders: tuple[str, ...] = field(init=False)
     outputs: Any = field(init=False)
     inline_buckets: frozenset[int] = field(init=False)
@@ -60,6 +62,11 @@ class Program:
         self.launched = tuple(op.bucket for op in exchanged if spec.completes_reduction(op))
         brought = (op for op in found if isinstance(op, spec.Write | spec.Deposit))
         self.brings = frozenset((op.bucket, slot) for op in brought for slot in op.slots)
+
+    @property
+    def num_writes(self) -> int:
+        """Buckets that pass through the ring."""
+        return len({op.bucket for _, op in ops_in(self.graph) if isinstance(op, spec.Write)})
 
     def __call__(self, args: list[Any], streams: Streams, is_agreed: IsAgreed | None = None) -> tuple[Any, ...]:
         """``is_agreed``: False leaves the reductions out, and the runtime keeps what was to be reduced."""

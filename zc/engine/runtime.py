@@ -82,6 +82,9 @@ class Runtime(Core):
         self._backwards = Backwards()
         self._deposits = Deposits(streams)
         self._phase = Phase.OPEN
+        # parameters of which several graphs bring a part (tied weights): a bucket would be full, and be reduced, before
+        # the last part comes, so from the next backward on these graphs leave their parts to autograd
+        self.summed_by_autograd: set[str] = set()
         self._done: set[int] = set()  # buckets that this backward has reduced
         self._is_home = True  # no gradient is on its way: all streams that carry them were joined since the last one
         self._updated: set[int] = set()  # optimizers, since the ledger's step was closed
@@ -123,8 +126,10 @@ class Runtime(Core):
             if program is None:
                 self.rounds.begin("hooks", None, is_boundary=self.is_boundary)
             else:
-                launched, brings = program.launched, program.brings
-                self.rounds.begin(program.name, launched, brings, is_boundary=self.is_boundary)
+                # a graph that does not bring all is one of several: which ones is known of a backward like it
+                is_all = len(program.brings) == sum(len(b.slots) for b in self.plan.buckets)
+                launched = program.launched if is_all else None
+                self.rounds.begin(program.name, launched, program.brings, is_boundary=self.is_boundary)
 
     def run_program(self, program: Program, args: list[object]) -> tuple[object, ...]:
         """A compiled backward graph, from its first node to its last."""
@@ -164,7 +169,9 @@ class Runtime(Core):
 
     def _keep(self, bucket: int, slot: int, grad: Tensor) -> None:
         self.ops.touched[bucket][slot] = True
-        self._deposits.add(self.plan.buckets[bucket], slot, grad)
+        has_part = self._deposits.add(self.plan.buckets[bucket], slot, grad)
+        if has_part or bucket in self._done:
+            self.summed_by_autograd.add(self.plan.buckets[bucket].slots[slot].name)
 
     def _flush_ready(self) -> None:
         ready = []

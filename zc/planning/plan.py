@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from zc.planning.blocks import BlockKind, block_of, split_name
 from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, Slot, layout_of
 from zc.planning.ownership import COSTS, assign
 from zc.planning.placement import Offload, Placement
@@ -94,6 +95,7 @@ class Plan:
     overlap_gather: bool = False
     topology: Topology = ALONE
     num_replicas: int = 1
+    kinds: tuple[BlockKind, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -210,11 +212,12 @@ def make_plan(
     after: Plan | None = None,
     topology: Topology | None = None,
     num_replicas: int = 1,
+    kinds: Sequence[BlockKind] = (),
 ) -> Plan:
     """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes``
     bytes; None: `default_nbytes` of its dtype and device. ``rules``: of each optimizer, what its layout must keep;
     buckets of several follow each other as their last gradients come in. ``after``: a plan whose owners have their
-    load already.
+    load already. ``kinds``: the model's blocks, which buckets follow.
 
     ``reduce_dtype`` None: the parameters' own dtype where every backward is reduced (a gradient has no more bits than
     that), the accumulator's where a sum is reduced (deepspeed#7985: rounding the sum would lose what fp32 has kept).
@@ -236,7 +239,8 @@ def make_plan(
         arrival = {spec.name: k for k, spec in enumerate(specs)}
         chunks: list[list[ParamSpec]] = []
         for number in sorted({spec.optimizer for spec in specs}):
-            chunks += _split([spec for spec in specs if spec.optimizer == number], nbytes)
+            own = [spec for spec in specs if spec.optimizer == number]
+            chunks += _split_at_blocks(own, nbytes, kinds, is_default=bucket_nbytes is None)
         for members in sorted(chunks, key=lambda members: arrival[members[-1].name]):
             number, shapes = members[0].optimizer, [(spec.name, spec.shape) for spec in members]
             num_hosts = hosts.num_hosts if levels else 1
@@ -248,7 +252,7 @@ def make_plan(
     packed = tuple(buckets)
     return Plan(
         packed, world_size, placement, reduce, num_buffers, overlap, offload=offload, overlap_gather=overlap_gather,
-        topology=hosts, num_replicas=num_replicas,
+        topology=hosts, num_replicas=num_replicas, kinds=tuple(kinds),
     )  # fmt: skip
 
 
@@ -281,6 +285,34 @@ def default_nbytes(sizes: Sequence[int], least: int = DEFAULT_NBYTES) -> int:
 
 def _nbytes(spec: ParamSpec) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def _split_at_blocks(
+    specs: Sequence[ParamSpec], bucket_nbytes: int, kinds: Sequence[BlockKind], *, is_default: bool
+) -> list[list[ParamSpec]]:
+    """A bucket has whole blocks of one kind, as many in each as `bucket_nbytes` allows, or the same part of each
+    block, or parameters outside of blocks. With the default size a block of a quarter of it has a bucket of its own:
+    its compiled graph then fills that bucket by itself."""
+    positions = block_of(kinds)
+    outside: list[ParamSpec] = []
+    blocks: dict[tuple[int, int], list[ParamSpec]] = {}
+    for spec in specs:
+        parts = split_name(spec.name, positions)
+        if parts is None:
+            outside.append(spec)
+        else:
+            blocks.setdefault(positions[parts[0]], []).append(spec)
+    chunks = _split(outside, bucket_nbytes) if outside else []
+    for kind in range(len(kinds)):
+        members = [own for (number, _), own in blocks.items() if number == kind]
+        largest = max((sum(map(_nbytes, own)) for own in members), default=1)
+        if largest > bucket_nbytes:
+            chunks += [chunk for own in members for chunk in _split(own, bucket_nbytes)]
+            continue
+        count = 1 if is_default and 4 * largest >= bucket_nbytes else bucket_nbytes // largest
+        for start in range(0, len(members), count):
+            chunks.append([spec for own in members[start : start + count] for spec in own])
+    return chunks
 
 
 def _split(specs: Sequence[ParamSpec], bucket_nbytes: int) -> list[list[ParamSpec]]:

@@ -17,6 +17,7 @@ from torch import nn
 from zc.checks import check_replicas, trainable
 from zc.config import Config
 from zc.errors import PlanError
+from zc.planning.blocks import find_kinds
 from zc.planning.layout import Rule, own_strides
 from zc.planning.nbytes import STATES, copied, heaviest, resident, sent, sent_between_hosts
 from zc.planning.plan import ParamSpec, Plan, make_plan
@@ -173,7 +174,7 @@ def plan(
     made = make_plan(
         specs, world_size=used.world_size, num_replicas=num_replicas, placement=config.placement, reduce=reduce,
         reduce_dtype=reduce_dtype, topology=used, bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True,
-        offload=config.host, rules=[RULES.get(name, Rule()) for name in classes],
+        offload=config.host, rules=[RULES.get(name, Rule()) for name in classes], kinds=find_kinds(model),
     )  # fmt: skip
     return estimate(made, classes, microbatches, offload, rates, hosts)
 

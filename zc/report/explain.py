@@ -61,7 +61,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     sections = {
         "plan": f"stage {runtime.plan.placement.stage}, rank {runtime.group.rank} of {runtime.group.world_size}, "
         f"backend {runtime.config.backend}, reduce {runtime.plan.reduce}, overlap {runtime.plan.overlap}\n"
-        + _ways(runtime.plan),
+        + "\n".join([_ways(runtime.plan), *map(str, runtime.plan.kinds)]),
         "buckets": _buckets(runtime),
         "last step": _last_step(runtime),
         "stayed empty in the last step": _empty(runtime),
@@ -82,9 +82,11 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
             f"{p.name}: {_verdict(p)}" for p in single
         )
     updates = [program for step in on_host for program in step.programs]
-    programs = (*runtime.forwards, *runtime.programs, *runtime.weights.programs, *updates)
+    own = [program for program in runtime.programs if program.like is None]
+    programs = (*runtime.forwards, *own, *runtime.weights.programs, *updates)
     for program in programs:
-        sections[f"schedule {program.name}"] = f"{_verdict(program)}\n{text(program.graph)}"
+        lines = [f"{p.block}: run {p.num_runs} times" for p in runtime.programs if p.like is program]
+        sections[f"schedule {program.name}"] = "\n".join([_verdict(program), *lines, text(program.graph)])
     if format == "text":
         return Explanation(sections)
     written = Path(path) if path is not None else Path(f"zc-explain-rank{runtime.group.rank}.html")

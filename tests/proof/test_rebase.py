@@ -1,0 +1,115 @@
+"""A schedule that was proved for one block is the one that the passes make for another, and is proved for it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tiers import FULL
+from torch import fx
+
+from zc.errors import RaceError
+from zc.passes.pipeline import pipeline
+from zc.passes.runner import run_passes
+from zc.passes.verify import verify
+from zc.planning.blocks import BlockKind
+from zc.planning.placement import OFFLOADS, PLACEMENTS
+from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.topology import Topology
+from zc.schedule.nodes import text
+from zc.schedule.rebase import Shift, rebased, shifts
+
+NUM_BLOCKS, PARAMS = 6, {"a": (4, 8), "b": (16,), "c": (8, 4)}
+BLOCK_NBYTES = 4 * (32 + 16 + 32)
+SIZES = {"parts": 160, "one": BLOCK_NBYTES + 64, "two": 2 * BLOCK_NBYTES + 64}
+
+
+def plan_of(size: str, stage: int, world_size: int, how: str, ring: int = 2, offload: str | None = None) -> Plan:
+    cpu = torch.device("cpu")
+    specs = [ParamSpec("tokens", (64,), torch.bfloat16, cpu)]
+    specs += [
+        ParamSpec(f"blocks.{k}.{name}", shape, torch.float32, cpu)
+        for k in range(NUM_BLOCKS)
+        for name, shape in PARAMS.items()
+    ]
+    hosts = 2 if how == "two levels" else 1
+    reads = Topology(hosts, world_size // hosts, reads_memory=True)
+    return make_plan(
+        specs, world_size=world_size, placement=PLACEMENTS[stage], reduce="native" if how == "native" else "exact",
+        reduce_dtype=None, bucket_nbytes=SIZES[size], num_buffers=ring, overlap=True,
+        offload=OFFLOADS.get(offload or ""),
+        topology=reads if how in ("memory", "two levels") else None,
+        num_replicas=2 if how == "replicas" else 1,
+        kinds=(BlockKind("Block", tuple(f"blocks.{k}" for k in range(NUM_BLOCKS))),),
+    )  # fmt: skip
+
+
+def names(old: int, new: int) -> dict[str, str]:
+    return {f"blocks.{old}.{name}": f"blocks.{new}.{name}" for name in PARAMS}
+
+
+def built(plan: Plan, block: int) -> fx.Graph:
+    """The schedule of a block's backward, made by the passes: its gradients come one by one from compute."""
+    graph = fx.Graph()
+    grads, value = [], graph.placeholder("tangents_1")
+    value.meta["val"] = torch.empty(1, device="meta")
+    for shape in PARAMS.values():
+        value = graph.call_function(torch.ops.aten.neg.default, (value,))
+        value.meta["val"] = torch.empty(shape, device="meta")
+        grads.append(value)
+    graph.output((*grads, value)).meta["grad_of"] = (*names(block, block), None)
+    scheduled, _ = run_passes(graph, plan, pipeline(in_place=False))
+    return scheduled
+
+
+WAYS = [
+    *itertools.product(SIZES, (1, 2), (1, 2, 4), ("messages", "memory", "native")),
+    *itertools.product(SIZES, (1, 2), (4,), ("two levels",)),
+    *itertools.product(SIZES, (1, 2), (1, 2), ("replicas",)),
+]
+
+
+@pytest.mark.parametrize("ring", [1, 2, 3])
+@pytest.mark.parametrize("is_boundary", [True, False])
+def test_a_rebased_schedule_is_the_one_that_the_passes_make(ring: int, is_boundary: bool) -> None:
+    """Compared with the passes' own for the other block; rings turned, it is proved anew."""
+    count = 0
+    ways = [(o, *way) for o in (None, "cpu", "device") for way in WAYS if o is None or way[3] != "replicas"]
+    for offload, size, stage, world_size, how in ways if FULL else ways[ring + 3 * is_boundary :: 7]:
+        plan = plan_of(size, stage, world_size, how, ring, offload)
+        plan = plan if is_boundary else plan.microbatch()
+        template = built(plan, 1)
+        for block in (0, 2, 5):
+            moves = shifts(plan, names(1, block))
+            assert moves is not None
+            assert text(rebased(template, plan, names(1, block), moves, 0)) == text(built(plan, block))
+            for turn in (1, 2, -3):
+                verify(rebased(template, plan, names(1, block), moves, turn), plan)
+                count += 1
+    assert count >= (1300 if FULL else 150)
+
+
+def test_a_wrong_move_is_refused() -> None:
+    """The negative control: the proof sees a gradient that goes to another bucket than its schedule owes."""
+    plan = plan_of("parts", 2, 2, "memory")
+    template, right = built(plan, 1), shifts(plan, names(1, 3))
+    assert right is not None and len(right) == 3
+    (first, one), (second, other), *_ = sorted(right.items())
+    swapped = {**right, first: other, second: one}
+    with pytest.raises(RaceError):
+        verify(rebased(template, plan, names(1, 3), swapped, 0), plan)
+    with pytest.raises(RaceError):
+        verify(rebased(template, plan, names(1, 3), {**right, first: Shift(NUM_BLOCKS * 3, 0)}, 0), plan)
+
+
+def test_blocks_whose_places_differ_are_not_rebased() -> None:
+    plan = plan_of("two", 2, 2, "memory")
+    assert shifts(plan, names(1, 0)) == {2: Shift(2, 3, 96)}, "the next block of the same bucket"
+    assert shifts(plan, names(1, 4)) == {2: Shift(0, 3, 96)}
+    assert shifts(plan, {"blocks.1.a": "blocks.2.a", "blocks.1.b": "blocks.3.b"}) is None
+    assert shifts(plan, {"blocks.1.a": "blocks.2.c"}) is None, "another shape"
+    assert shifts(plan, {"blocks.1.a": "elsewhere"}) is None
+    whole = plan_of("one", 2, 2, "memory")
+    assert shifts(whole, names(1, 0)) == {4: Shift(5)}
+    assert shifts(whole, {"blocks.1.a": "tokens"}) is None, "another dtype"

@@ -1,0 +1,122 @@
+"""Blocks are compiled on their own: one forward and one backward graph for all members of a kind.
+
+A block's call is taken out of the model's own graph, so that Dynamo traces it once; what stands outside of blocks is
+compiled as the rest of any model. A run tells its block by the parameters that it gets (`Blocks.member_of`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zc import torch_private
+from zc.engine.program import Program
+from zc.passes import verify
+from zc.planning.blocks import BlockKind, block_of, split_name
+from zc.schedule import codegen
+from zc.schedule.rebase import rebased, shifts
+
+if TYPE_CHECKING:
+    from zc.engine.runtime import Runtime
+
+
+class Blocks:
+    """The blocks of one compiled model, and which of them has a parameter."""
+
+    def __init__(self, runtime: Runtime, kinds: Sequence[BlockKind]) -> None:
+        self.kinds = tuple(kinds)
+        self.positions = block_of(kinds)
+        self._runtime = runtime
+        self._names: dict[int, str] = {}  # address of a trainable parameter -> its name; `zc.recompile` adds some
+
+    def split(self, name: str | None) -> tuple[str, str] | None:
+        """A parameter's name as (member, name in it); None: it is outside of blocks."""
+        return None if name is None else split_name(name, self.positions)
+
+    def member_of(self, params: Sequence[object]) -> str | None:
+        """The one block of these parameters, or of tensors that share their memory (checkpointing detaches what a
+        forward saves); None: of none, or of several."""
+        if len(self._names) != len(self._runtime.params):
+            named = self._runtime.params.items()
+            self._names = {p.untyped_storage().data_ptr(): name for name, p in named}
+        members = set()
+        for param in params:
+            name = self._names.get(param.untyped_storage().data_ptr()) if isinstance(param, Tensor) else None
+            parts = self.split(name)
+            members.add(None if parts is None else parts[0])
+        return members.pop() if len(members) == 1 else None
+
+    def num_after(self, member: str) -> int:
+        """How many blocks of its kind come after ``member``, so that their backwards come before its own."""
+        kind, position = self.positions[member]
+        return len(self.kinds[kind].members) - 1 - position
+
+
+@dataclass(frozen=True)
+class Member:
+    """One block of a compiled model."""
+
+    blocks: Blocks
+    name: str
+
+    def path(self, name: str | None) -> str | None:
+        """A parameter's name in this block; None: it is not of this block."""
+        parts = self.blocks.split(name)
+        return parts[1] if parts is not None and parts[0] == self.name else None
+
+    def in_block(self, name: str, member: str) -> str:
+        """What ``name`` of this block is called in ``member``; a name from elsewhere stays as it is."""
+        path = self.path(name)
+        return name if path is None else f"{member}.{path}"
+
+
+def compile_blocks(
+    model: nn.Module,
+    kinds: Sequence[BlockKind],
+    make_backend: Callable[[int], Callable[..., Any]],
+    install: Callable[[nn.Module, Callable[..., Any]], None],
+    dynamic: bool | None,
+) -> None:
+    """Each member of a kind runs one compiled function from now on, with one backend per kind. ``install(block, call)``
+    makes ``call`` what the block does when it is called."""
+    for number, kind in enumerate(kinds):
+        compiled = torch_private.compiled_block_call(make_backend(number), dynamic=dynamic)
+        for name in kind.members:
+            block = model.get_submodule(name)
+            run = partial(_run, weakref.ref(block), compiled, torch_private.places_of_params(block))
+            install(block, torch.compiler.disable(run, reason=torch_private.BLOCK))  # type: ignore[no-untyped-call]
+
+
+def _run(
+    known: weakref.ref[nn.Module],
+    compiled: Callable[..., Any],
+    places: Sequence[tuple[dict[str, Any], str, nn.Parameter]],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """A block's forward. With other tensors in the place of its parameters (torch.func.functional_call) it runs op by
+    op: the compiled backward would take their gradients for the parameters' own."""
+    block = known()
+    assert block is not None, "a block is called through itself"
+    if any(own.get(name) is not param for own, name, param in places):
+        return torch_private.class_call(block, *args, **kwargs)
+    return compiled(block, *args, **kwargs)
+
+
+def for_block(template: Program, block: str, names: Mapping[str, str], turn: int) -> Program | None:
+    """The program of another block, whose parameters ``names`` has by those of the template's, with the template's
+    compiled segments. None: the places of its parameters differ by more than a shift."""
+    moves = shifts(template.plan, names)
+    if moves is None:
+        return None
+    graph = rebased(template.graph, template.plan, names, moves, turn)
+    if any(record.name == verify.PASS.name for record in template.records):
+        verify.verify(graph, template.plan)
+    name, run = f"{template.name} of {block}", codegen.load(graph)
+    return Program(name, graph, template.plan, run, template.ops, template.records, block=block, like=template)

@@ -1,0 +1,96 @@
+"""Kinds of blocks: the children of one container that one compiled graph can serve, such as a decoder's layers.
+
+    GPT
+      tokens: Embedding                       outside of blocks
+      blocks: ModuleList
+        0: Block  (norm.weight [64], ...)     one kind of block: "Block", with the members
+        1: Block  (norm.weight [64], ...)     blocks.0, blocks.1, ...
+        ...
+      norm: LayerNorm                         outside of blocks
+
+Members of a kind have the same class and the same parameters: relative name, shape, dtype, device and requires_grad.
+Buckets follow them (`zc.planning.plan`): a bucket holds whole blocks, or the same part of each block. The idea of
+compiling a repeated block once: PyTorch's regional compilation, and FSDP2's wrapping of each block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+MIN_MEMBERS = 4  # fewer blocks are compiled with the rest of the model: one schedule costs a step less than several
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """``name``: of the class. ``members``: the blocks' fully qualified names, in order of registration."""
+
+    name: str
+    members: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"block kind {self.name}: {len(self.members)} blocks, {self.members[0]} to {self.members[-1]}"
+
+
+def find_kinds(model: nn.Module) -> tuple[BlockKind, ...]:
+    """The kinds of blocks of ``model``, outermost first: the children of a block belong to it.
+
+    A block is no leaf, and has a matrix: elementwise work gains more from the graph around it. It shares no parameter
+    with the rest of the model: its compiled graph runs for any member, told by the parameters that it gets.
+    """
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return tuple(_walk(model, "", uses, set()))
+
+
+def block_of(kinds: Iterable[BlockKind]) -> dict[str, tuple[int, int]]:
+    """A member's name -> its kind and its position among the members."""
+    return {member: (k, i) for k, kind in enumerate(kinds) for i, member in enumerate(kind.members)}
+
+
+def split_name(name: str, members: dict[str, tuple[int, int]]) -> tuple[str, str] | None:
+    """A parameter's name as (member, name in it); None: it is outside of blocks."""
+    end = name.find(".")
+    while end >= 0:
+        if name[:end] in members:
+            return name[:end], name[end + 1 :]
+        end = name.find(".", end + 1)
+    return None
+
+
+def _walk(module: nn.Module, prefix: str, uses: Counter[int], seen: set[int]) -> Iterator[BlockKind]:
+    groups: dict[object, list[str]] = {}
+    names = {}
+    for name, child in module.named_children():
+        if id(child) in seen:  # the same object at two places
+            continue
+        seen.add(id(child))
+        path = f"{prefix}{name}"
+        names[path] = child
+        if isinstance(module, nn.ModuleList | nn.Sequential) and _can_be_block(child, uses):
+            groups.setdefault(_signature(child), []).append(path)
+    kinds = [paths for paths in groups.values() if len(paths) >= MIN_MEMBERS]
+    members = {path for paths in kinds for path in paths}
+    yield from (BlockKind(type(names[paths[0]]).__name__, tuple(paths)) for paths in kinds)
+    for path, child in names.items():
+        if path not in members:
+            yield from _walk(child, f"{path}.", uses, seen)
+
+
+def _can_be_block(module: nn.Module, uses: Counter[int]) -> bool:
+    params = [p for _, p in module.named_parameters(remove_duplicate=False)]
+    is_leaf, has_matrix = next(module.children(), None) is None, any(p.dim() > 1 for p in params)
+    own = Counter(map(id, params))
+    return has_matrix and not is_leaf and all(uses[param] == count for param, count in own.items())
+
+
+def _signature(module: nn.Module) -> object:
+    """Equal for blocks that one graph can serve, as far as parameters say."""
+    first: dict[int, str] = {}
+    rows = []
+    for name, param in module.named_parameters(remove_duplicate=False):
+        first.setdefault(id(param), name)
+        rows.append((name, first[id(param)], tuple(param.shape), param.dtype, param.device, param.requires_grad))
+    return type(module), tuple(rows)
