@@ -1,1 +1,1 @@
-"""A wing: saves, loads and exports."""
+"""Saves, loads and exports checkpoints."""

@@ -1,8 +1,8 @@
-"""From DeepSpeed ZeRO-1/2 checkpoints, through what DeepSpeed itself writes for others.
+"""Loads DeepSpeed ZeRO-1/2 checkpoints, in the formats that DeepSpeed's own scripts export.
 
-- Weights alone: ``zero_to_fp32.py`` gives a plain state dict, which `zc.load_state_dict` takes.
-- Weights and Adam moments: ``ds_to_universal.py`` gives a folder ``zero/<parameter>/`` with ``fp32.pt``,
-  ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``, which `load_universal` takes (arXiv:2406.18820).
+- Weights alone: ``zero_to_fp32.py`` writes a plain state dict, which `zc.load_state_dict` loads.
+- Weights and Adam moments: ``ds_to_universal.py`` writes a folder ``zero/<parameter>/`` with ``fp32.pt``,
+  ``exp_avg.pt``, ``exp_avg_sq.pt`` and ``step.pt``, which `load_universal` loads (arXiv:2406.18820).
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from zc.optim.assignment import Optimizers
 
 
 def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) -> None:
-    """Weights and optimizer states of a DeepSpeed universal checkpoint, for a compiled model, in any plan.
+    """Loads weights and optimizer states of a DeepSpeed universal checkpoint into a compiled model, under any plan.
 
-    ``path`` holds the folder ``zero``. Frozen parameters and buffers are not in it and stay as they are, as do the
-    optimizer's options. A folder that has ``fp32.pt`` alone starts the optimizer afresh. Every rank reads all of it.
+    ``path`` contains the folder ``zero``. Frozen parameters, buffers and the optimizer's options are not in it and stay
+    as they are. If every parameter has only ``fp32.pt``, the optimizer starts with fresh state. Every rank reads all of
+    it.
 
     Raises:
-        CheckpointError: a parameter is missing, extra or of another size, or a file can't be read without running code
-            from it; nothing is changed.
+        CheckpointError: a parameter is missing, extra or of another size, or reading a file would run code from it.
+            Nothing is changed.
     """
     held, folder = settled(model, optimizer), Path(path) / "zero"
     if not folder.is_dir():
         raise CheckpointError(f"{path} is no universal checkpoint: it has no folder zero")
     mine = owned(held)
-    found = {file.parent.relative_to(folder).as_posix() for file in folder.rglob("fp32.pt")}
-    missing, extra = sorted(set(mine) - found), sorted(found - set(mine) - set(model.state_dict()))
+    names = {file.parent.relative_to(folder).as_posix() for file in folder.rglob("fp32.pt")}
+    missing, extra = sorted(set(mine) - names), sorted(names - set(mine) - set(model.state_dict()))
     if missing or extra:
         raise CheckpointError(f"{path} is of another model: missing {missing[:5]}, extra {extra[:5]}")
     weights: dict[str, Any] = dict(others(model, held))
@@ -47,8 +48,8 @@ def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) ->
                 states.setdefault(name, {})["step"] = torch.tensor(float(value))
                 continue
             if not isinstance(value, Tensor) or value.numel() != own.slot.numel:
-                shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise CheckpointError(f"{file} holds {shown}, the parameter's shape is {own.slot.shape}")
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise CheckpointError(f"{file} holds {shape}, the parameter's shape is {own.slot.shape}")
             value = value.reshape(own.slot.shape)
             if file.stem == "fp32":
                 weights[name] = value
@@ -62,7 +63,7 @@ def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) ->
 
 def _read(file: Path) -> Any:
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise CheckpointError(f"{file} can't be read without running code from it, or is damaged: {error}") from error
-    return found["param"] if isinstance(found, dict) and "param" in found else found
+    return content["param"] if isinstance(content, dict) and "param" in content else content

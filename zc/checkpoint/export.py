@@ -1,4 +1,4 @@
-"""Ways out of a checkpoint, for programs without zc: safetensors, and a plain optimizer state.
+"""Exports for programs without zc: safetensors, and a plain optimizer state.
 
 zc.export("out/model", "out/checkpoints/step_1000", dtype=torch.bfloat16)       # or a compiled model
 torch.optim.AdamW(model.parameters()).load_state_dict(zc.full_optimizer_state(model, optimizer))
@@ -49,33 +49,34 @@ def export(
     dtype: torch.dtype | None = None,
     shard_nbytes: int = SHARD_NBYTES,
 ) -> list[Path]:
-    """Writes a checkpoint's weights as safetensors, with the module's own names, as the Hugging Face Hub has them.
+    """Writes a checkpoint's weights as safetensors under the module's names, in the layout of the Hugging Face Hub.
 
-    One process, no model and no process group; at most one file's tensors are in memory at a time. A tied weight stands
-    under its first name (transformers ties it again); what is no tensor (a module's extra state) has no place there.
+    One process calls it, without a model or a process group. It holds at most one file's tensors in memory. A tied
+    weight is written under its first name (transformers ties it again). Extra states of modules, which are not tensors,
+    are left out.
 
     Args:
-        path: a folder, made where it is missing: ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and
+        path: a folder, created if missing. It gets ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and
             ``model.safetensors.index.json``. Files of these names must not exist.
-        checkpoint: a folder that `save` has written.
-        dtype: of floating-point tensors; None: as they are, fp32 masters.
-        shard_nbytes: the largest file, unless one tensor is larger.
+        checkpoint: a folder that `save` wrote.
+        dtype: the dtype of floating-point tensors. None keeps theirs, which is fp32 for masters.
+        shard_nbytes: the size limit of a file, unless one tensor is larger.
 
     Returns:
-        The files with tensors.
+        The files that contain tensors.
     """
     from safetensors.torch import save_file
 
     reader, folder = Reader(Path(checkpoint)), Path(path)
     metadata = reader.read_metadata()
-    found = {
+    weights = {
         key: entry
         for key, entry in metadata.state_dict_metadata.items()
         if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
-    if not found:
+    if not weights:
         raise CheckpointError(f"{checkpoint} has no weights: no key begins with model.")
-    files = list(_files({key: _nbytes(entry, dtype) for key, entry in found.items()}, shard_nbytes))
+    files = list(_files({key: _nbytes(entry, dtype) for key, entry in weights.items()}, shard_nbytes))
     names = ["model.safetensors"]
     if len(files) > 1:
         names = [f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" for k in range(len(files))]
@@ -86,7 +87,7 @@ def export(
     folder.mkdir(parents=True, exist_ok=True)
     where: dict[str, str] = {}
     for name, keys in zip(names, files, strict=True):
-        items: dict[str, Any] = {key: torch.empty(found[key].size, dtype=found[key].properties.dtype) for key in keys}
+        items: dict[str, Any] = {k: torch.empty(weights[k].size, dtype=weights[k].properties.dtype) for k in keys}
         try:
             dcp_load(items, storage_reader=Reader(Path(checkpoint)), no_dist=True)
         except (Exception, CheckpointException) as error:
@@ -97,7 +98,7 @@ def export(
         os.rename(partial, folder / name)
         where.update(dict.fromkeys(tensors, name))
     if len(files) > 1:
-        total = sum(_nbytes(entry, dtype) for entry in found.values())
+        total = sum(_nbytes(entry, dtype) for entry in weights.values())
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         write_synced(index, json.dumps(content, indent=2).encode())
     return [folder / name for name in names]
@@ -125,11 +126,14 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
-    """The ``state_dict()`` that the caller's optimizer would have without zc: on rank 0, in host memory; else None.
-    Of several optimizers a list of them, or a dict by their keys, as `compile` was given them; of one of these its own.
+    """Returns, on rank 0 in host memory, the ``state_dict()`` that the optimizer would have without zc; None on others.
 
-    ``type(optimizer)(model.parameters(), ...).load_state_dict(...)`` takes it, with the parameters in the order that
-    the optimizer was given. Every rank calls it; rank 0 needs room for all of it, one tensor at a time travels.
+    With several optimizers it returns a list or a dict of states, like the container that `compile` got. With one of
+    several, it returns the state of that one.
+
+    ``type(optimizer)(model.parameters(), ...).load_state_dict(...)`` loads the state, if the parameters come in the
+    optimizer's original order. Every rank calls it. Rank 0 needs memory for the whole state, which it receives one
+    tensor at a time.
     """
     held = sharded(model)
     alone = [each for each in held.optimizers if each.optimizer is optimizer]
@@ -140,13 +144,13 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
     parts = []
     for one in alone or held.optimizers:
         numbers, groups = _numbered(one)
-        found = channel.call("gathering the whole optimizer state", partial(gathered, held, one, state))
-        parts.append({"state": {numbers[n]: values for n, values in found.items()}, "param_groups": groups})
+        whole = channel.call("gathering the whole optimizer state", partial(gathered, held, one, state))
+        parts.append({"state": {numbers[n]: values for n, values in whole.items()}, "param_groups": groups})
     return shaped(optimizer, parts) if held.runtime.group.rank == 0 else None
 
 
 def gathered(held: ShardedModel, one: ShardedOptimizer, state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By name, on rank 0. Waits for the other ranks, with replicas for those of the first."""
+    """Gathers whole states by parameter name on rank 0 of the first replica. Collective within a replica."""
     group, rank, replicas = held.runtime.group.shard, held.runtime.group.shard.rank, held.runtime.group.replicas
     whole: dict[str, dict[str, Any]] = {}
     if replicas is not None and replicas.rank > 0:
@@ -173,15 +177,15 @@ def gathered(held: ShardedModel, one: ShardedOptimizer, state: dict[str, dict[st
             have = [(start, part) for (start, numel, _), part in zip(everyone, parts, strict=True) if numel]
             if is_sharded:
                 joined = torch.cat([part for _, part in sorted(have, key=lambda item: item[0])])
-                found: Any = in_shape(joined, own.slot)
+                gathered_value: Any = in_shape(joined, own.slot)
             else:
-                found = have[0][1]
-            whole.setdefault(name, {})[key] = found
+                gathered_value = have[0][1]
+            whole.setdefault(name, {})[key] = gathered_value
     return whole
 
 
 def _numbered(held: ShardedOptimizer) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """A plain optimizer's numbers, counted through its groups."""
+    """Numbers the parameters across all groups, as a plain optimizer's state_dict does."""
     numbers: dict[str, int] = {}
     groups: list[dict[str, Any]] = []
     count = 0

@@ -1,8 +1,8 @@
-"""DCP's files, with checksums beside them; no code of a stranger's is run.
+"""Reads and writes DCP's files with checksums, and never runs code from a checkpoint.
 
-The format is DCP's own (`torch.distributed.checkpoint.FileSystemWriter`). Beside each file, ``.metadata`` too, lies
-``<file>.crc32.json``, which other readers of DCP ignore: the checksum of each chunk in it. Neither the file system nor
-``torch.load`` notices a flipped bit.
+The format is DCP's own (`torch.distributed.checkpoint.FileSystemWriter`). Beside each file, also ``.metadata``, is
+``<file>.crc32.json`` with the checksums of its chunks, which other DCP readers ignore. Neither the file system nor
+``torch.load`` would notice a flipped bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ METADATA, SUMS = ".metadata", ".crc32.json"
 
 
 class Writer(FileSystemWriter):
-    """DCP's writer, and a checksum for each chunk. Files are synced before `write_data` is done."""
+    """DCP's writer, with a checksum per chunk. Files are synced to disk before `write_data` completes."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, sync_files=True, overwrite=False)
@@ -88,13 +88,13 @@ class Reader(FileSystemReader):
         if self._has_sums(METADATA):
             self._compare(METADATA, 0, raw, METADATA, self._checksums(METADATA))
         try:
-            found: Metadata = _MetadataUnpickler(io.BytesIO(raw)).load()
-            _check(found)
-        except Exception as error:  # a pickle that was cut or overwritten raises anything, MemoryError too
+            metadata: Metadata = _MetadataUnpickler(io.BytesIO(raw)).load()
+            _check(metadata)
+        except Exception as error:  # a truncated or overwritten pickle may raise anything, even MemoryError
             raise CheckpointError(
                 f"{path} is damaged or not DCP's metadata: {type(error).__name__}: {error}"
             ) from error
-        return found
+        return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_chunk: dict[Any, list[ReadItem]] = {}
@@ -138,7 +138,7 @@ class Reader(FileSystemReader):
         path = self._inside(name)
         try:
             with open(path, "rb", buffering=0) as file:
-                for info in following:  # the disk works on the next chunk while this one is checked and copied
+                for info in following:  # the disk reads the next chunk while this one is checked and copied
                     if info.relative_path == name and hasattr(os, "posix_fadvise"):
                         os.posix_fadvise(file.fileno(), info.offset, info.length, os.POSIX_FADV_WILLNEED)
                 nbytes = os.fstat(file.fileno()).st_size
@@ -158,8 +158,8 @@ class Reader(FileSystemReader):
         return Path(self.path) / name
 
     def _has_sums(self, name: str) -> bool:
-        """Whether a checksum of this file was written: it lies there, or zc wrote the folder. (``.metadata`` has none
-        in zc's first checkpoints, and none is written by another program.)"""
+        """Whether this file must have checksums: they exist, or zc wrote the folder. (zc's first checkpoints have none
+        for ``.metadata``, and other programs write none at all.)"""
         folder = Path(self.path)
         if (folder / f"{name}{SUMS}").exists():
             return True
@@ -173,12 +173,12 @@ class Reader(FileSystemReader):
             raise CheckpointError(f"{path} is missing or damaged: {error}") from error
 
     def _compare(self, name: str, offset: int, raw: bytes, what: str, sums: dict[tuple[int, int], int]) -> None:
-        found, saved = zlib.crc32(raw), sums.get((offset, len(raw)))
-        if found != saved:
+        actual, saved = zlib.crc32(raw), sums.get((offset, len(raw)))
+        if actual != saved:
             was = "it was written in other parts" if saved is None else f"it was {saved}"
             raise CheckpointError(
                 f"{self.path}/{name} is corrupted: the checksum of {what} (bytes {offset} to {offset + len(raw)}) is "
-                f"{found}, {was}"
+                f"{actual}, {was}"
             )
 
 
@@ -205,7 +205,7 @@ _ALLOWED = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """DCP keeps its metadata as a pickle, which may call anything. These are the classes that it needs, no other."""
+    """DCP stores its metadata as a pickle, which could call anything. This allows only the classes that DCP needs."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
@@ -216,7 +216,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _check(found: object) -> None:
-    """Raises where what was unpickled is no metadata that agrees with itself: DCP and zc rely on all of this."""
+    """Raises unless the unpickled object is consistent metadata: DCP and zc rely on all of this."""
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise TypeError(f"it holds a {type(found).__name__}")
     wanted: list[tuple[str, torch.Size | None]] = []

@@ -1,11 +1,11 @@
-"""Checkpoint folders: filled apart, by one job, and renamed when complete. What a job that has ended left is removed.
+"""Checkpoint folders: one job fills a hidden folder and renames it when complete. Leftovers of ended jobs are removed.
 
-    .step_5.<job>.partial   being filled; job's rank 0 holds a lock on ``zc.owner`` in it for as long as it lives
-    step_5                  complete: ``zc.json`` in it lists its files
-    .step_1.<job>.removed   out of sight, and being removed
+    .step_5.<job>.partial   being filled; the job's rank 0 locks ``zc.owner`` in it for as long as it lives
+    step_5                  complete: its ``zc.json`` lists its files
+    .step_1.<job>.removed   hidden, and being removed
 
-Two jobs may save one name at once, as a job that was given up does beside its restart. Each fills a folder of its own,
-the first to be done gets the name, and the other one's save fails.
+Two jobs may save under one name at once, such as an abandoned job and its restart. Each fills its own folder. The first
+to finish gets the name, and the save of the other one fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zc.errors import CheckpointError
 
 try:
     import fcntl
-except ImportError:  # no POSIX: no unfinished folder is ever taken for a dead job's
+except ImportError:  # not POSIX: unfinished folders are never removed as those of a dead job
     fcntl = None  # type: ignore[assignment]
 
 INFO, OWNER = "zc.json", "zc.owner"
@@ -33,15 +33,15 @@ PARTIAL, REMOVED = ".partial", ".removed"
 
 
 def partial_of(path: Path, job: str) -> Path:
-    """Where ``job`` fills the checkpoint ``path``."""
+    """The folder in which ``job`` fills the checkpoint ``path``."""
     return path.parent / f".{path.name}.{job}{PARTIAL}"
 
 
 class Unfinished:
-    """Rank 0's hold on the folder that a save fills, from before its first file until `close`.
+    """The folder that a save fills, locked by rank 0 from before its first file until `close`.
 
-    Raises CheckpointError where ``path`` exists (with ``overwrite``: and is no checkpoint) or the disk has no room;
-    removes what a job that has ended left of a save of the same name.
+    Raises CheckpointError if ``path`` exists (with ``overwrite``: and is not a checkpoint) or the disk has no room.
+    Removes leftovers of an ended job that saved under the same name.
     """
 
     def __init__(self, path: Path, job: str, nbytes: int, overwrite: bool = False) -> None:
@@ -64,14 +64,14 @@ class Unfinished:
         self.folder.mkdir()  # exclusive: nobody else has made it
         # lifetime: open, and so locked, until `close`, or until this process has ended
         self._owner = open(self.folder / OWNER, "x")  # noqa: SIM115
-        with contextlib.suppress(OSError):  # a file system without locks: what is left there stays
+        with contextlib.suppress(OSError):  # a file system without locks: leftovers stay there
             if fcntl is not None:
                 fcntl.flock(self._owner, fcntl.LOCK_EX)
-                self._owner.write(_machine())  # only now: an empty file is one whose owner is about to lock it
+                self._owner.write(_machine())  # after the lock: the owner of an empty file is about to lock it
                 self._owner.flush()
 
     def make_visible(self, info: dict[str, Any], keep: int | None) -> None:
-        """When all files are written and synced: lists them, renames the folder, removes older checkpoints."""
+        """Lists the files in ``zc.json``, renames the folder, and removes older checkpoints. All files are synced."""
         path, others = self.path, complete(self.path.parent)
         files = {e.name: e.stat().st_size for e in sorted(self.folder.iterdir()) if e.name != OWNER}
         sequence = max((number for number, _ in others), default=0) + 1
@@ -100,21 +100,21 @@ class Unfinished:
         remove_left(path.parent, ".")
 
     def _remove(self, old: Path, name: str) -> None:
-        """Out of sight first: a removal that is killed half-way leaves no checkpoint with holes."""
+        """Hides the folder first, so that a killed removal leaves no partial checkpoint in sight."""
         hidden = old.parent / f".{name}.{self.job}{REMOVED}"
         shutil.rmtree(hidden, ignore_errors=True)
-        with contextlib.suppress(FileNotFoundError):  # another job that keeps some was first
+        with contextlib.suppress(FileNotFoundError):  # another job with ``keep`` was first
             os.rename(old, hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
     def close(self) -> None:
-        """This job has done what it could: a folder that did not get its name is dropped."""
+        """Unlocks the folder, and removes it if it was not renamed."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._owner.close()
 
 
 def remove_left(parent: Path, prefix: str) -> None:
-    """Removes hidden folders with this prefix whose job has ended, and names those of which that can't be known."""
+    """Removes hidden folders with this prefix whose job has ended, and warns of those for which it can't know."""
     for entry in sorted(parent.glob(".*")):
         if not entry.name.startswith(prefix) or entry.suffix not in (PARTIAL, REMOVED):
             continue
@@ -123,8 +123,8 @@ def remove_left(parent: Path, prefix: str) -> None:
 
 
 def _has_ended(folder: Path) -> bool:
-    """Whether the job that fills ``folder`` has ended: it no longer holds its lock. Not every shared file system tells
-    one machine of another's locks, so a folder that was made elsewhere stays, and is named."""
+    """Whether the job that fills ``folder`` has ended, so that the folder is unlocked. Not every shared file system
+    shows one machine another's locks, so a folder from another machine stays, with a warning."""
     try:
         with open(folder / OWNER, "r+") as file:
             if fcntl is None:
@@ -142,7 +142,7 @@ def _has_ended(folder: Path) -> bool:
 
 
 def _machine() -> str:
-    """One start of one machine's system: within it a lock is known to everybody."""
+    """The machine's boot id: all processes with the same one see each other's locks."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -151,7 +151,7 @@ def _machine() -> str:
 
 def complete(folder: Path, warn: Callable[[str], None] = lambda text: None) -> list[tuple[int, Path]]:
     """(sequence, path) of the complete checkpoints in ``folder``, oldest first."""
-    found: list[tuple[int, Path]] = []
+    checkpoints: list[tuple[int, Path]] = []
     for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
         if entry.name.startswith(".") or not (entry / INFO).is_file():
             continue
@@ -167,15 +167,15 @@ def complete(folder: Path, warn: Callable[[str], None] = lambda text: None) -> l
             name = differing[0]
             warn(f"{entry} is passed over: {name} has {sizes[name]} bytes, it was written with {info['files'][name]}")
             continue
-        found.append((sequence, entry))
-    return sorted(found)
+        checkpoints.append((sequence, entry))
+    return sorted(checkpoints)
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint in ``folder``; None where there is none, or no folder.
+    """Returns the newest complete checkpoint in ``folder``, or None if there is no checkpoint or no folder.
 
-    Newest by a number that each save counts up, not by a clock. What a killed save left is never seen; a checkpoint
-    that lost a file, or a part of one, is passed over with a warning.
+    Newest means the highest number, which each save counts up, not the latest time. It never returns what a killed save
+    left. It skips a checkpoint with a missing or truncated file, with a warning.
     """
-    found = complete(Path(folder), lambda text: warnings.warn(f"zc: {text}", stacklevel=4))
-    return found[-1][1] if found else None
+    checkpoints = complete(Path(folder), lambda text: warnings.warn(f"zc: {text}", stacklevel=4))
+    return checkpoints[-1][1] if checkpoints else None

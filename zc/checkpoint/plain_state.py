@@ -1,4 +1,4 @@
-"""Plain state dicts: whole tensors by name, or by number as an unsharded program's optimizer saves them."""
+"""Loads plain state dicts: whole tensors by name, or by number as in an unsharded optimizer's state_dict."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, of torch.com
 
 
 def from_plain(model: nn.Module, held: ShardedModel, state: Mapping[str, Any]) -> Target:
-    """A target from what `zc.state_dict` gave or from whole tensors. No collective; the live state is only read."""
+    """Makes a target from a `zc.state_dict` or from whole tensors. Not collective; only reads the live state."""
     if not isinstance(state, Mapping) or "model" not in state:
         raise TypeError(
             'a state has the key "model", and "optimizer" where it has one: {"model": ..., "optimizer": ...}'
@@ -53,7 +53,7 @@ def from_plain(model: nn.Module, held: ShardedModel, state: Mapping[str, Any]) -
 
 
 def from_optimizer_state(held: ShardedModel, state: Any) -> Target:
-    """The same, from the optimizers' state alone."""
+    """As `from_plain`, from the state of the optimizers alone."""
     target = Target("the given state")
     _add_optimizer(held, target, state)
     check_groups(held, target)
@@ -67,8 +67,8 @@ def _add_optimizer(held: ShardedModel, target: Target, optimizer: Any) -> None:
     saved: Mapping[str, Any] = {}
     for one, part in _parts(held, optimizer, where):
         if PART_KEY in part:
-            shown = shown_mark(part[PART_KEY])
-            raise CheckpointError(f"{where}: its optimizer state is {shown}, and a whole one is wanted: {WAYS}")
+            mark = shown_mark(part[PART_KEY])
+            raise CheckpointError(f"{where}: its optimizer state is {mark}, and a whole one is wanted: {WAYS}")
         some, its_groups, names = optimizer_part(held, part, where, one)
         target.with_state.update(names)
         states.update(some)
@@ -79,8 +79,8 @@ def _add_optimizer(held: ShardedModel, target: Target, optimizer: Any) -> None:
 
 
 def _parts(held: ShardedModel, given: Any, where: str) -> list[tuple[ShardedOptimizer | None, Mapping[str, Any]]]:
-    """One state for all optimizers (None), as torch.distributed.checkpoint.state_dict makes it; or each one's own, in
-    the list, tuple or dict in which `zc.compile` was given them."""
+    """Pairs each optimizer with its own state, from a container like the one that `zc.compile` got. A single state for
+    all optimizers, as torch.distributed.checkpoint.state_dict makes it, is paired with None."""
     if isinstance(given, Mapping) and "state" in given and "param_groups" in given:
         return [(None, given)]
     found = parts_of(held.container, given)
@@ -96,9 +96,9 @@ def _parts(held: ShardedModel, given: Any, where: str) -> list[tuple[ShardedOpti
 def optimizer_part(
     held: ShardedModel, state: Mapping[str, Any], where: str, one: ShardedOptimizer | None
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """This rank's part of a whole optimizer state (of ``one``; None: of all together), by parameter name; the groups
-    with names for members; the names of all parameters that have state. Raises CheckpointError where it is of other
-    parameters."""
+    """Returns this rank's part of a whole optimizer state by parameter name, the groups with names for members, and the
+    names of all parameters with state. ``one``: whose state it is; None: one state for all optimizers. Raises
+    CheckpointError if the state belongs to other parameters."""
     groups = _named_groups(groups_of(held) if one is None else groups_of_one(one), state["param_groups"], where)
     numbered = {k: name for group in groups for k, name in zip(group.pop("numbers"), group["params"], strict=True)}
     mine = {name: own for name, own in owned(held).items() if one is None or own.optimizer is one}
@@ -125,7 +125,7 @@ def optimizer_part(
 
 
 def _check_part(own: Owned, name: str, value: Any, where: str) -> None:
-    """Raises CheckpointError where ``value`` is another rank's part."""
+    """Raises CheckpointError if ``value`` is another rank's part."""
     if not isinstance(value, ShardOf) or (value.start, value.local.numel()) == (own.start, own.numel):
         return
     start, stop = value.start, value.start + value.local.numel()
@@ -137,7 +137,7 @@ def _check_part(own: Owned, name: str, value: Any, where: str) -> None:
 
 
 def _part(own: Owned | None, value: Any) -> Any:
-    """This rank's part, copied: the given tensor stays the caller's."""
+    """A copy of this rank's part: the caller's tensor is never kept."""
     if isinstance(value, ReadOnly):
         return value.local.detach().clone().view(value.shape)
     if isinstance(value, ShardOf):
@@ -154,8 +154,8 @@ def shown_mark(mark: Any) -> str:
 
 
 def _named_groups(ours: list[dict[str, Any]], groups: Any, where: str) -> list[dict[str, Any]]:
-    """Groups with names for members. A plain optimizer counts its parameters through all groups; the order is that in
-    which this optimizer was given them."""
+    """Replaces the members' numbers by names. A plain optimizer numbers its parameters across all groups, in the order
+    in which it got them."""
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in ours]:
         raise CheckpointError(
             f"{where} has parameter groups of {[len(g['params']) for g in groups]} members, the optimizer was given "

@@ -1,11 +1,11 @@
 """Checkpoints through torch.distributed.checkpoint: named, resharded, crash-safe (docs/checkpoints.md).
 
-What is saved, by DCP's keys, those of ``torch.distributed.checkpoint.state_dict``: DDP and FSDP2 programs read it::
+A checkpoint has the keys of ``torch.distributed.checkpoint.state_dict``, so DDP and FSDP2 programs can read it::
 
     model.<name>                       fp32 master in the parameter's shape; frozen parameters and buffers as they are
     optimizer.state.<name>.<key>       each optimizer state, in the parameter's shape; scalars as they are
     optimizer.param_groups             options, and the names of the group's parameters
-    extra.rank_<r>                     ``torch.save`` of what rank r gave as ``extra``, as bytes
+    extra.rank_<r>                     rank r's ``extra``, serialized by ``torch.save``
 """
 
 from __future__ import annotations
@@ -42,30 +42,34 @@ __all__ = ["Saving", "latest", "load", "load_state_dict", "save", "state_dict"]
 
 
 def state_dict(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
-    """What to save, as DCP takes it: ``{"model": {name: ...}, "optimizer": {"state": ..., "param_groups": ...}}``.
+    """Returns a state for DCP: ``{"model": {name: ...}, "optimizer": {"state": ..., "param_groups": ...}}``.
 
-    A trainable parameter and its optimizer states are this rank's part of a tensor of the parameter's own shape
-    (`ShardOf`, views of the shards, no copy): ``dcp.save`` writes them and ``dcp.load`` fills them in place; call
-    `load_state_dict` after the latter. A tied weight stands under its first name.
+    Trainable parameters and their optimizer states are this rank's parts of tensors in the parameters' own shapes. They
+    are views of the shards (`ShardOf`), not copies. ``dcp.save`` writes them and ``dcp.load`` fills them in place; call
+    `load_state_dict` after the latter. A tied weight appears under its first name.
     """
     return state_of(model, settled(model, optimizer))
 
 
 def load_state_dict(model: nn.Module, optimizer: Optimizers, state: Mapping[str, Any]) -> None:
-    """Takes over a state: one from `state_dict`, filled by ``dcp.load``, or plain whole tensors.
+    """Loads a state: one from `state_dict`, filled by ``dcp.load``, or one of plain whole tensors.
 
-    Plain is ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`` of an unsharded program, or DDP's;
-    "optimizer" may be left out, and then the optimizer starts afresh; with several, it is a list or dict of their
-    state_dicts, as `compile` was given them, or one of them all, which torch.distributed.checkpoint.state_dict makes. A
-    prefix ``module.`` or ``_orig_mod.`` is dropped. Every rank gives the same. Call it between updates: gradients are
-    dropped. Raises CheckpointError naming what is missing, extra or has another shape, before anything is changed.
+    A plain state is ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`` of an unsharded program or
+    of DDP. Without "optimizer", the optimizer starts with fresh state. With several optimizers, "optimizer" is a list
+    or dict of their state_dicts, like the container that `compile` got. It may also be one state for all, as
+    torch.distributed.checkpoint.state_dict makes it. Prefixes ``module.`` and ``_orig_mod.`` are dropped.
+
+    Every rank passes the same state. Call it between updates: gradients are dropped.
+
+    Raises:
+        CheckpointError: names what is missing, extra or has another shape. Nothing is changed.
     """
     held = settled(model, optimizer)
     take(model, held, lambda: from_plain(model, held, state))
 
 
 def take(model: nn.Module, held: ShardedModel, make: Callable[[], Target]) -> None:
-    """Takes over what ``make`` gives, where it gives it on every rank."""
+    """Loads the target that ``make`` returns, unless ``make`` fails on some rank."""
     target: Target | None = None
     failure: Exception | None = None
     try:
@@ -89,22 +93,22 @@ def save(
 ) -> Saving:
     """Writes a checkpoint into the new folder ``path``, which all ranks share. Every rank calls it, between updates.
 
-    The folder gets its name when everything in it is complete and synced to the disk: a killed save leaves nothing that
-    `latest` sees, and earlier checkpoints as they were.
+    The folder gets its name after everything in it is complete and synced to disk. A killed save leaves nothing that
+    `latest` would return, and does not touch earlier checkpoints.
 
     Args:
-        extra: what else goes along (scheduler, GradScaler, random states, data position), of types that
-            ``torch.load(weights_only=True)`` reads. Each rank's own is kept.
-        asynchronous: returns as soon as this rank's part is copied to host memory (one copy of masters and optimizer
-            state); the next save, or ``wait()`` on the result, waits for the writing. Call ``wait()`` before the
-            process group is destroyed.
-        keep: removes all but the newest ``keep`` checkpoints beside ``path`` afterwards, and unfinished ones of jobs
-            that have ended.
-        overwrite: takes the place of a checkpoint of the same name, which stays until this one is complete.
+        extra: other state (scheduler, GradScaler, random states, data position), of types that
+            ``torch.load(weights_only=True)`` reads. The checkpoint keeps one per rank.
+        asynchronous: return as soon as this rank's part is copied to host memory (one copy of masters and optimizer
+            state). The next save, or ``wait()`` on the result, waits for the writing. Call ``wait()`` before you
+            destroy the process group.
+        keep: afterwards remove all but the newest ``keep`` checkpoints beside ``path``, and unfinished ones of ended
+            jobs.
+        overwrite: replace a checkpoint of the same name, which stays until this one is complete.
 
     Raises:
         CheckpointError, on every rank: ``path`` exists (another job may have been first), the disk has no room,
-        something can't be written, or (from ``wait``, or the next save) an asynchronous save has failed.
+            something can't be written, or an asynchronous save failed (raised by ``wait`` or the next save).
         RankLostError: a rank is gone, or stands still.
     """
     path = Path(path).absolute()
@@ -151,18 +155,18 @@ def save(
 
 
 def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
-    """Loads a checkpoint that any number of ranks has written, into any plan. Every rank calls it, between updates.
+    """Loads a checkpoint from any number of ranks into any plan. Every rank calls it, between updates.
 
-    Everything is read and checked before anything is changed, so it needs room for one more copy of this rank's part.
-    Also reads DCP checkpoints of DDP and FSDP2 programs with the same keys, without checksums then. Gradients are
+    It reads and checks everything before it changes anything, so it needs memory for one more copy of this rank's part.
+    It also reads DCP checkpoints of DDP and FSDP2 programs with the same keys, without checksums. Gradients are
     dropped.
 
     Returns:
-        What ``save`` was given as ``extra``: this rank's own where the checkpoint has as many ranks, else rank 0's.
+        The ``extra`` that was saved: this rank's own if the checkpoint is of as many ranks, otherwise rank 0's.
 
     Raises:
-        CheckpointError, on every rank: no checkpoint, damaged, or of another model: names the file or the parameters.
-        The state is as before.
+        CheckpointError, on every rank: the checkpoint is missing, damaged, or of another model. Names the file or the
+            parameters. The state is unchanged.
     """
     path = Path(path).absolute()
     held = settled(model, optimizer)
@@ -185,7 +189,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
         read.result()
         check_groups(held, target)
         extra = target.extra()
-    except BaseException as error:  # noqa: BLE001  (DCP's is no Exception, and pickle raises anything)
+    except BaseException as error:  # noqa: BLE001  (DCP's error is not an Exception, and pickle raises anything)
         failure = cause_of(what, error)
     channel.agree(what, failure)
     commit(model, held, target)
@@ -193,7 +197,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
 
 
 class _Planner(DefaultLoadPlanner):
-    """DCP's planner, which unpickles nothing but plain values."""
+    """DCP's planner, restricted to unpickling plain values."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
@@ -201,24 +205,24 @@ class _Planner(DefaultLoadPlanner):
 
 
 def settled(model: nn.Module, optimizer: Optimizers) -> ShardedModel:
-    """What zc keeps for model and optimizers, with nothing under way that reads or writes masters or states."""
+    """The sharded model, after everything that reads or writes masters or states has finished."""
     held = sharded(model)
-    found = listed(optimizer)
-    if [id(given) for given in found] != [id(each.optimizer) for each in held.optimizers]:
-        names = " and ".join(type(given).__name__ for given in found)
+    optimizers = listed(optimizer)
+    if [id(one) for one in optimizers] != [id(each.optimizer) for each in held.optimizers]:
+        names = " and ".join(type(one).__name__ for one in optimizers)
         ours = ", ".join(type(each.optimizer).__name__ for each in held.optimizers)
         raise PlanError(
             f"this {names} is not what {type(model).__name__} was compiled with: give the same {ours}"
             f"{' in that order, as zc.compile was given them' if len(held.optimizers) > 1 else ''}"
         )
     runtime = held.runtime
-    runtime.weights.synchronize()  # overlap_gather: step() may have left gathers behind that read the masters
-    runtime.streams.synchronize()  # masters and states are read, and written, by the host, in whatever thread
+    runtime.weights.synchronize()  # overlap_gather: gathers that step() started may still read the masters
+    runtime.streams.synchronize()  # the host reads and writes masters and states, in any thread
     return held
 
 
 def _encoded(extra: Mapping[str, Any] | None) -> Tensor:
-    """``torch.save`` as uint8; refuses what could not be loaded again without running a stranger's code."""
+    """``torch.save`` as uint8. Refuses objects that could not be loaded without running code from the file."""
     buffer = io.BytesIO()
     torch.save(dict(extra or {}), buffer)
     buffer.seek(0)
@@ -230,7 +234,7 @@ def _encoded(extra: Mapping[str, Any] | None) -> Tensor:
 
 
 def copied(value: Any) -> Any:
-    """In host memory."""
+    """A copy of a nested state in host memory."""
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -241,6 +245,6 @@ def copied(value: Any) -> Any:
 
 
 def _nbytes(tree: dict[str, Any]) -> int:
-    """Of the whole checkpoint, before the files' own overhead."""
+    """The size of the whole checkpoint, without the files' own overhead."""
     tensors = [item for item in flat_items(tree).values() if isinstance(item, Tensor)]
     return sum(t.numel() * t.dtype.itemsize for t in tensors)

@@ -1,8 +1,8 @@
-"""Exchanges of checkpoints: on a process group of their own, in threads that can be left behind; and a save under way.
+"""Collectives of checkpoints, on their own process group and in threads that can be abandoned; and pending saves.
 
-DCP, and torch.distributed where it sends objects, block inside until every rank has answered. So they run in a thread,
-and the calling one waits for it under the ranks' watch (zc/ranks/watch.py): where a rank is gone or stands still it
-raises RankLostError, and the thread, a daemon, is left where it is.
+DCP and torch.distributed's object collectives block until every rank has answered. So they run in a daemon thread, and
+the calling thread waits under the ranks' watch (zc/ranks/watch.py). If a rank is gone or stands still, the wait raises
+RankLostError and abandons the thread.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class Channel:
-    """A process group for checkpoints alone, since a save may run beside the training; and the save under way."""
+    """A process group only for checkpoints, because a save may run during training; and the pending save."""
 
     def __init__(self, held: ShardedModel) -> None:
         self.group, self._device = held.runtime.group, held.runtime.plan.buckets[0].device
-        self.pending: Saving | None = None  # of which not every rank knows the outcome yet
+        self.pending: Saving | None = None  # until every rank knows its outcome
         what = "the first zc.save, zc.load or zc.full_optimizer_state of this model"
         self.data = self.group.new_group(what) if self.group.world_size > 1 else None
-        self.job: str = self.share(what, secrets.token_hex(8))[0]  # whose unfinished folders are this model's
+        self.job: str = self.share(what, secrets.token_hex(8))[0]  # in the names of this model's unfinished folders
 
     @property
     def options(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Channel:
         return Call(run, self._device)
 
     def wait(self, call: Call, what: str) -> None:
-        """Raises RankLostError where a rank that ``call`` waits for is gone; ``what`` says what this rank did."""
+        """Raises RankLostError if a rank that ``call`` waits for is gone; ``what`` says what this rank was doing."""
         journal = self.group.journal
         if journal is None:
             call()
@@ -58,32 +58,32 @@ class Channel:
             journal.exposed_s = exposed_s  # no part of a training step
 
     def call(self, what: str, run: Callable[[], Any]) -> Any:
-        """``run()``, which waits for other ranks."""
+        """Returns ``run()``, which waits for other ranks."""
         call = self.start(run)
         self.wait(call, what)
         return call.result()
 
     def share(self, what: str, value: Any) -> list[Any]:
-        """Every rank's value."""
+        """Gathers every rank's value."""
         if self.group.world_size == 1:
             return [value]
-        found: list[Any] = [None] * self.group.world_size
-        self.call(what, partial(dist.all_gather_object, found, value, group=self.group.control))
-        return found
+        values: list[Any] = [None] * self.group.world_size
+        self.call(what, partial(dist.all_gather_object, values, value, group=self.group.control))
+        return values
 
     def agree(self, what: str, failure: BaseException | None) -> None:
-        """Raises on every rank where some rank has failed."""
-        found = self.share(what, failure and f"{type(failure).__name__}: {failure}")
-        bad = [rank for rank, text in enumerate(found) if text is not None]
+        """Raises on every rank if any rank has failed."""
+        failures = self.share(what, failure and f"{type(failure).__name__}: {failure}")
+        bad = [rank for rank, text in enumerate(failures) if text is not None]
         if not bad:
             return
         if isinstance(failure, ZcError | TypeError):
             raise failure
-        raise CheckpointError(f"{what} failed on rank {bad[0]}: {found[bad[0]]}") from failure
+        raise CheckpointError(f"{what} failed on rank {bad[0]}: {failures[bad[0]]}") from failure
 
 
 _CHANNELS: weakref.WeakKeyDictionary[ShardedModel, Channel] = weakref.WeakKeyDictionary()
-_UNDER_WAY: set[Saving] = set()  # lifetime: until somebody has waited, also where the model is gone before
+_UNDER_WAY: set[Saving] = set()  # lifetime: until somebody has waited, even if the model is dropped before
 
 
 def channel_of(held: ShardedModel) -> Channel:
@@ -146,12 +146,12 @@ class Saving:
 
 
 def cause_of(what: str, error: BaseException) -> Exception:
-    """DCP wraps what went wrong on each rank, in no Exception; the first of them says it."""
+    """The first rank's error. DCP wraps the errors of all ranks in one that is not an Exception."""
     failures = getattr(error, "failures", None)
     rank, first = None, error
     if failures:
         rank, (first, _) = next(iter(sorted(failures.items())))
     if isinstance(first, ZcError) or (rank is None and isinstance(first, OSError)):
-        return first  # `Channel.agree` says of an OSError on which rank
+        return first  # `Channel.agree` adds the rank of an OSError
     where = f"failed on rank {rank}" if rank is not None else "failed"
     return CheckpointError(f"{what} {where}: {type(first).__name__}: {first}")

@@ -1,17 +1,15 @@
-"""A flat shard as part of a tensor with a shape: what torch.distributed.checkpoint needs to write and read it.
+"""Describes a flat shard as part of a tensor with a shape, so that torch.distributed.checkpoint can write and read it.
 
-A shard's edge may cut a parameter in the middle of a row, and DCP knows only boxes. Any range of elements, in row-major
-order or in that of another memory format, is a few boxes: the aligned middle, and at each end what is left of a row, of
-a plane, ... (2 n - 1 at most for n dimensions). Each box is contiguous in the shard, so nothing is copied or gathered
-to cut it out::
+A shard's edge may cut a parameter in the middle of a row, but DCP knows only boxes. Any range of elements, in row-major
+or another memory order, consists of a few boxes: the aligned middle, and at each end the rest of a row, of a plane, and
+so on (at most 2 n - 1 boxes for n dimensions). Each box is contiguous in the shard, so no box needs a copy::
 
     shape (4, 5), elements [3, 17)      . . . a a        a: (0, 3) of size (1, 2)
                                         b b b b b        b: (1, 0) of size (2, 5)
                                         b b b b b
                                         c c . . .        c: (3, 0) of size (1, 2)
 
-Saved so, a tensor has its own name and shape for any reader of DCP, and any number of ranks reads what any other has
-written.
+In the checkpoint, each tensor then has its own name and shape. Any DCP program can read it, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from zc import torch_private
 
 @dataclass(frozen=True)
 class Box:
-    """``sizes`` elements from ``offsets`` on, in each dimension; elements [start, start + numel) in row-major order."""
+    """A box of ``sizes`` at ``offsets``. Its elements are [start, start + numel) in row-major order."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -47,8 +45,8 @@ class Box:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int, order: Sequence[int] | None = None) -> list[Box]:
-    """Elements [start, stop) of a row-major tensor as disjoint boxes, in order; of one whose dimensions lie in
-    ``order``, from the outermost to the innermost, where they lie in another."""
+    """Splits elements [start, stop) of a tensor into disjoint boxes, in order. The tensor is row-major, or its
+    dimensions lie in memory in ``order``, from the outermost to the innermost."""
     if order is not None:
         back = _inverse(order)
         return [
@@ -57,11 +55,11 @@ def boxes(shape: Sequence[int], start: int, stop: int, order: Sequence[int] | No
         ]
     assert 0 <= start <= stop <= math.prod(shape), (shape, start, stop)
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    found: list[Box] = []
+    result: list[Box] = []
     at = start
     while at < stop:
         offsets = tuple(at // stride % size for stride, size in zip(strides, shape, strict=True))
-        # the outermost dimension of which a whole index fits, from here on
+        # the outermost dimension in which at least one whole index fits from here on
         for dim, stride in enumerate(strides):
             if at % stride == 0 and at + stride <= stop:
                 count = min((stop - at) // stride, shape[dim] - offsets[dim])
@@ -69,9 +67,9 @@ def boxes(shape: Sequence[int], start: int, stop: int, order: Sequence[int] | No
                 break
         else:
             sizes = ()  # a tensor without dimensions
-        found.append(Box(offsets, sizes, at))
-        at += found[-1].numel
-    return found
+        result.append(Box(offsets, sizes, at))
+        at += result[-1].numel
+    return result
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
@@ -79,9 +77,9 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 class ShardOf(Tensor):
-    """This rank's elements [start, start + local.numel()) of a tensor of ``shape``, counted row by row with the
-    dimensions in ``order`` (None: as they are): what DCP's planners take for a sharded tensor (the methods with two
-    underscores are its protocol). No arithmetic: it is a name for ``local``, 1-D.
+    """This rank's elements [start, start + local.numel()) of a tensor of ``shape``, in memory order ``order`` (None:
+    row-major). DCP's planners treat it as a sharded tensor, through the methods with two underscores. It supports no
+    arithmetic: it only describes ``local``, which is 1-D.
     """
 
     local: Tensor
@@ -92,13 +90,13 @@ class ShardOf(Tensor):
     def __new__(
         cls, shape: Sequence[int], local: Tensor, start: int, order: tuple[int, ...] | None = None
     ) -> ShardOf:
-        made = torch_private.make_wrapper(cls, local.new_empty(()).expand(tuple(shape)))
+        shard = torch_private.make_wrapper(cls, local.new_empty(()).expand(tuple(shape)))
         assert local.dim() == 1 and start + local.numel() <= math.prod(shape), (shape, local.shape, start)
-        made.local, made.start, made.order = local, start, order
-        return made
+        shard.local, shard.start, shard.order = local, start, order
+        return shard
 
     def with_local(self, local: Tensor) -> ShardOf:
-        """The same part, of other memory."""
+        """The same part, in other memory."""
         return ShardOf(tuple(self.shape), local, self.start, self.order)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
@@ -118,16 +116,16 @@ class ShardOf(Tensor):
         return boxes(tuple(self.shape), self.start, self.start + self.local.numel(), self.order)
 
     def view_of(self, box: Box) -> Tensor:
-        """Under a storage of its own: DCP's writer clones a tensor that is part of a larger one, and keeps all clones
-        until its file is written, a second copy of the masters."""
+        """The box's elements, with their own storage. DCP's writer would clone a part of a larger storage and keep all
+        clones until the file is written, which is a second copy of the masters."""
         first = box.start - self.start
-        found = torch_private.own_storage(self.local.detach()[first : first + box.numel])
+        flat = torch_private.own_storage(self.local.detach()[first : first + box.numel])
         if self.order is None:
-            return found.view(box.sizes)
-        return found.view([box.sizes[d] for d in self.order]).permute(_inverse(self.order))
+            return flat.view(box.sizes)
+        return flat.view([box.sizes[d] for d in self.order]).permute(_inverse(self.order))
 
     def copied(self) -> ShardOf:
-        """The same part, of a copy in host memory."""
+        """The same part, copied to host memory."""
         return self.with_local(self.local.detach().to("cpu", copy=True))
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
@@ -161,7 +159,7 @@ class ReadOnly(ShardOf):
         return ReadOnly(tuple(self.shape), local, self.start, self.order)
 
     def copied(self) -> ReadOnly:
-        """Itself: a copy would never be written."""
+        """Returns itself, because this rank never writes it."""
         return self
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:

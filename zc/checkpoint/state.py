@@ -1,4 +1,4 @@
-"""From a compiled model to named tensors: what of its state this rank owns."""
+"""Turns a compiled model's state into named tensors: the parts that this rank owns."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Owned:
-    """Elements [start, start + numel) of ``slot``, in its order, are this rank's; ``slice``, of ``optimizer``, holds
-    them if there are any."""
+    """This rank owns elements [start, start + numel) of ``slot``, in its memory order. They are in ``slice``, a
+    parameter of ``optimizer``, if there are any."""
 
     optimizer: ShardedOptimizer
     slot: Slot
@@ -34,7 +34,7 @@ class Owned:
     dtype: torch.dtype
 
     def part(self, local: Tensor) -> ShardOf:
-        """``local``: these elements in the slot's order, or, where they are all, in the parameter's shape."""
+        """``local``: these elements in the slot's order; or, if they are the whole parameter, in its shape."""
         return ShardOf(self.slot.shape, flattened(local, self.slot), self.start, self.slot.order)
 
     def part_of(self, whole: Tensor) -> Tensor:
@@ -43,32 +43,32 @@ class Owned:
 
 def owned(held: ShardedModel) -> dict[str, Owned]:
     """By name, for every trainable parameter, in order of registration."""
-    found: dict[str, Owned] = {}
+    by_name: dict[str, Owned] = {}
     runtime = held.runtime
     for bucket in runtime.plan.buckets:
         optimizer = held.optimizer_of(bucket)
         for slot in bucket.slots:
             first, stop = bucket.layout.owned(slot, runtime.group.shard.rank)
             start = first - slot.offset if stop > first else 0
-            # the empty slice of a rank that owns nothing stands in for parts of elementwise state alone
+            # a rank that owns nothing saves the state of its empty slice only for elementwise optimizers
             has_part = slot.name in optimizer.slices and (stop > first or not slot.numel or not optimizer.keeps_whole)
             own = optimizer.slices[slot.name] if has_part else None
-            found[slot.name] = Owned(optimizer, slot, start, stop - first, own, bucket.acc_dtype)
-    return {name: found[name] for name in runtime.params}
+            by_name[slot.name] = Owned(optimizer, slot, start, stop - first, own, bucket.acc_dtype)
+    return {name: by_name[name] for name in runtime.params}
 
 
 def others(model: nn.Module, held: ShardedModel) -> dict[str, Any]:
-    """What of ``model.state_dict()`` is not trained: frozen parameters, buffers, extra states; each tensor once."""
+    """The untrained part of ``model.state_dict()``: frozen parameters, buffers, extra states; each tensor once."""
     seen = {id(param) for param in held.runtime.params.values()}
-    found: dict[str, Any] = {}
+    untrained: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
             if id(value) in seen:
                 continue
             seen.add(id(value))
             value = value.detach()
-        found[name] = value
-    return found
+        untrained[name] = value
+    return untrained
 
 
 def state_of(model: nn.Module, held: ShardedModel) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def state_of(model: nn.Module, held: ShardedModel) -> dict[str, Any]:
                 for key, value in state.items()
             }
     for name, value in others(model, held).items():
-        # Ranks may differ in what is not trained, and DCP takes equal keys for copies, of which any rank writes some.
+        # Untrained tensors may differ between ranks. DCP treats equal keys as copies, of which any rank writes some.
         is_read = held.runtime.group.rank > 0 and isinstance(value, Tensor)
         weights[name] = ReadOnly(value.shape, value.reshape(-1), 0) if is_read else value
     optimizer: dict[str, Any] = {"state": states, "param_groups": groups_of(held)}
@@ -104,8 +104,8 @@ def state_of(model: nn.Module, held: ShardedModel) -> dict[str, Any]:
 
 
 def _check_parts(name: str, mine: Owned, state: Mapping[str, Any]) -> None:
-    """Of a parameter that is cut, each state is cut alike, or one number: else ranks would write different values under
-    one name."""
+    """Raises unless each state of a cut parameter is cut alike, or is one number. Otherwise ranks would write different
+    values under one name."""
     assert mine.slice is not None
     for key, value in state.items() if mine.numel != mine.slot.numel else ():
         if not isinstance(value, Tensor) or (value.numel() == 1 and value.shape != mine.slice.shape):
@@ -119,8 +119,7 @@ def _check_parts(name: str, mine: Owned, state: Mapping[str, Any]) -> None:
 
 
 def groups_of(held: ShardedModel) -> list[dict[str, Any]]:
-    """The groups of all optimizers, one optimizer's behind the other's, as torch.distributed.checkpoint.state_dict has
-    them."""
+    """The groups of all optimizers, in order, as torch.distributed.checkpoint.state_dict has them."""
     return [group for optimizer in held.optimizers for group in groups_of_one(optimizer)]
 
 
@@ -134,6 +133,6 @@ def groups_of_one(held: ShardedOptimizer) -> list[dict[str, Any]]:
     names = {id(param): name for name, param in held.runtime.frozen.items()}
     groups: list[dict[str, Any]] = []
     for group, members in zip(held.optimizer.param_groups, held.members, strict=True):
-        known = [m if isinstance(m, str) else names.get(id(m), "") for m in members]
-        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": known})
+        params = [m if isinstance(m, str) else names.get(id(m), "") for m in members]
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": params})
     return groups

@@ -1,19 +1,19 @@
-"""What `optimizer.state_dict()` says of itself, and what `optimizer.load_state_dict` takes.
+"""Marks each `optimizer.state_dict()` as one rank's part, and checks the mark in `optimizer.load_state_dict`.
 
-With several ranks the caller's optimizer holds this rank's slices, so its state_dict is a part, and another rank's part
-may have the same shapes. It carries a mark, of plain values that ``torch.load(weights_only=True)`` reads::
+With several ranks, the caller's optimizer has only this rank's slices. Its state_dict is therefore a part, and another
+rank's part may have the same shapes. The mark consists of plain values that ``torch.load(weights_only=True)`` reads::
 
     state["zc"] = {"rank": 1, "world_size": 2, "plan": "5f0c..."}       no mark on one rank: that state is whole
 
-| given to load_state_dict | |
+| argument of load_state_dict | result |
 |---|---|
-| this rank's own part, of this plan | taken, as in PyTorch |
-| no mark: a whole state, of DDP, of one process, of `zc.full_optimizer_state` | this rank's part of it is taken |
-| another rank's part, or one of another plan | CheckpointError; nothing is changed |
+| this rank's own part, of this plan | loaded, as in PyTorch |
+| no mark: a whole state, of DDP, of one process, of `zc.full_optimizer_state` | this rank's part of it is loaded |
+| another rank's part, or a part of another plan | CheckpointError; nothing is changed |
 
-The ranks of a script may load one after the other, with barriers between, or only some of them. So nobody waits for the
-others here: the outcome enters the rank's journal (zc/ranks/watch.py), which is compared before the next update. Where
-one rank took what another refused, or never loaded, that is a RankMismatchError on every rank, and no update is done.
+A script's ranks may load one after another, with barriers between, or only some may load. So loading waits for no other
+rank. Its outcome goes into the rank's journal (zc/ranks/watch.py), which ranks compare before the next update. If one
+rank loaded a state and another refused or never loaded, every rank raises RankMismatchError before the update.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def install(held: ShardedModel) -> None:
-    """The hooks of the caller's optimizers. They go with them."""
+    """Registers hooks on the caller's optimizers, for as long as these live."""
     for one in held.optimizers:
         _install(held, one)
 
@@ -46,7 +46,7 @@ def _install(held: ShardedModel, one: ShardedOptimizer) -> None:
 
     def mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
         runtime = held.runtime
-        runtime.wait_for_host_memory()  # offload: an update may be on its way, and this is saved next
+        runtime.wait_for_host_memory()  # offload: an update may be running, and the caller saves this next
         ranks = runtime.group.shard
         if ranks.world_size > 1:
             state[PART_KEY] = _mark(held)
@@ -58,22 +58,22 @@ def _install(held: ShardedModel, one: ShardedOptimizer) -> None:
 
     def take(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         journal = held.runtime.group.journal
-        held.runtime.streams.synchronize()  # what it launched stands before this in every rank's journal
+        held.runtime.streams.synchronize()  # so that launched work precedes this entry in every rank's journal
         taken = False
         try:
-            found = _fitting(held, one, state)
+            fitting = _fitting(held, one, state)
             taken = True
         finally:
             if journal is not None:
                 journal.enter(LOADED, int(taken))
-        return found
+        return fitting
 
     one.optimizer.register_state_dict_post_hook(mark)
     one.optimizer.register_load_state_dict_pre_hook(take)
 
 
 def _fitting(held: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-    """What torch is to load in the place of ``state``; None: ``state`` itself."""
+    """The state that torch should load instead of ``state``; None: ``state`` itself."""
     mark, own = state.get(PART_KEY), _mark(held)
     if mark == own:
         return None
@@ -89,7 +89,7 @@ def _fitting(held: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -
 
 
 def _cut(held: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A whole state as this rank's optimizer would have saved it."""
+    """Cuts a whole state to the part that this rank's optimizer would have saved."""
     where = "the given optimizer state"
     states, _, names = optimizer_part(held, state, where, one)
     check_together(one, names, {}, where)
@@ -115,11 +115,11 @@ def _mark(held: ShardedModel) -> dict[str, Any]:
 
 
 def _digest(plan: Plan) -> str:
-    """Of what decides which elements a rank owns."""
-    found = hashlib.sha256(str(plan.world_size).encode())
+    """Identifies which elements each rank owns."""
+    digest = hashlib.sha256(str(plan.world_size).encode())
     for bucket in plan.buckets:
         layout = bucket.layout
         for slot in bucket.slots:
             where = f"{slot.offset} {layout.numel_shard} {layout.owners}{slot.strides or ''} {layout.num_hosts}"
-            found.update(f"{slot.name} {slot.shape} {where}\n".encode())
-    return found.hexdigest()[:16]
+            digest.update(f"{slot.name} {slot.shape} {where}\n".encode())
+    return digest.hexdigest()[:16]

@@ -1,16 +1,16 @@
-"""torch.distributed.checkpoint.state_dict on a compiled model: get_state_dict, set_state_dict and their kin.
+"""Supports torch.distributed.checkpoint.state_dict (get_state_dict, set_state_dict, ...) on a compiled model.
 
-They look for the optimizer's parameters among the model's, and the optimizer has slices of them, so they failed with
-``KeyError: 0``. What they do for an optimizer of ours is done here, in their format:
+Those functions look for the optimizer's parameters among the model's, but zc's optimizers have slices of them. This
+module replaces them for optimizers of zc, and keeps their format:
 
-| get_optimizer_state_dict, get_state_dict | |
+| get_optimizer_state_dict, get_state_dict | result |
 |---|---|
 | by default | this rank's parts of tensors in the parameters' shapes (`ShardOf`), for `dcp.save` and `dcp.load` |
-| full_state_dict=True | whole tensors on every rank; with cpu_offload=True on rank 0 alone |
-| of an optimizer that has made no update | zeros, for `dcp.load` to fill; the optimizer stays as it is |
+| full_state_dict=True | whole tensors on every rank; with cpu_offload=True only on rank 0 |
+| before the optimizer's first update | zeros, for `dcp.load` to fill; the optimizer does not change |
 
-set_optimizer_state_dict and set_state_dict take both, on any number of ranks. The weights among these states are the
-module's own; `zc.state_dict` has the fp32 masters of narrower ones.
+set_optimizer_state_dict and set_state_dict load both forms, on any number of ranks. The weights in these states are the
+module's own; `zc.state_dict` has fp32 masters for narrower weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class OfOneRank(dict[str, Any]):
-    """States by parameter name, of the parameters that one rank updates. Asked for another, it says why it has none."""
+    """States by name of the parameters that one rank updates. A lookup of any other parameter explains its absence."""
 
     def __init__(self, rank: int, states: dict[str, Any]) -> None:
         super().__init__(states)
@@ -92,13 +92,13 @@ def _put(model: nn.Module, optimizers: Sequence[Optimizer], state: Any, options:
         return False
     if options.broadcast_from_rank0:
         state = _of_rank_0(held, state)
-    held.take_over_writes()  # the weights stay what they are
+    held.take_over_writes()  # so that the weights stay as they are
     take(model, held, lambda: from_optimizer_state(held, state))
     return True
 
 
 def _found(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> ShardedModel | None:
-    """None: these are no optimizers of ours. Raises PlanError for what is not done here; nothing has changed."""
+    """Returns None if these are not zc's optimizers. Raises PlanError for unsupported arguments, before any change."""
     ours = {id(one.optimizer) for held in COMPILED.values() for one in held.optimizers}
     if not ours & {id(optimizer) for optimizer in optimizers}:
         return None
@@ -114,11 +114,11 @@ def _found(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> S
 
 
 def _of_rank_0(held: ShardedModel, value: Any) -> Any:
-    found, group = [value], held.runtime.group
+    values, group = [value], held.runtime.group
     if group.world_size > 1:
-        send = partial(dist.broadcast_object_list, found, group_src=0, group=group.control)
+        send = partial(dist.broadcast_object_list, values, group_src=0, group=group.control)
         channel_of(held).call("sending the whole optimizer state", send)
-    return found[0]
+    return values[0]
 
 
 def _on(device: torch.device, value: Any) -> Any:
@@ -126,10 +126,10 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 def _first_states(held: ShardedModel) -> dict[str, dict[str, Any]]:
-    """What the optimizers will make at their first update, before it: tried on copies of the slices, one after the
-    other, with gradients of zero."""
+    """The states that the optimizers will create at their first update: tried on copies of the slices, one at a time,
+    with gradients of zero."""
     refuse_together(held, held.optimizers, "the state of an optimizer that has made no update")
-    found: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Any]] = {}
     for name, own in owned(held).items():
         if own.slice is None or not own.slot.numel:
             continue
@@ -144,13 +144,13 @@ def _first_states(held: ShardedModel) -> dict[str, dict[str, Any]]:
         except Exception as error:
             raise CheckpointError(
                 f"the {type(optimizer).__name__} has made no update yet, and one on zeros fails ({error}), so the "
-                "shapes of its state are not known: use zc.load, or ask behind the first step"
+                "shapes of its state are not known: use zc.load, or ask after the first step"
             ) from error
         items = {key: value for key, value in tried.state[like].items() if value is not None}
-        if "step" in items:  # of none
+        if "step" in items:  # no step has been taken
             items["step"] = items["step"] * 0
-        found[name] = {
+        states[name] = {
             key: own.part(value) if isinstance(value, Tensor) and value.shape == own.slice.shape else value
             for key, value in items.items()
         }
-    return found
+    return states

@@ -1,4 +1,4 @@
-"""From named tensors to a compiled model: compared by name and shape before anything is changed."""
+"""Loads named tensors into a compiled model, after it has compared all names and shapes."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ def flat_items(tree: Any, path: Path = ()) -> dict[Path, Any]:
 
 @dataclass
 class Target:
-    """Where a checkpoint is read to, beside the live state. ``items`` by DCP's key, ``paths`` says what each is."""
+    """Memory that a checkpoint is read into, beside the live state. ``items`` are by DCP's key; ``paths`` gives the
+    place of each key in the nested state."""
 
     where: str
     items: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     has_optimizer: bool = True
-    with_state: set[str] = field(default_factory=set)  # parameters that it has optimizer state of, on any rank
+    with_state: set[str] = field(default_factory=set)  # parameters with optimizer state, on any rank
 
     def add(self, path: Path, value: Any) -> None:
         key = ".".join(map(str, path))
@@ -54,13 +55,13 @@ class Target:
                 yield path[len(prefix) :], self.items[key]
 
     def groups(self) -> list[dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
+        groups: dict[int, dict[str, Any]] = {}
         for (number, option, *deeper), value in self.under("optimizer", "param_groups"):
             if deeper:  # a list of tensors
-                found.setdefault(number, {}).setdefault(option, []).append(value)
+                groups.setdefault(number, {}).setdefault(option, []).append(value)
             else:
-                found.setdefault(number, {})[option] = value
-        return [found[number] for number in sorted(found)]
+                groups.setdefault(number, {})[option] = value
+        return [groups[number] for number in sorted(groups)]
 
     def extra(self) -> Any:
         for _, value in self.under("extra"):
@@ -69,7 +70,7 @@ class Target:
 
 
 def make_target(model: nn.Module, held: ShardedModel, metadata: Metadata, where: str) -> Target:
-    """Room for this rank's part of the checkpoint. Raises CheckpointError where names or shapes are not the model's."""
+    """Allocates this rank's part of the checkpoint. Raises CheckpointError if names or shapes are not the model's."""
     if not metadata.planner_data:
         raise CheckpointError(f"{where} was not written by DCP's default planner: its keys have no paths")
     entries: dict[Path, Any] = {tuple(metadata.planner_data[k]): md for k, md in metadata.state_dict_metadata.items()}
@@ -124,10 +125,10 @@ def _room(entry: TensorStorageMetadata) -> Tensor:
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
-def check_names(model: nn.Module, held: ShardedModel, found: set[str], where: str) -> None:
+def check_names(model: nn.Module, held: ShardedModel, names_there: set[str], where: str) -> None:
     wanted = set(owned(held)) | set(others(model, held))
-    missing = sorted(wanted - found)
-    extra = sorted(found - wanted - set(model.state_dict()))  # a tied weight's second name may be there
+    missing = sorted(wanted - names_there)
+    extra = sorted(names_there - wanted - set(model.state_dict()))  # a tied weight's second name may be there
     if missing or extra:
         parts = [
             f"{len(names)} {kind} ({_some(names)})" for kind, names in (("missing", missing), ("extra", extra)) if names
@@ -136,16 +137,16 @@ def check_names(model: nn.Module, held: ShardedModel, found: set[str], where: st
 
 
 def _check_tensor(path: Path, entry: Any, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> None:
-    found = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else type(entry).__name__
-    if found != shape:
-        raise CheckpointError(f"{where}: {'.'.join(map(str, path[1:]))} has shape {found}, the model's is {shape}")
+    actual = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else type(entry).__name__
+    if actual != shape:
+        raise CheckpointError(f"{where}: {'.'.join(map(str, path[1:]))} has shape {actual}, the model's is {shape}")
     if entry.properties.dtype.is_floating_point != dtype.is_floating_point:
         raise CheckpointError(f"{where}: {path[1]} is {entry.properties.dtype}, the model's is {dtype}")
 
 
 def check_groups(held: ShardedModel, target: Target) -> None:
-    """The checkpoint's parameter groups must be this optimizer's: same members, and every option that it has. State of
-    several parameters together must be of parameters that are together here."""
+    """Raises unless the checkpoint's parameter groups have this optimizer's members and all of its options. A state
+    that belongs to several parameters must belong to the same ones here."""
     if not target.has_optimizer:
         return
     theirs, ours, where = target.groups(), groups_of(held), target.where
@@ -168,7 +169,7 @@ def check_groups(held: ShardedModel, target: Target) -> None:
 
 @torch.no_grad()
 def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
-    """Takes over what `target` holds, which was checked, and gathers the weights. Collective."""
+    """Copies the checked ``target`` into the live state and gathers the weights. Collective."""
     held.zero_grad()
     mine, rest = owned(held), others(model, held)
     plain: dict[str, Any] = {}
@@ -207,14 +208,14 @@ def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
                 else:
                     group[key] = value
     if held.disk is not None:
-        held.disk.file.begin_update()  # what it holds of an earlier run no longer belongs to these masters
+        held.disk.file.begin_update()  # state of an earlier run no longer belongs to these masters
         for bucket in held.runtime.plan.buckets:
             held.disk.settle(bucket.index)
 
 
 def _placed(key: str, value: Any, own: Owned, group: Mapping[str, Any]) -> Any:
-    """A state where the optimizer expects it: beside its slice. A step count stays on the host, unless the update runs
-    as one kernel and reads it there (as in ``torch.optim.Optimizer.load_state_dict``)."""
+    """Moves a state to where the optimizer expects it, which is its slice's device. A step count stays on the host,
+    unless the update is one kernel that reads it (as in ``torch.optim.Optimizer.load_state_dict``)."""
     assert own.slice is not None
     if isinstance(value, ShardOf):
         return in_shape(value.local, own.slot).to(own.slice.device)

@@ -1,11 +1,11 @@
-"""Optimizer state of several parameters together, as a momentum that is stacked under a group's first parameter.
+"""Optimizer state that belongs to several parameters, such as a momentum stacked under a group's first parameter.
 
-`zc.optim.trials.keeps_state_by_parameter` finds out which optimizers may have it. Their states are saved under the
-parameters that they are stored under, as all are, beside the parameters that each rank updates::
+`zc.optim.trials.keeps_state_by_parameter` finds the optimizers that may have it. Such a state is saved under the
+parameter that stores it, like any other, and the checkpoint also lists the parameters that each rank updates::
 
     optimizer.together.<number of the optimizer>    [["a", "c"], ["b", "d"]]: rank 0 updates a and c
 
-Such a state fits where the same parameters are updated together, in the same order, and nowhere else.
+Such a state can be loaded only where one rank updates the same parameters in the same order.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ KEY = "together"
 
 
 def together(sharded: ShardedModel) -> dict[str, list[list[str]]]:
-    """What a checkpoint says of each such optimizer; the same on every rank."""
+    """The checkpoint's entry for each such optimizer; equal on every rank."""
     return {str(one.number): _updated_by_rank(one) for one in sharded.optimizers if not one.has_state_by_parameter}
 
 
 def note_of(sharded: ShardedModel) -> str | None:
-    """What to say at a save."""
+    """The note for a save, or None."""
     names = [type(one.optimizer).__name__ for one in sharded.optimizers if not one.has_state_by_parameter]
     if not names:
         return None
@@ -41,8 +41,8 @@ def note_of(sharded: ShardedModel) -> str | None:
 def check_together(
     one: ShardedOptimizer, states: Iterable[str], saved: Mapping[str, Sequence[Sequence[str]]], where: str
 ) -> None:
-    """Raises CheckpointError, on every rank, where ``states``, by parameter name, can't be this optimizer's here.
-    ``saved``: see `together`; nothing for the optimizer: one process updated all."""
+    """Raises CheckpointError, on every rank, if this optimizer can't use the checkpoint's states. ``states`` are their
+    parameter names. ``saved`` is from `together`; without an entry for this optimizer, one process updated all."""
     members = _members(one)
     if one.has_state_by_parameter or not set(states) & set(members):
         return
@@ -59,7 +59,7 @@ def check_together(
 
 
 def refuse_together(sharded: ShardedModel, optimizers: Iterable[ShardedOptimizer], what: str) -> None:
-    """Raises CheckpointError where ``what``, a state by parameter, would need states that aren't."""
+    """Raises CheckpointError if ``what`` needs a state per parameter and an optimizer may not have that."""
     for one in optimizers:
         if not one.has_state_by_parameter and sharded.runtime.group.shard.world_size > 1:
             raise CheckpointError(
@@ -73,7 +73,7 @@ def _members(one: ShardedOptimizer) -> list[str]:
 
 
 def _updated_by_rank(one: ShardedOptimizer) -> list[list[str]]:
-    """For each rank the parameters of which it updates elements, in the order of the groups."""
+    """For each rank, the parameters of which it updates any element, in the order of the groups."""
     slots = {slot.name: (bucket.layout, slot) for bucket in one.buckets for slot in bucket.slots}
     ranges = {
         name: [layout.owned(slot, rank) for rank in range(one.runtime.group.shard.world_size)]
