@@ -1,4 +1,4 @@
-"""What `zc.compile` refuses, each with an error of its own, before it changes anything."""
+"""Checks that `zc.compile` makes before it changes anything, each with its own error."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _WRAPPERS = {
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by fully qualified name, tied ones once, in order of registration."""
+    """The trainable parameters by fully qualified name, tied ones once, in order of registration."""
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
 def is_on_cpu(model: nn.Module) -> bool:
-    """Whether its parameters are, by the first one; True for what `check_module` is going to refuse."""
+    """Whether the model's first parameter is on the CPU; True for objects that `check_module` will refuse."""
     params = model.parameters() if isinstance(model, nn.Module) else iter(())
     return next((param.device.type == "cpu" for param in params), True)
 
 
 def check_module(model: nn.Module) -> None:
-    """Raises TypeError if it is no module, PlanError if it is a wrapper that zc replaces."""
+    """Raises TypeError unless ``model`` is a module, PlanError if it is a wrapper that zc replaces."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for cls in type(model).__mro__:
@@ -44,7 +44,7 @@ def check_module(model: nn.Module) -> None:
 
 
 def check(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters. Raises PlanError, naming the one that can't be planned."""
+    """Returns the trainable parameters. Raises PlanError, naming one that can't be planned."""
     params = trainable(model)
     if not params:
         raise PlanError(
@@ -66,7 +66,7 @@ def check_optimizers(model: nn.Module, params: Mapping[str, nn.Parameter], optim
 
 
 def check_added(params: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], device: torch.device) -> None:
-    """The same for the parameters that `zc.recompile` adds to a plan on ``device``."""
+    """Checks the parameters that `zc.recompile` adds to a plan on ``device``, as `check` does."""
     _check_tensors(params)
     _check_storages(params)
     _check_owners(params, optimizers)
@@ -189,7 +189,7 @@ def _check_owners(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optim
 
 
 def _is_fresh(state: dict[str, Any]) -> bool:
-    """Empty, or as an optimizer's __init__ makes it (Adagrad's sums), with a step of 0."""
+    """Whether the state is empty, or as an optimizer's __init__ creates it (Adagrad's sums), with a step of 0."""
     return not state or ("step" in state and float(state["step"]) == 0.0)
 
 

@@ -1,4 +1,4 @@
-"""`zc.close`: what a compiled model has opened is closed, and the model is the caller's own again."""
+"""`zc.close`: closes everything that a compiled model has opened, and leaves a plain module."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ if TYPE_CHECKING:
 
 
 def close(model: nn.Module) -> None:
-    """Ends what `compile` began, on all ranks: process groups, threads, masters, gradients and optimizer state go now,
-    and not when Python's collector finds them. A model that was not compiled, or is closed, stays as it is.
+    """Releases, on all ranks, a compiled model's process groups, threads, masters, gradients and optimizer state.
 
-    ``model`` is a plain module then, on every rank the same: whole parameters in their dtype of now, in memory of their
-    own, without gradients. It can be evaluated, saved, and given to `compile` again with a new optimizer. The old one
-    has neither parameters nor state any more, and its ``step()`` raises. Before it, save what is to be kept
-    (`zc.save`; with offload="disk" `zc.flush_state`); a save that is under way is waited for.
+    A model that is not compiled, or already closed, is left alone. Afterwards ``model`` is a plain module, equal on
+    every rank: whole parameters in their current dtype, in their own memory, without gradients. It can be evaluated,
+    saved, and compiled again with a new optimizer. The old optimizer has neither parameters nor state, and its
+    ``step()`` raises. Save before you close (`zc.save`; with offload="disk" `zc.flush_state`). A pending asynchronous
+    save is finished first.
 
-    A program that only drops the model need not call it. Its memory and threads go with it; its process groups go with
-    the next `compile` or `close` of the same ranks, and so does page-locked host memory of offload.
+    A program that only drops the model need not call it. Memory and threads are released with the model. The next
+    `compile` or `close` of the same ranks releases its process groups and the page-locked host memory of offload.
 
     Raises:
-        RankMismatchError, RankLostError: not all ranks have called it; everything of this rank's is closed all the
-        same, but for the groups. CheckpointError: the save has failed; nothing has changed.
+        RankMismatchError, RankLostError: not all ranks have called it. Everything on this rank is closed except the
+            groups.
+        CheckpointError: the pending save has failed; nothing has changed.
     """
     unlock_dropped()
     held = COMPILED.get(model)
@@ -44,7 +45,7 @@ def close(model: nn.Module) -> None:
     runtime = held.runtime
     try:
         with contextlib.suppress(ZcError):  # of a step that was given up
-            runtime.clear(set_to_none=True)  # of a backward that raised here, others wait for the agreed reductions
+            runtime.clear(set_to_none=True)  # after a backward that raised here, others wait for the agreed reductions
             runtime.streams.synchronize()
             runtime.weights.synchronize()
         runtime.group.close()
@@ -68,7 +69,7 @@ def _hand_back(model: nn.Module, held: ShardedModel) -> None:
         for name in ("zero_grad", "add_param_group"):  # of _own_methods
             vars(each.optimizer).pop(name, None)
         each.optimizer.register_step_pre_hook(_refuse)
-    runtime.buffers.close()  # compiled code, which Dynamo keeps, knows the runtime
+    runtime.buffers.close()  # Dynamo keeps compiled code, which refers to the runtime
     close_threads: Any = getattr(runtime.streams, "close", None)
     if close_threads is not None:
         close_threads()

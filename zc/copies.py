@@ -1,8 +1,8 @@
-"""A compiled model that is pickled whole (``torch.save(model)``) comes back as a plain module, and says so.
+"""A compiled model that is pickled whole (``torch.save(model)``) loads as a plain module, with a warning.
 
-A DDP module that is loaded reduces again; this one can't, without its optimizer. What is pickled in its place warns
-when it is loaded, and needs no zc for that. A deepcopy is a plain module as well, as an averaged copy should be, and
-says nothing.
+A loaded DDP module reduces again; a compiled model can't without its optimizer. Its pickle contains an object that
+warns when it is loaded, even without zc. A deepcopy is a plain module as well, as an averaged copy should be, without
+warning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TEXT = (
 
 
 class _Mark:
-    """What stands in a compiled model's ``__dict__``; no one else knows it."""
+    """Marks a compiled model, in its ``__dict__``."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -37,7 +37,7 @@ class _Mark:
 
 
 class Instead:
-    """What one module object has in place of a method of its class. A copy or a pickle of it has the class's."""
+    """Replaces a method on one module object. Copies and pickles of the module have the class's method."""
 
     def __init__(self, module: nn.Module, name: str, call: Callable[..., Any]) -> None:
         self._module, self._name, self._call = weakref.ref(module), name, call
@@ -46,11 +46,11 @@ class Instead:
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module(), self._name)  # of the copy, which is on its way and has nothing of its own yet
+        return getattr, (self._module(), self._name)  # of the copy, whose __dict__ is still empty
 
 
 class NotForDDP:
-    """What DistributedDataParallel goes through first of all, of a compiled model. A copy of the model it may take."""
+    """Raises when DistributedDataParallel reads it, which it does first. Copies of the model may go into DDP."""
 
     def __iter__(self) -> Iterator[NoReturn]:
         raise PlanError(
@@ -63,7 +63,7 @@ class NotForDDP:
 
 
 class NoSync:
-    """``model.no_sync()`` of a compiled model, as DistributedDataParallel has it. That of a copy does nothing."""
+    """``model.no_sync()`` of a compiled model, as in DistributedDataParallel. On a copy it does nothing."""
 
     def __init__(self, begin: Callable[[], contextlib.AbstractContextManager[None] | None]) -> None:
         self._begin = begin
@@ -83,7 +83,7 @@ def mark(model: nn.Module) -> None:
 
 
 def unmark(model: nn.Module) -> None:
-    """The model's objects have nothing more of a compiled one."""
+    """Removes everything that `mark` and `zc.guards.install` added to the model."""
     for module in model.modules():
         for name in [n for n, value in vars(module).items() if isinstance(value, (_Mark, Instead, NoSync, NotForDDP))]:
             del vars(module)[name]

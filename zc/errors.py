@@ -1,4 +1,4 @@
-"""Errors that zc raises for its users. Each names the object and both values; none is raised after a state has changed,
+"""Errors that zc raises for its users. Each names the object and both values. Nothing has changed when one is raised,
 unless its text says so."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ZcError(RuntimeError):
 
 
 class PlanError(ZcError, ValueError):
-    """The model, the optimizer or an option can't be planned. Raised by ``zc.compile`` before anything is changed."""
+    """The model, the optimizer or an option can't be planned. ``zc.compile`` raises it before it changes anything."""
 
 
 class PassError(ZcError):
@@ -28,8 +28,7 @@ class PassError(ZcError):
 
 
 class RaceError(ZcError):
-    """A schedule is not proved: a needed wait is missing, a wait is not needed, or a gradient does not arrive exactly
-    once."""
+    """A schedule has no proof: a wait is missing or redundant, or a gradient does not arrive exactly once."""
 
 
 class RankMismatchError(ZcError):
@@ -41,8 +40,8 @@ class RankLostError(ZcError):
 
 
 class UncoveredGradientError(ZcError):
-    """A gradient came in by a way that the plan does not know."""
+    """A gradient arrived in a way that the plan does not cover."""
 
 
 class CheckpointError(ZcError):
-    """A checkpoint can't be written or read: names the folder and the tensor or file. The state is as before."""
+    """A checkpoint can't be written or read. It names the folder and the tensor or file. The state is unchanged."""

@@ -1,9 +1,9 @@
-"""What others do to a compiled model as to any module: move it, wrap it in DDP, call its ``no_sync`` as if it were in
-DDP, flatten an RNN's weights.
+"""Guards a compiled model against operations that other code applies to any module: moves, DDP, flattening of RNNs.
 
-A framework moves the model to the device where it is, under another name (``cpu:0``), and gets copies of all weights,
-which no update would reach; a move that changes nothing is none here. `torch.nn.LSTM.flatten_parameters` would take the
-weights of a GPU's RNN out of their bucket into a buffer of cuDNN's.
+A framework may move the model to its own device under another name (``cpu:0``). That would copy all weights out of
+their buckets, where no update reaches them, so a move that changes nothing is skipped. On a GPU,
+`torch.nn.LSTM.flatten_parameters` would move the weights from their bucket into cuDNN's buffer, so it does nothing.
+``model.no_sync()`` works as in DDP.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def install(model: nn.Module, runtime: Runtime) -> None:
-    """`zc.copies.unmark` takes it back."""
+    """Installs the guards; `zc.copies.unmark` removes them."""
     mark(model)
     known = weakref.ref(runtime)
     torch_private.set_apply(model, Instead(model, "_apply", partial(_apply, weakref.ref(model), known)))
@@ -63,17 +63,17 @@ def _apply(
 
 
 def _keeping(places: set[int], function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """``function``, but for parameters in buckets that it would copy as they are. Torch asks for a parameter's gradient
-    behind the parameter."""
+    """``function``, except that it keeps parameters in buckets which it would only copy. Torch applies it to a
+    parameter's gradient after the parameter."""
     is_kept = False
 
     def apply(tensor: Tensor) -> Tensor:
         nonlocal is_kept
         if is_kept and isinstance(tensor, ShardedGrad):
             return tensor
-        found = function(tensor)
-        is_kept = id(tensor) in places and (found is tensor or _is_same(tensor.detach(), found.detach()))
-        return tensor if is_kept else found
+        result = function(tensor)
+        is_kept = id(tensor) in places and (result is tensor or _is_same(tensor.detach(), result.detach()))
+        return tensor if is_kept else result
 
     return apply
 

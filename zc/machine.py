@@ -1,4 +1,4 @@
-"""This machine: its memory, cores and page faults, and who shares them."""
+"""This machine: its memory, cores and page faults, and how many ranks share them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CGROUPS = (
 
 
 def note_of_connections() -> str | None:
-    """Of an environment in which all streams of a GPU share one hardware queue."""
+    """The note if all streams of a GPU share one hardware queue, or None."""
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         return None
     return (
@@ -31,27 +31,27 @@ def note_of_connections() -> str | None:
 
 
 def available_nbytes() -> int | None:
-    """Bytes of memory that this machine, or our container, can still give; None if no source says so."""
-    found: list[int] = []
+    """Bytes of memory still available on this machine or in this container, or None if unknown."""
+    limits: list[int] = []
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         if "MemAvailable" in fields:
-            found.append(int(fields["MemAvailable"].split()[0]) * 1024)
+            limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
     for limit, used in _CGROUPS:
         if Path(limit).exists() and Path(used).exists() and (text := Path(limit).read_text().strip()).isdigit():
-            found.append(max(0, int(text) - int(Path(used).read_text())))
-    return min(found) if found else None
+            limits.append(max(0, int(text) - int(Path(used).read_text())))
+    return min(limits) if limits else None
 
 
 def num_page_faults() -> int | None:
-    """Pages that this process has taken from the system since it began, those among them that malloc had given back
-    before; None where the system does not count them."""
+    """Minor page faults of this process since it began, including pages that malloc had returned before; None if the
+    system does not count them."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource is not None else None
 
 
 def ranks_on_this_host(world_size: int) -> int:
-    """How many ranks share this machine's memory and processors: torchrun says it, else all of them."""
+    """How many ranks share this machine's memory and processors: torchrun's number, or all ranks."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return min(int(local), world_size) if local.isdigit() and int(local) > 0 else world_size
 
@@ -63,7 +63,7 @@ def num_threads(world_size: int) -> int:
 
 
 def check_room(needed: Mapping[str, int], num_ranks: int, available: int | None) -> None:
-    """Raises PlanError, with both figures, where ``num_ranks`` times the bytes ``needed`` by kind do not fit."""
+    """Raises PlanError, with both figures, unless ``num_ranks`` times the bytes ``needed`` by kind fit."""
     total = num_ranks * sum(needed.values())
     if available is not None and total > available:
         kinds = ", ".join(f"{name} {nbytes:,}" for name, nbytes in needed.items() if nbytes)

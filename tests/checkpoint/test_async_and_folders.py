@@ -79,7 +79,7 @@ def test_who_has_waited_for_a_call_finds_its_thread_gone() -> None:
     go = threading.Event()  # once nobody but the thread holds it
     call = Call(partial(lambda held: go.wait(), Slow()), torch.device("cpu"))
     go.set()
-    call.wait()
+    assert call()
     assert let_go
 
 

@@ -1,1 +1,1 @@
-"""A wing: masters and optimizer state in host memory or on a disk."""
+"""Offload: masters and optimizer state in host memory or on a disk."""

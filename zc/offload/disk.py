@@ -1,11 +1,11 @@
-"""offload="disk": the optimizer's state tensors live in a rank's state file, and are written where they lie.
+"""offload="disk": the optimizer's state tensors live in a rank's state file and are updated in place.
 
-The optimizer makes its state as always, in memory, at a parameter's first update; right behind that update each tensor
-moves to its region of the file, and from then on the update reads and writes mapped pages (ZeRO-Infinity,
-arXiv:2104.07857, keeps state on NVMe with explicit reads and writes; here the system's page cache is the staging
-buffer, and it is told one bucket ahead what will be read). Scalars, such as Adam's ``step``, stay in memory.
+The optimizer creates its state in memory, at a parameter's first update. After that update each tensor moves to its
+region of the file, and later updates read and write mapped pages. Scalars, such as Adam's ``step``, stay in memory.
+ZeRO-Infinity (arXiv:2104.07857) reads and writes NVMe explicitly. Here the system's page cache is the staging buffer,
+and zc announces its reads one bucket ahead.
 
-`zc.flush_state` makes the folder complete: a later run that starts from the same weights goes on from it.
+`zc.flush_state` makes the folder complete: a later run that starts from the same weights continues from it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def state_keys(optimizer: Optimizer) -> list[str]:
         probe.grad = torch.zeros(2)
         tried = copy.copy(optimizer)  # as a pickle would have it: no hooks
         state: dict[str, Any] = {}
-        for param in group["params"][:1]:  # what __init__ has made (Adagrad)
+        for param in group["params"][:1]:  # state that __init__ created (Adagrad)
             for key, item in optimizer.state.get(param, {}).items():
                 # a count of steps is 0-d, and so may the parameter be
                 is_whole = key != "step" and isinstance(item, Tensor) and item.shape == param.shape
@@ -57,8 +57,8 @@ def _is_whole(item: object, like: Tensor) -> bool:
 
 
 def regions_of(plan: Plan, keys: Sequence[str]) -> tuple[Region, ...]:
-    """Bucket by bucket, in the order of the update: its state tensors [S], and the fp32 master [S] where the weights
-    that a checkpoint holds are narrower."""
+    """The file's regions, bucket by bucket in the order of the update: its state tensors [S], and the fp32 master [S]
+    if the weights are narrower."""
     sizes: dict[str, tuple[int, torch.dtype]] = {}
     for bucket in plan.buckets:
         named = [*keys, *(["master_shard"] if bucket.has_master else [])]
@@ -69,8 +69,8 @@ def regions_of(plan: Plan, keys: Sequence[str]) -> tuple[Region, ...]:
 def open_file(
     folder: str | Path, rank: int, plan: Plan, optimizer: Optimizer, params: Mapping[str, nn.Parameter]
 ) -> StateFile:
-    """The file for this plan. Raises as `StateFile`, and PlanError where what an earlier run left belongs to other
-    weights than rank 0 has (the others get theirs from it)."""
+    """Opens the file for this plan. Raises as `StateFile` does, and PlanError if an earlier run's state belongs to
+    weights other than rank 0's, which all ranks get."""
     keys = state_keys(optimizer)
     slots = [f"{slot} of bucket {b.index}" for b in plan.buckets for slot in b.slots]
     lines = [f"optimizer {type(optimizer).__name__} with {', '.join(keys) or 'no state'}", *slots]
@@ -116,22 +116,22 @@ class DiskState:
         self._take_up()
 
     def _take_up(self) -> None:
-        """What an earlier run has flushed, on all ranks or on none."""
-        found, group = self.file.found, self.core.group
-        number = found["flush"] if found is not None else -1
+        """Loads the state that an earlier run flushed, on all ranks or on none."""
+        mark, group = self.file.found, self.core.group
+        number = mark["flush"] if mark is not None else -1
         low, high = group.max_on_host([-number, number])
-        if found is None or -low != high:
+        if mark is None or -low != high:
             self.file.found = None
             if self.file.was_left or -low != high:
                 why = "on some ranks it is not complete" if -low != high else "it is not complete"
                 self.core.say_once(f"offload_dir: {why}, so state of an earlier run in it is not used")
             self.file.begin_update()
             return
-        self.num_updates = found["num_updates"]
+        self.num_updates = mark["num_updates"]
         for bucket in self.core.plan.buckets:
             if bucket.has_master:
                 self.core.buffers.master_shard[bucket.index].copy_(self.file.tensor(f"{bucket.index}/master_shard"))
-        for name, items in found["state"].items():
+        for name, items in mark["state"].items():
             param = self.slices[name]
             self.optimizer.state[param] = {key: self._restored(name, key, item) for key, item in items.items()}
         self.core.say_once(f"offload_dir: state after update {self.num_updates:,} taken up")
@@ -148,13 +148,13 @@ class DiskState:
         self.num_updates += 1
 
     def prefetch(self, bucket: int) -> None:
-        """What the update of a bucket will read."""
+        """Announces the reads of a bucket's update."""
         for name in self.file.regions:
             if name.startswith(f"{bucket}/") and not name.endswith("/master_shard"):
                 self.file.prefetch(name)
 
     def settle(self, bucket: int) -> None:
-        """State tensors that the optimizer has made in memory (a first update, load_state_dict) move to the file."""
+        """Moves state tensors that the optimizer created in memory (a first update, load_state_dict) to the file."""
         for slot in self.core.plan.buckets[bucket].slots:
             param = self.slices.get(slot.name)
             state = self.optimizer.state.get(param) if param is not None else None
@@ -172,7 +172,7 @@ class DiskState:
                     state[key] = place
 
     def flush(self, prepare: Callable[[], None]) -> None:
-        """See `zc.flush_state`. ``prepare`` brings the masters up to what the caller has written into parameters."""
+        """See `zc.flush_state`. ``prepare`` copies the caller's writes to parameters into the masters."""
         core, rank = self.core, self.core.group.rank
         failure: Exception | None = None
         (number,) = core.group.max_on_host([secrets.randbits(62) if rank == 0 else 0])

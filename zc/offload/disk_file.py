@@ -1,15 +1,15 @@
-"""One rank's state file: memory-mapped regions, and a mark beside it that stands only while the file is complete.
+"""One rank's state file: memory-mapped regions, and a mark beside it that exists only while the file is complete.
 
-An update writes into the mapped pages wherever it likes and the system writes them out whenever it likes, so the file
-by itself means nothing after a crash. What makes it worth reading is the mark, ``*.mark``: made by `StateFile.flush`
-when everything before it is on the disk, taken away, on the disk as well, before the next byte is written. The order
-of things is that of a write-ahead log's commit record (Mohan et al., ARIES, 1992), with an undo that is "start anew"::
+Updates write to mapped pages, and the system writes these to disk at any time. So after a crash the file alone can't be
+trusted. `StateFile.flush` creates the mark, ``*.mark``, after everything else is on disk. The next update removes it,
+also on disk, before it writes its first byte. The order is that of a commit record in a write-ahead log (Mohan et al.,
+ARIES, 1992), whose undo is to start with fresh state::
 
     flush:         fsync(state)  ->  write, fsync(mark.new)  ->  rename to mark  ->  fsync(folder)
     begin_update:  unlink(mark)  ->  fsync(folder)  ->  the update writes
 
-A file without a mark is never read. All space is reserved when the file is opened: a disk that fills up later would
-end the process with SIGBUS in the middle of an update.
+A file without a mark is never read. All space is reserved when the file is opened, because a full disk would end the
+process with SIGBUS in the middle of an update.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Region:
-    """[numel] of ``dtype`` at ``offset`` bytes, page-aligned, so that it can be read ahead by itself."""
+    """[numel] of ``dtype`` at ``offset`` bytes, page-aligned, so that it can be read ahead separately."""
 
     name: str
     offset: int
@@ -54,8 +54,7 @@ class Region:
 
 
 def place(sizes: Mapping[str, tuple[int, torch.dtype]]) -> tuple[Region, ...]:
-    """The regions of a file, one behind the other in the given order, each from a page's start. Empty ones are left
-    out."""
+    """Places regions in a file in this order, each at the start of a page. Omits empty ones."""
     regions: list[Region] = []
     offset = 0
     for name, (numel, dtype) in sizes.items():
@@ -66,14 +65,14 @@ def place(sizes: Mapping[str, tuple[int, torch.dtype]]) -> tuple[Region, ...]:
 
 
 class StateFile:
-    """The file of one rank in ``folder``, opened, locked, and as large as it will ever be.
+    """The file of one rank in ``folder``: open, locked, and at its final size.
 
-    ``found`` is the mark that an earlier run left, checked against ``regions`` and ``lines``; None: nothing to trust.
+    ``found`` is the mark of an earlier run, checked against ``regions`` and ``lines``; None: there is no valid state.
 
     Raises:
-        PlanError: the folder is none, not writable, or lacks the space (both figures); another process has the file;
-            the file is shorter or longer than its mark says; it holds the state of another plan (the first line that
-            differs). The folder is then as it was.
+        PlanError: the folder does not exist, is not writable, or lacks the space (both figures); another process uses
+            the file; its size is not what its mark says; it has the state of another plan (names the first line that
+            differs). The folder is then unchanged.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, regions: Sequence[Region], lines: Sequence[str]):
@@ -100,7 +99,7 @@ class StateFile:
             raise
         self._tensors = {r.name: torch.frombuffer(self._map, dtype=r.dtype, count=r.numel, offset=r.offset)
                          for r in regions}  # fmt: skip
-        # a run that ends without a flush leaves nothing behind; one that is killed leaves a file without a mark
+        # a run that ends without a flush removes its file; a killed one leaves a file without a mark
         self._end = weakref.finalize(self, _end, self._fd, self.path, self.mark_path, os.getpid())
 
     def _open(self) -> int:
@@ -144,10 +143,10 @@ class StateFile:
         return mark
 
     def _reserve(self) -> None:
-        """Every byte of the file, now."""
-        held = os.fstat(self._fd).st_blocks * 512
+        """Allocates every byte of the file."""
+        allocated = os.fstat(self._fd).st_blocks * 512
         free = os.statvfs(self.folder)
-        available = free.f_bavail * free.f_frsize + held
+        available = free.f_bavail * free.f_frsize + allocated
         try:
             if self.nbytes > available:
                 raise OSError(errno.ENOSPC, "")
@@ -167,7 +166,7 @@ class StateFile:
             ) from None
 
     def tensor(self, name: str) -> Tensor:
-        """[numel], mapped: what is written to it is in the file, some time."""
+        """[numel], mapped: the system writes its changes to the file at some later time."""
         return self._tensors[name]
 
     def prefetch(self, name: str) -> None:
@@ -177,14 +176,14 @@ class StateFile:
             self._map.madvise(mmap.MADV_WILLNEED, region.offset, region.nbytes)
 
     def begin_update(self) -> None:
-        """Before anything is written: from here on a restart finds no mark."""
+        """Call it before any write: from here on a restart finds no mark."""
         self.found = None
         if self.mark_path.exists():
             self.mark_path.unlink()
             sync_folder(self.folder)
 
     def flush(self, facts: Mapping[str, Any]) -> None:
-        """All that was written is on the disk, and then the mark, with ``facts``, which `found` gives back."""
+        """Syncs the file to disk, and then writes the mark with ``facts``, which the next run has in `found`."""
         self._map.flush()
         os.fsync(self._fd)
         text = json.dumps({"format": FORMAT, "nbytes": self.nbytes, "lines": self.lines, **facts})
@@ -194,7 +193,7 @@ class StateFile:
         sync_folder(self.folder)
 
     def discard(self) -> None:
-        """The plan was refused somewhere else: the folder becomes what it was."""
+        """Restores the folder, because the plan was refused elsewhere."""
         self._remove_if(not self.was_left)
         self._end.detach()
         self._tensors.clear()

@@ -1,18 +1,18 @@
-"""The update in host memory: a schedule as well, one bucket behind the other, proved like a backward's.
+"""The update in host memory: also a schedule, bucket by bucket, and proved like a backward's.
 
-Bucket by bucket the processor updates the masters as soon as the gradient has landed; the new weights go up over the
-bus while the next bucket is updated, and are gathered while the one after goes up::
+The CPU updates a bucket's masters as soon as its gradient has arrived. While it updates the next bucket, the new
+weights are copied to the device, and then gathered::
 
     host | update(0, "master[0]", "host[0]")
-    host | cast_param(0, "param[0]", "master[0]")             where the parameters are narrower than the masters
+    host | cast_param(0, "param[0]", "master[0]")             if the parameters are narrower than the masters
     copy | copy_to_device(0, "flat_param[0]", "param[0]")
     comm | gather(0, "flat_param[0]")
     ...
  compute | publish(0, "flat_param[0]")
 
-On a GPU ``loss.backward()`` returns before the device is done, so the first buckets are updated while the backward goes
-on, unless something asks for all gradients before: clipping, or a loss that is printed. (ZeRO-Offload,
-arXiv:2101.06840, delays the update by a step for that; here the numbers stay those of the script.)
+On a GPU ``loss.backward()`` returns before the device is done, so the first buckets are updated during the backward.
+They can't be if something needs all gradients first: clipping, or a printed loss. (ZeRO-Offload, arXiv:2101.06840,
+delays the update by a step for this overlap; zc never changes the results.)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PASSES = (signal_peers.PASS, place_on_streams.PASS, insert_events.PASS, verify.
 
 
 def step_graph(plan: Plan, buckets: Sequence[int], *, with_update: bool) -> fx.Graph:
-    """Update (or only the way back) of these buckets."""
+    """The schedule that updates these buckets, or only copies their weights back."""
     graph = fx.Graph()
     for k, index in enumerate(buckets):
         source = Buffer("master", index)
@@ -72,8 +72,8 @@ def step_graph(plan: Plan, buckets: Sequence[int], *, with_update: bool) -> fx.G
 
 
 class HostStep:
-    """The caller's optimizer on masters in host memory. ``by_bucket``: its update of an element reads that element
-    alone, so that buckets may be updated one after the other."""
+    """Runs the caller's optimizer on masters in host memory. ``by_bucket``: its update is elementwise, so buckets may
+    be updated one after another."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class HostStep:
         self._programs: dict[tuple[tuple[int, ...], bool], Program] = {}
         self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
         self._is_done = False
-        self._next: dict[int, int] = {}  # bucket -> the one updated behind it
+        self._next: dict[int, int] = {}  # bucket -> the one updated after it
         self._shadow: Optimizer | None = None
         self.disk = DiskState(core, file, optimizer, slices) if file is not None else None
         self.num_threads = torch.get_num_threads()
@@ -112,8 +112,8 @@ class HostStep:
         return list(self._programs.values())
 
     def before(self, changed: tuple[int, ...], own: RemovableHandle) -> None:
-        """The optimizer's step begins. Bucket by bucket where that can't be seen; then nothing is left to the step
-        itself. Else all gradients are waited for."""
+        """Called before the optimizer's step. Updates bucket by bucket if nothing can observe that, and leaves nothing
+        to the step itself. Otherwise waits for all gradients."""
         later = torch_private.has_later_step_hook(self.optimizer, own)  # it may want to change a gradient
         self._is_done = self._by_bucket and not later and not self._scaler_on_host()
         if self.disk is not None:
@@ -128,18 +128,18 @@ class HostStep:
             param.grad = None
 
     def _scaler_on_host(self) -> bool:
-        """Takes what a GradScaler has given a fused optimizer, to unscale or to skip the step by itself, to host
-        memory; False where none has. From a GPU the update would copy it without waiting, and read the copy at once."""
-        found = False
+        """Moves to host memory the tensors by which a GradScaler lets a fused optimizer unscale or skip the step. False
+        if there are none. The update would copy them from a GPU without waiting, and read the copy at once."""
+        has_scaler = False
         for key in ("grad_scale", "found_inf"):
             value = getattr(self.optimizer, key, None)
             if isinstance(value, Tensor):
-                found = True
+                has_scaler = True
                 setattr(self.optimizer, key, value.cpu())
-        return found
+        return has_scaler
 
     def after(self, changed: tuple[int, ...]) -> None:
-        """The optimizer's step is over: what it has changed goes to the device, if it did not go before."""
+        """Called after the optimizer's step. Copies the changed weights to the device, unless `before` did."""
         for param, grad in self._hidden:
             param.grad = grad
         self._hidden.clear()
@@ -149,11 +149,11 @@ class HostStep:
             self._run(changed, with_update=False)
 
     def publish_all(self, buckets: tuple[int, ...]) -> None:
-        """The way back alone: masters were loaded."""
+        """Copies the weights to the device after masters were loaded."""
         self._run(buckets, with_update=False)
 
     def _make_shadow(self) -> None:
-        """The same optimizer without its hooks, as a pickle would have it: state and options are the caller's own."""
+        """Copies the optimizer without its hooks; the copy shares the caller's state and options."""
         if self._shadow is None:
             self._shadow = copy.copy(self.optimizer)
         self._shadow.state = self.optimizer.state
@@ -204,8 +204,8 @@ class HostStep:
 
     def copy_to_device(self, bucket: int, dst: str, src: str) -> None:
         record = self.core.plan.buckets[bucket]
-        out, given = self.core.buffers.named(dst, record), self.core.buffers.named(src, record)
-        self.core.ops.move(out, given, "to_device")
+        out, source = self.core.buffers.named(dst, record), self.core.buffers.named(src, record)
+        self.core.ops.move(out, source, "to_device")
 
     def publish(self, bucket: int, buffer: str) -> None:
         # a backward through a forward from before this step must fail as it does in PyTorch
@@ -215,7 +215,7 @@ class HostStep:
 
 @contextmanager
 def _threads(num: int) -> Iterator[None]:
-    """``num`` threads for what the calling thread does, where it had another number."""
+    """Runs the calling thread's operations with ``num`` threads."""
     before = torch.get_num_threads()
     if num == before:
         yield
@@ -228,11 +228,11 @@ def _threads(num: int) -> Iterator[None]:
 
 
 def prefer_fused(optimizer: Optimizer) -> bool:
-    """Takes torch's fused CPU update where the caller has not chosen another: without it torch goes tensor by tensor
-    and operation by operation over host memory. True where some group takes it."""
-    name, taken = type(optimizer).__name__, False
+    """Selects torch's fused CPU update unless the caller chose another form. Without it torch passes over host memory
+    tensor by tensor and operation by operation. Returns whether any group uses it."""
+    name, is_chosen = type(optimizer).__name__, False
     for group in optimizer.param_groups:
         chosen = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
         if name in FUSED and not chosen:
-            group["fused"] = taken = True
-    return taken
+            group["fused"] = is_chosen = True
+    return is_chosen

@@ -1,7 +1,7 @@
-"""``optimizer.step(closure)``: the closure runs once, where the gradients can still be finished behind it.
+"""``optimizer.step(closure)``: zc runs the closure once, before the step, and then finishes the gradients.
 
-torch's optimizers call it first of all. Here that is done before the step: the closure's backward goes the way of
-every other, the gradients are finished, and the optimizer gets a function that returns the loss.
+torch's optimizers call the closure at the start of their step, which is too late to finish gradients. So zc calls it
+first, and the optimizer gets a function that only returns the loss.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Closures:
-    """Of one optimizer."""
+    """Runs the closures that one optimizer's ``step`` gets."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._name = type(optimizer).__name__
@@ -28,10 +28,10 @@ class Closures:
         self._is_tried = self._num_calls is not None
 
     def run(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Calls the closure among the arguments of ``step`` (the optimizer is the first); the arguments to go on with,
-        None where there is none.
+        """Calls the closure among the arguments of ``step``, of which the optimizer is the first. Returns the arguments
+        for the real step, or None without a closure.
 
-        Raises PlanError where the optimizer does not call its closure exactly once; nothing has changed.
+        Raises PlanError if the optimizer does not call its closure exactly once; nothing has changed.
         """
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
@@ -58,7 +58,7 @@ class Closures:
             nonlocal asked
             if asked:
                 raise ZcError(
-                    f"{self._name}.step called its closure a second time, behind an update of this rank's weights: zc "
+                    f"{self._name}.step called its closure a second time, after an update of this rank's weights: zc "
                     "takes optimizers that call it once"
                 )
             asked = True

@@ -1,11 +1,11 @@
-"""What an optimizer's update reads, by its class: that decides the layout of its parameters.
+"""Decides the layout of an optimizer's parameters by its class, that is, by what its update reads.
 
 | class | rule |
 |---|---|
-| torch's elementwise ones | equal shards, cut anywhere |
-| declared with `elementwise` | the same, at multiples of its block; tried on small data at `zc.compile` |
+| torch's elementwise classes | equal shards, cut anywhere |
+| declared with `elementwise` | the same, cut at multiples of its block; tried on small data by `zc.compile` |
 | any other | whole parameters, each on one rank: right for every update that treats parameters one by one |
-| LBFGS, SparseAdam, and what depends on all parameters together | refused |
+| LBFGS, SparseAdam, and classes whose update depends on all parameters together | refused |
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from zc.planning.layout import Rule
 
 Class = TypeVar("Class", bound=type[Optimizer])
 
-# Elementwise: each element's update reads that element's gradient and state alone, so a shard may cut a parameter
-# anywhere.
+# Elementwise: the update of an element reads only its gradient and state, so a shard may cut a parameter anywhere.
 ELEMENTWISE = (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD",
 )  # fmt: skip
@@ -42,39 +41,41 @@ def elementwise(cls: Class, *, block: int = 1) -> Class: ...
 @overload
 def elementwise(cls: None = None, *, block: int = 1) -> Callable[[Class], Class]: ...
 def elementwise(cls: Class | None = None, *, block: int = 1) -> Class | Callable[[Class], Class]:
-    """Declares that an optimizer class, which zc does not know, updates each element from that element's value,
-    gradient and state alone. Its parameters then get equal shards, as those of torch's AdamW, where whole parameters
-    would stay on one rank. ``zc.elementwise(Lion)``, or ``@zc.elementwise`` above the class; it gives the class back.
+    """Declares that an optimizer class updates each element only from that element's value, gradient and state.
 
-    `zc.compile` tries it: with the options of each group it updates a small matrix as a whole and in slices, and
-    compares weights and states. A subclass needs a declaration of its own.
+    Its parameters then get equal shards, like those of torch's AdamW. Without the declaration, each parameter stays
+    whole on one rank. Use ``zc.elementwise(Lion)``, or ``@zc.elementwise`` above the class. Returns the class.
+
+    `zc.compile` tests the declaration: with the options of each group it updates a small matrix as a whole and in
+    slices, and compares weights and states. A subclass needs its own declaration.
 
     Args:
-        block: elements that share something, counted from a parameter's first element: 256 for an 8-bit AdamW whose
-            state has a scale for each 256. Shards are cut at multiples of it. What such a class keeps in fp32 because
-            it is small, it keeps so for small slices as well.
+        block: how many elements share something, counted from a parameter's first element: 256 for an 8-bit AdamW with
+            one scale per 256 elements. Shards are cut at multiples of it. If such a class keeps small tensors in fp32,
+            it keeps small slices in fp32 as well.
 
     Raises:
-        TypeError: ``cls`` is no optimizer class, or ``block`` no whole number of at least 1. PlanError (from
-        `zc.compile`): the update of slices is not that of the whole, or can't be tried; nothing has changed.
+        TypeError: ``cls`` is not an optimizer class, or ``block`` is not a whole number of at least 1.
+        PlanError (from `zc.compile`): updating slices differs from updating the whole, or can't be tried. Nothing has
+            changed.
     """
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise TypeError(f"block must be a whole number of at least 1, got {block!r}")
 
-    def declare(given: Class) -> Class:
-        if not isinstance(given, type) or not issubclass(given, Optimizer):
-            raise TypeError(f"zc.elementwise takes a class of optimizers (a torch.optim.Optimizer), got {given!r}")
-        if _is_torchs(given, (*WHOLE, *REFUSED)):
-            raise TypeError(f"torch.optim.{given.__name__} is not elementwise, so zc.elementwise does not take it")
-        if not _is_torchs(given, ELEMENTWISE):
-            _DECLARED[given] = block
-        return given
+    def declare(declared: Class) -> Class:
+        if not isinstance(declared, type) or not issubclass(declared, Optimizer):
+            raise TypeError(f"zc.elementwise takes a class of optimizers (a torch.optim.Optimizer), got {declared!r}")
+        if _is_torchs(declared, (*WHOLE, *REFUSED)):
+            raise TypeError(f"torch.optim.{declared.__name__} is not elementwise, so zc.elementwise does not take it")
+        if not _is_torchs(declared, ELEMENTWISE):
+            _DECLARED[declared] = block
+        return declared
 
     return declare if cls is None else declare(cls)
 
 
 def rule_of(optimizer: Optimizer) -> Rule:
-    """The rule of its class. Raises PlanError for optimizers that can't work on shards at all."""
+    """The layout rule of the optimizer's class. Raises PlanError for optimizers that can't work on shards at all."""
     cls = type(optimizer)
     if cls.__name__ in REFUSED:
         raise PlanError(f"optimizer {cls.__name__} can't work on shards: {REFUSED[cls.__name__]}")
@@ -86,8 +87,8 @@ def rule_of(optimizer: Optimizer) -> Rule:
 
 
 def try_out(optimizer: Optimizer, world_size: int, device: torch.device) -> None:
-    """On small data on ``device``, where the masters will be: what `elementwise` has declared of it, and, where there
-    are several ranks, that it treats parameters one by one. Raises PlanError; changes nothing."""
+    """Tests on small data, on the masters' ``device``, what `elementwise` declared. For other classes, with several
+    ranks, tests that the update treats parameters one by one. Raises PlanError; changes nothing."""
     cls = type(optimizer)
     if is_known(optimizer):
         return
@@ -98,7 +99,7 @@ def try_out(optimizer: Optimizer, world_size: int, device: torch.device) -> None
 
 
 def note_of(optimizer: Optimizer) -> str | None:
-    """What explain says of the layout of an optimizer that zc does not know."""
+    """The note on the layout of an optimizer that zc does not know."""
     if is_known(optimizer) or type(optimizer) in _DECLARED:
         return None
     name = type(optimizer).__name__
@@ -109,12 +110,12 @@ def note_of(optimizer: Optimizer) -> str | None:
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's own."""
+    """Whether the class is torch's own."""
     return _is_torchs(type(optimizer), (*ELEMENTWISE, *WHOLE))
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether it is one of torch's elementwise ones: a copy may update some parameters now and others later."""
+    """Whether the class is one of torch's elementwise ones, so that buckets may be updated at different times."""
     return _is_torchs(type(optimizer), ELEMENTWISE)
 
 

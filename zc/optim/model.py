@@ -1,11 +1,11 @@
-"""What zc keeps for a compiled model: its optimizers' slices, and the gradients that its parameters show.
+"""zc's state for a compiled model: its optimizers' slices, and the ``param.grad`` of its parameters.
 
-    ShardedModel          the gradients of all parameters: param.grad, norms, clipping; weights that were written
-      ShardedOptimizer    one of the caller's optimizers on its slices; it has the buckets of its parameters alone
+    ShardedModel          gradients of all parameters (param.grad, norms, clipping), and writes to weights
+      ShardedOptimizer    one of the caller's optimizers on its slices, with the buckets of its own parameters
       ShardedOptimizer    ...
 
 Gradients are finished for all parameters together, at the first ``step()``. An update installs, updates and publishes
-one optimizer's buckets; what another one has not used yet stays, and goes on adding up as in PyTorch.
+the buckets of one optimizer. Gradients that another optimizer has not used yet keep adding up, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class ShardedModel(Listener):
-    """Of one model on one rank. ``file``: with offload="disk"."""
+    """The state of one model on one rank. ``file``: the state file, with offload="disk"."""
 
     def __init__(self, runtime: Runtime, assignment: Assignment, file: StateFile | None) -> None:
         self.runtime, self.container = runtime, assignment.container
@@ -48,11 +48,11 @@ class ShardedModel(Listener):
             optimizer.start(file)
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
-        """The parameters in these buckets show their gradients, and become slices of their optimizers."""
+        """Gives the parameters in these buckets their ShardedGrads, and their optimizers slices of them."""
         self.grad_shards.adopt(buckets)
         for slot in (slot for bucket in buckets for slot in bucket.slots):
-            shown = ShardedGrad(self.grad_shards, slot.name, self.runtime.params[slot.name])
-            self.runtime.shown[slot.name] = shown
+            grad = ShardedGrad(self.grad_shards, slot.name, self.runtime.params[slot.name])
+            self.runtime.shown[slot.name] = grad
         for optimizer in self.optimizers:
             optimizer.adopt([b for b in buckets if b.optimizer == optimizer.number])
         self._writes.adopt(buckets)
@@ -62,7 +62,7 @@ class ShardedModel(Listener):
 
     @property
     def disk(self) -> DiskState | None:
-        """Where the state is, with offload="disk"."""
+        """The state on disk, with offload="disk"."""
         return self.optimizers[0].disk
 
     def flush_state(self) -> None:
@@ -79,7 +79,7 @@ class ShardedModel(Listener):
         return any(o.is_one_cleared() for o in self.optimizers)
 
     def gradients_finished(self) -> None:
-        self.backward_ended()  # a rank without a backward has gradients now, too, and may drop them by any way
+        self.backward_ended()  # a rank without a backward now has gradients, too, and may drop them in any way
 
     def backward_ended(self) -> None:
         for optimizer in self.optimizers:
@@ -87,7 +87,7 @@ class ShardedModel(Listener):
         self._show()
 
     def _show(self) -> None:
-        """``param.grad`` of every parameter with a gradient becomes its ShardedGrad."""
+        """Sets ``param.grad`` of every parameter with a gradient to its ShardedGrad."""
         self.grad_shards.changed()
         self._writes.check_places()
         for bucket in self.runtime.plan.buckets:
@@ -96,26 +96,26 @@ class ShardedModel(Listener):
                 if is_known and param.grad is None:
                     param.grad = self.runtime.shown[slot.name]
                 elif not is_known and param.grad is self.runtime.shown[slot.name]:
-                    param.grad = None  # of gradients that were dropped when this backward had begun
+                    param.grad = None  # its gradient was dropped after this backward had begun
 
     def gradients_cleared(self, optimizer: int | None) -> None:
-        """Autograd may be adding to a ``param.grad`` at this moment: inside a backward those go at its end."""
+        """Inside a backward, autograd may be adding to a ``param.grad``, so there they are cleared at its end."""
         self.grad_shards.changed()
         chosen = self.optimizers if optimizer is None else [self.optimizers[optimizer]]
         slots = [slot for bucket in self.runtime.plan.of_optimizer(optimizer) for slot in bucket.slots]
         params: list[nn.Parameter] = []
         if torch_private.current_graph_task() == -1:
             params = [self.runtime.params[slot.name] for slot in slots]
-        with torch_private.without_torch_function():  # sooner done: parameters may be watched (engine/pending.py)
+        with torch_private.without_torch_function():  # faster: parameters may be watched (engine/pending.py)
             for each in chosen:
                 each.forget_given()
-                for held in each.slices.values():
-                    held.grad = None
+                for own_slice in each.slices.values():
+                    own_slice.grad = None
             for param in params:
                 param.grad = None
 
     def publish_all(self) -> None:
-        """All weights anew from all masters, after these were loaded; the caller may read them."""
+        """Publishes all weights again after the masters were loaded, and waits, so that the caller may read them."""
         everything = tuple(b.index for b in self.runtime.plan.buckets)
         steps = [(o.offload, tuple(b.index for b in o.buckets)) for o in self.optimizers if o.offload is not None]
         for step, buckets in steps:
@@ -126,7 +126,8 @@ class ShardedModel(Listener):
         self._writes.remember()
 
     def take_over_writes(self) -> None:
-        """What the caller has written into parameters since the last update is in the masters. See `ParamWrites`."""
+        """Copies into the masters what the caller has written into parameters since the last update. See
+        `ParamWrites`."""
         self._writes.take_over()
         self._writes.remember()
 
@@ -136,6 +137,6 @@ class ShardedModel(Listener):
         self.runtime.clear(set_to_none=set_to_none)
 
     def let_go(self) -> None:
-        """The optimizers have no parameter, no state and no hook of ours any more."""
+        """Removes zc's slices, states and hooks from the optimizers."""
         for optimizer in self.optimizers:
             optimizer.let_go()

@@ -1,8 +1,7 @@
-"""An optimizer's step that calls its parent class's is one update.
+"""Treats a step that calls ``super().step()`` as one update.
 
-torch wraps the ``step`` of every class of which there is an instance, and the wrapper runs the object's hooks. So
-``super().step()`` inside a subclass's own runs them again, in the middle of the update, if the process has an optimizer
-of the parent class as well.
+torch wraps the ``step`` of every class that has an instance, and the wrapper runs the object's hooks. If the process
+also has an optimizer of the parent class, ``super().step()`` runs the hooks again in the middle of the update.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from zc import torch_private
 
 
 class Nesting:
-    """Tells the hooks of an outermost step from those of a step inside it. Asked from the hooks themselves, which
-    torch's wrapper calls; a step that raised is forgotten, since its frame is on no stack any more."""
+    """Distinguishes the hooks of an outermost step from those of a step inside it. Call it from the hooks, which
+    torch's wrapper calls. A step that raised is forgotten, because its frame is no longer on the stack."""
 
     def __init__(self) -> None:
         self._outermost: FrameType | None = None
 
     def begins(self) -> bool:
-        """From a pre-hook: whether this step is an outermost one."""
+        """In a pre-hook: whether this step is an outermost one."""
         wrapper = torch_private.step_frame()
         frame: FrameType | None = wrapper
         while frame is not None and self._outermost is not None:
@@ -31,7 +30,7 @@ class Nesting:
         return True
 
     def ends(self) -> bool:
-        """From a post-hook: whether the outermost step is over."""
+        """In a post-hook: whether the outermost step is over."""
         if torch_private.step_frame() is not self._outermost:
             return False
         self._outermost = None

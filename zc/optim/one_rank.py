@@ -1,14 +1,14 @@
 """`torch.distributed` as a job of one rank sees it, for an optimizer that communicates in its own ``step``.
 
-Under zc the gradients that ``step`` reads are reduced already, and each rank updates other parameters. So an optimizer
-that reduces them once more has to run as in a single process. If its class has no such variant, give the module that
-defines it this object in place of torch.distributed, before `zc.compile`::
+Under zc, the gradients that ``step`` reads are already reduced, and each rank updates different parameters. So an
+optimizer that would reduce them again must run as in a single process. If its class has no such variant, give the
+module that defines it this object instead of torch.distributed, before `zc.compile`::
 
     import nanochat.optim
     nanochat.optim.dist = zc.one_rank
 
-Nothing else in the process is affected. zc averages gradients over the ranks, as DDP does; an optimizer that sums them
-wants another learning rate.
+Nothing else in the process changes. zc averages gradients over the ranks, as DDP does; if the optimizer sums them,
+adjust the learning rate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 class Finished:
-    """The work of a collective with ``async_op=True``: done."""
+    """The completed work of a collective with ``async_op=True``."""
 
     def __init__(self, result: Any) -> None:
         self._future: torch.futures.Future[Any] = torch.futures.Future()
@@ -39,8 +39,8 @@ class Finished:
 
 
 class OneRank:
-    """The queries and collectives of torch.distributed in a group of one rank. Types and constants, as ReduceOp, are
-    its own; a function that is not here raises AttributeError."""
+    """The queries and collectives of torch.distributed in a group of one rank. Types and constants, such as ReduceOp,
+    come from torch.distributed; any other function raises AttributeError."""
 
     def is_available(self) -> bool:
         return True

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class ShardedOptimizer:
-    """What zc keeps beside the caller's optimizer: the slices, and the hooks' handles."""
+    """zc's state for one of the caller's optimizers: its slices, and the hooks on it."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ShardedOptimizer:
         self._handles: tuple[RemovableHandle, ...] = ()
 
     def start(self, file: StateFile | None) -> None:
-        """The slices are there: from here on the caller's ``step()`` updates them. ``file``: with offload="disk"."""
+        """Registers the hooks, by which the caller's ``step()`` updates the slices. ``file``: with offload="disk"."""
         if self.runtime.plan.offload is not None:
             by_bucket = is_elementwise(self.optimizer)
             self.offload = HostStep(self.runtime, self.number, self.optimizer, self.slices, file, by_bucket=by_bucket)
@@ -77,31 +77,31 @@ class ShardedOptimizer:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Those of its parameters."""
+        """The buckets of its parameters."""
         return self.runtime.plan.of_optimizer(self.number)
 
     @property
     def disk(self) -> DiskState | None:
-        """Where the state is, with offload="disk"."""
+        """The state on disk, with offload="disk"."""
         return self.offload.disk if self.offload is not None else None
 
     @property
     def keeps_whole(self) -> bool:
-        """Whether the update may read whole parameters, each of which is on one rank then."""
+        """Whether the update may read whole parameters. Then each parameter is on one rank."""
         return self.rule.whole
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
-        """The optimizer's parameters in these buckets become slices. Frozen ones stay: they have no gradient, and the
-        optimizer leaves them alone."""
+        """Replaces the optimizer's parameters in these buckets by slices. Frozen ones stay: they have no gradient, so
+        the optimizer skips them."""
         params = self.runtime.params
         slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         names = {id(params[name]): name for name in slots}
         for name, (bucket, slot) in slots.items():
             self._make_slice(name, bucket, slot)
-        # torch's GradScaler fails where an optimizer has no gradient at all, as a rank that owns nothing, and asks once
-        # for each dtype, which all ranks must do; and who clears the optimizer's own tensors is seen by theirs
+        # Every rank needs one slice per dtype, empty if need be: GradScaler needs a gradient, and unscales per dtype on
+        # all ranks. Clearing the optimizer's own tensors is noticed by the gradients of its slices.
         for name, (bucket, slot) in slots.items():
-            if all(held.dtype != bucket.acc_dtype for held in self.slices.values()):
+            if all(own_slice.dtype != bucket.acc_dtype for own_slice in self.slices.values()):
                 self._make_slice(name, bucket, slot, is_empty=True)
         groups = self.optimizer.param_groups
         self._try(groups[len(self.members) :])

@@ -1,10 +1,10 @@
-"""What the caller does to parameters between updates: weights written in place are kept, moved ones refused.
+"""Handles changes to parameters between updates: in-place writes are kept, moved parameters are refused.
 
-flat_param is the parameters' memory. Where the masters are their own tensors (narrower parameters, offload), the next
-update would overwrite a value that the caller has written into the parameter alone: ``load_state_dict``, a
-re-initialised layer, a clamp or an exchange of weights through ``p.data``. Autograd counts writes, but not those
-through ``.data``; so before an update each rank looks at the elements that it owns. What still is its master,
-rounded, was not written.
+The parameters' memory is flat_param. If masters are separate tensors (narrower parameters, offload), the next update
+would overwrite a value that the caller wrote into the parameter: ``load_state_dict``, a re-initialised layer, a clamp
+or an exchange of weights through ``p.data``. Autograd counts writes, but not those through ``.data``. So before an
+update each rank compares the elements that it owns with their masters. An element that equals its rounded master was
+not written.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def _is_shared(tensor: Tensor) -> bool:
 
 
 def note_of_shared(params: Mapping[str, nn.Parameter]) -> str | None:
-    """What explain says where `zc.compile` takes parameters out of memory that other processes may read."""
+    """The note for parameters that `zc.compile` takes out of memory that other processes may read."""
     shared = next((name for name, param in params.items() if _is_shared(param)), None)
     if shared is None:
         return None
     return (
         f"{shared} lay in memory that processes share (share_memory, or it came through a queue), and is in a bucket "
-        "of this process now: others that hold it don't see it trained. Copy it into a second model that is shared"
+        "of this process now: other processes don't see its updates. Copy it into a second model that is shared"
     )
 
 
@@ -48,7 +48,7 @@ class ParamWrites:
         self._versions: dict[str, int] = {}
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
-        """The parameters of these buckets lie in flat_param, which never moves, from now on."""
+        """Records the addresses of these buckets' parameters in flat_param, which never moves."""
         for bucket in buckets:
             flat = self._core.buffers.flat_param[bucket.index]
             for slot in bucket.slots:
@@ -57,7 +57,7 @@ class ParamWrites:
         self.remember()
 
     def remember(self) -> None:
-        """Parameters and masters agree now."""
+        """Records that parameters and masters agree now."""
         if self._core.plan.offload is None:
             return  # the masters are on the parameters' device, and are compared with them
         self._versions = {name: torch_private.version(param) for name, param in self._core.params.items()}
@@ -82,7 +82,7 @@ class ParamWrites:
                 )
 
     def take_over(self) -> None:
-        """Right before an update: this rank's masters take what was written into parameters since the last one.
+        """Right before an update: copies writes into parameters since the last update into this rank's masters.
 
         Raises ZcError for a parameter that has left its bucket; nothing has changed.
         """
@@ -92,10 +92,10 @@ class ParamWrites:
             if not bucket.has_master and plan.offload is None:
                 continue  # the master is the parameter's own storage
             master: Tensor = buffers.master_shard[bucket.index]
-            given = buffers.owned(buffers.flat_param[bucket.index], bucket)
-            if given.device == master.device or self._is_counted(bucket):
+            weights = buffers.owned(buffers.flat_param[bucket.index], bucket)
+            if weights.device == master.device or self._is_counted(bucket):
                 self._core.wait_for_host_memory()  # the last update may still copy from the masters
-                adopt_writes(master, given.to(master.device))
+                adopt_writes(master, weights.to(master.device))
 
     def _is_counted(self, bucket: Bucket) -> bool:
         """Whether autograd has seen a write since `remember`."""

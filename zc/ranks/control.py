@@ -1,5 +1,5 @@
-"""The ranks that share one model, and what they tell each other in a few bytes of host memory: objects, numbers, and
-whether they agree."""
+"""The ranks that share one model, and their small exchanges in host memory: objects, numbers, and checks that all ranks
+agree."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from zc.ranks.watch import Watch
 from zc.ranks.work import Call, Step, Work, collective, messages
 
 _COMPILE = "zc.compile or zc.close"
-_KNOCK = 0x7A63  # a tag, for the first messages between ranks, on the group that was given
+_KNOCK = 0x7A63  # the tag of the first messages between ranks, on the caller's group
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
-    """The name of the backend for tensors of this kind of device; None where the group has none."""
+    """The name of the group's backend for tensors of this device type, or None."""
     config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
     backend = config.get_device_backend_map().get(device_type)
     return None if backend is None else str(backend)
 
 
 def host_backend(group: dist.ProcessGroup | None) -> str:
-    """The backend for host memory between the ranks of ``group``: its own one where it has one (gloo, or one that the
-    program has registered), else gloo."""
+    """The backend for host memory between the ranks of ``group``: the group's own if it has one (gloo, or one that the
+    program registered), otherwise gloo."""
     return backend_of(group, "cpu") or "gloo"
 
 
 def patience(of_group: timedelta | None) -> float:
-    """Seconds after which a rank that does not answer is given up: ``ZC_RANK_TIMEOUT`` in the environment sets them,
-    else they are those of the process group's own collectives (10 minutes, where NCCL's was made without)."""
+    """Seconds after which a rank that does not answer counts as lost: ``ZC_RANK_TIMEOUT`` in the environment, otherwise
+    the timeout of the process group's own collectives, which is 10 minutes by default for NCCL."""
     seconds = os.environ.get("ZC_RANK_TIMEOUT")
     return float(seconds) if seconds else (of_group or timedelta(minutes=10)).total_seconds()
 
@@ -53,9 +53,9 @@ def patience(of_group: timedelta | None) -> float:
 class Control:
     """The ranks of one model. W = ``world_size``; with one rank no process group is needed or used.
 
-    Without ``is_near`` ranks only send messages, wherever they are. Without ``reads_memory`` they do not read each
-    other's memory, because gradients and weights are a GPU's. ``whole``: all who train the model, where these are some
-    of them; one journal covers all.
+    Without ``is_near``, ranks only send messages, wherever they are. Without ``reads_memory``, they do not read each
+    other's memory, because gradients and weights are on a GPU. ``whole``: all ranks that train the model, if these are
+    only some of them; one journal covers all.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Control:
         self.rank, self.world_size = 0, 1
         self.control: dist.ProcessGroup | None = None
         self.journal: Journal | None = None if whole is None else whole.journal
-        self.timeout: timedelta | None = None  # of the collectives of the group that was given
+        self.timeout: timedelta | None = None  # of the collectives of the caller's group
         self._nbytes_sent: Counter[str] = Counter()  # by kind of exchange, by this rank
         self._given = group
         self._is_whole = whole is None
@@ -85,11 +85,11 @@ class Control:
         if self.rank < 0:
             raise PlanError(f"rank {dist.get_rank()} is not a member of the given group of {self.world_size} ranks")
         if self.world_size > 1:
-            given = group if group is not None else dist.group.WORLD
-            assert given is not None
-            ranks = dist.get_process_group_ranks(given)
+            callers = group if group is not None else dist.group.WORLD
+            assert callers is not None
+            ranks = dist.get_process_group_ranks(callers)
             self._groups = Groups(ranks, host_backend(group))
-            self.timeout = torch_private.timeout_of(given, "cpu") or torch_private.timeout_of(given, "cuda")
+            self.timeout = torch_private.timeout_of(callers, "cpu") or torch_private.timeout_of(callers, "cuda")
             if self.journal is None:
                 number = self._groups.number_of_model()
                 self.journal = Journal(Watch.of_this_process(), ranks, number, patience(self.timeout))
@@ -108,7 +108,7 @@ class Control:
                 self._neighbours.explained = self.journal.explained
 
     def _call(self, run: Callable[[], Any], what: str = _COMPILE) -> Any:
-        """``run()``, which blocks until all ranks answer, in a thread. Raises what the watch finds meanwhile."""
+        """Returns ``run()``, which blocks until all ranks answer, from a thread. The watch may raise meanwhile."""
         assert self.journal is not None, "there are several ranks"
         call = Call(run)
         self.journal.wait(call, what, is_call=True)
@@ -121,13 +121,13 @@ class Control:
         return values
 
     def new_group(self, what: str = _COMPILE) -> dist.ProcessGroup:
-        """Of the same ranks, for host memory. It goes when this object does, or with `close`. ``what`` names the
-        program's call in errors."""
+        """Makes a group of the same ranks for host memory. It lives as long as this object, or until `close`. ``what``
+        names the caller's function in errors."""
         return self._new_group(what=what)
 
     def _new_group(self, *options: Any, what: str = _COMPILE, **more: Any) -> dist.ProcessGroup:
-        """As `Groups.new`. A group of gloo waits for all ranks as it is made. One of NCCL does so with its first
-        collective, and belongs to the calling thread's device."""
+        """As `Groups.new`. Making a gloo group waits for all ranks. An NCCL group waits in its first collective
+        instead, and belongs to the calling thread's device."""
         groups = self._groups
         assert groups is not None, "one rank needs no group"
         if options[:1] == ("nccl",):
@@ -136,8 +136,8 @@ class Control:
         return group
 
     def close(self) -> None:
-        """Closes zc's own groups; every rank calls it, when nothing is under way any more. Where ranks are out of
-        step or gone nobody is waited for, and the groups stay."""
+        """Closes zc's own groups. Every rank calls it, when no exchange is pending. If ranks are out of step or gone,
+        it waits for nobody, and the groups stay."""
         if self.control is not None and self._groups is not None and self._groups.is_open:
             self._groups.sweep(self._gather_by_pairs, own=True)
         if self.journal is not None and self._is_whole:
@@ -147,7 +147,7 @@ class Control:
         self._neighbours = self.control = self.journal = None
 
     def agree_on(self, failure: Exception | None) -> None:
-        """Raises on every rank where some rank has failed: its own error there, RankMismatchError on the others."""
+        """Raises on every rank if any rank has failed: that rank's own error there, RankMismatchError on the others."""
         if self.world_size > 1 and self.max_on_host([int(failure is not None)])[0]:
             texts = self._gather_objects(failure and f"{type(failure).__name__}: {failure}")
             if failure is None:
@@ -159,21 +159,21 @@ class Control:
             raise failure
 
     def watch(self, plan: Plan) -> bool:
-        """Exchanges are those of ``plan`` from here on. Returns whether the watch has a connection to the store of its
-        own: a thread that waits for a key blocks all others of its client."""
+        """Tells the watch that exchanges now belong to ``plan``. Returns whether the watch has its own connection to
+        the store: a thread that waits for a key blocks all other threads of its client."""
         if self.journal is None:
             return True
         self.journal.describe, self.journal.timeout = plan.describe_exchange, patience(self.timeout)
         return self.journal.has_own_connection
 
     def tell_note(self, note: str) -> None:
-        """Leaves word that rank 0 has said this."""
+        """Records in the store that rank 0 has issued this note."""
         if self.journal is not None:
-            with contextlib.suppress(dist.DistError):  # the store went with its process: the watch says so
+            with contextlib.suppress(dist.DistError):  # the store's process has ended: the watch reports it
                 self.journal.store.set(self._note_key(note), "said")
 
     def is_told(self, note: str) -> bool:
-        """Whether rank 0 has said this. Waits for nobody."""
+        """Whether rank 0 has issued this note. Waits for nobody."""
         if self.journal is not None:
             with contextlib.suppress(dist.DistError):
                 return bool(self.journal.store.check([self._note_key(note)]))
@@ -184,28 +184,28 @@ class Control:
         return f"note/{self.journal.name}/{hashlib.sha256(note.encode()).hexdigest()}"
 
     def take_nbytes_sent(self) -> Counter[str]:
-        """Since it was last asked: bytes that this rank has sent, by kind of exchange."""
+        """Bytes that this rank has sent since the last call, by kind of exchange."""
         sent, self._nbytes_sent = self._nbytes_sent, Counter()
         return sent
 
     def _begin(self, kind: str, index: int, nbytes: int) -> Entry:
-        """An exchange starts, of which this rank sends ``nbytes``, or other ranks read them."""
+        """Records the start of an exchange in which this rank sends ``nbytes``, or other ranks read them."""
         self._nbytes_sent[kind + self._between] += nbytes
         if self.journal is not None and self._keeps_journal:
             self.journal.enter(kind, index)
         return kind, index
 
     def _others(self, nbytes: int) -> int:
-        """Of what has a part for each rank: the others' parts."""
+        """The bytes for other ranks, of ``nbytes`` with one part per rank."""
         return nbytes * (self.world_size - 1) // self.world_size
 
     @property
     def _all_near(self) -> Neighbours | None:
-        """The other ranks, where all of them are on this host."""
+        """The other ranks, if all of them are on this host."""
         return self._neighbours if self.topology.num_hosts == 1 else None
 
     def _post(self, start: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Starts an exchange of torch.distributed. A connection that is broken already raises here, not in the wait."""
+        """Starts an exchange of torch.distributed. A broken connection may raise here already, not only in the wait."""
         try:
             return start(*args, **options)
         except RuntimeError as error:
@@ -215,8 +215,8 @@ class Control:
         return Work(entry, *steps, journal=self.journal)
 
     def _gather_by_pairs(self, row: Tensor) -> Tensor:
-        """[W, n]: every rank's row [n], in host memory. Not a collective: a rank that has left the others in the
-        middle of one does no harm here."""
+        """[W, n]: every rank's row [n], in host memory. It is not a collective, so a rank that left another collective
+        in the middle does no harm."""
         return self._pairs(row, self.control, 1)
 
     def _pairs(self, row: Tensor, group: dist.ProcessGroup | None, tag: int) -> Tensor:
@@ -230,19 +230,19 @@ class Control:
         return rows
 
     def send_to_all(self, tensors: Sequence[Tensor], what: str) -> Work:
-        """From rank 0, in host memory, to all others, who `receive` them in this order; nobody waits. The caller
+        """Sends host tensors from rank 0 to all others, which `receive` them in this order. Nobody waits. The caller
         keeps the tensors until it has waited for the work."""
         others = range(1, self.world_size)
         works = [self._post(dist.isend, t, group_dst=r, group=self.control) for r in others for t in tensors]
         return self._work(what, messages(works))
 
     def receive(self, tensor: Tensor, what: str) -> None:
-        """The next tensor that rank 0 sends. ``what`` names it in errors."""
+        """Receives the next tensor that rank 0 sends. ``what`` names it in errors."""
         work = self._post(dist.irecv, tensor, group_src=0, group=self.control)
         self._work(what, messages([work])).wait()
 
     def max_on_host(self, values: Sequence[int]) -> list[int]:
-        """The largest of each value over the ranks; host memory only, so that no device is synchronised."""
+        """The maximum of each value over the ranks. Uses only host memory, so no device synchronises."""
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
@@ -271,8 +271,8 @@ class Control:
         return self._work(what, collective(work))
 
     def same_everywhere(self, what: str, lines: Sequence[str], so: str) -> None:
-        """Raises RankMismatchError on every rank, naming the first line in which some rank differs from rank 0; ``so``:
-        what to do then."""
+        """Raises RankMismatchError on every rank, naming the first line in which some rank differs from rank 0. ``so``
+        says what to do."""
         if self.world_size == 1:
             return
         digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")

@@ -1,10 +1,10 @@
-"""Process groups of zc's own: made under names that never come again, and closed where all ranks agree that they can.
+"""zc's own process groups: made under unique names, and closed only when all ranks agree.
 
-A group is some four descriptors and three threads. Python's collector lets go of a model at another moment on each
-rank, and a group that closes on one rank alone does harm: ``new_group(use_local_synchronization=True)`` names a group
-by how many there are, so ranks would wait for each other under two names; and gloo's destructor waits for a
-collective that was started. So what a dropped model leaves is put aside, and closed by the next `zc.compile` or
-`zc.close` of the same ranks, the same groups on every rank.
+A group has about four descriptors and three threads. Python's collector drops a model at a different moment on each
+rank, and closing a group on one rank alone does harm. ``new_group(use_local_synchronization=True)`` names a group by
+the number of existing groups, so ranks would wait for each other under two names. gloo's destructor also waits for
+started collectives. So the groups of dropped models are set aside. The next `zc.compile` or `zc.close` of the same
+ranks closes them, the same ones on every rank.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from zc import torch_private
 
 
 class Started(Protocol):
-    """A collective under way."""
+    """A collective that has started."""
 
     def is_completed(self) -> bool: ...
 
 
-# lifetime: for ever. gloo's destructor waits for a collective that was started, and a lost rank never ends it.
+# lifetime: forever. gloo's destructor waits for started collectives, which a lost rank never finishes.
 _ABANDONED: list[dist.ProcessGroup] = []
 
-_Held = dict[int, tuple[dist.ProcessGroup, list[Started]]]  # by number, with the collectives that may be under way
+_Held = dict[int, tuple[dist.ProcessGroup, list[Started]]]  # by number, with collectives that may still run
 
 
 class _Ranks:
-    """What some ranks have made under one default group."""
+    """The groups of one set of ranks under one default group."""
 
     def __init__(self) -> None:
-        self.count = 0  # the same on all of them: they make their groups in one order
+        self.count = 0  # equal on all of these ranks, which make their groups in one order
         self.num_models = 0
-        self.left: _Held = {}  # by models that this rank has dropped
+        self.left: _Held = {}  # of models that this rank has dropped
 
 
 _WORLDS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Ranks]] = weakref.WeakKeyDictionary()
 
 
 class Groups:
-    """The groups of one model. ``ranks``: who is in them, in the order of their ranks there."""
+    """The groups of one model. ``ranks``: their members, in the order of their ranks in the group."""
 
     def __init__(self, ranks: Sequence[int], backend: str) -> None:
         world = dist.group.WORLD
@@ -55,12 +55,12 @@ class Groups:
         self._ranks, self._backend, self._world = tuple(ranks), backend, weakref.ref(world)
         self._known = _WORLDS.setdefault(world, {}).setdefault(self._ranks, _Ranks())
         self._held: _Held = {}
-        # the collector may come in any thread, at any time: this takes no lock and closes nothing
+        # the collector may run in any thread at any time, so this takes no lock and closes nothing
         weakref.finalize(self, self._known.left.update, self._held).atexit = False
 
     @property
     def is_open(self) -> bool:
-        """Whether a collective on them makes sense: False once ranks are lost, or the program has ended all groups."""
+        """Whether the groups can be used: False after ranks are lost, or the program has destroyed all groups."""
         return bool(self._held) and dist.is_initialized() and dist.group.WORLD is self._world()
 
     def new(
@@ -82,36 +82,36 @@ class Groups:
         return group
 
     def number_of_model(self) -> int:
-        """Of the models that these ranks have compiled; every rank asks, once per model."""
+        """Numbers the models that these ranks compile. Every rank calls it once per model."""
         self._known.num_models += 1
         return self._known.num_models
 
     def started(self, group: dist.ProcessGroup | None, work: Started) -> None:
-        """A collective that nobody may come to wait for."""
-        for held, works in self._held.values():
-            if held is group:
+        """Records a collective that possibly nobody waits for."""
+        for own_group, works in self._held.values():
+            if own_group is group:
                 works[:] = [*(w for w in works if not w.is_completed()), work]
 
     def abandon(self) -> None:
-        """Ranks are out of step, or gone: nothing is closed any more."""
+        """Keeps all groups open for good, because ranks are out of step or gone."""
         _ABANDONED.extend(group for group, _ in self._held.values())
         self._held.clear()
 
     def sweep(self, gather: Callable[[Tensor], Tensor], *, own: bool = False) -> None:
-        """Closes what all ranks have dropped; ``own``: and these, which nobody uses any more. ``gather`` brings all
-        ranks' rows [n] together, [W, n]."""
+        """Closes the groups that all ranks have dropped; with ``own`` also these groups. ``gather`` collects a row [n]
+        of every rank as [W, n]."""
         left = {**self._known.left, **(self._held if own else {})}
         is_kept = torch.ones(self._known.count, dtype=torch.uint8)
         for number, (_, works) in left.items():
             is_kept[number - 1] = not all(work.is_completed() for work in works)
-        if len(is_kept) > 1:  # else there is none but the one that carries this
+        if len(is_kept) > 1:  # otherwise the only group is the one that would carry this exchange
             is_kept = gather(is_kept).amax(0)
         for number in ((is_kept == 0).nonzero().flatten() + 1).tolist():
-            for held in (self._known.left, self._held):
-                if number in held:
-                    _close(held.pop(number)[0])
+            for groups in (self._known.left, self._held):
+                if number in groups:
+                    _close(groups.pop(number)[0])
 
 
 def _close(group: dist.ProcessGroup) -> None:
-    with contextlib.suppress(ValueError):  # the program has ended all groups meanwhile
+    with contextlib.suppress(ValueError):  # the program has destroyed all groups meanwhile
         dist.destroy_process_group(group)

@@ -1,8 +1,8 @@
-"""Reads from the memory of another process of this host: process_vm_readv(2), one copy, no file, no name, no mapping.
+"""Reads from the memory of another process on this host by process_vm_readv(2): one copy, no file, no mapping.
 
-Nothing has to be shared for that: gradients and parameters stay private to a rank, and a rank that was killed leaves
-nothing behind. A read of what is not there any more is an error, no signal. MPI libraries take the same way inside a
-host (Cross Memory Attach, Linux 3.2). docs/decisions.md has it against mapped memory, measured.
+Nothing has to be shared: gradients and parameters stay private to a rank, and a killed rank leaves nothing behind.
+Reading memory that is gone returns an error, not a signal. MPI libraries use the same call inside a host (Cross Memory
+Attach, Linux 3.2). docs/decisions.md compares it with mapped memory.
 """
 
 from __future__ import annotations
@@ -24,30 +24,29 @@ class _Vector(ctypes.Structure):
 
 
 def _readv() -> Any:
-    found = ctypes.CDLL(None, use_errno=True).process_vm_readv  # AttributeError: not Linux
-    found.restype = ctypes.c_ssize_t
+    call = ctypes.CDLL(None, use_errno=True).process_vm_readv  # AttributeError: not Linux
+    call.restype = ctypes.c_ssize_t
     at = ctypes.c_void_p
-    found.argtypes = (ctypes.c_int, at, ctypes.c_ulong, at, ctypes.c_ulong, ctypes.c_ulong)
-    return found
+    call.argtypes = (ctypes.c_int, at, ctypes.c_ulong, at, ctypes.c_ulong, ctypes.c_ulong)
+    return call
 
 
 def let_siblings_read() -> None:
-    """Where the kernel lets a process be read by its ancestors alone (Yama, scope 1): by those that share this one's
-    parent, too, which is the launcher of the ranks."""
+    """Lets the launcher's other children read this process, where the kernel allows only ancestors (Yama, scope 1)."""
     with contextlib.suppress(OSError, AttributeError):
         if _YAMA.read_text().strip() == "1":
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)
 
 
 class Reader:
-    """Of the memory of processes, by pid."""
+    """Reads memory of other processes, by pid."""
 
     def __init__(self) -> None:
         self._call = _readv()
 
     def read_into(self, out: int, pid: int, address: int, nbytes: int) -> None:
-        """``nbytes`` from ``address`` of process ``pid`` to ``out``, an address here. Raises OSError: it has ended, or
-        may not be read."""
+        """Copies ``nbytes`` from ``address`` of process ``pid`` to address ``out`` here. Raises OSError if that process
+        has ended or may not be read."""
         done = 0
         while done < nbytes:
             here = _Vector(out + done, nbytes - done)
@@ -59,6 +58,6 @@ class Reader:
             done += got
 
     def read(self, out: Tensor, pid: int, address: int) -> None:
-        """The same into a contiguous tensor in host memory."""
+        """As `read_into`, into a contiguous tensor in host memory."""
         if out.numel():
             self.read_into(out.data_ptr(), pid, address, out.nbytes)

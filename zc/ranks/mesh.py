@@ -1,5 +1,5 @@
-"""The ranks of ``mesh=``: of one dimension it is a group; of two, (replicate, shard), the ranks of a row have the
-shards of one whole, and those of a column have the same shard::
+"""The ranks of ``mesh=``. With one dimension it is a group. With two, (replicate, shard), the ranks of a row together
+have one copy of the state, and the ranks of a column have the same shard::
 
     replicate \\ shard    0   1   2   3
         0                 0   1   2   3      each row is a copy of the optimizer state
@@ -17,7 +17,7 @@ from zc.ranks.comm import Group
 
 
 def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, *, reads_memory: bool = True) -> Group:
-    """All ranks that train one model; each of them calls it. Raises PlanError, RankMismatchError.
+    """The ranks that train one model. Every rank calls it. Raises PlanError or RankMismatchError.
 
     ``reads_memory``: ranks of one host may read each other's memory, because the model is on a CPU.
     """
@@ -34,7 +34,7 @@ def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, *, reads_
             rows = mesh.get_group(1), mesh.get_group(0)
     ranks = Group(group, reads_memory=reads_memory)
     shape = "none" if mesh is None else f"({_shown(mesh)}) of the ranks {mesh.mesh.tolist()}"
-    # before more groups are made: ranks that make others wait for each other
+    # before more groups are made: ranks with different meshes would make different groups and wait for each other
     ranks.same_everywhere("what zc.compile was given as mesh", [shape], "Give all ranks the same one")
     if rows is not None:
         ranks.split(*rows)
@@ -42,7 +42,7 @@ def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, *, reads_
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raises PlanError for one that does not fit, with its shape and what it does not fit to."""
+    """Raises PlanError for a mesh that does not fit; the error names its shape and the reason."""
     world_size, ranks, shown = dist.get_world_size(), mesh.mesh, f"mesh ({_shown(mesh)})"
     if mesh.ndim > 2:
         raise PlanError(

@@ -1,5 +1,5 @@
-"""Pieces of unequal length that the owners of whole parameters exchange: (rank, piece), ascending in rank, one after
-the other in memory."""
+"""Pieces of unequal length that the owners of whole parameters exchange: pairs (rank, piece) in ascending order of
+ranks, contiguous in memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Pieces = Sequence[tuple[int, Tensor]]
 
 
 def joined(pieces: Pieces, others: Pieces, device: torch.device) -> Tensor:
-    """1-D: all ``pieces`` as one tensor. Without pieces an empty one on ``device``: a backend takes no other device's
-    tensor, even an empty one. Its dtype is that of ``others``, if there are any."""
+    """All ``pieces`` as one 1-D tensor. Without pieces it is empty, on ``device``, because a backend refuses even empty
+    tensors of other devices, and has the dtype of ``others``, if there are any."""
     if not pieces:
         return torch.empty(0, dtype=others[0][1].dtype if others else None, device=device)
     first, numel = pieces[0][1], sum(piece.numel() for _, piece in pieces)
@@ -22,7 +22,7 @@ def joined(pieces: Pieces, others: Pieces, device: torch.device) -> Tensor:
 
 
 def lengths(pieces: Pieces, world_size: int) -> list[int]:
-    """Elements of each rank's piece, 0 where it has none."""
+    """The number of elements of each rank's piece, 0 without one."""
     numel = {rank: piece.numel() for rank, piece in pieces}
     return [numel.get(rank, 0) for rank in range(world_size)]
 

@@ -1,4 +1,4 @@
-"""Finds out which ranks share a host, and whether they can read each other's memory: asked of all ranks, once."""
+"""Finds out, once and on all ranks, which ranks share a host and whether they can read each other's memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Gather = Callable[[Any], Sequence[Any]]  # every rank's object, by rank; all ran
 
 
 class _Said(NamedTuple):
-    """What a rank tells the others. ``token`` lies at ``place`` of its memory."""
+    """A rank's message to the others. ``token`` is at address ``place`` of its memory."""
 
     host: tuple[str, str]
     listens: Address | None
@@ -34,7 +34,7 @@ class _Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Found:
-    """``note``: why ranks of one host send messages through sockets all the same; None: nothing to say."""
+    """``note``: the reason why ranks of one host send messages through sockets, or None."""
 
     topology: Topology
     neighbours: Neighbours | None = None
@@ -42,7 +42,7 @@ class Found:
 
 
 def host() -> tuple[str, str]:
-    """The same on all ranks of a host, of torchrun's node where there is one."""
+    """Identifies the host: equal on all of its ranks, and different for each of torchrun's nodes."""
     try:
         boot = boot_id()
     except OSError:
@@ -51,8 +51,8 @@ def host() -> tuple[str, str]:
 
 
 def find(rank: int, world_size: int, gather: Gather, reads_memory: bool = True) -> Found:
-    """Called by all ranks. ``ZC_HOST_MEMORY=0`` in the environment of one leaves memory alone on all. Without
-    ``reads_memory`` ranks of one host still exchange small messages directly, and there is nothing to note."""
+    """Every rank calls it. ``ZC_HOST_MEMORY=0`` in one rank's environment turns reading off on all ranks. Without
+    ``reads_memory``, ranks of one host still exchange small messages directly, and there is no note."""
     found = _find(rank, world_size, gather, reads_memory)
     return found if reads_memory else replace(found, note=None)
 
@@ -87,7 +87,7 @@ def _find(rank: int, world_size: int, gather: Gather, reads_memory: bool) -> Fou
         if ranks is None or refused is not None:
             if ranks is not None:
                 ranks.close()
-            why = f"ranks of this host exchange messages, and don't read each other's memory: {refused}"
+            why = f"ranks of this host exchange messages instead of reading each other's memory: {refused}"
             return Found(topology, note=why)
         return Found(replace(topology, reads_memory=reads_memory), ranks)
     finally:
@@ -96,7 +96,7 @@ def _find(rank: int, world_size: int, gather: Gather, reads_memory: bool) -> Fou
 
 
 def order(hosts: Sequence[Any]) -> tuple[Topology, str | None]:
-    """The topology of ranks on these hosts; where they are no H hosts of L ranks in order, why."""
+    """The topology of ranks on these hosts, and, if they are not H hosts of L ranks in order, the reason."""
     counts: dict[Any, int] = {}
     for each in hosts:
         counts[each] = counts.get(each, 0) + 1
@@ -111,15 +111,15 @@ def order(hosts: Sequence[Any]) -> tuple[Topology, str | None]:
 def _connect(
     rank: int, told: Mapping[int, _Said], listener: Listener, reader: Reader, reads_memory: bool
 ) -> tuple[Neighbours | None, str | None]:
-    """The links to those of this host, or why there are none."""
+    """Links to the other ranks of this host, or the reason why there are none."""
     others = {r: each.listens for r, each in told.items() if each.listens is not None}
     links = None
     try:
         links = Links(listener.connect(rank, others))
         for peer, address in others.items() if reads_memory else ():
-            found = torch.zeros(_TOKEN_NBYTES, dtype=torch.uint8)
-            reader.read(found, address.pid, told[peer].place)
-            if bytes(found.numpy()) != told[peer].token:
+            token = torch.zeros(_TOKEN_NBYTES, dtype=torch.uint8)
+            reader.read(token, address.pid, told[peer].place)
+            if bytes(token.numpy()) != told[peer].token:
                 raise OSError(f"process {address.pid} is not rank {peer} (another PID namespace)")
     except OSError as error:
         if links is not None:
