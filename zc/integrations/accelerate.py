@@ -31,16 +31,16 @@ _OTHERS = {
 
 
 def prepare(accelerator: Any, model: nn.Module, optimizer: Container, *rest: Any, **options: Any) -> Any:
-    """``(model, optimizer, *rest)``, as ``accelerator.prepare`` returns them, with zc in DDP's place.
+    """Returns ``(model, optimizer, *rest)`` as ``accelerator.prepare`` does, with zc instead of DDP.
 
     Args:
-        optimizer: made from ``model.parameters()``, or a list, tuple or dict of several. ``accelerator.prepare`` takes
-            its arguments in any order; here the model comes first and the optimizer second.
+        optimizer: one made from ``model.parameters()``, or a list, tuple or dict of several. ``accelerator.prepare``
+            takes its arguments in any order; here the model comes first and the optimizer second.
         rest: data loaders and schedulers, for ``accelerator.prepare``; a frozen module stays without DDP.
-        options: of `zc.compile`. ``broadcast_buffers`` is DistributedDataParallelKwargs' where it is not given.
+        options: options of `zc.compile`. ``broadcast_buffers`` defaults to DistributedDataParallelKwargs'.
 
     Raises:
-        PlanError: the accelerator or the model has what zc can't be combined with; nothing has changed.
+        PlanError: zc can't be combined with a feature of the accelerator or the model; nothing has changed.
     """
     _check(accelerator, model, optimizer)
     if accelerator.ddp_handler is not None:
@@ -50,13 +50,13 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: Container, *rest: Any
     pointers, wrapped = [], []
     for one in listed(optimizer):
         pointers.append(PointsBeside(one))
-        wrapped.append(accelerator.prepare(one, device_placement=[False]))  # slices lie where the masters do
+        wrapped.append(accelerator.prepare(one, device_placement=[False]))  # slices are on the masters' device
         pointers[-1].take_place(wrapped[-1])
     _keep_state(accelerator, model, optimizer, pointers)
-    given = shaped(optimizer, wrapped)
+    prepared = shaped(optimizer, wrapped)
     if not rest:
-        return model, given
-    return (model, given, *(_prepared(accelerator, one) for one in rest))
+        return model, prepared
+    return (model, prepared, *(_prepared(accelerator, one) for one in rest))
 
 
 def _prepared(accelerator: Any, one: Any) -> Any:
@@ -109,13 +109,13 @@ def _check(accelerator: Any, model: nn.Module, optimizer: Container) -> None:
 
 
 def _keep_state(accelerator: Any, model: nn.Module, optimizer: Container, pointers: list[PointsBeside]) -> None:
-    """``save_state`` and ``load_state``. accelerate holds the hooks for as long as it lives, and a model may go before
-    (``free_memory``)."""
+    """Registers hooks for ``save_state`` and ``load_state``. The accelerator keeps them as long as it lives, and the
+    model may be dropped before (``free_memory``)."""
     known = weakref.ref(model)
 
     def name_in(models: list[Any]) -> str | None:
-        found = known()
-        numbers = [k for k, one in enumerate(models) if one is found]
+        own_model = known()
+        numbers = [k for k, one in enumerate(models) if one is own_model]
         return ("zc" if numbers[0] == 0 else f"zc_{numbers[0]}") if numbers else None
 
     def save_hook(models: list[Any], weights: list[Any], output_dir: str) -> None:
@@ -128,7 +128,7 @@ def _keep_state(accelerator: Any, model: nn.Module, optimizer: Container, pointe
     def load_hook(models: list[Any], input_dir: str) -> None:
         model, name = known(), name_in(models)
         if model is not None and name is not None:
-            # accelerate reads the weights after it: the same, in the parameters' dtype, and masters stay as they are
+            # accelerate then loads equal weights in the parameters' dtype, which leaves the masters as they are
             load_beside(input_dir, name, model, optimizer)
 
     accelerator.register_save_state_pre_hook(save_hook)

@@ -1,4 +1,4 @@
-"""zc's checkpoint beside what a framework writes: masters and optimizer state, for any number of ranks.
+"""zc's checkpoint beside a framework's own files: masters and optimizer state, for any number of ranks.
 
 A framework saves an optimizer's ``state_dict()`` from rank 0, which is a part. So zc's checkpoint goes into the same
 folder, and what the framework writes of the optimizer is a `pointer` to it::
@@ -26,7 +26,7 @@ _KEY = "zc_folder"
 
 
 def save_beside(folder: str | Path, name: str, model: nn.Module, optimizers: Optimizers) -> None:
-    """All ranks. What was there before goes when the new one is complete."""
+    """Saves on all ranks. An earlier checkpoint is removed when the new one is complete."""
     root = Path(folder).absolute() / name
     last = latest(root)
     number = int(last.name) + 1 if last is not None else 0
@@ -36,7 +36,7 @@ def save_beside(folder: str | Path, name: str, model: nn.Module, optimizers: Opt
 
 
 def load_beside(folder: str | Path, name: str, model: nn.Module, optimizers: Optimizers) -> bool:
-    """All ranks. False: there is none, a program without zc wrote that folder."""
+    """Loads on all ranks. Returns False if a program without zc wrote the folder."""
     found = latest(Path(folder).absolute() / name)
     if found is not None:
         load(found, model, optimizers)
@@ -44,7 +44,7 @@ def load_beside(folder: str | Path, name: str, model: nn.Module, optimizers: Opt
 
 
 class PointsBeside:
-    """``state_dict`` and ``load_state_dict`` of what a framework has put around an optimizer.
+    """Replaces ``state_dict`` and ``load_state_dict`` of a framework's wrapper around an optimizer.
 
     Between a `saved` and the next ``state_dict()``, which is the framework's own, the answer is the pointer; a caller's
     own ``state_dict()`` is what it was. A pointer that is loaded changes nothing: `load_beside` has done it.
@@ -55,7 +55,7 @@ class PointsBeside:
         self._name: str | None = None
 
     def take_place(self, wrapper: Any) -> None:
-        """``wrapper``, the framework's, asks here from now on."""
+        """Redirects the framework's ``wrapper`` to this object."""
         wrapper.points = self
         wrapper.state_dict, wrapper.load_state_dict = self.state_dict, self.load_state_dict
 
@@ -63,7 +63,7 @@ class PointsBeside:
         self._name = name
 
     def given_up(self) -> None:
-        """Nothing has asked, and nothing will: on a rank that writes no file."""
+        """For a rank that writes no file: nothing asks for the state."""
         self._name = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _TrainerDDP: Any = needed("lightning.pytorch.strategies", "lightning").DDPStrate
 _Finetuning: Any = needed("lightning.pytorch.callbacks", "lightning").BaseFinetuning
 _STORE = "_store"  # of BaseFinetuning; torch has a private name like it
 
-# of DDPStrategy, and good for zc as well; everything else that a strategy is given is zc.compile's
+# options of DDPStrategy that zc supports; a strategy passes all other options to zc.compile
 _OF_DDP = (
     "accelerator",
     "parallel_devices",
@@ -54,7 +54,7 @@ _OF_WRAPPER = ("find_unused_parameters", "static_graph", "gradient_as_bucket_vie
 
 
 def _split(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What DDPStrategy takes, and what `zc.compile` takes."""
+    """Splits options into DDPStrategy's and `zc.compile`'s."""
     for name in _OF_WRAPPER:
         if name in given:
             raise PlanError(f"{name} is an option of DistributedDataParallel, which zc replaces: leave it out")
@@ -63,7 +63,7 @@ def _split(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _params_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
-    """The model's parameters that ``optimizer`` updates; it holds slices of them itself."""
+    """The model's parameters that ``optimizer`` updates; the optimizer itself has slices of them."""
     found = sharded(model)
     number = next(one.number for one in found.optimizers if one.optimizer is optimizer)
     slots = [slot.name for bucket in found.runtime.plan.of_optimizer(number) for slot in bucket.slots]
@@ -72,7 +72,7 @@ def _params_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 class ZcStrategy(_TrainerDDP):
-    """For lightning.pytorch.Trainer. Takes the options of `zc.compile`, and DDPStrategy's that are about processes.
+    """For lightning.pytorch.Trainer. Takes the options of `zc.compile`, and DDPStrategy's options for processes.
 
     ``training_step`` runs as it is, and what it calls of the model is compiled: ``self(...)`` where the LightningModule
     has a ``forward``, else each module that is an attribute of it.
@@ -84,7 +84,7 @@ class ZcStrategy(_TrainerDDP):
         self._masters: Mapping[str, Tensor] = {}  # of a checkpoint, until the model is compiled
 
     def setup(self, trainer: Any) -> None:
-        # for a validation DDPStrategy makes the module the same on all ranks, by a call that a compiled one refuses
+        # before a validation, DDPStrategy equalizes the module over ranks by a call that a compiled module refuses
         own: dict[str, Any] = self.lightning_module.__dict__
         guards = {name: value for name, value in own.items() if isinstance(value, NotForDDP)}
         for name in guards:
@@ -97,14 +97,14 @@ class ZcStrategy(_TrainerDDP):
 
     def setup_optimizers(self, trainer: Any) -> None:
         module = self.lightning_module
-        if module in COMPILED:  # of a fit before this one
+        if module in COMPILED:  # from an earlier fit
             close(module)
             for child in _called(module):
                 torch_private.call_instead(child, None)
         super().setup_optimizers(trainer)
         finetuning = [callback for callback in trainer.callbacks if isinstance(callback, _Finetuning)]
         for callback in finetuning:
-            callback.on_fit_start(trainer, module)  # a resumed run: it sets parameter groups, so before zc.compile
+            callback.on_fit_start(trainer, module)  # before zc.compile: in a resumed run it sets parameter groups
         zc_compile(module, list(self.optimizers), **self._options)
         for callback in finetuning:
             seam(_Finetuning, "lightning", "2.6", {_STORE: "plans the layers that a callback has unfrozen"})
@@ -134,7 +134,7 @@ class ZcStrategy(_TrainerDDP):
 
 class ZcFabricStrategy(_FabricDDP):
     """For lightning.fabric.Fabric: ``model, optimizer = fabric.setup(model, optimizer)``, both in one call. Takes the
-    options of `zc.compile`, and DDPStrategy's that are about processes."""
+    options of `zc.compile`, and DDPStrategy's options for processes."""
 
     def __init__(self, **given: Any) -> None:
         own, self._options = _split(given)
@@ -168,7 +168,7 @@ class ZcFabricStrategy(_FabricDDP):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Modules before optimizers: a module's masters come with an optimizer that starts afresh."""
+        """Loads modules before optimizers, because loading a module's masters resets the optimizer."""
         if not isinstance(state, dict):
             return dict(super().load_checkpoint(path, state, strict, weights_only))
         ordered = dict(sorted(state.items(), key=lambda item: not isinstance(item[1], nn.Module)))
@@ -201,8 +201,8 @@ class ZcFabricStrategy(_FabricDDP):
 def _store_groups(
     callback: Any, module: nn.Module, number: int, num_groups: int, groups: list[dict[str, Any]]
 ) -> None:
-    """In place of ``callback._store``, which BaseFinetuning calls at the begin of each epoch, after it has unfrozen
-    layers. The optimizer's groups hold slices; the callback saves the names of the module's own parameters."""
+    """Replaces ``callback._store``, which BaseFinetuning calls at the start of each epoch, after it has unfrozen
+    layers. The callback saves names of the module's parameters, but the optimizer's groups contain slices."""
     held, params = sharded(module), dict(module.named_parameters())
     if any(param.requires_grad and name not in held.runtime.params for name, param in params.items()):
         recompile(module)
@@ -214,7 +214,7 @@ def _store_groups(
 
 
 class _NoSync:
-    """What ``fabric.no_backward_sync`` asks."""
+    """Implements ``fabric.no_backward_sync``."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         return no_sync(module) if enabled else contextlib.nullcontext()
@@ -233,7 +233,7 @@ def _bare(optimizer: Any) -> Optimizer:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """What a ``training_step`` calls of a module without a ``forward``."""
+    """The submodules that ``training_step`` calls, of a module without a ``forward``."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _called(child)

@@ -1,4 +1,4 @@
-"""What an integration needs that zc does not install by itself."""
+"""Imports the packages that integrations need and that zc does not install."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zc.errors import ZcError
 
 
 def needed(module: str, extra: str) -> Any:
-    """The module. Raises ImportError that names the extra which installs it."""
+    """Imports the module. Raises an ImportError that names the extra to install."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -22,8 +22,8 @@ def needed(module: str, extra: str) -> Any:
 
 
 def seam(cls: type, distribution: str, seen: str, names: Mapping[str, str]) -> None:
-    """Raises ZcError where ``cls`` lacks a private method that we override: overridden in vain, it would lose state or
-    numbers without a word. ``names``: with what each is for; ``seen``: the version that had them all."""
+    """Raises ZcError if ``cls`` lacks a private method that zc overrides. Without this check, state or results would
+    silently be lost. ``names`` gives each method's purpose; ``seen`` is the version that had all of them."""
     for name, purpose in names.items():
         if not isinstance(getattr(cls, name, None), Callable):  # type: ignore[arg-type]
             raise ZcError(

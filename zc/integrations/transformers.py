@@ -1,4 +1,4 @@
-"""transformers' Trainer with zc in DDP's place: `ZcTrainer`, or `ZcMixin` before the Trainer subclass that you have::
+"""transformers' Trainer with zc instead of DDP: `ZcTrainer`, or `ZcMixin` before your own subclass of Trainer::
 
     class Mine(ZcMixin, SFTTrainer): ...
 
@@ -36,13 +36,13 @@ _SEAMS = {
 
 
 class ZcMixin:
-    """Goes before Trainer, or a subclass of it, among the bases. ``zc_options``: of `zc.compile`."""
+    """A base class to put before Trainer, or a subclass of it. ``zc_options``: options of `zc.compile`."""
 
     zc_options: Mapping[str, Any] = {}
 
     def __init__(self, *args: Any, zc_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         if not isinstance(self, _Trainer):
-            raise TypeError(f"{type(self).__name__} needs transformers.Trainer among its bases, behind ZcMixin")
+            raise TypeError(f"{type(self).__name__} needs transformers.Trainer among its bases, after ZcMixin")
         seam(_Trainer, "transformers", _SEEN, _SEAMS)
         if zc_options is not None:
             self.zc_options = dict(zc_options)
@@ -51,7 +51,7 @@ class ZcMixin:
         _check(self)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own optimizer, or the one that it was given, and the model compiled with it."""
+        """Creates the Trainer's optimizer, or uses the caller's, and compiles the model with it."""
         trainer: Any = self
         if self._zc_model is trainer.model and self._zc_model in COMPILED:
             return trainer.optimizer  # train() was called before: both go on
@@ -79,14 +79,14 @@ class ZcMixin:
 
 
 class ZcTrainer(ZcMixin, _Trainer):
-    """transformers.Trainer with ``zc_options=``, of `zc.compile`."""
+    """transformers.Trainer with ``zc_options=``, the options of `zc.compile`."""
 
 
 def _check(trainer: Any) -> None:
-    """Refuses by name what would change numbers, or lose state, without a word."""
+    """Refuses, by name, options that would silently change results or lose state."""
     args = trainer.args
     if args.n_gpu > 1:
-        raise PlanError(f"one process has {args.n_gpu} GPUs (nn.DataParallel): start one process a GPU, with torchrun")
+        raise PlanError(f"one process has {args.n_gpu} GPUs (nn.DataParallel): start one per GPU, with torchrun")
     refused = {
         "fsdp": "it shards the same parameters",
         "deepspeed": "it shards the same parameters",

@@ -1,4 +1,4 @@
-"""Whole states, for frameworks that write one file from rank 0: what DDP has, so either can take up the other's."""
+"""Whole states for frameworks that write one file from rank 0. They equal DDP's, so either can load the other's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zc.registry import COMPILED
 
 
 def whole_weights(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict()``; on rank 0 with fp32 masters in the place of narrower parameters. Every rank calls it."""
+    """``model.state_dict()``; on rank 0 with fp32 masters instead of narrower parameters. Every rank calls it."""
     state: dict[str, Any] = model.state_dict()
     held = COMPILED.get(model)
     if held is None or not any(bucket.has_master for bucket in held.runtime.plan.buckets):

@@ -33,8 +33,8 @@ def _all_gather() -> Any:
 
 
 class Group(Control):
-    """The same ranks, with the exchanges of gradients and weights. Those of a mesh of two dimensions are `split`: what
-    all ranks tell each other goes on among all."""
+    """The ranks of `Control`, with the exchanges of gradients and weights. A mesh of two dimensions `split`s these;
+    announcements still go to all ranks."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class Group(Control):
     ) -> None:
         super().__init__(group, is_near=is_near, reads_memory=reads_memory, whole=whole)
         self._shard: Group | None = None
-        self.replicas: Group | None = None  # the ranks that have this one's shard; None: nobody else has it
+        self.replicas: Group | None = None  # the ranks with the same shard as this one, or None without replicas
         self.data: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")  # of the tensors that `data` takes
         self._by_pairs = False
         self._waits_on_stream = False
-        self._by_memory = False  # ranks read the gradients and weights where they lie
+        self._by_memory = False  # ranks read the gradients and weights in place
 
     @property
     def shard(self) -> Group:
@@ -63,7 +63,7 @@ class Group(Control):
         return 1 if self.replicas is None else self.replicas.world_size
 
     def split(self, shard: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
-        """Into rows and columns of a mesh. Every rank calls it."""
+        """Splits the ranks into rows and columns of a mesh. Every rank calls it."""
         self._shard = Group(shard, reads_memory=self._may_read_memory, whole=self)
         self.replicas = Group(replicas, is_near=False, whole=self)
         self.replicas._between = ", between replicas"
@@ -75,7 +75,7 @@ class Group(Control):
             self._shard.leave_memory(f"the ranks of `shard` lie on {' or '.join(dict.fromkeys(topologies))}")
 
     def leave_memory(self, why: str) -> None:
-        """These ranks send messages, each to each."""
+        """Makes these ranks exchange messages, each with each."""
         if self._neighbours is not None:
             self._neighbours.close()
         self._neighbours, self.topology = None, flat(self.world_size)
@@ -140,21 +140,20 @@ class Group(Control):
     # --- ranks that read each other's memory: nodes of a schedule ---
 
     def signal_full(self, what: str, bucket: int, tensor: Tensor) -> None:
-        """The others of this host may read ``tensor``: one part each where it is reduced, all of it where it is
-        gathered."""
+        """Lets the others on this host read ``tensor``: one part each if it is reduced, all of it if it is gathered."""
         count = len(self.near().ranks)
         read = tensor.nbytes // count if what == EXCHANGES[0] else tensor.nbytes
         self._begin(what, bucket, read * (count - 1))
         self.near().signal_full(EXCHANGES.index(what), bucket, tensor)
 
     def await_full(self, what: str, bucket: int) -> dict[int, bytes]:
-        """Waits for all others' signals. Returns where the data of each lies, for `read` and `rows`."""
+        """Waits for all others' signals. Returns the addresses of their data, for `read` and `rows`."""
         places: dict[int, bytes] = {}
         self._work((what, bucket), self.near().await_full(EXCHANGES.index(what), bucket, places)).wait()
         return places
 
     def signal_free(self, what: str, bucket: int) -> None:
-        """This rank has read the others' data."""
+        """Signals that this rank has read the others' data."""
         self.near().signal_free(EXCHANGES.index(what), bucket)
 
     def await_free(self, what: str, bucket: int) -> None:
@@ -175,8 +174,8 @@ class Group(Control):
     # --- between hosts, the ranks of one number ---
 
     def reduce_net(self, out: Tensor, rows: Tensor, bucket: int) -> Work:
-        """out[h] <- rows[this host] of the rank on host h, both [H, S]. Asynchronous. No entry of its own in the
-        journal: it follows the exchange inside of the host, on a stream of its own."""
+        """out[h] <- rows[this host] of the rank on host h, both [H, S]. Asynchronous. It has no journal entry, because
+        it follows the exchange inside the host, on its own stream."""
         return self._net("reduce", bucket, list(out), list(rows))
 
     def gather_net(self, rows: Tensor, bucket: int) -> Work:
@@ -248,7 +247,7 @@ class Group(Control):
         kind, index = entry
         tag = len(EXCHANGES) * index + EXCHANGES.index(kind)
         works = []
-        for distance in range(1, self.world_size):  # all start with their neighbour: no rank hears from all at once
+        for distance in range(1, self.world_size):  # each starts with its neighbour: no rank gets all messages at once
             source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
             works.append(self._post(dist.irecv, received[source], group_src=source, group=self.data, tag=tag))
             works.append(self._post(dist.isend, sent[target], group_dst=target, group=self.data, tag=tag))

@@ -1,8 +1,8 @@
-"""`zc.plan`: what a rank would hold, send and copy, before any process, GPU or byte of memory is there for it.
+"""`zc.plan`: predicts what a rank would hold, send and copy, without processes, GPUs or memory for it.
 
-The buckets are those that `zc.compile` would make; the bytes are counted from them. The floor of a step's time is the
-largest of its parts, each at full speed and all at once; nothing faster is possible, and nothing is promised to reach
-it. (The ring's wire bytes: Thakur et al., 2005; ZeRO's volumes: arXiv:1910.02054, section 7.)
+It counts bytes from the buckets that `zc.compile` would make. The floor of a step's time is the longest of its parts,
+each at full speed and all at once: a lower bound, not a prediction. (The ring's wire
+bytes: Thakur et al., 2005; ZeRO's volumes: arXiv:1910.02054, section 7.)
 """
 
 from __future__ import annotations
