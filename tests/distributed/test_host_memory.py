@@ -39,9 +39,9 @@ def _counted(rank: int, world_size: int, run: Run, host_memory: str) -> tuple[di
         memory.Reader.read_into = _READ  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("world_size", "run"), zip((2, 3, 3, 2), RUNS, strict=True), ids=str)
-def test_the_same_bits_as_by_messages(world_size: int, run: Run) -> None:
-    read, sent = (run_ranks(_counted, world_size, run, host_memory) for host_memory in "10")
+@pytest.mark.parametrize(("world_size", "number"), [(2, 0), (3, 1), (3, 2), (2, 3)])
+def test_the_same_bits_as_by_messages(world_size: int, number: int) -> None:
+    read, sent = (run_ranks(_counted, world_size, RUNS[number], host_memory) for host_memory in "10")
     for (found, nbytes), (wanted, none) in zip(read, sent, strict=True):
         assert all(torch.equal(found[name], wanted[name]) for name in found) and found.keys() == wanted.keys()
         assert nbytes > sum(value.nbytes for value in found.values()) and none == 0
