@@ -37,6 +37,7 @@ from zc.schedule.nodes import is_getitem, is_schedule_node, maker
 
 _VIEW, _POINTWISE, _REDUCTION = "view", "pointwise", "reduction"
 _aten = torch.ops.aten
+_Operation = type(_aten.add.Tensor)
 _MORE = {  # what torch has no tag for
     _aten._unsafe_view.default: _VIEW,
     **dict.fromkeys((_aten._to_copy.default, _aten.cat.default, _aten.full.default), _POINTWISE),
@@ -68,7 +69,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
 def _kind(node: fx.Node) -> str | None:
     """What Inductor makes of an operation: nothing, a part of a kernel, or (None) a kernel of its own."""
     val, target = node.meta.get("val"), node.target
-    if not isinstance(target, torch._ops.OpOverload) or not isinstance(val, torch.Tensor):
+    if not isinstance(target, _Operation) or not isinstance(val, torch.Tensor):
         return None
     if target in _MORE or target.is_view:
         return _MORE.get(target, _VIEW)

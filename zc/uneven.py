@@ -40,7 +40,7 @@ def join(model: nn.Module, batches: Iterable[T], *, microbatches: int = 1) -> It
 
 def _together(group: Group, mine: Iterator[T], microbatches: int) -> Iterator[T | None]:
     # All ranks have met at the boundary of the last update. Inside an update they may have different numbers of
-    # backwards, and so of announcements (zc/ranks/agreement.py).
+    # backwards, and so of announcements (zc/engine/announcements.py).
     while True:
         batch = next(mine, None)
         if not group.max_on_host([int(batch is not None)])[0]:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zc
-from zc.registry import sharded
+from zc.engine.operations import TABLE
+from zc.schedule.spec import Gather
 
 
 def run_chain(job: Job, widths: tuple[int, ...], folder: Path, steps: int = 5, **others: Any) -> list[dict[str, Any]]:
@@ -85,14 +86,13 @@ def _late_gathers(rank: int, world_size: int, options: dict[str, Any], path: Pat
     ends, if it does not wait for them."""
     job = Job("mlp", options={"overlap_gather": True, **options})
     model, optimizer = job.compiled()
-    runtime = sharded(model).runtime
-    gather = runtime.ops.gather
+    gather = TABLE[Gather]
 
     def slow(*args: Any) -> Any:
         time.sleep(0.05)
         return gather(*args)
 
-    runtime.ops.gather = slow
+    TABLE[Gather] = slow
     job.steps(model, optimizer, 0, 3)
     zc.save(path, model, optimizer)
     saved = parts(model, optimizer)

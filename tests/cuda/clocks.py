@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zc
-from zc.engine.bound_ops import BoundOps
+from zc.engine.binding import Operations
 from zc.engine.cuda_streams import CudaStreams
 from zc.engine.host_memory import HostMemory
 from zc.ranks.comm import Group
@@ -269,9 +269,7 @@ class Gpu(TorchDispatchMode):
                         kinds = f"{'writes' if writes else 'reads'} what {other.what} on {other.stream}"
                         self._report(f"{what} on {stream} {kinds} {'writes' if other.writes else 'reads'}: unordered")
                 # one that this covers is in this one's clock, or was reported
-                memory.touches = [
-                    t for t in memory.touches if not (touch.covers(t) and (writes or t.stream is stream))
-                ]
+                memory.touches = [t for t in memory.touches if not (touch.covers(t) and (writes or t.stream is stream))]
                 memory.touches.append(touch)
 
     # --- collectives ---
@@ -403,13 +401,13 @@ def install(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
 
 def _install_host(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     """Host memory is known as such, and tasks of the host stream are the host's own."""
-    zeros, run_on, segment = HostMemory.zeros, CudaStreams.run_on, BoundOps.segment
+    zeros, run_on, segment = HostMemory.zeros, CudaStreams.run_on, Operations.segment
 
     def run(streams: CudaStreams, stream: str, task: Callable[[], object]) -> None:
         with gpu.on(gpu.host if stream == HOST else None):
             run_on(streams, stream, task)
 
-    def compiled(ops: BoundOps, key: str, args: list[Any]) -> Any:
+    def compiled(ops: Operations, key: str, args: list[Any]) -> Any:
         """Inductor's kernels are not dispatched: a segment reads its inputs and writes its results."""
         read = _tensors(args)
         out = segment(ops, key, args)
@@ -419,7 +417,7 @@ def _install_host(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
 
     patch.setattr(HostMemory, "zeros", lambda memory, numel, dtype: gpu.pinned(zeros(memory, numel, dtype)))
     patch.setattr(CudaStreams, "run_on", run)
-    patch.setattr(BoundOps, "segment", compiled)
+    patch.setattr(Operations, "segment", compiled)
 
 
 def _install_nccl(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:

@@ -11,15 +11,15 @@ from harness import run_ranks
 from torch import nn
 
 import zc
-from zc.engine import bound_ops
-from zc.ranks.agreement import Announcement
+from zc.engine.binding import Operations
+from zc.ranks.announcement import Announcement
 
 
 def _loop(rank: int, world_size: int, stage: int, backend: str, num_backwards: int) -> tuple[list[str], list[str], str]:
     """Job: of the last step, what the host did in order, and the device's waits; and explain's line of waits."""
     done: list[str] = []
     with recorded(with_memory=False) as (gpu, patch):
-        patch.setattr(bound_ops.BoundOps, "segment", _noting(done, "segment", bound_ops.BoundOps.segment))
+        patch.setattr(Operations, "segment", _noting(done, "segment", Operations.segment))
         plain = Announcement.is_same
 
         def is_same(self: Announcement) -> bool:

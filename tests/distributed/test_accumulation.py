@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from training_runs import adamw, counted_collectives, environment, sgd
 
 import zc
-from zc.engine.ops import GradientOps
+from zc.engine.accumulators import Accumulators
+from zc.engine.operations import TABLE
 from zc.ranks.journal import EXCHANGES
+from zc.schedule.spec import ReduceRows
 
 # --- deepspeed#7985's probe ---
 
@@ -53,22 +55,22 @@ def _probe(
     )
 
     zc.compile(model, adamw(model), stage=stage, backend=backend, bucket_nbytes=4096)
-    reduce_rows = GradientOps.reduce_rows
+    reduce_rows = TABLE[ReduceRows]
     if fault:  # the report's own: the last microbatch joins the accumulator after the reduction
 
-        def leaking(self: GradientOps, bucket: int, acc: str, src: str) -> None:
+        def leaking(self: Accumulators, bucket: int, acc: str, src: str) -> None:
             reduce_rows(self, bucket, acc, src)
             self.buffers.acc_shard(self.plan.buckets[bucket]).add_(late[rank], alpha=0.01)
 
         late = [0.01, -0.01]
-        GradientOps.reduce_rows = leaking  # type: ignore[method-assign]
+        TABLE[ReduceRows] = leaking
     try:
         for k, x in enumerate(_probe_batches(rank)):
             with zc.no_sync(model) if declared and k < 3 else contextlib.nullcontext():
                 model(x).float().pow(2).mean().backward()
         got = zc.full_grad(model)
     finally:
-        GradientOps.reduce_rows = reduce_rows  # type: ignore[method-assign]
+        TABLE[ReduceRows] = reduce_rows
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, got)
     return worst(got, gathered[0])[0], worst(got, wanted)[0], worst(got, exact)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -22,6 +23,7 @@ from harness import run_ranks
 from models import mean_square, mlp, vectors
 from tiers import FULL, full_only
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from training_runs import adamw
 
 import zc
@@ -161,6 +163,33 @@ def test_close_does_not_wait_for_ranks_that_are_lost(monkeypatch: pytest.MonkeyP
         assert "RankMismatchError" in run_ranks(_after_a_failure, 2, timeout=60.0)[0]
     finally:
         shutdown()
+
+
+def _in_a_backward(rank: int, world_size: int, mesh: tuple[int, int] | None) -> None:
+    """Job: in no_sync a backward raises on the last rank, when all have agreed to reduce it. Then all close."""
+    model = mlp()
+    device_mesh = init_device_mesh("cpu", mesh) if mesh is not None else None
+    zc.compile(model, adamw(model), backend="eager", bucket_nbytes=64, stage=2, mesh=device_mesh)
+    with zc.no_sync(model):
+        for step in range(2):
+            x, _ = vectors()(rank, step, 0)
+            x.requires_grad_(True)
+            hidden = model[0](x)
+            if rank == world_size - 1 and step == 1:
+                hidden.register_hook(_fail)
+            with contextlib.suppress(FloatingPointError):
+                model[1:](hidden).square().mean().backward()
+    zc.close(model)
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise FloatingPointError("planted")
+
+
+@pytest.mark.parametrize("mesh", [None, (3, 1)])
+def test_a_rank_that_closes_after_its_backward_raised_does_its_part(mesh: tuple[int, int] | None) -> None:
+    """Ranks were out of step: the last one in zc.close, the others in a reduction that it had agreed to."""
+    run_ranks(_in_a_backward, 3 if mesh else 2, mesh, timeout=60.0)
 
 
 def _group_of_the_callers(rank: int, world_size: int) -> None:

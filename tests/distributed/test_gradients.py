@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from training_runs import Run, adamw
 
 import zc
-from zc.engine.ops import GradientOps
+from zc.engine.accumulators import Accumulators
+from zc.engine.operations import TABLE
+from zc.schedule.spec import ReduceRows
 
 MICROBATCHES = 2
 
@@ -33,20 +35,20 @@ def gradients(rank: int, run: Run, double: bool = False) -> dict[str, Tensor | N
 
 def _error(rank: int, world_size: int, run: Run, double: bool, fault: str = "") -> tuple[float, str]:
     """Job: the largest relative difference to the oracle. ``fault`` breaks zc on purpose."""
-    reduce_rows = GradientOps.reduce_rows
+    reduce_rows = TABLE[ReduceRows]
     if fault == "twice":
 
-        def broken(self: GradientOps, *args: Any) -> None:
+        def broken(self: Accumulators, *args: Any) -> None:
             reduce_rows(self, *args)
             reduce_rows(self, *args)
 
-        GradientOps.reduce_rows = broken  # type: ignore[method-assign]
+        TABLE[ReduceRows] = broken
     elif fault == "first bucket lost":
-        GradientOps.reduce_rows = lambda self, b, *a: reduce_rows(self, b, *a) if b else None
+        TABLE[ReduceRows] = lambda self, b, *a: reduce_rows(self, b, *a) if b else None
     try:
         got = gradients(rank, run, double)
     finally:
-        GradientOps.reduce_rows = reduce_rows  # type: ignore[method-assign]
+        TABLE[ReduceRows] = reduce_rows
     case = run.of
     batches = [[case.batch(r, 0, m) for m in range(MICROBATCHES)] for r in range(world_size)]
     wanted = full_gradients(case.model(), case.loss, batches)

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zc
-from zc.engine.ops import Acc, GradientOps
+from zc.engine.accumulators import Acc
+from zc.engine.operations import TABLE
 from zc.engine.streams import ThreadStreams
 from zc.schedule.buffer import COPY, HOST
+from zc.schedule.spec import CopyToDevice, CopyToHost
 
 DIM, TASKS, STEPS = 16, 3, 3
 LARGE, SMALL = 50_000_000 * 4, 500 * 4  # bytes: the report's buckets, and ones that a model of this size fills many of
@@ -111,7 +113,7 @@ def bitwise(rank: int, world_size: int, options: list[dict[str, Any]], delays: l
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model, optimizer = zc.compile(model, optimizer, backend="aot_eager", bucket_nbytes=5000, **given)
         sharded = zc.registry.sharded(model)
-        sharded.runtime.streams = ThreadStreams(slow)
+        sharded.runtime.streams = sharded.runtime.eager.streams = ThreadStreams(slow)
         for step in range(3):
             for m in range(2):  # not declared
                 mean_square(model, vectors(32)(rank, step, m)).backward()
@@ -139,13 +141,11 @@ def test_bitwise_the_same_whichever_stream_is_late(stage: int) -> None:
 
 def with_a_fault(rank: int, world_size: int, fault: str, mode: str) -> tuple[float, float]:
     """Job: the gradient norm and a head's update, with one link of the chain to host memory broken on purpose."""
-    kept = GradientOps.copy_to_host, GradientOps.copy_to_device, GradientOps.stage_shard
+    table = dict(TABLE)
     if fault == "every copy is dropped":  # deepspeed#7579, deepspeed#6550
-        GradientOps.copy_to_host = lambda self, bucket, dst, src: None  # type: ignore[method-assign]
+        TABLE[CopyToHost] = lambda accs, bucket, dst, src: None
     if fault == "only the last microbatch":  # deepspeed#7981: the sum so far is not fetched
-        GradientOps.copy_to_device = lambda self, bucket, dst, src: self.buffers.named(  # type: ignore[method-assign]
-            dst, self.plan.buckets[bucket]
-        ).zero_()
+        TABLE[CopyToDevice] = lambda accs, bucket, dst, src: accs.buffers.named(dst, accs.plan.buckets[bucket]).zero_()
     try:
         torch.manual_seed(0)
         model: nn.Module = Heads(DIM, TASKS)
@@ -160,7 +160,7 @@ def with_a_fault(rank: int, world_size: int, fault: str, mode: str) -> tuple[flo
         optimizer.step()
         return norm, float((model.heads[0].weight - before).norm())
     finally:
-        GradientOps.copy_to_host, GradientOps.copy_to_device, GradientOps.stage_shard = kept  # type: ignore[method-assign]
+        TABLE.update(table)
 
 
 def one_process_norm() -> float:
@@ -228,7 +228,7 @@ def accumulators(rank: int, world_size: int) -> list[str]:
     model, optimizer = zc.compile(
         model, adamw(model), stage=1, backend="eager", offload="cpu", offload_accumulate="device"
     )
-    ops = zc.registry.sharded(model).runtime.ops
+    ops = zc.registry.sharded(model).runtime.accumulators
     seen = []
     with zc.no_sync(model):
         mean_square(model, vectors(16)(rank, 0, 0)).backward()

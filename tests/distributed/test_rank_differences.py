@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from training_runs import message_of, sgd
 
 import zc
-from zc.engine.bound_ops import BoundOps
+from zc.engine.binding import Operations
 from zc.registry import sharded
 
 LIMIT_S = 30.0  # issue text: "in 30 s at most, on every rank"
@@ -179,18 +179,18 @@ def skips_a_step(rank: int, world_size: int, stage: int, backend: str) -> tuple[
     memory does. All ranks drop that step. Returns the weights, and how many reductions had begun."""
     model, optimizer = compiled(stage, backend, patience=4)
     runtime, num_reduced = sharded(model).runtime, 0
-    plain, is_failing = BoundOps.segment, False
+    plain, is_failing = Operations.segment, False
 
-    def segment(ops: BoundOps, key: str, args: list[Any]) -> Any:
+    def segment(ops: Operations, key: str, args: list[Any]) -> Any:
         nonlocal num_reduced
         runtime.streams.synchronize()
-        num_reduced = sum(runtime.ops.num_reductions)
+        num_reduced = sum(runtime.accumulators.num_reductions)
         if is_failing and num_reduced:
             raise FloatingPointError("planted")
         return plain(ops, key, args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BoundOps, "segment", segment)
+        patch.setattr(Operations, "segment", segment)
         for step in range(3):
             is_failing = step == 1 and rank == world_size - 1
             if backend == "eager":

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import zc
-from zc.engine import bound_ops
-from zc.engine.ops import Acc
+from zc.engine import binding
+from zc.engine.accumulators import Acc
 
 STEPS = 4
 Tasks = tuple[int, ...]
@@ -154,13 +154,21 @@ def alone(name: str, world_size: int) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def counted_keeps() -> Iterator[list[int]]:
     """[number]: runs of schedules whose gradients were all kept."""
-    count, init = [0], bound_ops.KeepingOps.__init__
+    count, begin = [0], binding.Operations.reducing_if
 
-    def counting(self: Any, *args: Any) -> None:
-        count[0] += 1
-        init(self, *args)
+    def reducing_if(operations: binding.Operations, may_reduce: binding.MayReduce) -> binding.Operations:
+        is_counted = False
 
-    with mock.patch.object(bound_ops.KeepingOps, "__init__", counting):
+        def ask(*, starts: bool = False) -> bool:
+            nonlocal is_counted
+            may = may_reduce(starts=starts)
+            count[0] += not may and not is_counted
+            is_counted |= not may
+            return may
+
+        return begin(operations, ask)
+
+    with mock.patch.object(binding.Operations, "reducing_if", reducing_if):
         yield count
 
 
@@ -181,7 +189,7 @@ def under_zc(rank: int, world_size: int, name: str, stage: int, backend: str, op
                     loss_of(model, model, rank, step, k, calls).backward()
                 if k == 0:
                     runtime.streams.join_main()
-                    state = zip(runtime.ops.touched, runtime.ops.state, strict=True)
+                    state = zip(runtime.accumulators.touched, runtime.accumulators.state, strict=True)
                     seen.num_whole.append(sum(any(touched) and acc is not Acc.REDUCED for touched, acc in state))
             seen.num_kept.append(count[0])
             if loop.collects:

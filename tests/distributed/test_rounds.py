@@ -13,7 +13,7 @@ from torch import nn
 from training_runs import sgd
 
 import zc
-from zc.ranks.agreement import Agreement
+from zc.engine.announcements import Announcements
 from zc.ranks.journal import FOLD, Record
 
 STEPS = 3
@@ -26,19 +26,19 @@ def _said(rank: int, world_size: int, make: Any, stage: int, backend: str) -> li
     model, optimizer = zc.compile(model, sgd(model), stage=stage, backend=backend, bucket_nbytes=64)
     runtime = zc.registry.sharded(model).runtime
     said: list[str] = []
-    announce = Agreement.announce
+    announce = Announcements.announce
 
-    def listening(self: Agreement, what: str, *rest: Any) -> Any:
+    def listening(self: Announcements, what: str, *rest: Any) -> Any:
         said.append(what.split(" ")[0])
         return announce(self, what, *rest)
 
     found: list[tuple[list[str], bool]] = []
-    with mock.patch.object(Agreement, "announce", listening):
+    with mock.patch.object(Announcements, "announce", listening):
         for _ in range(STEPS):
             said.clear()
             model(torch.ones(2, 16)).sum().backward()
             runtime.streams.join_main()
-            reduced = all(runtime.ops.num_reductions)
+            reduced = all(runtime.accumulators.num_reductions)
             optimizer.step()
             optimizer.zero_grad()
             found.append((list(said), reduced))

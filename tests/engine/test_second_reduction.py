@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from zc.engine.bound_ops import ProgramOps
+from zc.engine.accumulators import Accumulators
+from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
-from zc.engine.flushes import Flushes
+from zc.engine.eager_gradients import EagerGradients
 from zc.passes.pipeline import pipeline
 from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import ParamSpec, make_plan
@@ -58,6 +60,12 @@ class Inline:
 
     wait = record
 
+    def mark(self) -> None:
+        pass
+
+    def take(self, tensors: Any, marks: Any) -> None:
+        pass
+
 
 @pytest.mark.parametrize(("num_replicas", "world_size"), [(2, 2), (3, 2), (3, 1)])
 @pytest.mark.parametrize(("stage", "reduce_dtype"), [(1, None), (2, None), (2, torch.bfloat16)])
@@ -84,9 +92,12 @@ def test_every_replica_has_the_mean_in_one_order(
         )
         buffers = Buffers(plan, index)
         buffers.add(bucket)
-        flush = Flushes(pipeline(in_place=False), ProgramOps(plan, buffers, group)).get("flush", 0, True, plan)  # type: ignore[arg-type]
+        bind = partial(Operations, Accumulators(plan, buffers, group))  # type: ignore[arg-type]
+        eager = EagerGradients(Inline(), pipeline(in_place=False), bind)  # type: ignore[arg-type]
         for grads in updates[: 2 if stage == 2 else 1]:
-            flush(list(grads[rank]), Inline())  # type: ignore[arg-type]
+            for slot, grad in enumerate(grads[rank]):
+                eager.add(bucket, slot, grad)
+            eager.write(plan, 0, is_final=True, may_reduce=None)
         results[rank] = buffers.acc_shard(bucket).clone()
 
     threads = [threading.Thread(target=train, args=(rank,)) for rank in range(num_ranks)]

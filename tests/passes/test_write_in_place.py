@@ -279,7 +279,7 @@ def test_slots_that_a_failed_backward_has_opened_hold_zeros() -> None:
         buffers.hold(bucket)
         buffers.acc[bucket.index].fill_(torch.nan)
     loss = model(tokens(0, 0))
-    failing = mock.patch("zc.engine.ops.matmul_into", side_effect=RuntimeError("out of memory"))
+    failing = mock.patch("zc.engine.operations.matmul_into", side_effect=RuntimeError("out of memory"))
     with failing, pytest.raises(RuntimeError, match="out of memory"):
         loss.backward()
     for grad, expected in zip(gradients(), wanted, strict=True):

@@ -45,7 +45,7 @@ def with_line(trees: dict[str, ast.Module], file: str, line: str) -> dict[str, a
 
 def test_the_repository_has_none(trees: dict[str, ast.Module]) -> None:
     assert arrows.check(trees) == []
-    assert {"zc", "zc.passes.verify", "zc.kernels.flatten_cast", "zc.engine.ops"} <= trees.keys()
+    assert {"zc", "zc.passes.verify", "zc.kernels.flatten_cast", "zc.engine.operations"} <= trees.keys()
 
 
 @pytest.mark.parametrize(("file", "line", "said"), PLANTED)

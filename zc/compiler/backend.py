@@ -290,7 +290,7 @@ class CompiledBackward:
             graph,
             runtime.plan if reduces else runtime.plan.microbatch(),
             runtime.passes,
-            runtime.ops,
+            runtime.bind,
             self.compile_segment,
             name=f"backward_{len(runtime.programs)}",
             dump_dir=runtime.config.dump_dir,

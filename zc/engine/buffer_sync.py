@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from zc.engine.listener import Listener
+from zc.engine.core import Listener
 from zc.errors import RankMismatchError
 from zc.ranks.work import Work
 

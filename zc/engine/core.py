@@ -9,12 +9,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from zc import torch_private
-from zc.engine.bound_ops import ProgramOps
+from zc.engine.accumulators import Accumulators
+from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
 from zc.engine.ledger import Ledger
 from zc.engine.program import Program
@@ -26,6 +28,34 @@ from zc.ranks.comm import Group
 if TYPE_CHECKING:
     from zc.config import Config
     from zc.engine.program import Segment
+
+
+class Listener:
+    """What the runtime tells, and asks, the optimizers and the buffers of its model. It knows none of them; a method
+    does nothing unless it is overridden."""
+
+    def before_meeting(self) -> None:
+        """This rank is at the boundary of an update, and has waited for no other rank there."""
+
+    def after_meeting(self) -> None:
+        """All ranks are at the boundary."""
+
+    def backward_ended(self) -> None:
+        """The gradients of a backward are in; `Announcements.has_grad` says of which parameters."""
+
+    def gradients_finished(self) -> None:
+        """Every rank's shard holds the mean over ranks of the sum over backwards."""
+
+    def gradients_cleared(self, optimizer: int | None) -> None:
+        """No gradient is left of one optimizer, by its number, or of all: nobody may hold a view of one."""
+
+    def cleared_optimizers(self) -> list[int]:
+        """Numbers of the optimizers whose own tensors the caller has taken the gradients of."""
+        return []
+
+    def may_be_cleared(self) -> bool:
+        """The same, by a look at one tensor of each optimizer."""
+        return False
 
 
 class Core:
@@ -45,7 +75,8 @@ class Core:
         self.params = params  # in the plan, by name
         self.frozen: dict[str, nn.Parameter] = {}  # not in the plan; one that asks for a gradient needs zc.recompile
         self.shown: dict[str, Tensor] = {}  # what each of params has as .grad while it has a gradient, by name
-        self.ops = ProgramOps(plan, buffers, group)
+        self.accumulators = Accumulators(plan, buffers, group)
+        self.bind = partial(Operations, self.accumulators)  # for `zc.engine.program.build`
         self.inductor_options = config.inductor_options
         self.passes = pipeline(in_place=config.write_in_place, prove=config.verify)
         self.programs: list[Program] = []  # of compiled backward graphs, for explain

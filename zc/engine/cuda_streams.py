@@ -1,7 +1,7 @@
 """Streams on CUDA: torch.cuda streams and events; the host waits for no device in forward or backward.
 
-With several ranks it waits for the *hosts* of the others: comm's tasks are issued by the calling thread, so an answer
-that a reduction needs (`zc.ranks.agreement`) is waited for there, once a backward. `zc.explain` counts these waits.
+With several ranks it waits for the *hosts* of the others: the calling thread issues comm's tasks, so it waits there for
+the answer that a reduction needs (`zc.engine.announcements`), once per backward. `zc.explain` counts these waits.
 
 Not run here yet: no GPU was at hand when it was written (tests/gpu stands ready).
 """

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from zc.engine.program import Program
 from zc.machine import num_page_faults
 from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
-    from zc.ranks.agreement import Waits
+    from zc.engine.program import Program
+    from zc.ranks.announcement import Waits
 
 Where = tuple[int, int]  # bucket, slot
 

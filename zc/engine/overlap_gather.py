@@ -159,7 +159,7 @@ class WeightGather:
             graph,
             core.plan,
             self._proved(_FORWARD),
-            core.ops,
+            core.bind,
             compile_segment,
             name=f"forward_{len(core.forwards)}",
             dump_dir=core.config.dump_dir,
@@ -206,7 +206,7 @@ class WeightGather:
             core = self._found()
             graph = publish_graph(core.plan) if buckets is None else gather_graph(core.plan, buckets)
             name = "publish" if buckets is None else f"gather_{len(self._programs)}"
-            self._programs[key] = build(graph, core.plan, self._proved(_GATHER), core.ops, name=name)
+            self._programs[key] = build(graph, core.plan, self._proved(_GATHER), core.bind, name=name)
         return self._programs[key]
 
     def _proved(self, passes: Sequence[Pass]) -> list[Pass]:

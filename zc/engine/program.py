@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 from torch.profiler import record_function
@@ -18,17 +18,12 @@ from zc.planning.plan import Plan
 from zc.schedule import codegen, spec
 from zc.schedule.nodes import ops as ops_in
 
+if TYPE_CHECKING:
+    from zc.engine.binding import MayReduce, Operations
+
 Segment = Callable[[list[Any]], Sequence[Any]]
-
-
-class Ops(Protocol):
-    """The operations that a schedule names, as methods of what ``bind`` returns."""
-
-    def bind(self, segments: dict[str, Segment]) -> Any: ...
-
-
 CompileSegment = Callable[[fx.GraphModule], Segment]
-IsAgreed = Callable[[], bool]
+Bind = Callable[[dict[str, Segment]], "Operations"]
 
 
 @dataclass
@@ -39,7 +34,7 @@ class Program:
     graph: fx.Graph
     plan: Plan
     run: Callable[[dict[str, Any], Streams, Any], None]
-    ops: Any
+    operations: Operations
     records: tuple[PassRecord, ...]
     num_runs: int = 0
     block: str | None = None  # the block that it runs for
@@ -54,33 +49,33 @@ class Program:
     def __post_init__(self) -> None:
         self.placeholders = tuple(n.name for n in self.graph.nodes if n.op == "placeholder")
         self.outputs = self.graph.output_node().args[0]
-        found = [op for _, op in ops_in(self.graph)]
-        on_buckets = [op for op in found if isinstance(op, spec.BufferOp)]
+        records = [op for _, op in ops_in(self.graph)]
+        on_buckets = [op for op in records if isinstance(op, spec.BufferOp)]
         written_or_reduced = (spec.Role.WRITE, spec.Role.REDUCTION)
         self.inline_buckets = frozenset(op.bucket for op in on_buckets if op.role in written_or_reduced)
         exchanged = on_buckets if self.plan.num_ranks > 1 else []
         self.launched = tuple(op.bucket for op in exchanged if spec.completes_reduction(op))
-        brought = (op for op in found if isinstance(op, spec.Write | spec.Deposit))
-        self.brings = frozenset((op.bucket, slot) for op in brought for slot in op.slots)
+        writes = (op for op in records if isinstance(op, spec.Write | spec.Deposit))
+        self.brings = frozenset((op.bucket, slot) for op in writes for slot in op.slots)
 
     @property
     def num_writes(self) -> int:
         """Buckets that pass through the ring."""
         return len({op.bucket for _, op in ops_in(self.graph) if isinstance(op, spec.Write)})
 
-    def __call__(self, args: list[Any], streams: Streams, is_agreed: IsAgreed | None = None) -> tuple[Any, ...]:
-        """``is_agreed``: False leaves the reductions out, and the runtime keeps what was to be reduced."""
+    def __call__(self, args: list[Any], streams: Streams, may_reduce: MayReduce | None = None) -> tuple[Any, ...]:
+        """``may_reduce``: False leaves the reductions out, and the runtime keeps what was to be reduced."""
         values: dict[str, Any] = dict(zip(self.placeholders, args, strict=True))
         args.clear()  # the schedule frees each value at its last use; the caller's list must not keep it alive
         self.num_runs += 1
-        ops = self.ops if is_agreed is None else self.ops.reducing_if(is_agreed)
+        operations = self.operations if may_reduce is None else self.operations.reducing_if(may_reduce)
         if torch_private.is_profiling():
             if self._named is None:
                 self._named = codegen.load(self.graph, self.plan)
             with record_function(f"zc {self.name}"):
-                self._named(values, streams, ops)
+                self._named(values, streams, operations)
         else:
-            self.run(values, streams, ops)
+            self.run(values, streams, operations)
         return tuple(values[item.name] if isinstance(item, fx.Node) else item for item in self.outputs)
 
 
@@ -88,13 +83,14 @@ def build(
     graph: fx.Graph,
     plan: Plan,
     passes: Sequence[Pass],
-    ops: Ops,
+    bind: Bind,
     compile_segment: CompileSegment | None = None,
     *,
     name: str,
     dump_dir: str | Path | None = None,
 ) -> Program:
-    """Takes ``graph`` through ``passes``, compiles its segments, and generates the Python that runs it."""
+    """Takes ``graph`` through ``passes``, compiles its segments, and generates the Python that runs it. ``bind``
+    gives the segments' schedule its operations."""
     scheduled, records = run_passes(graph, plan, passes, dump_dir=dump_dir, name=name)
     segments: dict[str, Segment] = {}
     for node, op in ops_in(scheduled):
@@ -103,4 +99,4 @@ def build(
             segments[op.key] = compile_segment(node.meta["segment"])
     if dump_dir is not None:
         (Path(dump_dir) / name / "schedule.py").write_text(codegen.generate(scheduled))
-    return Program(name, scheduled, plan, codegen.load(scheduled), ops.bind(segments), records)
+    return Program(name, scheduled, plan, codegen.load(scheduled), bind(segments), records)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,22 +20,18 @@ from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
 from zc.engine import param_grads
-from zc.engine.backwards import Backwards
+from zc.engine.accumulators import Acc
+from zc.engine.announcements import Announcements, State, Where
 from zc.engine.buffers import Buffers
-from zc.engine.core import Core
-from zc.engine.deposits import Deposits
-from zc.engine.flushes import Flushes
-from zc.engine.listener import Listener
+from zc.engine.core import Core, Listener
+from zc.engine.eager_gradients import Backward, EagerGradients
 from zc.engine.memory_order import in_shape
-from zc.engine.ops import Acc
 from zc.engine.overlap_gather import WeightGather
 from zc.engine.program import Program
-from zc.engine.rounds import Rounds, Where
 from zc.engine.streams import Streams, ThreadStreams
 from zc.errors import UncoveredGradientError, ZcError
 from zc.log import log
 from zc.planning.plan import Bucket, Plan
-from zc.ranks.agreement import Agreement
 from zc.ranks.comm import Group
 
 if TYPE_CHECKING:
@@ -63,7 +59,7 @@ class Runtime(Core):
         params: dict[str, nn.Parameter],
     ) -> None:
         super().__init__(config, plan, buffers, group, streams, params)
-        self.ops.on_deposit = self._keep
+        self.accumulators.on_deposit = self._keep
         if group.world_size > 1:
             has_own_connection = group.watch(plan)
             if not has_own_connection:
@@ -73,19 +69,15 @@ class Runtime(Core):
                 )
         if group.journal is not None and isinstance(streams, ThreadStreams):
             streams.wait_for = group.journal.wait_event  # a stream's thread may wait for a rank that never comes
-        self.agreement = Agreement(group)
-        self.rounds = Rounds(plan, self.ops, self.agreement)
-        self.flushes = Flushes(self.passes, self.ops)
+        self.announcements = Announcements(plan, self.accumulators, group)
+        self.eager = EagerGradients(streams, self.passes, self.bind)
         self.weights = WeightGather(self)
         self.listeners: list[Listener] = []
         self.hooks: list[RemovableHandle] = []  # on parameters
-        self._backwards = Backwards()
-        self._deposits = Deposits(streams)
         self._phase = Phase.OPEN
         # parameters of which several graphs bring a part (tied weights): a bucket would be full, and be reduced, before
         # the last part comes, so from the next backward on these graphs leave their parts to autograd
         self.summed_by_autograd: set[str] = set()
-        self._done: set[int] = set()  # buckets that this backward has reduced
         self._is_home = True  # no gradient is on its way: all streams that carry them were joined since the last one
         self._updated: set[int] = set()  # optimizers, since the ledger's step was closed
 
@@ -96,9 +88,9 @@ class Runtime(Core):
         self.weights.grow()
         added = plan.buckets[len(self.plan.buckets) :]
         self.buffers.grow(plan)
-        self.ops.grow(plan)
+        self.accumulators.grow(plan)
         self.plan = plan
-        self.rounds.grow(plan)
+        self.announcements.grow(plan)
         if self.group.journal is not None:
             self.group.journal.describe = plan.describe_exchange
         self.params.update(params)
@@ -112,33 +104,33 @@ class Runtime(Core):
         param_grads.refuse_compiled_autograd()
         self._is_home = False
         self._reopen()
-        if self._backwards.is_entered():
+        if self.eager.is_entered():
             return
         param_grads.refuse_accumulate_hooks(self.params)
         self._drop_failed()
-        if not self._backwards:  # not inside another one (reentrant checkpointing), which has yet to show its own
+        if self.eager.backward is Backward.NONE:  # else the outer one (reentrant checkpointing) has yet to show its own
             self._notice_cleared()
-        self._backwards.enter(self._end_backward)
+        self.eager.enter(self._end_backward)
         # inside another backward, of which nothing has come yet, is no round of its own: other ranks may have none
         may_wait = not self.plan.placement.shards_gradients
-        is_new = self.current_plan.reduces and not self.rounds.is_open
+        is_new = self.current_plan.reduces and self.announcements.state is State.IDLE
         if is_new and not (may_wait and torch_private.is_inside_another_backward()):
             if program is None:
-                self.rounds.begin("hooks", None, is_boundary=self.is_boundary)
+                self.announcements.begin("hooks", None, frozenset(), is_boundary=self.is_boundary)
             else:
-                # a graph that does not bring all is one of several: which ones is known of a backward like it
+                # a graph that does not bring all is one of several: the last backward like it tells which ones
                 is_all = len(program.brings) == sum(len(b.slots) for b in self.plan.buckets)
                 launched = program.launched if is_all else None
-                self.rounds.begin(program.name, launched, program.brings, is_boundary=self.is_boundary)
+                self.announcements.begin(program.name, launched, program.brings, is_boundary=self.is_boundary)
 
     def run_program(self, program: Program, args: list[object]) -> tuple[object, ...]:
         """A compiled backward graph, from its first node to its last."""
         self.begin_backward(program)
         self.ledger.step.runs[program.name] += 1
         log.debug("%s: runs, fills %s", program.name, sorted(program.inline_buckets))
-        outputs = program(args, self.streams, self.rounds.is_agreed(program.launched))
+        outputs = program(args, self.streams, self.announcements.may_reduce(program.launched))
         if program.plan.reduces:
-            self._done |= program.inline_buckets
+            self.eager.done |= program.inline_buckets
         self._flush_ready()
         return outputs
 
@@ -168,35 +160,28 @@ class Runtime(Core):
         return any(listener.may_be_cleared() for listener in self.listeners)
 
     def _keep(self, bucket: int, slot: int, grad: Tensor) -> None:
-        self.ops.touched[bucket][slot] = True
-        has_part = self._deposits.add(self.plan.buckets[bucket], slot, grad)
-        if has_part or bucket in self._done:
+        self.accumulators.touched[bucket][slot] = True
+        has_part = self.eager.add(self.plan.buckets[bucket], slot, grad)
+        if has_part or bucket in self.eager.done:
             self.summed_by_autograd.add(self.plan.buckets[bucket].slots[slot].name)
 
     def _flush_ready(self) -> None:
-        ready = []
-        for bucket in self.plan.buckets:
-            if bucket.index in self._done:
-                continue
-            if not self._deposits.is_full(bucket):
-                break  # later ones wait: one order on every rank
-            ready.append(bucket.index)
-        self._flush(ready, reduce=self.current_plan.reduces)
+        self._flush(self.eager.ready(self.plan), reduce=self.current_plan.reduces)
 
     def _end_backward(self) -> None:
         """Autograd's final callback. What is still deposited is written, with zeros where nothing came."""
         keeps_grads = self.plan.placement.shards_gradients
         if not keeps_grads or self.plan.num_ranks == 1:  # stage 1 keeps a partial sum; one rank has nobody to ask
-            self._flush(sorted(self._deposits.buckets), reduce=keeps_grads)
-        if keeps_grads and self.rounds.differs():
+            self._flush(sorted(self.eager.buckets), reduce=keeps_grads)
+        if keeps_grads and self.announcements.differs():
             self.say_once(
                 "ranks were to reduce other buckets in one backward, or have other numbers of backwards: the gradients "
                 "of such a backward are whole to its end, or to the update, as without ZeRO-2"
             )
-        self._reduce_kept(self.rounds.left(self._deposits.buckets), is_final=self.is_boundary)
-        self._done.clear()
-        self._reduce_kept(self.rounds.end(self._deposits.buckets), is_final=self.is_boundary)
-        self._deposits.own()
+        self._reduce_kept(self.announcements.left(self.eager.buckets), is_final=self.is_boundary)
+        self.eager.done.clear()
+        self._reduce_kept(self.announcements.end(self.eager.buckets), is_final=self.is_boundary)
+        self.eager.own()
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
         for listener in self.listeners:
@@ -205,35 +190,28 @@ class Runtime(Core):
     def _drop_failed(self) -> None:
         """Of a backward that raised, whose end never came, nothing goes on: what waits for its bucket is dropped here,
         what is in the accumulators by `_notice_cleared`."""
-        if not self._backwards.drop_failed():
+        if self.eager.backward is not Backward.RAISED:
             return
-        if self._backwards:
+        if self.eager.drop_failed() is not Backward.NONE:
             raise ZcError("a backward inside another one raised and was caught: their gradients can't be told apart")
-        self._deposits.clear()
-        self._done.clear()
         self._cut_short()
         self._phase = Phase.FAILED
 
     def _cut_short(self) -> None:
         """Reduces what all ranks have agreed to reduce in a backward that did not end on this one: others wait."""
         journal = self.group.journal
-        if self.rounds.is_open and journal is not None and not journal.has_failed:
+        if self.announcements.state is not State.IDLE and journal is not None and not journal.has_failed:
             self.streams.join_main()  # each reduction that was issued has begun, and is counted
-            self._reduce_kept(self.rounds.cut_short(), is_final=self.is_boundary)
+            self._reduce_kept(self.announcements.cut_short(), is_final=self.is_boundary)
 
     def _flush(self, buckets: Sequence[int], *, reduce: bool) -> None:
-        is_agreed = self.rounds.is_agreed(buckets) if reduce else None
+        may_reduce = self.announcements.may_reduce(buckets) if reduce else None
         # a microbatch in no_sync that reduces (stage 2) still leaves the way to host memory to the boundary
         is_final = reduce and self.is_boundary
         for index in buckets:
-            self._write(index, is_final, is_agreed)
+            self.eager.write(self.plan, index, is_final=is_final, may_reduce=may_reduce)
             if reduce:
-                self._done.add(index)
-
-    def _write(self, index: int, is_final: bool, is_agreed: Callable[[], bool] | None = None) -> None:
-        """What waits for one bucket goes into its schedule."""
-        grads = self._deposits.take(self.plan.buckets[index])
-        self.flushes.get("flush", index, is_final, self.plan)(grads, self.streams, is_agreed)
+                self.eager.done.add(index)
 
     # --- boundaries ---
 
@@ -275,8 +253,8 @@ class Runtime(Core):
         if self.plan.offload is None or self.plan.offload.accumulates_on_host:
             return
         for bucket in self.plan.buckets:
-            if self.ops.state[bucket.index] is not Acc.EMPTY and not self.ops.landed[bucket.index]:
-                self.flushes.get("land", bucket.index, True, self.plan)([], self.streams)
+            if self.accumulators.state[bucket.index] is not Acc.EMPTY and not self.accumulators.landed[bucket.index]:
+                self.eager.land(self.plan, bucket.index)
         self.streams.join_main()
 
     def _meet(self, by_grad: bool) -> None:
@@ -284,25 +262,23 @@ class Runtime(Core):
         them, and which buckets some rank has yet to reduce."""
         if self.plan.num_ranks == 1:
             return
-        kept = {k for k, state in enumerate(self.ops.state) if state is Acc.PARTIAL} | self._deposits.buckets
-        shown = [list(flags) for flags in self.rounds.known]
-        *flags, is_asked = self.rounds.meet(kept, by_grad=by_grad)
-        if is_asked and not self.rounds.showed_one_set:
-            raise ZcError(param_grads.shown_apart(self.plan, shown, self.rounds.known))
-        self.ops.set_touched(flags[: -len(self.plan.buckets)])
-        self._reduce_kept([k for k, flag in enumerate(flags[-len(self.plan.buckets) :]) if flag], is_final=True)
+        kept = {k for k, state in enumerate(self.accumulators.state) if state is Acc.PARTIAL} | self.eager.buckets
+        shown = [list(flags) for flags in self.announcements.has_grad]
+        boundary = self.announcements.meet(kept, by_grad=by_grad)
+        if boundary.is_asked and not boundary.show_same:
+            raise ZcError(param_grads.shown_apart(self.plan, shown, self.announcements.has_grad))
+        self.accumulators.set_touched(boundary.touched)
+        self._reduce_kept(boundary.buckets, is_final=True)
         self.streams.join_main()
-        self.rounds.num_issued = self.ops.num_started
 
     def _reduce_kept(self, buckets: Sequence[int], *, is_final: bool) -> None:
-        """Reduces what ranks keep of these buckets (zc/engine/rounds.py). All ranks call it, whether or not this one
-        has something; a model that was called twice may have proposed a bucket twice."""
-        self.rounds.num_issued += len(buckets)
+        """Reduces what ranks keep of these buckets (zc/engine/announcements.py). All ranks call it, whether or not this
+        one has something; a model that was called twice may have proposed a bucket twice."""
         for index in buckets:
             if self.plan.placement.shards_gradients:
-                self._write(index, is_final)
+                self.eager.write(self.plan, index, is_final=is_final, may_reduce=self.announcements.counted)
             else:
-                self.flushes.get("reduce", index, True, self.plan)([], self.streams)
+                self.eager.reduce(self.plan, index, may_reduce=self.announcements.counted)
 
     def _notice_cleared(self) -> None:
         """Whatever way the caller has dropped gradients by since: ``param.grad = None``, the stock model.zero_grad(),
@@ -311,8 +287,8 @@ class Runtime(Core):
         for listener in self.listeners:
             for optimizer in listener.cleared_optimizers():
                 self.clear(set_to_none=True, optimizer=optimizer)
-        gone = param_grads.cleared(self.plan, self.rounds.known, self.params)
-        num_left = sum(map(sum, self.rounds.known)) - len(gone)
+        gone = param_grads.cleared(self.plan, self.announcements.has_grad, self.params)
+        num_left = sum(map(sum, self.announcements.has_grad)) - len(gone)
         has_failed = self._phase is Phase.FAILED
         if num_left == 0 and (gone or has_failed):
             self.clear(set_to_none=True)
@@ -331,10 +307,10 @@ class Runtime(Core):
             self.streams.join_main()
         self._reopen()
         self.wait_for_host_memory()
-        self.rounds.drop(gone, set_to_none=set_to_none)
+        self.announcements.drop(gone, set_to_none=set_to_none)
         for bucket, slot in gone:
-            self._deposits.drop(bucket, slot)
-            self.ops.drop(bucket, slot, set_to_none=set_to_none)
+            self.eager.drop(bucket, slot)
+            self.accumulators.drop(bucket, slot, set_to_none=set_to_none)
 
     def clear(self, *, set_to_none: bool, optimizer: int | None = None) -> None:
         """zero_grad of the module (None) or of one optimizer."""
@@ -346,17 +322,16 @@ class Runtime(Core):
         if not set_to_none:
             self.wait_for_host_memory()
         for bucket in buckets:
-            self._deposits.drop(bucket.index, set_to_none=set_to_none)
+            self.eager.drop(bucket.index, set_to_none=set_to_none)
         if len(buckets) == len(self.plan.buckets):  # what a backward that raised has left goes with all of them
-            self._backwards.clear()
-            self._done.clear()
+            self.eager.forget_backwards()
             self._phase = Phase.OPEN
         self._reopen()
-        self.rounds.clear(buckets, set_to_none=set_to_none)
+        self.announcements.clear(buckets, set_to_none=set_to_none)
         if set_to_none:
             for listener in self.listeners:
                 listener.gradients_cleared(optimizer)
-        self.ops.clear(buckets, set_to_none=set_to_none)
+        self.accumulators.clear(buckets, set_to_none=set_to_none)
 
     def full_grad(self, index: int) -> dict[str, Tensor | None]:
         """The whole gradients [shape] of one bucket's parameters, in acc_dtype, on every rank; None where none came."""
@@ -371,12 +346,12 @@ class Runtime(Core):
             work = self.group.shard.all_gather(flat, shard.contiguous(), "gather gradient", index, bucket.layout.order)
             if work is not None:
                 work.wait()
-        pairs = zip(bucket.slots, self.ops.touched[index], strict=True)
+        pairs = zip(bucket.slots, self.accumulators.touched[index], strict=True)
         return {s.name: in_shape(flat[s.offset : s.stop], s).clone() if touched else None for s, touched in pairs}
 
     def after_update(self, optimizer: int) -> None:
         self._reopen()  # the next step meets the other ranks again, whether or not this one has a backward before
-        unused = self.ledger.unused(self.programs, self.plan.of_optimizer(optimizer), self.ops.touched)
+        unused = self.ledger.unused(self.programs, self.plan.of_optimizer(optimizer), self.accumulators.touched)
         if unused:
             self.say_once(unused)
         # of several optimizers the last one closes the step, or one whose turn comes again before
@@ -388,10 +363,10 @@ class Runtime(Core):
         journal, exposed_s = self.group.journal, None
         if journal is not None and isinstance(self.streams, ThreadStreams):  # elsewhere the device waits, not the host
             exposed_s, journal.exposed_s = journal.exposed_s, 0.0
-        self.ledger.close_step(exposed_s, self.group.take_nbytes_sent(), self.agreement.take_waits())
+        self.ledger.close_step(exposed_s, self.group.take_nbytes_sent(), self.announcements.take_waits())
         self.say_rest()
         log.debug("step %d is done", self.ledger.num_steps)
-        self.ops.close_step()
+        self.accumulators.close_step()
 
     def install_hooks(self) -> None:
         self._install_hooks(self.plan.buckets)

@@ -21,6 +21,7 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,14 +30,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
-from zc.engine.program import Program, Segment, build
+from zc.engine.operations import Function
+from zc.engine.program import Program, build
 from zc.machine import num_threads
 from zc.offload.disk import DiskState
 from zc.passes import insert_events, place_on_streams, signal_peers, verify
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import CastParam, CopyToDevice, Gather, GatherNet, Publish, Spread, Update
+from zc.schedule.spec import CastParam, CopyToDevice, Gather, GatherNet, Op, Publish, Spread, Update
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -166,20 +168,16 @@ class HostStep:
             graph = step_graph(self.core.plan, buckets, with_update=with_update)
             passes = [p for p in _PASSES if self.core.config.verify or p.name != "verify"]
             name = f"{self._name}_{len(self._programs)}"
-            self._programs[key] = build(graph, self.core.plan, passes, self, name=name)
+            own: dict[type[Op], Function] = {
+                Update: self.update, CastParam: self.cast_param, CopyToDevice: self.copy_to_device,
+                Publish: self.publish,
+            }  # fmt: skip
+            self._programs[key] = build(graph, self.core.plan, passes, partial(self.core.bind, own=own), name=name)
         self._next = dict(itertools.pairwise(buckets))
         self._programs[key]([], self.core.streams)
         self.core.streams.join_main()
 
     # --- the operations ---
-
-    def bind(self, segments: dict[str, Segment]) -> HostStep:
-        assert not segments
-        ops = self.core.ops
-        self.spread, self.gather_net, self.gather = ops.spread, ops.gather_net, ops.gather
-        self.signal_full, self.await_full = ops.signal_full, ops.await_full
-        self.signal_free, self.await_free = ops.signal_free, ops.await_free
-        return self
 
     def update(self, bucket: int, master: str, grad: str) -> None:
         shadow = self._shadow
@@ -205,7 +203,7 @@ class HostStep:
     def copy_to_device(self, bucket: int, dst: str, src: str) -> None:
         record = self.core.plan.buckets[bucket]
         out, source = self.core.buffers.named(dst, record), self.core.buffers.named(src, record)
-        self.core.ops.move(out, source, "to_device")
+        self.core.accumulators.move(out, source, "to_device")
 
     def publish(self, bucket: int, buffer: str) -> None:
         # a backward through a forward from before this step must fail as it does in PyTorch

@@ -86,7 +86,7 @@ class GradShards:
         norm: Tensor = torch.linalg.vector_norm(self._all_norms(2.0))
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         for bucket in self.runtime.plan.buckets:
-            if any(self.runtime.ops.touched[bucket.index]):
+            if any(self.runtime.accumulators.touched[bucket.index]):
                 for shard in self.runtime.buffers.acc_copies(bucket):
                     shard.mul_(scale.to(device=shard.device, dtype=shard.dtype))
         self.changed()
@@ -119,7 +119,7 @@ class GradShards:
 
     def _touched(self) -> list[tuple[Bucket, str]]:
         """Every parameter with a gradient on some rank, in the same order on all."""
-        flags = self.runtime.ops.touched
+        flags = self.runtime.accumulators.touched
         pairs = ((b, k, slot) for b in self.runtime.plan.buckets for k, slot in enumerate(b.slots))
         return [(bucket, slot.name) for bucket, k, slot in pairs if flags[bucket.index][k]]
 
@@ -132,7 +132,7 @@ class GradShards:
 
     def _is_touched(self, name: str) -> bool:
         bucket, k = self._where[name]
-        return self.runtime.ops.touched[bucket][k]
+        return self.runtime.accumulators.touched[bucket][k]
 
     def grad_norm(self, name: str, order: float) -> Tensor:
         """0-d, fp32: the norm of one parameter's whole gradient. ``order`` > 0, or inf."""

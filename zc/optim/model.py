@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from zc import torch_private
-from zc.engine.listener import Listener
+from zc.engine.core import Listener
 from zc.errors import PlanError
 from zc.offload.disk import DiskState
 from zc.optim.assignment import Assignment
@@ -91,11 +91,11 @@ class ShardedModel(Listener):
         self.grad_shards.changed()
         self._writes.check_places()
         for bucket in self.runtime.plan.buckets:
-            for slot, is_known in zip(bucket.slots, self.runtime.rounds.known[bucket.index], strict=True):
+            for slot, has_grad in zip(bucket.slots, self.runtime.announcements.has_grad[bucket.index], strict=True):
                 param = self.runtime.params[slot.name]
-                if is_known and param.grad is None:
+                if has_grad and param.grad is None:
                     param.grad = self.runtime.shown[slot.name]
-                elif not is_known and param.grad is self.runtime.shown[slot.name]:
+                elif not has_grad and param.grad is self.runtime.shown[slot.name]:
                     param.grad = None  # its gradient was dropped after this backward had begun
 
     def gradients_cleared(self, optimizer: int | None) -> None:

@@ -161,7 +161,7 @@ class ShardedOptimizer:
             runtime = self.runtime
             whole = gather_whole(runtime.plan, runtime.buffers, runtime.group.shard, self._changed())
         for bucket in self.buckets:
-            flags = self.runtime.ops.touched[bucket.index]
+            flags = self.runtime.accumulators.touched[bucket.index]
             parts = self.grad_shards.of(bucket) if any(flags) and not self.rule.whole else {}
             for slot, touched in zip(bucket.slots, flags, strict=True):
                 if slot.name not in self.slices:
@@ -269,7 +269,7 @@ class ShardedOptimizer:
 
     def _changed(self) -> tuple[int, ...]:
         """Its buckets of which some parameter has a gradient on some rank."""
-        return tuple(b.index for b in self.buckets if any(self.runtime.ops.touched[b.index]))
+        return tuple(b.index for b in self.buckets if any(self.runtime.accumulators.touched[b.index]))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears its shards: the optimizer's own zero_grad."""

@@ -1,6 +1,6 @@
 """The watch: finds ranks that are out of step or lost, and names them on every rank, so that no wait is without end.
 
-`zc/ranks/agreement.py` decides what ranks may do differently: gradients are exchanged only where all ranks have
+`zc/engine/announcements.py` decides what ranks may do differently: gradients are exchanged only where all ranks have
 announced the same. The watch covers everything else, ranks that start different exchanges or never come to one. Every
 rank keeps a journal per compiled model (zc/ranks/journal.py). Two things find a difference:
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from zc import torch_private
+from zc.engine.accumulators import Acc
 from zc.engine.ledger import Where
-from zc.engine.ops import Acc
 from zc.engine.program import Program
 from zc.errors import PlanError
 from zc.passes.write_in_place import nbytes_in_place
@@ -76,7 +76,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
         sections["optimizers"] = _optimizers(runtime, kinds)
     if runtime.plan.offload is not None:
         sections["offload"] = _offload(runtime, on_host)
-    single = [p for p in runtime.flushes.programs if p.num_runs]
+    single = [p for p in runtime.eager.programs if p.num_runs]
     if single:
         sections["schedules of what came in through hooks, and at the end"] = "\n".join(
             f"{p.name}: {_verdict(p)}" for p in single
@@ -128,7 +128,7 @@ def _optimizers(runtime: Runtime, kinds: list[str]) -> str:
 
 
 def _offload(runtime: Runtime, on_host: list[HostStep]) -> str:
-    plan, moved = runtime.plan, runtime.ops.nbytes_of_last_step
+    plan, moved = runtime.plan, runtime.accumulators.nbytes_of_last_step
     assert plan.offload is not None
     shard, whole = (sum(n) for n in zip(*((b.layout.numel_shard, b.numel) for b in plan.buckets), strict=True))
     size = plan.buckets[0].acc_dtype.itemsize
@@ -152,13 +152,14 @@ def _buckets(runtime: Runtime) -> str:
     inline = {b for program in runtime.programs for b in program.inline_buckets if program.plan.reduces}
     widths = {"bucket": 6, "params": 6, "elements": 12, "bytes": 12, "padding": 8, "reduced": 8, "times": 5, "holds": 8}
     rows = [" ".join(f"{name:>{width}}" for name, width in widths.items())]
+    reductions = runtime.accumulators.reductions_of_last_step
     for b in runtime.plan.buckets:
         how = "inline" if b.index in inline else "at end"
-        state = runtime.ops.state[b.index]
+        state = runtime.accumulators.state[b.index]
         holds = state.value if state is not Acc.EMPTY else "nothing"
         rows.append(
             f"{b.index:>6} {len(b.slots):>6} {b.numel:>12,} {b.numel * b.param_dtype.itemsize:>12,} "
-            f"{b.layout.numel_padding:>8,} {how:>8} {runtime.ops.reductions_of_last_step[b.index]:>5} {holds:>8}"
+            f"{b.layout.numel_padding:>8,} {how:>8} {reductions[b.index]:>5} {holds:>8}"
         )
         rows += [f"{'':>8}{slot}" for slot in b.slots]
     return "\n".join(rows)
@@ -191,7 +192,7 @@ def _last_step(runtime: Runtime) -> str:
         rows.append(f"bucket {bucket.index}: {_sources(slots)}; reduced {_reductions(runtime, bucket)} times")
     sent = ", ".join(f"{kind} {n:,}" for kind, n in sorted(step.nbytes_sent.items())) or "nothing"
     rows.append(f"bytes sent by this rank: {sent}; in all {sum(step.nbytes_sent.values()):,}")
-    moved = ", ".join(f"{way} {n:,}" for way, n in runtime.ops.nbytes_of_last_step.items() if n)
+    moved = ", ".join(f"{way} {n:,}" for way, n in runtime.accumulators.nbytes_of_last_step.items() if n)
     rows += [f"bytes over the bus: {moved}"] if moved else []
     if step.exposed_s is not None:
         rows.append(f"exposed wait: the calling thread waited {step.exposed_s * 1e3:.1f} ms for exchanges")
@@ -216,7 +217,7 @@ def _advice(num_page_faults: int) -> str:
 
 
 def _reductions(runtime: Runtime, bucket: Bucket) -> int:
-    return runtime.ops.reductions_of_last_step[bucket.index]
+    return runtime.accumulators.reductions_of_last_step[bucket.index]
 
 
 def _sources(slots: list[Counter[str]]) -> str:

@@ -1,0 +1,110 @@
+"""The operations of one schedule: the table of operations, bound to one rank's accumulators, and compiled segments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zc.engine.accumulators import Accumulators
+from zc.engine.operations import TABLE, Function, Grads, compute
+from zc.schedule.nodes import TARGETS
+from zc.schedule.spec import FlattenCast, LaunchReduce, Op, Role, SignalFull, Spans, WgradInto
+
+if TYPE_CHECKING:
+    from zc.engine.program import Segment
+
+
+class MayReduce(Protocol):
+    """Whether all ranks agree to reduce: asked before an operation that depends on it. ``starts``: the operation is the
+    first one of a bucket's reduction."""
+
+    def __call__(self, *, starts: bool = False) -> bool: ...
+
+
+class Operations:
+    """What generated code calls: one attribute for each kind of node, and `segment`.
+
+    ``own`` replaces entries of the table; its functions take no accumulators.
+    """
+
+    def __init__(
+        self, accs: Accumulators, segments: Mapping[str, Segment], own: Mapping[type[Op], Function] | None = None
+    ) -> None:
+        self._accs, self._segments = accs, segments
+        for kind, function in TABLE.items():
+            setattr(self, TARGETS[kind].__name__, MethodType(function, accs))
+        for kind, function in (own or {}).items():
+            setattr(self, TARGETS[kind].__name__, function)
+        self._left_out: list[tuple[str, bool, Function]] | None = None  # name, whether it starts a reduction, instead
+
+    def segment(self, key: str, args: list[Any]) -> Sequence[Any]:
+        return self._segments[key](args)
+
+    def reducing_if(self, may_reduce: MayReduce) -> Operations:
+        """The same for one run, which reduces where ranks agree. In stage 1 the comm stream asks before each reduction.
+        In stage 2 gradients pass through the ring, so the host asks before the first write: what comes before it is
+        issued by then, and keeps a GPU busy while the host waits."""
+        if self._left_out is None:
+            starting = (LaunchReduce, SignalFull)
+            instead = instead_of_reducing(self._accs)
+            self._left_out = [(TARGETS[kind].__name__, kind in starting, other) for kind, other in instead.items()]
+        run = Operations.__new__(Operations)
+        attributes = vars(run)
+        attributes.update(vars(self))
+        for name, starts, other in self._left_out:
+            choose = _start_if if starts else _if
+            attributes[name] = choose(may_reduce, attributes[name], other)
+        return run
+
+
+def instead_of_reducing(accs: Accumulators) -> dict[type[Op], Function]:
+    """By kind of node: what it does where ranks do not agree to reduce. Reductions and signals do nothing.
+
+    Stage 1 keeps what a run has written as a partial sum, which the boundary reduces. Host memory takes reduced
+    gradients only, unless it has the accumulators. Stage 2 writes nothing into the ring, which must be free again: it
+    deposits each gradient.
+    """
+    others: dict[type[Op], Function] = {}
+    roles = {Role.REDUCTION, Role.SIGNAL}
+    if accs.plan.placement.shards_gradients:
+        others = {FlattenCast: MethodType(_deposit_all, accs), WgradInto: MethodType(_compute_and_deposit, accs)}
+    if accs.plan.placement.shards_gradients or accs.buffers.acc:
+        roles.add(Role.OFFLOAD)
+    return others | {kind: _do_nothing for kind in TABLE if kind.role in roles}
+
+
+def _deposit_all(
+    accs: Accumulators, bucket: int, buffer: str, slots: Sequence[int], grads: Grads, spans: Spans | None = None
+) -> None:
+    for slot, grad in zip(slots, grads, strict=True):
+        if grad is not None:
+            accs.on_deposit(bucket, slot, grad)
+
+
+def _compute_and_deposit(
+    accs: Accumulators, bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Tensor, how: str = "mm"
+) -> None:
+    record = accs.plan.buckets[bucket]
+    out = torch.empty(stop - start, dtype=record.reduce_dtype, device=record.device)
+    compute(how, out, inputs, add=False)
+    accs.on_deposit(bucket, slot, out.view(record.slots[slot].shape))
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _if(may_reduce: MayReduce, operation: Function, other: Function) -> Function:
+    return lambda *args, **kwargs: (operation if may_reduce() else other)(*args, **kwargs)
+
+
+def _start_if(may_reduce: MayReduce, operation: Function, other: Function) -> Function:
+    def start(bucket: int, *buffers: str) -> Any:
+        is_first = not buffers[-1].startswith("host_sum")  # the second reduction goes on with the same bucket
+        return (operation if may_reduce(starts=is_first) else other)(bucket, *buffers)
+
+    return start

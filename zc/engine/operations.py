@@ -1,0 +1,275 @@
+"""What each kind of node does: one function per kind, in one table. No schedule and no hooks here.
+
+`zc.engine.binding` binds the table to one rank's accumulators and to the segments of one schedule.
+
+The operations between ranks that read each other's memory, and those that bring weights together, do what the schedule
+says, in its order; where the others' buffers lie comes with their signals (`zc.ranks.neighbours`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from zc.engine import owners
+from zc.engine.accumulators import Acc, Accumulators
+from zc.engine.memory_order import in_order
+from zc.engine.sums import sum_over_replicas, sum_rows, wait
+from zc.kernels import accumulate_cast as add_cast
+from zc.kernels import flatten_cast as overwrite
+from zc.kernels import matmul_into, rows_into, scatter_into
+from zc.kernels import reduce_rows as add_rows
+from zc.log import log
+from zc.ranks.journal import EXCHANGES
+from zc.schedule import spec
+from zc.schedule.buffer import Buffer
+from zc.schedule.spec import Op, Spans
+
+if TYPE_CHECKING:
+    from zc.ranks.work import Work
+
+REDUCE, GATHER = EXCHANGES[:2]
+Grads = Sequence[Tensor | None]
+Function = Callable[..., Any]
+
+# --- gradients are written ---
+
+
+def flatten_cast(
+    accs: Accumulators, bucket: int, buffer: str, slots: Sequence[int], grads: Grads, spans: Spans | None = None
+) -> None:
+    log.debug("bucket %d: slots %s are written into %s", bucket, slots, buffer)
+    accs.buffers.hold(accs.plan.buckets[bucket])
+    out = accs.buffers.named(buffer, accs.plan.buckets[bucket])
+    _overwrite(out, *_present(accs, bucket, slots, grads), spans)
+
+
+def accumulate_cast(
+    accs: Accumulators, bucket: int, buffer: str, slots: Sequence[int], grads: Grads, spans: Spans | None = None
+) -> None:
+    log.debug("bucket %d: slots %s are added to %s (%s)", bucket, slots, buffer, accs.state[bucket].value)
+    record = accs.plan.buckets[bucket]
+    accs.buffers.hold(record)
+    acc = accs.buffers.named(buffer, record)
+    present, offsets = _present(accs, bucket, slots, grads)
+    accs.landed[bucket] = False
+    accs.fill_with_zeros(bucket, acc)
+    if accs.state[bucket] is Acc.PARTIAL:
+        if present:  # a reduction alone adds nothing
+            add_cast(acc, present, offsets)
+        return
+    if accs.state[bucket] is Acc.REDUCED and accs.buffers.acc:
+        accs.move_aside(bucket, accs.buffers.shard(acc, record))
+    _overwrite(acc, present, offsets, spans)
+    if spans is not None:
+        slots_in_order = enumerate(record.slots)
+        accs.unfilled[bucket] = {
+            k for k, s in slots_in_order if not any(a <= s.offset and s.stop <= b for a, b in spans)
+        }
+    accs.state[bucket] = Acc.PARTIAL
+
+
+def wgrad_into(
+    accs: Accumulators, bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Tensor, how: str = "mm"
+) -> None:
+    accs.buffers.hold(accs.plan.buckets[bucket])
+    out = accs.buffers.named(buffer, accs.plan.buckets[bucket])[start:stop]
+    add = not accs.plan.placement.shards_gradients and slot not in accs.unfilled[bucket]
+    log.debug("bucket %d: slot %d is computed in %s (%s)", bucket, slot, buffer, "added" if add else "written")
+    compute(how, out, inputs, add=add)
+    accs.unfilled[bucket].discard(slot)
+    accs.touched[bucket][slot] = True
+
+
+def deposit(accs: Accumulators, bucket: int, slot: int, grad: Tensor) -> None:
+    log.debug("bucket %d: the gradient of slot %d is kept until the bucket is reduced", bucket, slot)
+    accs.on_deposit(bucket, slot, grad)
+
+
+def compute(how: str, out: Tensor, inputs: Sequence[Tensor], *, add: bool) -> None:
+    kernels: dict[str, Function] = {"mm": matmul_into, "rows": rows_into, "scatter": scatter_into}
+    kernels[how](out, *inputs, add=add)
+
+
+def _overwrite(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], spans: Spans | None) -> None:
+    """The kernel flatten_cast on ``out`` [P], or on its ``spans`` alone: nothing else of it is touched."""
+    if spans is None:
+        overwrite(out, grads, offsets)
+        return
+    for start, stop in spans:
+        inside = [(g, at - start) for g, at in zip(grads, offsets, strict=True) if start <= at < stop]
+        overwrite(out[start:stop], [g for g, _ in inside], [at for _, at in inside])
+
+
+def _present(accs: Accumulators, bucket: int, slots: Sequence[int], grads: Grads) -> tuple[list[Tensor], list[int]]:
+    """The gradients that are there, each in the memory order of its slot, and their offsets."""
+    layout, touched = accs.plan.buckets[bucket].slots, accs.touched[bucket]
+    present, offsets = [], []
+    for k, grad in zip(slots, grads, strict=True):
+        if grad is not None:
+            touched[k] = True
+            present.append(in_order(grad, layout[k]))
+            offsets.append(layout[k].offset)
+    return present, offsets
+
+
+# --- gradients are reduced ---
+
+
+def launch_reduce(accs: Accumulators, bucket: int, dst: str, src: str) -> Work | None:
+    record = accs.plan.buckets[bucket]
+    is_second = Buffer.named(src).kind == "host_sum"
+    sent, received = accs.buffers.named(src, record), accs.buffers.received(dst, record, is_second=is_second)
+    if not is_second:
+        accs.start_reduction(bucket, sent)
+    if accs.replicas is not None and (is_second or accs.plan.world_size == 1):
+        sum_over_replicas(accs.replicas, received, sent, bucket)
+        return None
+    if is_second:
+        size = record.layout.numel_shard
+        return accs.group.reduce_net(received.view(-1, size), sent.view(-1, size), bucket)
+    exchange = accs.group.all_to_all if accs.plan.reduce == "exact" else accs.group.reduce_scatter
+    return exchange(received, sent, bucket)
+
+
+def wait_reduce(accs: Accumulators, bucket: int, work: Work | None, dst: str, src: str) -> None:
+    if work is not None:
+        work.wait()
+        log.debug("bucket %d: its reduction has arrived in %s", bucket, dst)
+
+
+def accumulate(accs: Accumulators, bucket: int, acc: str, src: str) -> None:
+    record, is_first = accs.plan.buckets[bucket], Buffer.named(acc).kind == "host_sum"
+    log.debug("bucket %d: %s is reduced into %s", bucket, src, acc)
+    if Buffer.named(src).kind == "recv":
+        rows = accs.buffers.received(src, record, is_second=accs.plan.reduces_twice and not is_first)
+    else:
+        rows = accs.buffers.named(src, record)
+    rows = rows.view(-1, record.layout.numel_shard)
+    if is_first:
+        sum_rows(rows, accs.buffers.named(acc, record), record.acc_dtype)
+        return
+    out = accs.buffers.shard(accs.buffers.named(acc, record), record)
+    add_rows(rows, out, scale=1.0 / accs.plan.num_ranks, add=accs.is_added_to(bucket))
+    accs.end_reduction(bucket, out)
+
+
+def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
+    record, rank = accs.plan.buckets[bucket], accs.group.rank
+    sent, out, add = accs.buffers.named(src, record), accs.buffers.named(dst, record), accs.is_added_to(bucket)
+    is_first = accs.plan.reduces_twice
+    if not is_first:
+        out = accs.buffers.shard(out, record)
+
+    def use(rows: Tensor, start: int, stop: int) -> None:
+        if is_first:
+            sum_rows(rows, out[start:stop], record.acc_dtype)
+        else:
+            add_rows(rows, out[start:stop], scale=1.0 / accs.plan.num_ranks, add=add)
+
+    accs.group.near().rows(sent, *record.layout.host_range(rank), accs.places[src], use)  # one host: the shard
+    log.debug("bucket %d: all ranks' %s are reduced into %s", bucket, src, dst)
+    if not is_first:
+        accs.end_reduction(bucket, out)
+
+
+# --- between ranks that read each other's memory ---
+
+
+def _exchange(buffer: str) -> str:
+    """What ranks exchange when they read this buffer of each other."""
+    return GATHER if Buffer.named(buffer).kind in ("flat_param", "gathered") else REDUCE
+
+
+def signal_full(accs: Accumulators, bucket: int, buffer: str) -> None:
+    record, what = accs.plan.buckets[bucket], _exchange(buffer)
+    if what == REDUCE:
+        sent = accs.buffers.named(buffer, record)
+        accs.start_reduction(bucket, sent)
+    else:
+        log.debug("bucket %d: its weights are gathered", bucket)
+        sent = accs.buffers.flat_param[bucket][slice(*record.layout.host_range(accs.group.rank))]
+    accs.group.signal_full(what, bucket, sent)
+
+
+def await_full(accs: Accumulators, bucket: int, buffer: str) -> None:
+    accs.places[buffer] = accs.group.await_full(_exchange(buffer), bucket)
+
+
+def signal_free(accs: Accumulators, bucket: int, buffer: str) -> None:
+    accs.group.signal_free(_exchange(buffer), bucket)
+
+
+def await_free(accs: Accumulators, bucket: int, buffer: str) -> None:
+    accs.group.await_free(_exchange(buffer), bucket)
+
+
+# --- host memory ---
+
+
+def stage_shard(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
+    record = accs.plan.buckets[bucket]
+    accs.buffers.named(dst, record).copy_(accs.buffers.shard(accs.buffers.named(src, record), record))
+
+
+def copy_to_host(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
+    record = accs.plan.buckets[bucket]
+    out, tensor = accs.buffers.named(dst, record), accs.buffers.named(src, record)
+    if accs.state[bucket] is Acc.REDUCED:  # the rest of a partial sum is spent
+        out, tensor = accs.buffers.shard(out, record), accs.buffers.shard(tensor, record)
+    accs.move(out, tensor, "to_host")
+    accs.landed[bucket] = True
+
+
+def copy_to_device(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
+    """An accumulator visits the device, unless it is empty: the first write of an update overwrites."""
+    record = accs.plan.buckets[bucket]
+    out, tensor = accs.buffers.named(dst, record), accs.buffers.named(src, record)
+    if accs.plan.placement.shards_gradients or accs.state[bucket] is Acc.PARTIAL:
+        if accs.state[bucket] is not Acc.EMPTY:
+            accs.move(out, tensor, "to_device")
+    elif accs.state[bucket] is Acc.REDUCED:
+        accs.nbytes_moved["to_device"] += accs.move_aside(bucket, accs.buffers.shard(tensor, record)).nbytes
+
+
+# --- weights ---
+
+
+def spread(accs: Accumulators, bucket: int, buffer: str) -> None:
+    owners.spread(accs.buffers, accs.group, accs.plan.buckets[bucket])
+
+
+def gather_net(accs: Accumulators, bucket: int, buffer: str) -> None:
+    log.debug("bucket %d: its weights are gathered between hosts", bucket)
+    flat, layout = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket].layout
+    host_range = flat[slice(*layout.host_range(accs.group.rank))]
+    accs.group.gather_net(host_range.view(layout.num_hosts, -1), bucket).wait()
+
+
+def gather(accs: Accumulators, bucket: int, buffer: str) -> None:
+    flat, record = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket]
+    if accs.plan.reads_weights:
+        for peer, place in accs.places[buffer].items():
+            accs.group.near().read(flat[slice(*record.layout.host_range(peer))], peer, place)
+        return
+    log.debug("bucket %d: its weights are gathered", bucket)
+    wait(accs.group.all_gather(flat, accs.buffers.shard(flat, record), "gather weights", bucket))
+
+
+def publish(accs: Accumulators, bucket: int, buffer: str) -> None:
+    """Nothing to do: the node stands for the main stream's right to read, and its waits give it that."""
+    log.debug("bucket %d: its new weights may be read", bucket)
+
+
+TABLE: dict[type[Op], Function] = {
+    spec.FlattenCast: flatten_cast, spec.AccumulateCast: accumulate_cast, spec.WgradInto: wgrad_into,
+    spec.Deposit: deposit,
+    spec.LaunchReduce: launch_reduce, spec.WaitReduce: wait_reduce, spec.Accumulate: accumulate,
+    spec.ReduceRows: reduce_rows,
+    spec.SignalFull: signal_full, spec.AwaitFull: await_full, spec.SignalFree: signal_free,
+    spec.AwaitFree: await_free,
+    spec.StageShard: stage_shard, spec.CopyToHost: copy_to_host, spec.CopyToDevice: copy_to_device,
+    spec.Spread: spread, spec.GatherNet: gather_net, spec.Gather: gather, spec.Publish: publish,
+}  # fmt: skip

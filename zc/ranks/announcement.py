@@ -1,0 +1,137 @@
+"""One exchange in which ranks tell each other what they are about to do. `zc.engine.announcements` has the protocol."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from zc.ranks.comm import Group
+from zc.ranks.work import Work
+
+Waits = dict[str, list[float]]  # where -> seconds of each
+BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
+END = "end a backward"  # that no_sync does not hold back
+# digests of what is announced, of the past, of what the sums hold and of which .grad are shown; how often gradients
+# were dropped; 2 for BOUNDARY, 1 for END, 0 for others
+_HEAD = struct.Struct("<5IB")
+_WHAT, _PAST, _SUMS, _GRADS, _NUM_CLEARED = ((at, at + 4) for at in range(0, 20, 4))
+_IS_END = 20
+
+
+class Announcement:
+    """One exchange: the rows of all ranks, each a few digests and then flags of one byte.
+
+    Rows are gathered, not reduced to the largest: one hop, where a ring's reduction has 2 (W - 1).
+    """
+
+    def __init__(
+        self, group: Group, number: int, what: str, sums: int, grads: int, num_cleared: int, flags: Sequence[int],
+        waits: Waits,
+    ) -> None:  # fmt: skip
+        """``sums`` and ``grads``: digests of what the sums hold, and of the parameters that show a ``.grad``."""
+        past = group.journal.checksum() if group.journal is not None and what == BOUNDARY else 0
+        label = what if what == BOUNDARY else f"{num_cleared}: {what}"
+        kind = {BOUNDARY: 2, END: 1}.get(what, 0)
+        head = _HEAD.pack(zlib.crc32(label.encode()), past, sums, grads, num_cleared, kind)
+        self.number, self._row = number, bytearray(head + bytes(flags))
+        self._kind = {BOUNDARY: "at the boundary", END: "at its end"}.get(what, "inside")
+        self._waits = waits  # only the thread that issues schedules adds to it
+        # The transport fills the rows of all ranks until `_work` is done; then both threads read them.
+        self._rows = self._row
+        # The issuing thread and the comm stream's may both wait for it, and set it to None after.
+        self._work: Work | None = None
+        # The comm stream's thread counts; the issuing thread reads it after it has joined the streams.
+        self.num_started = 0  # reductions of this backward
+        if group.world_size > 1:
+            self._rows = bytearray(group.world_size * len(self._row))
+            sent, received = (torch.frombuffer(part, dtype=torch.uint8) for part in (self._row, self._rows))
+            self._work = group.gather_on_host(received, sent, what)
+
+    def may_reduce(self, *, starts: bool = False) -> bool:
+        """`zc.engine.binding.MayReduce`."""
+        is_same = self.is_same()
+        self.num_started += is_same and starts
+        return is_same
+
+    def is_same(self) -> bool:
+        """Whether all ranks announced the same; waits for the slowest."""
+        work = self._work
+        if work is not None:
+            started = time.monotonic()
+            work.wait()
+            self._work = None
+            if not threading.current_thread().name.startswith("zc "):  # a stream's
+                self._waits[self._kind].append(time.monotonic() - started)
+        return self._is_equal(*_WHAT)
+
+    def all_at_end(self) -> bool:
+        """Whether every rank is at the boundary, or at the end of a backward that no_sync does not hold back."""
+        return all(self._rows[_IS_END :: len(self._row)])
+
+    def flags(self) -> list[int]:
+        """The largest of each over the ranks whose gradients will be summed with this one's.
+
+        At the end of a backward a rank may differ in how often it has dropped gradients. It has yet to drop those that
+        it announces here, or this rank has: their flags count no earlier than at the boundary.
+        """
+        size, (start, stop) = len(self._row), _NUM_CLEARED
+        if self._is_equal(start, stop) and self._is_equal(_HEAD.size, size):
+            return list(self._row[_HEAD.size :])
+        rows = (self._rows[at : at + size] for at in range(0, len(self._rows), size))
+        counts = [row[_IS_END] == 2 or row[start:stop] == self._row[start:stop] for row in rows]
+        flags = torch.frombuffer(self._rows, dtype=torch.uint8).view(-1, size)[:, _HEAD.size :]
+        largest: list[int] = flags[torch.tensor(counts)].amax(dim=0).tolist()
+        return largest
+
+    def all_flags(self, count: int) -> bool:
+        """Whether the first ``count`` flags are set on every rank."""
+        starts = range(_HEAD.size, len(self._rows), len(self._row))
+        return all(0 not in self._rows[at : at + count] for at in starts)
+
+    def has_same_past(self) -> bool:
+        """Whether all ranks have had the same exchanges before this one."""
+        return self._is_equal(*_PAST)
+
+    def has_same_sums(self) -> bool:
+        """Whether what was reduced together is still in every rank's sum, or in none."""
+        return self._is_equal(*_SUMS)
+
+    def shows_same_grads(self) -> bool:
+        """Whether all ranks had a ``.grad`` on the same parameters."""
+        return self._is_equal(*_GRADS)
+
+    def _is_equal(self, start: int, stop: int) -> bool:
+        """Whether these bytes are the same in the rows of all ranks."""
+        own, size = self._row[start:stop], len(self._row)
+        return all(self._rows[at + start : at + stop] == own for at in range(0, len(self._rows), size))
+
+
+def compare_pasts(group: Group, boundary: Announcement) -> None:
+    """Raises RankMismatchError on every rank where an exchange went through that was not everyone's: a norm here, a
+    largest value there (zc/ranks/watch.py)."""
+    if group.journal is None:
+        return
+    if not boundary.has_same_past():
+        so = "Let every rank make the same calls between two updates (norms, step, loading of states), in one order"
+        group.same_everywhere("what was exchanged since the last update", group.journal.lines(), so)
+    group.journal.agreed()
+
+
+def raise_sums_differ(group: Group, sums: Sequence[tuple[int, int]]) -> None:
+    """Raises RankMismatchError. ``sums``: of each optimizer how many reductions, and their checksum."""
+    group.same_everywhere(
+        "what the gradients hold: some rank has cleared its gradients (zero_grad, param.grad = None or .zero_(), "
+        "or a backward that raised) and others have not; what they hold",
+        [f"{count} reduction(s), checksum {checksum:08x}" for count, checksum in sums or [(0, 0)]],
+        "Clear them on all ranks or on none, whatever each rank's own loss says",
+    )
+
+
+def plus(checksum: int, what: str) -> int:
+    """A checksum that does not depend on the order of what is added."""
+    return (checksum + zlib.crc32(what.encode())) % 2**32
