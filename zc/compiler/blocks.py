@@ -119,4 +119,4 @@ def for_block(template: Program, block: str, names: Mapping[str, str], turn: int
     if any(record.name == verify.PASS.name for record in template.records):
         verify.verify(graph, template.plan)
     name, run = f"{template.name} of {block}", codegen.load(graph)
-    return Program(name, graph, template.plan, run, template.ops, template.records, block=block, like=template)
+    return Program(name, graph, template.plan, run, template.operations, template.records, block=block, like=template)
