@@ -122,7 +122,7 @@ class ShardedOptimizer:
         self._slice_grads.update({n: SliceGrad(self, n, self.slices[n]) for n in slots if n in self.slices})
 
     def _try(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Finds out how an optimizer that zc does not know treats these groups, while they have their parameters."""
+        """Tries how an unknown optimizer treats these groups, while they still have their parameters."""
         if is_known(self.optimizer):
             return
         plan, ranks = self.runtime.plan, self.runtime.group.shard
@@ -142,7 +142,7 @@ class ShardedOptimizer:
         self.slices[name] = nn.Parameter(in_shape(master[first - start : stop - start], slot))
 
     def _slice_state(self, bucket: Bucket, slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
-        """What the optimizer knows of a parameter, cut as the parameter was."""
+        """The optimizer's state of a parameter, cut like the parameter."""
         first, stop = bucket.layout.owned(slot, self.runtime.group.shard.rank)
         like = self.slices[slot.name]
         return {  # of a 0-d parameter all state is 0-d; torch's "step" alone is a number of its own
@@ -153,8 +153,7 @@ class ShardedOptimizer:
         }
 
     def _install(self) -> None:
-        """Gives each slice its gradient for the update; None where no rank had one, and then the optimizer leaves it
-        alone."""
+        """Gives each slice its gradient for the update. It is None if no rank had one; then the optimizer skips it."""
         whole: dict[int, Tensor] = {}
         if self.rule.whole:
             self.runtime.wait_for_host_memory()
@@ -166,35 +165,35 @@ class ShardedOptimizer:
             for slot, touched in zip(bucket.slots, flags, strict=True):
                 if slot.name not in self.slices:
                     continue
-                held, grad = self.slices[slot.name], None
+                own, grad = self.slices[slot.name], None
                 if touched and not self.rule.whole:
-                    grad = parts[slot.name][0] if slot.name in parts else torch.zeros_like(held)  # no element of it
-                elif touched and held.numel() == slot.numel:
+                    grad = parts[slot.name][0] if slot.name in parts else torch.zeros_like(own)  # owns no element
+                elif touched and own.numel() == slot.numel:
                     first = slot.offset - bucket.layout.owned_range(self.runtime.group.shard.rank)[0]
                     grad = in_shape(whole[bucket.index][first : first + slot.numel], slot)
                 self._give(slot.name, grad)
 
     def stand_in(self) -> None:
-        """Outside of an update whatever is done to the optimizer's own gradients has to come to us."""
-        for name, shown in self._slice_grads.items():
-            self._give(name, shown)
+        """Gives the slices their SliceGrads, so that zc sees all operations on them between updates."""
+        for name, slice_grad in self._slice_grads.items():
+            self._give(name, slice_grad)
 
     def _give(self, name: str, grad: Tensor | None) -> None:
         self.slices[name].grad = self._given[name] = grad
 
     def are_cleared(self) -> bool:
         """Whether the caller has set ``.grad`` of the optimizer's own tensors to None: by the zero_grad of its class,
-        or by hand. Raises ZcError where it did so to some, or gave them another."""
-        given = [name for name, grad in self._given.items() if grad is not None]
-        found = [self.slices[name].grad for name in given]
-        if given and all(grad is None for grad in found):
+        or by hand. Raises ZcError if only some are None, or some have another ``.grad``."""
+        names = [name for name, grad in self._given.items() if grad is not None]
+        grads = [self.slices[name].grad for name in names]
+        if names and all(grad is None for grad in grads):
             return True
-        for name, grad in zip(given, found, strict=True):
+        for name, grad in zip(names, grads, strict=True):
             if grad is not self._given[name]:
                 raise ZcError(
                     f"the optimizer's own tensor of {name} has {'no' if grad is None else 'another'} .grad, others "
-                    "have theirs: it is this rank's slice, and ranks have other ones. Use optimizer.zero_grad() to "
-                    "clear all, or param.grad = None and .mul_() on the model's parameters"
+                    "have theirs: it is this rank's slice, and other ranks have other slices. Use "
+                    "optimizer.zero_grad() to clear all, or param.grad = None and .mul_() on the model's parameters"
                 )
         return False
 
@@ -203,30 +202,30 @@ class ShardedOptimizer:
         return self._given.get(name) is not None and self.slices[name].grad is None
 
     def forget_given(self) -> None:
-        """The slices have no gradient of zc's any more."""
+        """Forgets the gradients that zc gave to the slices."""
         self._given.clear()
         self._zeroed.clear()
         self._say_if_skipped()
 
-    # --- what the slices' stand-ins are asked (`SliceOwner`) ---
+    # --- called by the slices' SliceGrads (`SliceOwner`) ---
 
     def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None:
-        """torch's GradScaler, with the slices of one dtype. Gradients are still where they were reduced, so this rank
-        unscales its parts of all the optimizer's parameters of that dtype, whoever updates them."""
+        """Called by torch's GradScaler with the slices of one dtype. Gradients are still where they were reduced, so
+        this rank unscales its shards of all the optimizer's parameters of that dtype, whichever rank updates them."""
         dtypes = {self.slices[name].dtype for name in names}
         together = [s.name for b in self.buckets if b.acc_dtype in dtypes for s in b.slots]
         self.grad_shards.unscale(together, found_inf, inverse)
         self._was_unscaled = True
 
     def _say_if_skipped(self) -> None:
-        """At the end of an update. Unscaled gradients that no step used were probably not finite: only then is it worth
-        a wait for the device to know."""
+        """Called at the end of an update. Unscaled gradients that no step used were probably not finite. Only then is
+        it worth waiting for the device to check."""
         if self._was_unscaled:
             self._was_unscaled = False
             self.grad_shards.say_skipped()
 
     def zero_slices(self, names: Sequence[str]) -> None:
-        """The zero_grad(set_to_none=False) of the optimizer's class, with all slices or one after the other."""
+        """Called by zero_grad(set_to_none=False) of the optimizer's class, with all slices or one at a time."""
         self._zeroed.update(names)
         if self._zeroed >= self.slices.keys():
             self._zeroed.clear()
