@@ -135,21 +135,21 @@ class Announcements:
         """Whether another rank has proposed something else for this backward."""
         return self._proposal is not None and not self._proposal.is_same()
 
-    def left(self, kept: Collection[int]) -> list[int]:
-        """The backward has ended, and this rank keeps gradients of the buckets ``kept``: what all ranks have proposed
-        and this one has not reduced."""
+    def left(self, unreduced: Collection[int]) -> list[int]:
+        """The backward has ended, and this rank still has gradients of the buckets ``unreduced``. Returns the buckets
+        that all ranks have proposed and this one has not reduced."""
         if self._proposal is None:
             return []
         issued = [] if self.differs() else self._proposed[: self._num_issued]
         # of the next backward like it, partial buckets and what came twice are a part too
-        rest = [k for k in sorted(kept) if self._full.count(k) == issued.count(k)]
+        rest = [k for k in sorted(unreduced) if self._full.count(k) == issued.count(k)]
         self._last_order[self._source] = self._full + rest
         return self._not_issued()
 
-    def end(self, kept: Collection[int]) -> list[int]:
-        """The gradients of this backward are in, what was `left` is reduced, and this rank keeps gradients of the
-        buckets ``kept``. Returns what all ranks reduce now. After a backward outside of no_sync `has_grad` is the same
-        on all ranks."""
+    def end(self, unreduced: Collection[int]) -> list[int]:
+        """The gradients of this backward are in, what was `left` is reduced, and this rank still has gradients of the
+        buckets ``unreduced``. Returns the buckets that all ranks reduce now. After a backward outside of no_sync
+        `has_grad` is the same on all ranks."""
         proposal, reduced, flags = self._proposal, list[int](), self._accs.touched_flags()
         self._close()
         is_complete = False  # the flags are those of all ranks
@@ -159,10 +159,10 @@ class Announcements:
                 self._add_to_sums(proposal)
             is_complete = self._is_boundary and proposal.all_flags(len(flags))
             if not is_same or (self._is_boundary and not is_complete):
-                ended = self._meet_at_end(self._flags(kept=kept))
+                ended = self._meet_at_end(self._flags(unreduced=unreduced))
                 flags, is_complete = ended.flags(), self._is_boundary and ended.is_same()
                 if ended.is_same():
-                    reduced = self._kept_anywhere(flags)
+                    reduced = self._unreduced_anywhere(flags)
                 if reduced:
                     self._add_to_sums(ended)
         self._add_grads(flags, is_complete=is_complete)
@@ -214,10 +214,10 @@ class Announcements:
             self._reduced[bucket][slot] = False
             self.has_grad[bucket][slot] = self.has_grad[bucket][slot] and not set_to_none
 
-    def meet(self, kept: Collection[int], *, by_grad: bool) -> Boundary:
+    def meet(self, unreduced: Collection[int], *, by_grad: bool) -> Boundary:
         """The boundary: returns once all ranks are at theirs. Raises RankMismatchError where ranks hold sums of other
         gradients."""
-        flags, grads = [*self._flags(kept=kept)[:-1], int(by_grad)], zlib.crc32(repr(self.has_grad).encode())
+        flags, grads = [*self._flags(unreduced=unreduced)[:-1], int(by_grad)], zlib.crc32(repr(self.has_grad).encode())
         while not (met := self.announce(BOUNDARY, flags, grads)).is_same():
             pass  # another rank has more backwards to do
         compare_pasts(self._group, met)
@@ -225,7 +225,7 @@ class Announcements:
             raise_sums_differ(self._group, [sums for _, sums in sorted(self._in_sums.items())])
         self._num_cleared = 0
         flags = met.flags()
-        buckets = self._kept_anywhere(flags)
+        buckets = self._unreduced_anywhere(flags)
         if buckets:
             self._add_to_sums(met)
         self.has_grad = [[False] * len(flags) for flags in self.has_grad]  # the ranks' flags are complete here
@@ -257,7 +257,7 @@ class Announcements:
             if ended.is_same() or not self._is_boundary or ended.all_at_end():
                 return ended
 
-    def _flags(self, brings: frozenset[Where] = frozenset(), kept: Collection[int] = ()) -> list[int]:
+    def _flags(self, brings: frozenset[Where] = frozenset(), unreduced: Collection[int] = ()) -> list[int]:
         """By parameter whether this rank has a gradient, by bucket whether it keeps one; and whether a ``param.grad``
         was read."""
         flags = self._accs.touched_flags()
@@ -265,9 +265,9 @@ class Announcements:
             first = list(itertools.accumulate((len(b.slots) for b in self.plan.buckets), initial=0))
             for bucket, slot in brings:
                 flags[first[bucket] + slot] = 1
-        return [*flags, *(int(b.index in kept) for b in self.plan.buckets), 0]
+        return [*flags, *(int(b.index in unreduced) for b in self.plan.buckets), 0]
 
-    def _kept_anywhere(self, flags: Sequence[int]) -> list[int]:
+    def _unreduced_anywhere(self, flags: Sequence[int]) -> list[int]:
         return [k for k, flag in enumerate(flags[-1 - len(self.plan.buckets) : -1]) if flag]
 
     def _add_grads(self, flags: Sequence[int], *, is_complete: bool) -> None:

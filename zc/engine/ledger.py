@@ -47,15 +47,15 @@ class Ledger:
 
     def arrived(self, programs: Iterable[Program], step: Step) -> dict[Where, Counter[str]]:
         """(bucket, slot) -> where its gradients came from in ``step``, and how many times."""
-        found: dict[Where, Counter[str]] = {}
+        sources: dict[Where, Counter[str]] = {}
         for program in programs:
             times = step.runs[program.name]
             if times:
                 for where in program.brings:
-                    found.setdefault(where, Counter())[program.name] += times
+                    sources.setdefault(where, Counter())[program.name] += times
         for where, times in step.hooks.items():
-            found.setdefault(where, Counter())["hook"] += times
-        return found
+            sources.setdefault(where, Counter())["hook"] += times
+        return sources
 
     def close_step(self, exposed_s: float | None, nbytes_sent: Counter[str], waits: Waits) -> None:
         self.step.exposed_s, self.step.nbytes_sent, self.step.waits = exposed_s, nbytes_sent, waits

@@ -21,22 +21,22 @@ def gather_whole(plan: Plan, buffers: Buffers, group: Group, buckets: Sequence[i
     """By bucket, [elements of this rank's run]: the gradients of the parameters that it updates, in the accumulator's
     dtype, in host memory where the update is done there. They are finished, all streams are joined, and all ranks call
     it for the same buckets."""
-    rank, found, works = group.rank, dict[int, Tensor](), []
+    rank, whole_grads, works = group.rank, dict[int, Tensor](), []
     for index in buckets:
         bucket = plan.buckets[index]
         shard = buffers.acc_shard(bucket)
         if group.world_size == 1:
-            found[index] = buffers.owned(shard, bucket)
+            whole_grads[index] = buffers.owned(shard, bucket)
             continue
         shard, whole = shard.to(bucket.device), buffers.room_for_whole(bucket)
         received = _pieces(whole, bucket.layout.owned_range(rank)[0], bucket.layout.of_run(rank))
         sent = _pieces(shard, bucket.layout.shard_range(rank)[0], bucket.layout.of_shard(rank))
         works.append((group.exchange(received, sent, "to owners", index), sent))  # lifetime of what is sent: the wait
-        found[index] = whole
+        whole_grads[index] = whole
     for work, _ in works:
         work.wait()
     on_host = plan.offload is not None
-    return {index: whole.cpu() if on_host else whole for index, whole in found.items()}
+    return {index: whole.cpu() if on_host else whole for index, whole in whole_grads.items()}
 
 
 def spread(buffers: Buffers, group: Group, bucket: Bucket) -> None:

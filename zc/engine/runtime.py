@@ -111,7 +111,7 @@ class Runtime(Core):
         if self.eager.backward is Backward.NONE:  # else the outer one (reentrant checkpointing) has yet to show its own
             self._notice_cleared()
         self.eager.enter(self._end_backward)
-        # inside another backward, of which nothing has come yet, is no round of its own: other ranks may have none
+        # A nested backward makes no announcement while its outer one has produced nothing: other ranks may have none.
         may_wait = not self.plan.placement.shards_gradients
         is_new = self.current_plan.reduces and self.announcements.state is State.IDLE
         if is_new and not (may_wait and torch_private.is_inside_another_backward()):
@@ -262,11 +262,11 @@ class Runtime(Core):
         them, and which buckets some rank has yet to reduce."""
         if self.plan.num_ranks == 1:
             return
-        kept = {k for k, state in enumerate(self.accumulators.state) if state is Acc.PARTIAL} | self.eager.buckets
-        shown = [list(flags) for flags in self.announcements.has_grad]
-        boundary = self.announcements.meet(kept, by_grad=by_grad)
+        unreduced = {k for k, state in enumerate(self.accumulators.state) if state is Acc.PARTIAL} | self.eager.buckets
+        own_grads = [list(flags) for flags in self.announcements.has_grad]
+        boundary = self.announcements.meet(unreduced, by_grad=by_grad)
         if boundary.is_asked and not boundary.show_same:
-            raise ZcError(param_grads.shown_apart(self.plan, shown, self.announcements.has_grad))
+            raise ZcError(param_grads.shown_apart(self.plan, own_grads, self.announcements.has_grad))
         self.accumulators.set_touched(boundary.touched)
         self._reduce_kept(boundary.buckets, is_final=True)
         self.streams.join_main()
@@ -382,6 +382,6 @@ class Runtime(Core):
 def _receive(runtime: weakref.ref[Runtime], bucket: int, slot: int, param: nn.Parameter) -> None:
     """The hook on a parameter. It holds the runtime weakly: Python's collector does not look into a tensor's hooks, so
     a cycle through them would keep a dropped model for ever."""
-    found = runtime()
-    if found is not None:
-        found.receive_eager(bucket, slot, param)
+    target = runtime()
+    if target is not None:
+        target.receive_eager(bucket, slot, param)

@@ -1,6 +1,6 @@
 """Streams: one protocol, and the threads that stand for streams on a CPU.
 
-A stream runs what it is given in order; an event, recorded on one stream and waited for on another, is the only order
+A stream runs its tasks in order; an event, recorded on one stream and waited for on another, is the only order
 between two. `zc.engine.cuda_streams` has the same over torch.cuda.
 """
 
@@ -173,7 +173,7 @@ class ThreadStreams:
         """As `take`."""
 
     def close(self) -> None:
-        """Ends the threads once they have done what they were given. Without it they end with this object, or, being
+        """Ends the threads after their last task. Without it they end with this object, or, being
         daemons, with the process."""
         for lane in self._lanes.values():
             lane.close()
@@ -205,6 +205,6 @@ def make_streams(device: torch.device) -> Streams:
     if device.type == "cuda":
         from zc.engine.cuda_streams import CudaStreams
 
-        made: Streams = CudaStreams(device)
-        return made
+        streams: Streams = CudaStreams(device)
+        return streams
     return ThreadStreams()
