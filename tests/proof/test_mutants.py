@@ -38,7 +38,7 @@ def test_there_are_enough_schedules() -> None:
 def test_intact_schedules_are_proved(case: Case) -> None:
     for graph in case.graphs:
         verdict = verify(graph, plan_of(graph))
-        assert verdict.races == 0 and verdict.redundant == 0 and verdict.waits > 0
+        assert verdict.races == 0 and verdict.redundant == 0 and (verdict.waits > 0 or verdict.streams == 1)
 
 
 def test_verify_rejects_every_mutant(capsys: pytest.CaptureFixture[str]) -> None:

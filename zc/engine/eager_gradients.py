@@ -114,17 +114,15 @@ class EagerGradients:
         """Those that have a gradient here."""
         return set(self._waiting)
 
-    def add(self, bucket: Bucket, slot: int, grad: Tensor) -> bool:
-        """Called on the stream that made ``grad``. Returns whether the slot has a part of its gradient already."""
+    def add(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
+        """Called on the stream that made ``grad``."""
         deposits = self._waiting.setdefault(bucket.index, {})
         grad = grad.detach()
-        has_part = slot in deposits
-        if has_part:  # in fp32: a second part must not be rounded to the first one's dtype
+        if slot in deposits:  # in fp32: a second part must not be rounded to the first one's dtype
             first = deposits[slot]
             self._order([first])
             grad = first.grad.to(bucket.acc_dtype) + grad
         deposits[slot] = _Deposit(grad, self.streams.mark())
-        return has_part
 
     def ready(self, plan: Plan) -> list[int]:
         """Buckets whose gradients are all here, up to the first that lacks one: all ranks have this order."""

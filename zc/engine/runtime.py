@@ -75,8 +75,8 @@ class Runtime(Core):
         self.listeners: list[Listener] = []
         self.hooks: list[RemovableHandle] = []  # on parameters
         self._phase = Phase.OPEN
-        # parameters of which several graphs bring a part (tied weights): a bucket would be full, and be reduced, before
-        # the last part comes, so from the next backward on these graphs leave their parts to autograd
+        # parameters of which a part came after their bucket was full and reduced (tied weights in two graphs): from the
+        # next backward on, graphs leave their parts to autograd, which sums them
         self.summed_by_autograd: set[str] = set()
         self._is_home = True  # no gradient is on its way: all streams that carry them were joined since the last one
         self._updated: set[int] = set()  # optimizers, since the ledger's step was closed
@@ -161,8 +161,8 @@ class Runtime(Core):
 
     def _keep(self, bucket: int, slot: int, grad: Tensor) -> None:
         self.accumulators.touched[bucket][slot] = True
-        has_part = self.eager.add(self.plan.buckets[bucket], slot, grad)
-        if has_part or bucket in self.eager.done:
+        self.eager.add(self.plan.buckets[bucket], slot, grad)
+        if bucket in self.eager.done:
             self.summed_by_autograd.add(self.plan.buckets[bucket].slots[slot].name)
 
     def _flush_ready(self) -> None:
