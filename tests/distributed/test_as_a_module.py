@@ -168,7 +168,7 @@ def test_accelerates_optimizer() -> None:
     inside = adamw(model)
     given = accelerate.Accelerator(cpu=True).prepare(inside)
     before = [param.data_ptr() for param in model.parameters()]
-    with pytest.raises(zc.PlanError, match=r"AcceleratedOptimizer, which stands in .* attribute \.optimizer"):
+    with pytest.raises(zc.PlanError, match=r"AcceleratedOptimizer, which wraps .* attribute \.optimizer"):
         zc.compile(model, given, backend="eager")
     assert before == [param.data_ptr() for param in model.parameters()]
     zc.compile(model, given.optimizer, backend="eager")

@@ -113,7 +113,7 @@ def test_where_it_is_refused_all_ranks_send_messages(how: str, says: str) -> Non
     """One rank that can't is enough; said once, with the reason, on every rank."""
     for plan, notes, _ in run_ranks(_ways, 2, 1, how):
         assert "1 host of 2; reductions: messages; gathers of weights: messages" in plan
-        assert "don't read each other's memory" in notes and says in notes
+        assert "messages instead of reading each other's memory" in notes and says in notes
 
 
 def _refused_later(rank: int, world_size: int) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 from collections.abc import Iterator
@@ -83,6 +84,40 @@ def traced() -> Iterator[Traced]:
     torch.compiler.reset()  # type: ignore[no-untyped-call]
     yield Traced()
     torch.compiler.reset()  # type: ignore[no-untyped-call]
+
+
+@contract("compiled_block_call class_call set_call places_of_params", "Module._call_impl of the object; _parameters")
+def test_a_block_is_left_out_of_the_graph_around_it_and_one_graph_serves_all_blocks() -> None:
+    graphs: list[int] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(sum(node.op.startswith("call_") for node in gm.graph.nodes))
+        return gm.forward
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        return blocks[1](blocks[0](x.sin())).cos()
+
+    torch._dynamo.reset()
+    blocks = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)]
+    plain, x = copy.deepcopy(blocks), torch.ones(1, 2, requires_grad=True)
+    compiled = torch_private.compiled_block_call(backend)
+    for block in blocks:
+        call = torch.compiler.disable(functools.partial(compiled, block), reason=torch_private.BLOCK)
+        torch_private.set_call(block, call)
+    before = torch_private.graph_breaks()
+    got = torch.compile(around, backend=backend)(x)
+    torch.testing.assert_close(got, plain[1](plain[0](x.sin())).cos())
+    assert sorted(graphs) == [1, 1, 2], "sin, cos, and one graph of a linear and a relu for both blocks"
+    assert torch_private.graph_breaks() == before, "blocks are no graph breaks for explain"
+    torch.testing.assert_close(torch_private.class_call(blocks[0], x), plain[0](x))
+    (own, name, weight), (_, _, bias) = torch_private.places_of_params(blocks[0])
+    assert own[name] is weight is blocks[0][0].weight and bias is blocks[0][0].bias
+    other = torch.zeros(2, 2)
+    seen = []
+    hook = blocks[0][0].register_forward_pre_hook(lambda *_: seen.append(own[name]))
+    torch.func.functional_call(blocks[0][0], {"weight": other}, (x,))
+    hook.remove()
+    assert seen[0] is other and own[name] is weight
 
 
 @contract("compiled_call call_after plain_call call_instead", "Module._compiled_call_impl or _call_impl")
