@@ -220,11 +220,13 @@ def append(path: Path, session: str, point: Point) -> None:
 
 
 def draw(path: Path, folder: Path) -> None:
-    """One chart a kind that has more than one x, from the whole CSV; later rows win."""
+    """One chart per kind that has more than one x. Each series shows one commit, the newest; later rows win."""
     from bench.report.charts import lines
 
     kinds: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
-    for row in rows.read(path):
+    table = rows.read(path)
+    newest = {(row["kind"], row["series"]): row["commit"] for row in table}
+    for row in (row for row in table if row["commit"] == newest[row["kind"], row["series"]]):
         series = kinds.setdefault((row["kind"], row["unit"]), {}).setdefault(row["series"], {})
         series[int(row["x"])] = float(row["value"])
     for (kind, unit), series in kinds.items():
