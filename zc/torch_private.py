@@ -406,7 +406,7 @@ def adopt_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     segments, each of which asserts the strides of its inputs.
 
     A view was traced for the old strides and may not exist for the new ones: those become copies, as Inductor has it.
-    The others stay views, which share memory (`_mark_storages`, write_in_place).
+    The others stay views, which share memory (`mark_storages`, write_in_place).
 
     Relies on AOTAutograd restriding the example inputs by what the compiled forward reports, and else passing the
     placeholders' own values; on ``view_to_reshape`` and ``fake_tensor_prop``, by which compile_fx does the same to a

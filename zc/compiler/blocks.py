@@ -7,7 +7,7 @@ compiled as the rest of any model. A run tells its block by the parameters that 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
-from zc.engine.program import Program
-from zc.passes import verify
 from zc.planning.blocks import BlockKind, block_of, split_name
-from zc.schedule import codegen
-from zc.schedule.rebase import rebased, shifts
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
@@ -107,16 +103,3 @@ def _run(
     if any(own.get(name) is not param for own, name, param in places):
         return torch_private.class_call(block, *args, **kwargs)
     return compiled(block, *args, **kwargs)
-
-
-def for_block(template: Program, block: str, names: Mapping[str, str], turn: int) -> Program | None:
-    """The program of another block, whose parameters ``names`` has by those of the template's, with the template's
-    compiled segments. None: the places of its parameters differ by more than a shift."""
-    moves = shifts(template.plan, names)
-    if moves is None:
-        return None
-    graph = rebased(template.graph, template.plan, names, moves, turn)
-    if any(record.name == verify.PASS.name for record in template.records):
-        verify.verify(graph, template.plan)
-    name, run = f"{template.name} of {block}", codegen.load(graph)
-    return Program(name, graph, template.plan, run, template.operations, template.records, block=block, like=template)

@@ -15,11 +15,16 @@ compiling a repeated block once: PyTorch's regional compilation, and FSDP2's wra
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from zc.planning.plan import ParamSpec
 
 MIN_MEMBERS = 4  # fewer blocks are compiled with the rest of the model: one schedule costs a step less than several
 
@@ -94,3 +99,66 @@ def _signature(module: nn.Module) -> object:
         first.setdefault(id(param), name)
         rows.append((name, first[id(param)], tuple(param.shape), param.dtype, param.device, param.requires_grad))
     return type(module), tuple(rows)
+
+
+# --- buckets follow blocks ---
+
+# What a bucket takes by default: PyTorch DDP's 25 MiB, which overlaps well; more where that would make more than some
+# 32 buckets, each of which costs the host a write, a reduction and their events in every backward
+DEFAULT_NBYTES = 25 * 2**20
+ENOUGH_BUCKETS = 32
+# between hosts of CPUs: on a slow link a step waits for the last bucket's reduction, a layer for its bucket's gather
+BETWEEN_HOSTS_NBYTES = 8 * 2**20
+
+
+def default_nbytes(sizes: Sequence[int], least: int = DEFAULT_NBYTES) -> int:
+    """Of a bucket, for parameters of these ``sizes`` in bytes: enough for some 32 buckets, but no more than the largest
+    parameter, which is a bucket whatever the limit and so sizes the ring: fewer buckets cost no memory."""
+    return max(least, min(max(sizes), sum(sizes) // ENOUGH_BUCKETS))
+
+
+def nbytes_of(spec: ParamSpec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def split_at_blocks(
+    specs: Sequence[ParamSpec], bucket_nbytes: int, kinds: Sequence[BlockKind], *, is_default: bool
+) -> list[list[ParamSpec]]:
+    """A bucket has whole blocks of one kind, as many in each as `bucket_nbytes` allows, or the same part of each
+    block, or parameters outside of blocks. With the default size a block of a quarter of it has a bucket of its own:
+    its compiled graph then fills that bucket by itself."""
+    positions = block_of(kinds)
+    outside: list[ParamSpec] = []
+    blocks: dict[tuple[int, int], list[ParamSpec]] = {}
+    for spec in specs:
+        parts = split_name(spec.name, positions)
+        if parts is None:
+            outside.append(spec)
+        else:
+            blocks.setdefault(positions[parts[0]], []).append(spec)
+    chunks = _split(outside, bucket_nbytes) if outside else []
+    for kind in range(len(kinds)):
+        members = [own for (number, _), own in blocks.items() if number == kind]
+        largest = max((sum(map(nbytes_of, own)) for own in members), default=1)
+        if largest > bucket_nbytes:
+            chunks += [chunk for own in members for chunk in _split(own, bucket_nbytes)]
+            continue
+        count = 1 if is_default and 4 * largest >= bucket_nbytes else bucket_nbytes // largest
+        for start in range(0, len(members), count):
+            chunks.append([spec for own in members[start : start + count] for spec in own])
+    return chunks
+
+
+def _split(specs: Sequence[ParamSpec], bucket_nbytes: int) -> list[list[ParamSpec]]:
+    """No bucket is larger than ``bucket_nbytes``, unless one parameter is: the ring is as large as the largest
+    bucket."""
+    chunks: list[list[ParamSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        nbytes = nbytes_of(spec)
+        if chunks[-1] and filled + nbytes > bucket_nbytes:
+            chunks.append([])
+            filled = 0
+        chunks[-1].append(spec)
+        filled += nbytes
+    return chunks

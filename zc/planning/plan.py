@@ -13,18 +13,18 @@ from functools import cached_property
 
 import torch
 
-from zc.planning.blocks import BlockKind, block_of, split_name
+from zc.planning.blocks import (
+    BETWEEN_HOSTS_NBYTES,
+    DEFAULT_NBYTES,
+    BlockKind,
+    default_nbytes,
+    nbytes_of,
+    split_at_blocks,
+)
 from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, Slot, layout_of
 from zc.planning.ownership import COSTS, assign
 from zc.planning.placement import Offload, Placement
 from zc.planning.topology import ALONE, Topology, flat
-
-# What a bucket takes by default: PyTorch DDP's 25 MiB, which overlaps well; more where that would make more than some
-# 32 buckets, each of which costs the host a write, a reduction and their events in every backward
-DEFAULT_NBYTES = 25 * 2**20
-ENOUGH_BUCKETS = 32
-# between hosts of CPUs: on a slow link a step waits for the last bucket's reduction, a layer for its bucket's gather
-BETWEEN_HOSTS_NBYTES = 8 * 2**20
 
 NUM_HOST_SUMS = 2  # the first of two reductions writes one while the second sends the other
 
@@ -235,12 +235,12 @@ def make_plan(
         align = ALIGN_NBYTES // min(dtype.itemsize, wire.itemsize)
         is_far = hosts.num_hosts > 1 and device.type == "cpu"
         least = BETWEEN_HOSTS_NBYTES if is_far else DEFAULT_NBYTES
-        nbytes = bucket_nbytes or default_nbytes([_nbytes(spec) for spec in specs], least)
+        nbytes = bucket_nbytes or default_nbytes([nbytes_of(spec) for spec in specs], least)
         arrival = {spec.name: k for k, spec in enumerate(specs)}
         chunks: list[list[ParamSpec]] = []
         for number in sorted({spec.optimizer for spec in specs}):
             own = [spec for spec in specs if spec.optimizer == number]
-            chunks += _split_at_blocks(own, nbytes, kinds, is_default=bucket_nbytes is None)
+            chunks += split_at_blocks(own, nbytes, kinds, is_default=bucket_nbytes is None)
         for members in sorted(chunks, key=lambda members: arrival[members[-1].name]):
             number, shapes = members[0].optimizer, [(spec.name, spec.shape) for spec in members]
             num_hosts = hosts.num_hosts if levels else 1
@@ -275,56 +275,3 @@ def _owners(specs: Sequence[ParamSpec], rules: Sequence[Rule], world_size: int, 
         shapes = [(spec.name, spec.shape) for spec in specs if spec.optimizer == number]
         owners.update(assign(shapes, cost, world_size, taken))
     return owners
-
-
-def default_nbytes(sizes: Sequence[int], least: int = DEFAULT_NBYTES) -> int:
-    """Of a bucket, for parameters of these ``sizes`` in bytes: enough for some 32 buckets, but no more than the largest
-    parameter, which is a bucket whatever the limit and so sizes the ring: fewer buckets cost no memory."""
-    return max(least, min(max(sizes), sum(sizes) // ENOUGH_BUCKETS))
-
-
-def _nbytes(spec: ParamSpec) -> int:
-    return math.prod(spec.shape) * spec.dtype.itemsize
-
-
-def _split_at_blocks(
-    specs: Sequence[ParamSpec], bucket_nbytes: int, kinds: Sequence[BlockKind], *, is_default: bool
-) -> list[list[ParamSpec]]:
-    """A bucket has whole blocks of one kind, as many in each as `bucket_nbytes` allows, or the same part of each
-    block, or parameters outside of blocks. With the default size a block of a quarter of it has a bucket of its own:
-    its compiled graph then fills that bucket by itself."""
-    positions = block_of(kinds)
-    outside: list[ParamSpec] = []
-    blocks: dict[tuple[int, int], list[ParamSpec]] = {}
-    for spec in specs:
-        parts = split_name(spec.name, positions)
-        if parts is None:
-            outside.append(spec)
-        else:
-            blocks.setdefault(positions[parts[0]], []).append(spec)
-    chunks = _split(outside, bucket_nbytes) if outside else []
-    for kind in range(len(kinds)):
-        members = [own for (number, _), own in blocks.items() if number == kind]
-        largest = max((sum(map(_nbytes, own)) for own in members), default=1)
-        if largest > bucket_nbytes:
-            chunks += [chunk for own in members for chunk in _split(own, bucket_nbytes)]
-            continue
-        count = 1 if is_default and 4 * largest >= bucket_nbytes else bucket_nbytes // largest
-        for start in range(0, len(members), count):
-            chunks.append([spec for own in members[start : start + count] for spec in own])
-    return chunks
-
-
-def _split(specs: Sequence[ParamSpec], bucket_nbytes: int) -> list[list[ParamSpec]]:
-    """No bucket is larger than ``bucket_nbytes``, unless one parameter is: the ring is as large as the largest
-    bucket."""
-    chunks: list[list[ParamSpec]] = [[]]
-    filled = 0
-    for spec in specs:
-        nbytes = _nbytes(spec)
-        if chunks[-1] and filled + nbytes > bucket_nbytes:
-            chunks.append([])
-            filled = 0
-        chunks[-1].append(spec)
-        filled += nbytes
-    return chunks
