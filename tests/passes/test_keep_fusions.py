@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zc
-from zc.compiler import backend
+from zc.compiler import backward
 from zc.passes import keep_fusions
 from zc.passes.base import Pass
 from zc.passes.pipeline import pipeline
@@ -75,13 +75,13 @@ def traced(dtype: torch.dtype, num_layers: int, **options: Any) -> tuple[fx.Grap
     model = Llama(num_layers).to(dtype)
     zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="aot_eager", **options)
     found: list[tuple[fx.Graph, Plan]] = []
-    build = backend.build
+    build = backward.build
 
     def spy(graph: fx.Graph, plan: Plan, *args: Any, **kwargs: Any) -> Any:
         found.append((graph, plan))
         return build(graph, plan, *args, **kwargs)
 
-    with mock.patch.object(backend, "build", spy):
+    with mock.patch.object(backward, "build", spy):
         model(torch.randn(2, SEQ, WIDTH, dtype=dtype), torch.zeros(2, SEQ, dtype=torch.int64)).backward()
     return found[0]
 
