@@ -30,6 +30,7 @@ class Config:
     num_buffers: int = 2
     overlap: bool = True
     overlap_gather: bool = False
+    weight_nbytes: int | None = None
     backend: str = "inductor"
     offload: str | None = None
     offload_accumulate: str = "cpu"
@@ -44,16 +45,16 @@ class Config:
     dump_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
-        _one_of("stage", self.stage, tuple(PLACEMENTS), hint="stage 3 shards the weights too: use FSDP2 for that")
+        _one_of("stage", self.stage, tuple(PLACEMENTS))
         _one_of("backend", self.backend, BACKENDS)
         _one_of("reduce", self.reduce, REDUCTIONS)
         _one_of("param_dtype", self.param_dtype, (None, *DTYPES))
         _one_of("reduce_dtype", self.reduce_dtype, (None, *DTYPES))
         _one_of("offload", self.offload, (None, "cpu", "disk"))
         _one_of("offload_accumulate", self.offload_accumulate, tuple(OFFLOADS))
-        for name in ("bucket_nbytes", "num_buffers"):
+        for name in ("bucket_nbytes", "num_buffers", "weight_nbytes"):
             value = getattr(self, name)
-            if name == "bucket_nbytes" and value is None:
+            if name != "num_buffers" and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -68,6 +69,13 @@ class Config:
                 "its files, and nothing else takes one"
             )
         self._check_compiler_options()
+        if self.placement.shards_weights and self.overlap_gather:
+            raise PlanError(
+                "overlap_gather=True and stage=3: stage 3 gathers weights while the forward and the backward run, "
+                "whatever overlap_gather says; leave it out"
+            )
+        if self.weight_nbytes is not None and not self.placement.shards_weights:
+            raise PlanError(f"weight_nbytes={self.weight_nbytes} and stage={self.stage}: only stage 3 gathers weights")
         if self.overlap_gather and not self.overlap:
             raise PlanError("overlap_gather=True needs overlap=True: without it there is no comm stream to gather on")
         if self.overlap_gather and self.offload is not None:

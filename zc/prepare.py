@@ -142,6 +142,7 @@ def plan_of(
         num_buffers=config.num_buffers,
         overlap=config.overlap,
         overlap_gather=config.overlap_gather,
+        weight_nbytes=config.weight_nbytes,
         rules=assignment.rules,
         offload=config.host,
         after=after,

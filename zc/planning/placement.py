@@ -1,6 +1,6 @@
 """What each ZeRO stage shards. No code outside this table asks which stage it is.
 
-Source: ZeRO, arXiv:1910.02054, sections 5.1 and 5.2. What host memory holds instead is data as well (ZeRO-Offload,
+Source: ZeRO, arXiv:1910.02054, sections 5.1 to 5.3. What host memory holds instead is data as well (ZeRO-Offload,
 arXiv:2101.06840).
 """
 
@@ -16,13 +16,21 @@ class Placement:
     ``shards_gradients``: every backward reduces, through a flat_grad of the ring, and each rank accumulates its shard
     of the mean. Otherwise each rank adds its own gradients to a full-size accumulator, and only the last backward
     before an update reduces it.
+
+    ``shards_weights``: each rank keeps its shard of the weights, and a bucket is gathered while it is read. Otherwise
+    all ranks keep all weights.
     """
 
     stage: int
     shards_gradients: bool
+    shards_weights: bool = False
 
 
-PLACEMENTS: dict[int, Placement] = {1: Placement(1, shards_gradients=False), 2: Placement(2, shards_gradients=True)}
+PLACEMENTS: dict[int, Placement] = {
+    1: Placement(1, shards_gradients=False),
+    2: Placement(2, shards_gradients=True),
+    3: Placement(3, shards_gradients=True, shards_weights=True),
+}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from zc.planning.blocks import (
     nbytes_of,
     split_at_blocks,
 )
-from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, Slot, layout_of
+from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, Slot, align_up, layout_of
 from zc.planning.ownership import COSTS, assign
 from zc.planning.placement import Offload, Placement
 from zc.planning.topology import ALONE, Topology, flat
@@ -71,6 +71,11 @@ class Bucket:
         return self.layout.numel_padded
 
     @property
+    def nbytes(self) -> int:
+        """Of the whole weights, in param_dtype."""
+        return self.numel * self.param_dtype.itemsize
+
+    @property
     def has_master(self) -> bool:
         """False where the parameters are as wide as the accumulator: the master is then a slice of flat_param."""
         return self.param_dtype != self.acc_dtype
@@ -96,6 +101,7 @@ class Plan:
     topology: Topology = ALONE
     num_replicas: int = 1
     kinds: tuple[BlockKind, ...] = ()
+    weight_nbytes: int | None = None  # stage 3: the most bytes of gathered weights at any time; None: `weight_cap`
 
     @property
     def num_ranks(self) -> int:
@@ -133,6 +139,8 @@ class Plan:
     @property
     def reads_weights(self) -> bool:
         """Whether a gather reads the other ranks' weights where they lie."""
+        if self.placement.shards_weights and self.has_levels:
+            return False  # what lies where it could be read is one shard of each host's
         return self.world_size > 1 and self.topology.reads_memory
 
     @property
@@ -172,6 +180,14 @@ class Plan:
     def weights_buffer(self, bucket: int) -> str:
         """flat_param[bucket] in a schedule: another name where its gather outlives the schedule that launches it."""
         return f"gathered[{bucket}]" if self.overlap_gather else f"flat_param[{bucket}]"
+
+    @property
+    def weight_cap(self) -> int:
+        """Stage 3: the most bytes of gathered weights at any time. By default room for the largest bucket, and for the
+        next one as large."""
+        if self.weight_nbytes is not None:
+            return self.weight_nbytes
+        return 2 * max((align_up(b.nbytes, ALIGN_NBYTES) for b in self.buckets), default=0)
 
     def microbatch(self) -> Plan:
         return replace(self, is_boundary=False)
@@ -213,6 +229,7 @@ def make_plan(
     topology: Topology | None = None,
     num_replicas: int = 1,
     kinds: Sequence[BlockKind] = (),
+    weight_nbytes: int | None = None,
 ) -> Plan:
     """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes``
     bytes; None: `default_nbytes` of its dtype and device. ``rules``: of each optimizer, what its layout must keep;
@@ -252,7 +269,7 @@ def make_plan(
     packed = tuple(buckets)
     return Plan(
         packed, world_size, placement, reduce, num_buffers, overlap, offload=offload, overlap_gather=overlap_gather,
-        topology=hosts, num_replicas=num_replicas, kinds=tuple(kinds),
+        topology=hosts, num_replicas=num_replicas, kinds=tuple(kinds), weight_nbytes=weight_nbytes,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from torch import fx
 from torch.profiler import record_function
 
 from zc.schedule.nodes import is_getitem, item_of, kind_of, maker, op_of, ops, results, stream_of
-from zc.schedule.spec import Op, RecordEvent, Release, Segment, WaitEvent
+from zc.schedule.spec import Op, RecordEvent, Release, Segment, TakeWeights, WaitEvent
 
 if TYPE_CHECKING:
     from zc.planning.plan import Plan
@@ -89,11 +89,13 @@ def _call(node: fx.Node, op: Op, last: dict[fx.Node, fx.Node | None]) -> str:
     if isinstance(op, Release):
         return f"({', '.join(f'v.pop({n.name!r})' for n in op.values)},)"
     returned = results(node)
-    if isinstance(op, Segment):
+    if isinstance(op, Segment | TakeWeights):
         names: list[str | None] = [None] * (1 + max(map(item_of, returned), default=-1))
         for item in returned:
             if item.users:  # nobody would take it out again
                 names[item_of(item)] = item.name
+        if isinstance(op, TakeWeights):
+            return f"put(v, {tuple(names)!r}, ops.take_weights({op.places!r}))"
         inputs = ", ".join(_show(n, node, last) for n in op.inputs)
         return f"put(v, {tuple(names)!r}, ops.segment({op.key!r}, [{inputs}]))"
     args = [_show(arg, node, last) for arg in node.args] + [f"{key}={item!r}" for key, item in node.kwargs.items()]

@@ -129,7 +129,7 @@ def value(node: fx.Node) -> Access:
 def results(node: fx.Node) -> tuple[fx.Node, ...]:
     """The values that a node returns: a segment's getitems, a launch's work."""
     op = op_of(node)
-    if isinstance(op, spec.Segment):
+    if isinstance(op, spec.Segment | spec.TakeWeights):
         return tuple(user for user in node.users if is_getitem(user))
     return (node,) if node.op == "placeholder" or isinstance(op, spec.LaunchReduce) else ()
 
@@ -159,8 +159,10 @@ def _extent(op: Op, field: str) -> tuple[Access, ...]:
     buffer: Buffer = getattr(op, field)
     if isinstance(op, spec.WgradInto):
         return (Access(buffer, op.start, op.stop),)
-    if isinstance(op, spec.FlattenCast) and op.spans is not None:
+    if isinstance(op, spec.FlattenCast | spec.ReadWeights) and op.spans is not None:
         return tuple(Access(buffer, *span) for span in op.spans)
+    if isinstance(op, spec.GatherWeights) and field == "dst":
+        return (Access(buffer, op.start, op.stop),)
     return (Access(buffer),)
 
 
@@ -168,6 +170,8 @@ def read_of_peers(op: Op | None, plan: Plan | None) -> Buffer | None:
     """The buffer of other ranks that a node reads where it lies; None for all other nodes."""
     if isinstance(op, spec.Gather):
         return op.buffer if plan is not None and plan.reads_weights else None
+    if isinstance(op, spec.GatherWeights):
+        return op.src if plan is not None and plan.reads_weights else None
     return op.src if isinstance(op, spec.ReduceRows) else None
 
 

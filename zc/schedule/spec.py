@@ -204,6 +204,50 @@ class Publish(Weights, stream=COMPUTE):
     """From here on the main stream may read the new parameters."""
 
 
+# --- weights that exist while they are read (stage 3) ---
+
+
+@dataclass(frozen=True)
+class TakeWeights(Op, role=Role.WEIGHTS):
+    """A graph's window: until the next one it reads the parameters at ``places``, (bucket, slot) each, and no others.
+    operator.getitem takes them. Without places it ends the last window."""
+
+    places: Spans
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(bucket for bucket, _ in self.places))
+
+
+@dataclass(frozen=True)
+class GatherWeights(BufferOp, role=Role.WEIGHTS, stream=COMM, reads=("src",), writes=("dst",)):
+    """Bytes [start, stop) of dst <- the bucket's weights, from all ranks' shards src."""
+
+    dst: Buffer
+    src: Buffer
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ReadWeights(Op, role=Role.WEIGHTS, reads=("buffer",)):
+    """The ``use``-th window of a pass: the graph that has it reads these buckets, in bytes ``spans`` of the buffer."""
+
+    buffer: Buffer
+    use: int
+    buckets: tuple[int, ...]
+    spans: Spans
+
+
+@dataclass(frozen=True)
+class FreeWeights(BufferOp, role=Role.WEIGHTS):
+    """Bytes [start, stop) of the buffer hold the bucket's weights no longer: another gather may have them."""
+
+    buffer: Buffer
+    start: int
+    stop: int
+
+
 # --- between ranks that read each other's memory: each rank runs the same ones, in the same order ---
 
 
