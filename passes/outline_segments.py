@@ -36,7 +36,7 @@ from zc.errors import PassError
 from zc.passes.base import Pass, copy_node
 from zc.planning.plan import Plan
 from zc.schedule.nodes import is_getitem, is_schedule_node, maker, op_of, put
-from zc.schedule.spec import Segment
+from zc.schedule.spec import Segment, TakeWeights
 
 _OUTER_META = ("val", "storage", "gradient_of")  # of a segment's results
 _KEPT_META = ("val", "tensor_meta")  # the rest (stack traces, names) differs between layers that are otherwise the same
@@ -81,7 +81,7 @@ def _refuse_streams(graph: fx.Graph) -> None:
 
 
 def _of_segment(node: fx.Node) -> bool:
-    return is_getitem(node) and isinstance(op_of(maker(node)), Segment)
+    return is_getitem(node) and isinstance(op_of(maker(node)), Segment | TakeWeights)
 
 
 def _keep_getitems_close(graph: fx.Graph) -> list[fx.Node]:

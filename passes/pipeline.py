@@ -13,19 +13,23 @@ from zc.passes import (
     signal_peers,
     tag_gradients,
     verify,
+    window_weights,
     write_in_place,
 )
 from zc.passes.base import Pass
 
 
-def pipeline(*, in_place: bool, prove: bool = True) -> tuple[Pass, ...]:
+def pipeline(*, in_place: bool, prove: bool = True, windows: bool = False) -> tuple[Pass, ...]:
     """The passes over a backward graph. ``in_place``: compute gradients in their slots where possible; ``prove``:
-    verify the schedule."""
+    verify the schedule; ``windows``: stage 3, in which weights are there while they are read."""
     passes = [tag_gradients.PASS, bucket_gradients.PASS]
     if in_place:
         passes.append(write_in_place.PASS)
     passes += [reduce_buckets.PASS, offload_gradients.PASS, signal_peers.PASS]
-    passes += [keep_fusions.PASS, outline_segments.PASS, place_on_streams.PASS, insert_events.PASS]
+    passes.append(keep_fusions.PASS)
+    if windows:
+        passes.append(window_weights.PASS)
+    passes += [outline_segments.PASS, place_on_streams.PASS, insert_events.PASS]
     if prove:
         passes.append(verify.PASS)
     return tuple(passes)

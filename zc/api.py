@@ -24,6 +24,7 @@ from zc.config import Config
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
 from zc.engine.runtime import Runtime
+from zc.engine.sharded_weights import ShardedWeights, forward_of
 from zc.engine.streams import Streams, make_streams
 from zc.errors import PlanError
 from zc.optim.assignment import Container
@@ -184,6 +185,8 @@ def _compiled_call(model: nn.Module, runtime: Runtime) -> Callable[..., Any] | N
     if config.broadcast_buffers and has_buffers(model) and runtime.group.world_size > 1:
         sync = BufferSync(model, runtime)
         call = torch_private.call_after(sync.before_forward, call or torch_private.plain_call(model))
+    if isinstance(runtime.weights, ShardedWeights):
+        call = forward_of(runtime.weights, call or torch_private.plain_call(model))
     return call
 
 
@@ -205,7 +208,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     for each in compiled.optimizers:
         _own_methods(model, each)
     state_marks.install(compiled)
-    if runtime.plan.overlap_gather:
+    if runtime.plan.overlap_gather or runtime.plan.placement.shards_weights:
         runtime.weights.install_hooks(model)
         runtime.weights.count_sharing()
     torch_private.call_instead(model, call)

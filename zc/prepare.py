@@ -15,6 +15,7 @@ from zc.checks import check, check_module, check_optimizers, check_replicas, own
 from zc.config import Config
 from zc.engine import param_grads
 from zc.engine.memory_order import flattened, in_shape
+from zc.engine.sharded_weights import without_bytes
 from zc.errors import PlanError
 from zc.machine import available_nbytes, check_room, note_of_connections, ranks_on_this_host
 from zc.offload.disk import open_file, state_keys
@@ -231,11 +232,19 @@ def fill(runtime: Runtime, buckets: Sequence[Bucket]) -> None:
         start, _ = bucket.layout.owned_range(rank)
         for slot in bucket.slots:
             param = runtime.params[slot.name]
-            values, place = flattened(param.detach(), slot), flat[slot.offset : slot.stop]
+            values = flattened(param.detach(), slot)
             ranks.broadcast_(values)
             first, stop = bucket.layout.owned(slot, rank)
-            if bucket.has_master or runtime.plan.offload is not None:
+            if buffers.has_own_master(bucket):
                 master[first - start : stop - start] = values[first - slot.offset : stop - slot.offset]
+            if runtime.plan.placement.shards_weights:
+                low, high = bucket.layout.in_shard(slot, rank)
+                shard, begin = buffers.weight[bucket.index], bucket.layout.shard_range(rank)[0]
+                shard[low - begin : high - begin] = values[low - slot.offset : high - slot.offset]
+                del values
+                param.data = without_bytes(param, bucket.param_dtype)
+                continue
+            place = flat[slot.offset : slot.stop]
             place.copy_(values)
             del values
             param.data = in_shape(torch_private.own_storage(place), slot)

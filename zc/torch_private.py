@@ -155,6 +155,12 @@ def own_storage(part: torch.Tensor) -> torch.Tensor:
     return own.view(part.dtype)
 
 
+def storage_number(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share a storage, while it lives, whether or not it has bytes. (``UntypedStorage._cdata``,
+    the address of the C++ object, 2.11 to 2.15.)"""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def num_sharing(tensor: torch.Tensor) -> int:
     """How many tensors, arrays and the like hold the storage of ``tensor``, itself and one more counted. (torch._C:
     what torch's CUDA-graph trees ask before they reuse memory; 2.11 to 2.15.)"""

@@ -19,6 +19,7 @@ from torch import fx
 from zc import torch_private
 from zc.compiler.backward import CompiledBackward, mark_storages
 from zc.compiler.blocks import Blocks, Member
+from zc.compiler.forward import CompiledForward
 from zc.compiler.segments import interpret, segment_compiler
 from zc.engine import param_grads
 from zc.errors import ZcError
@@ -86,6 +87,8 @@ def _inner_compile(
         if compiling.inside is not None and is_differentiated and not _saves_own(compiling, gm):
             compiling.guard_identity()
             compiling.inside = None
+        if runtime.plan.placement.shards_weights:
+            return _compile_in_windows(compiling, gm, kwargs)
         if runtime.plan.overlap_gather:
             return _compile_forward(runtime, names, gm, example_inputs, kwargs)
         return _whole(runtime, gm, example_inputs, kwargs)
@@ -152,6 +155,17 @@ def _compile_forward(
         def run(args: list[Any]) -> Any:
             runtime.weights.synchronize()
             return whole(args)
+
+    return torch_private.boxed(run)
+
+
+def _compile_in_windows(compiling: _Compiling, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
+    """A forward graph in stage 3: its weights come while it reads them."""
+    runtime = compiling.runtime
+    forward = CompiledForward(runtime, compiling.names, gm, kwargs, compiling.inside)
+
+    def run(args: list[Any]) -> tuple[Any, ...]:
+        return forward.program(args)(args, runtime.streams)
 
     return torch_private.boxed(run)
 

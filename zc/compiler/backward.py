@@ -41,11 +41,12 @@ class CompiledBackward:
         self.runtime, self.gm, self.inside = runtime, gm, inside
         self.compile_segment = segment_compiler(runtime, kwargs, is_backward=True)
         self.graph = _annotate(gm, names)
+        self._read = mark_weights(self.graph, names) if runtime.plan.placement.shards_weights else []
         written = self.graph.output_node().meta["grad_of"]
         self.written = [name for name in written if name is not None]
         # owned by runtime.programs
         self._programs: WeakValueDictionary[_Key, Program] = WeakValueDictionary()
-        self._own = _own_inputs(gm, names, inside)
+        self._own = own_inputs(gm, names, inside)
         # by whether it reduces, what autograd sees and the block that the passes have made it for
         self._templates: WeakValueDictionary[tuple[bool, frozenset[str], str], Program] = WeakValueDictionary()
         self._get(None if inside is None else inside.name, frozenset())  # while Dynamo's context is open
@@ -101,8 +102,8 @@ class CompiledBackward:
         """The schedule that the passes have made for ``block``, for ``member``."""
         assert self.inside is not None
         in_block = self.inside.in_block
-        names = {in_block(name, block): in_block(name, member) for name in self.written}
-        return _for_block(template, member, names, self.inside.blocks.num_after(member) * template.num_writes)
+        names = {in_block(name, block): in_block(name, member) for name in (*self.written, *self._read)}
+        return for_block(template, member, names, self.inside.blocks.num_after(member) * template.num_writes)
 
     def _build(self, member: str | None, reduces: bool, visible: frozenset[str]) -> Program:
         runtime = self.runtime
@@ -111,6 +112,12 @@ class CompiledBackward:
         if self.inside is not None and member is not None:
             inside, grad_of = self.inside, output.meta["grad_of"]
             output.meta["grad_of"] = tuple(name and inside.in_block(name, member) for name in grad_of)
+        where = runtime.plan.slot_of()
+        for node in graph.nodes:
+            name = node.meta.pop("param", None)
+            if name is not None:
+                own = self.inside.in_block(name, member) if self.inside is not None and member is not None else name
+                node.meta["weight"] = where[own]
         named = output.meta["grad_of"]
         output.meta["grad_of"] = tuple(None if name in visible else name for name in named)
         built = build(
@@ -126,7 +133,7 @@ class CompiledBackward:
         return built
 
 
-def _for_block(template: Program, block: str, names: Mapping[str, str], turn: int) -> Program | None:
+def for_block(template: Program, block: str, names: Mapping[str, str], turn: int) -> Program | None:
     """The program of another block, whose parameters ``names`` has by those of the template's, with the template's
     compiled segments. None: the places of its parameters differ by more than a shift."""
     moves = shifts(template.plan, names)
@@ -139,17 +146,17 @@ def _for_block(template: Program, block: str, names: Mapping[str, str], turn: in
     return Program(name, graph, template.plan, run, template.operations, template.records, block=block, like=template)
 
 
-def _own_inputs(gm: fx.GraphModule, names: Sequence[str | None], inside: Member | None) -> list[int]:
+def own_inputs(gm: fx.GraphModule, names: Sequence[str | None], inside: Member | None) -> list[int]:
     """Positions among a backward graph's inputs of its block's trainable parameters."""
     if inside is None:
         return []
-    found = []
+    found: list[int] = []
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
         index = torch_private.input_index(node.meta.get("desc"))
         if index is not None and inside.path(names[index]) is not None:
             found.append(position)
     if not found:
-        raise PassError(f"the backward graph of block {inside.name} gets none of its parameters")
+        raise PassError(f"a graph of block {inside.name} gets none of its parameters")
     return found
 
 
@@ -171,6 +178,22 @@ def _annotate(gm: fx.GraphModule, names: Sequence[str | None]) -> fx.Graph:
     output.meta["grad_of"] = tuple(grad_of)
     mark_storages(graph, torch_private.donated_inputs())
     return graph
+
+
+def mark_weights(graph: fx.Graph, names: Sequence[str | None]) -> list[str]:
+    """``meta["param"]`` of each input that is a trainable parameter: its name. Returns these names.
+
+    Relies on AOTAutograd's descriptors of inputs, forward and backward: ``placeholder.meta["desc"]`` is
+    ``PlainAOTInput(idx)`` (torch >= 2.9).
+    """
+    marked: list[str] = []
+    for node in graph.nodes:
+        index = torch_private.input_index(node.meta.get("desc")) if node.op == "placeholder" else None
+        name = names[index] if index is not None else None
+        if name is not None:
+            node.meta["param"] = name
+            marked.append(name)
+    return marked
 
 
 def mark_storages(graph: fx.Graph, donated: Sequence[int]) -> None:

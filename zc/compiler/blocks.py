@@ -29,7 +29,7 @@ class Blocks:
         self.kinds = tuple(kinds)
         self.positions = block_of(kinds)
         self._runtime = runtime
-        self._names: dict[int, str] = {}  # address of a trainable parameter -> its name; `zc.recompile` adds some
+        self._names: dict[int, str] = {}  # storage of a trainable parameter -> its name; `zc.recompile` adds some
 
     def split(self, name: str | None) -> tuple[str, str] | None:
         """A parameter's name as (member, name in it); None: it is outside of blocks."""
@@ -39,11 +39,11 @@ class Blocks:
         """The one block of these parameters, or of tensors that share their memory (checkpointing detaches what a
         forward saves); None: of none, or of several."""
         if len(self._names) != len(self._runtime.params):
-            named = self._runtime.params.items()
-            self._names = {p.untyped_storage().data_ptr(): name for name, p in named}
+            with torch_private.without_torch_function():  # parameters may be absent (stage 3)
+                self._names = {torch_private.storage_number(p): name for name, p in self._runtime.params.items()}
         members = set()
         for param in params:
-            name = self._names.get(param.untyped_storage().data_ptr()) if isinstance(param, Tensor) else None
+            name = self._names.get(torch_private.storage_number(param)) if isinstance(param, Tensor) else None
             parts = self.split(name)
             members.add(None if parts is None else parts[0])
         return members.pop() if len(members) == 1 else None

@@ -55,6 +55,7 @@ class Accumulators:
         self.nbytes_moved = {"to_host": 0, "to_device": 0}  # over the bus, by this rank, since the last update
         self.nbytes_of_last_step = self.nbytes_moved
         self.on_deposit: Callable[[int, int, Tensor], None] = lambda bucket, slot, grad: None
+        self.on_take: Callable[[Sequence[tuple[int, int]]], list[Tensor]] = lambda places: []  # stage 3
 
     def grow(self, plan: Plan) -> None:
         """Takes in ``plan``, whose first buckets are the present ones."""

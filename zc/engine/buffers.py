@@ -4,6 +4,9 @@ Bytes that a rank holds, by element of P (docs/design.md has the table by stage)
 to the ``zero_grad`` that sets gradients to None, the others always::
 
     flat_param    P * param_dtype    the parameters' own memory, whole on every rank
+                                     (stage 3: nothing; parameters have bytes while they are read)
+    weight        S * param_dtype    stage 3: this rank's shard of the weights; where nothing is narrower it is the master
+    arena         Plan.weight_cap    stage 3, at most, while a forward or backward runs: gathered weights
     master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype; of an optimizer that reads whole
                                      parameters those that the rank owns, as its optimizer state (`zc.planning.layout`)
     acc           S (stage 2) or P (stage 1) * acc_dtype
@@ -54,6 +57,8 @@ class Buffers:
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
         self.flat_param: list[Tensor] = []
+        self.weight: list[Tensor] = []
+        self.arena: list[Tensor] = []
         self.master_shard: list[Tensor] = []
         self.acc: list[Tensor] = []
         self.host: list[Tensor] = []
@@ -71,6 +76,9 @@ class Buffers:
         """Allocates what stays of the next bucket of the plan."""
         assert bucket.index == len(self.flat_param)
         start, stop = bucket.layout.owned_range(self.rank)
+        if self.plan.placement.shards_weights:
+            self._add_shard(bucket)
+            return
         flat = torch.zeros(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
         self.flat_param.append(flat)
         if self._memory is not None:
@@ -82,6 +90,42 @@ class Buffers:
             self.master_shard.append(flat[start:stop])
         if self.plan.offload is None or not self.plan.offload.accumulates_on_host:
             self.acc.append(_room(0, bucket.acc_dtype, bucket.device))
+
+    def _add_shard(self, bucket: Bucket) -> None:
+        """Stage 3: the shard of the weights, and the masters where they are not the same elements in the same dtype."""
+        start, stop = bucket.layout.owned_range(self.rank)
+        self.flat_param.append(_room(0, bucket.param_dtype, bucket.device))
+        self.weight.append(torch.zeros(bucket.layout.numel_shard, dtype=bucket.param_dtype, device=bucket.device))
+        if self._memory is not None:
+            self.master_shard.append(self._memory.zeros(stop - start, bucket.acc_dtype))
+            self.host.append(self._memory.zeros(self.plan.numel_on_host(bucket), bucket.acc_dtype))
+        elif self.has_own_master(bucket):
+            self.master_shard.append(torch.zeros(stop - start, dtype=bucket.acc_dtype, device=bucket.device))
+        else:
+            self.master_shard.append(self.weight[-1])
+        if self.plan.offload is None or not self.plan.offload.accumulates_on_host:
+            self.acc.append(_room(0, bucket.acc_dtype, bucket.device))
+
+    def has_own_master(self, bucket: Bucket) -> bool:
+        """Whether the masters are apart from what the parameters have, or in stage 3 from this rank's shard of it."""
+        is_apart = bucket.has_master or self.plan.offload is not None
+        return is_apart or (self.plan.placement.shards_weights and bucket.layout.owners is not None)
+
+    def make_arena(self, nbytes: int) -> None:
+        """Stage 3: room for gathered weights. Lifetime: until `drop_arena`, called when no stream uses it."""
+        if not self.arena or self.arena[0].numel() < nbytes:
+            self.arena[:] = [_room(nbytes, torch.uint8, self.plan.buckets[0].device)]
+
+    def drop_arena(self) -> None:
+        self.arena.clear()
+
+    def gathered(self, name: str, bucket: Bucket, start: int) -> Tensor:
+        """[P]: the whole weights of a bucket, which begin at byte ``start`` of the arena; or are its flat_param, while
+        that is whole."""
+        buffer = Buffer.named(name)
+        if buffer.kind == "flat_param":
+            return self.flat_param[buffer.index]
+        return self.arena[buffer.index][start : start + bucket.nbytes].view(bucket.param_dtype)
 
     def hold(self, bucket: Bucket) -> None:
         """Makes the accumulator of ``bucket`` and the ring, where they are not there; what is in them is not defined.
@@ -147,8 +191,8 @@ class Buffers:
     def all_tensors(self) -> tuple[list[Tensor], ...]:
         """Everything that is allocated, now and later: the same lists for as long as this object lives."""
         return (
-            self.flat_param, self.master_shard, self.acc, self.host, self._staging, self._param,
-            self._flat_grad, self._recv, self._host_sum,
+            self.flat_param, self.weight, self.arena, self.master_shard, self.acc, self.host, self._staging,
+            self._param, self._flat_grad, self._recv, self._host_sum,
         )  # fmt: skip
 
     def _drop_ring(self) -> None:
@@ -217,6 +261,8 @@ class Buffers:
         match Buffer.named(name):
             case Buffer("acc", index):
                 return self.acc[index]
+            case Buffer("weight", index):
+                return self.weight[index]
             case Buffer("host", index):
                 return self.host[index]
             case Buffer("master", index):
@@ -254,7 +300,7 @@ class Buffers:
     def nbytes(self) -> dict[str, int]:
         """Bytes on this rank while it has gradients, each storage once; those that come and go by their sizes, the
         others counted from the tensors."""
-        own = [b.has_master or self.plan.offload is not None for b in self.plan.buckets]
+        own = [self.has_own_master(b) for b in self.plan.buckets]
         masters = [m for m, is_own in zip(self.master_shard, own, strict=True) if is_own]
         acc = sum(fp32_shard(self.plan, b) * b.acc_dtype.itemsize for b in self.plan.buckets) if self.acc else 0
         flat_grad, recv, host_sum = self._ring_nbytes()
@@ -265,6 +311,9 @@ class Buffers:
             "flat_grad": flat_grad * self._num_flat_grads,
             "recv": recv,
         }
+        if self.plan.placement.shards_weights:
+            found["weight"] = _nbytes(self.weight)
+            found["arena"] = self.plan.weight_cap
         if host_sum:
             found["host_sum"] = host_sum * NUM_HOST_SUMS
         if any(b.layout.owners is not None for b in self.plan.buckets):

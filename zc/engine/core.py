@@ -78,7 +78,9 @@ class Core:
         self.accumulators = Accumulators(plan, buffers, group)
         self.bind = partial(Operations, self.accumulators)  # for `zc.engine.program.build`
         self.inductor_options = config.inductor_options
-        self.passes = pipeline(in_place=config.write_in_place, prove=config.verify)
+        self.passes = pipeline(
+            in_place=config.write_in_place, prove=config.verify, windows=plan.placement.shards_weights
+        )
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
         self.forwards: list[Program] = []  # of compiled forward graphs (overlap_gather)
         # by canonical text: each with the check of the global state that it was compiled under

@@ -180,7 +180,7 @@ def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
 
 def _exchange(buffer: str) -> str:
     """What ranks exchange when they read this buffer of each other."""
-    return GATHER if Buffer.named(buffer).kind in ("flat_param", "gathered") else REDUCE
+    return GATHER if Buffer.named(buffer).kind in ("flat_param", "gathered", "weight") else REDUCE
 
 
 def signal_full(accs: Accumulators, bucket: int, buffer: str) -> None:
@@ -190,7 +190,10 @@ def signal_full(accs: Accumulators, bucket: int, buffer: str) -> None:
         accs.start_reduction(bucket, sent)
     else:
         log.debug("bucket %d: its weights are gathered", bucket)
-        sent = accs.buffers.flat_param[bucket][slice(*record.layout.host_range(accs.group.rank))]
+        if accs.plan.placement.shards_weights:
+            sent = accs.buffers.weight[bucket]
+        else:
+            sent = accs.buffers.flat_param[bucket][slice(*record.layout.host_range(accs.group.rank))]
     accs.group.signal_full(what, bucket, sent)
 
 
@@ -263,6 +266,35 @@ def publish(accs: Accumulators, bucket: int, buffer: str) -> None:
     log.debug("bucket %d: its new weights may be read", bucket)
 
 
+# --- weights that exist while they are read (stage 3) ---
+
+
+def gather_weights(accs: Accumulators, bucket: int, dst: str, src: str, start: int, stop: int) -> None:
+    record = accs.plan.buckets[bucket]
+    out, shard, layout = accs.buffers.gathered(dst, record, start), accs.buffers.weight[bucket], record.layout
+    if accs.plan.world_size == 1:
+        out.copy_(shard)
+    elif accs.plan.reads_weights:
+        out[slice(*layout.shard_range(accs.group.rank))] = shard
+        for peer, place in accs.places[src].items():
+            accs.group.near().read(out[slice(*layout.shard_range(peer))], peer, place)
+    else:
+        log.debug("bucket %d: its weights are gathered", bucket)
+        wait(accs.group.all_gather(out, shard, "gather weights", bucket, layout.order))
+
+
+def free_weights(accs: Accumulators, bucket: int, buffer: str, start: int, stop: int) -> None:
+    log.debug("bucket %d: its weights are gone", bucket)
+
+
+def read_weights(accs: Accumulators, buffer: str, use: int, buckets: Sequence[int], spans: Spans | None) -> None:
+    """Nothing to do: the graph whose window this is reads them now."""
+
+
+def take_weights(accs: Accumulators, places: Sequence[tuple[int, int]]) -> list[Tensor]:
+    return accs.on_take(places)
+
+
 TABLE: dict[type[Op], Function] = {
     spec.FlattenCast: flatten_cast, spec.AccumulateCast: accumulate_cast, spec.WgradInto: wgrad_into,
     spec.Deposit: deposit,
@@ -272,4 +304,6 @@ TABLE: dict[type[Op], Function] = {
     spec.AwaitFree: await_free,
     spec.StageShard: stage_shard, spec.CopyToHost: copy_to_host, spec.CopyToDevice: copy_to_device,
     spec.Spread: spread, spec.GatherNet: gather_net, spec.Gather: gather, spec.Publish: publish,
+    spec.TakeWeights: take_weights, spec.GatherWeights: gather_weights, spec.ReadWeights: read_weights,
+    spec.FreeWeights: free_weights,
 }  # fmt: skip

@@ -47,6 +47,19 @@ def spread(buffers: Buffers, group: Group, bucket: Bucket) -> None:
     group.exchange(received, sent, "from owners", bucket.index).wait()
 
 
+def spread_shards(buffers: Buffers, group: Group, bucket: Bucket) -> None:
+    """The same in stage 3, where no rank has the whole: of the masters that this rank owns into all ranks' shards of
+    the weights."""
+    layout, shard = bucket.layout, buffers.weight[bucket.index]
+    run = buffers.master_shard[bucket.index].detach().to(device=bucket.device, dtype=bucket.param_dtype)
+    if group.world_size == 1:
+        shard[: run.numel()] = run
+        return
+    received = _pieces(shard, layout.shard_range(group.rank)[0], layout.of_shard(group.rank))
+    sent = _pieces(run, layout.owned_range(group.rank)[0], layout.of_run(group.rank))
+    group.exchange(received, sent, "from owners", bucket.index).wait()
+
+
 def _pieces(flat: Tensor, first: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, Tensor]]:
     """(rank, view) of elements [start, stop) of a bucket, of which ``flat`` has those from ``first`` on."""
     return [(rank, flat[start - first : stop - first]) for rank, start, stop in pieces]

@@ -25,7 +25,7 @@ from zc import torch_private
 _WAITING: weakref.WeakSet[Pending] = weakref.WeakSet()
 
 # What asks a parameter for no element of it
-_NO_VALUE = frozenset(
+NO_VALUE = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in (
             "grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim", "nbytes",
@@ -52,7 +52,7 @@ class PendingParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _NO_VALUE:
+        if func in NO_VALUE:
             with torch_private.without_torch_function():
                 return func(*args, **(kwargs or {}))
         _arrive()

@@ -28,6 +28,7 @@ from zc.engine.eager_gradients import Backward, EagerGradients
 from zc.engine.memory_order import in_shape
 from zc.engine.overlap_gather import WeightGather
 from zc.engine.program import Program
+from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.streams import Streams, ThreadStreams
 from zc.errors import UncoveredGradientError, ZcError
 from zc.log import log
@@ -71,7 +72,8 @@ class Runtime(Core):
             streams.wait_for = group.journal.wait_event  # a stream's thread may wait for a rank that never comes
         self.announcements = Announcements(plan, self.accumulators, group)
         self.eager = EagerGradients(streams, self.passes, self.bind)
-        self.weights = WeightGather(self)
+        shards_weights = plan.placement.shards_weights
+        self.weights: WeightGather | ShardedWeights = ShardedWeights(self) if shards_weights else WeightGather(self)
         self.listeners: list[Listener] = []
         self.hooks: list[RemovableHandle] = []  # on parameters
         self._phase = Phase.OPEN

@@ -48,8 +48,9 @@ class ParamWrites:
         self._versions: dict[str, int] = {}
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
-        """Records the addresses of these buckets' parameters in flat_param, which never moves."""
-        for bucket in buckets:
+        """Records the addresses of these buckets' parameters in flat_param, which never moves. In stage 3 they have
+        none, and `zc.whole_parameters` takes writes over."""
+        for bucket in buckets if not self._core.plan.placement.shards_weights else ():
             flat = self._core.buffers.flat_param[bucket.index]
             for slot in bucket.slots:
                 if slot.numel > 0:
@@ -88,6 +89,8 @@ class ParamWrites:
         """
         self.check_places()
         plan, buffers = self._core.plan, self._core.buffers
+        if plan.placement.shards_weights:
+            return
         for bucket in plan.buckets:
             if not bucket.has_master and plan.offload is None:
                 continue  # the master is the parameter's own storage

@@ -88,6 +88,8 @@ def rebased(
         changes: dict[str, Any] = {name: buffer(b) for name, b in spec.buffers_of(op).items()}
         if isinstance(op, spec.Event) and (carried := carried_by(op.event)) is not None:
             changes["event"] = carried_event(buffer(carried))
+        if isinstance(op, spec.TakeWeights):
+            changes["places"] = tuple(targets[place] for place in op.places)
         number = getattr(op, "bucket", None)
         if number is not None:
             shift = moves[number]

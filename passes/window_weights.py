@@ -1,0 +1,171 @@
+"""Cuts a graph into windows, each of which reads the weights of few buckets (stage 3).
+
+Before and after, ``%p`` a parameter in bucket 1, slot 0, and ``%q`` one in bucket 0, slot 2; ``%p`` is saved for the
+backward, so the graph returns it::
+
+                                              %take = take_weights(((1, 0),))
+                                              %p_1 = %take[0]
+    %t = aten.t(%p)                           %t = aten.t(%p_1)
+    %mm = aten.mm(%x, %t)                     %mm = aten.mm(%x, %t)
+    %t_1 = aten.t(%q)                   ->    %take_1 = take_weights(((0, 2),))
+    %mm_1 = aten.mm(%mm, %t_1)                %q_1 = %take_1[0]
+    output (%mm_1, %p)                        %t_1 = aten.t(%q_1)
+                                              %mm_1 = aten.mm(%mm, %t_1)
+                                              take_weights(())
+                                              output (%mm_1, %p)
+
+A window gets one more bucket as long as its bytes leave room for the next window's under `Plan.weight_cap`, so a block
+whose buckets fit is one window and one segment. What is made of parameters alone (views, casts) is made anew in each
+window that reads it. A view of a weight that leaves its window, as an output or a gradient, is copied. The pass leaves
+alone a graph that reads no parameter.
+
+The idea of gathering each weight before its use and freeing it after: ZeRO-3 (arXiv:1910.02054, section 5.3) and
+FSDP (arXiv:2304.11277).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from zc import torch_private
+from zc.errors import PassError
+from zc.passes.base import Pass
+from zc.planning.layout import ALIGN_NBYTES, align_up
+from zc.planning.plan import Plan
+from zc.schedule.nodes import is_schedule_node, put
+from zc.schedule.spec import TakeWeights
+
+Place = tuple[int, int]  # bucket, slot
+
+
+def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
+    reads = _Reads(graph)
+    windows = _windows(list(reads.by_node.values()), plan)
+    return _Rewrite(graph, reads, dict(zip(reads.by_node, windows, strict=True))).graph
+
+
+class _Reads:
+    """Which weights each node of a graph reads, also through views and casts of them."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.of_params: dict[fx.Node, tuple[fx.Node, ...]] = {}  # a value made of parameters alone -> the parameters
+        self.by_node: dict[fx.Node, list[Place]] = {}  # a node that is none of these -> what it reads
+        returned = set(graph.output_node().all_input_nodes)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                if "weight" in node.meta:
+                    self.of_params[node] = (node,)
+                continue
+            sources = [source for used in node.all_input_nodes for source in self.of_params.get(used, ())]
+            if node.op != "call_function" or not sources:
+                continue
+            if torch_private.mutates(node.target) and node.args[0] in self.of_params:
+                raise PassError(f"{node.name} of a compiled graph writes to a parameter: stage 3 has no bytes of it")
+            is_made_of_params = all(n in self.of_params or _is_size(n) for n in node.all_input_nodes)
+            if is_made_of_params and not is_schedule_node(node) and node not in returned:
+                self.of_params[node] = tuple(dict.fromkeys(sources))
+            else:
+                self.by_node[node] = [source.meta["weight"] for source in dict.fromkeys(sources)]
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _windows(reads: Sequence[Sequence[Place]], plan: Plan) -> list[int]:
+    """The number of the window in which each node stands."""
+    nbytes = [align_up(bucket.nbytes, ALIGN_NBYTES) for bucket in plan.buckets]
+    limit = max((_nbytes(_buckets(places), nbytes) for places in reads), default=0)
+    limit = max(limit, plan.weight_cap // 2)
+    numbers: list[int] = []
+    number, open_buckets = 0, set[int]()
+    for places in reads:
+        own = _buckets(places)
+        if _nbytes(open_buckets | own, nbytes) > limit:
+            number, open_buckets = number + 1, set()
+        open_buckets |= own
+        numbers.append(number)
+    return numbers
+
+
+def _buckets(places: Sequence[Place]) -> set[int]:
+    return {bucket for bucket, _ in places}
+
+
+def _nbytes(buckets: set[int], nbytes: Sequence[int]) -> int:
+    return sum(nbytes[bucket] for bucket in buckets)
+
+
+class _Rewrite:
+    """The graph with its windows."""
+
+    def __init__(self, graph: fx.Graph, reads: _Reads, windows: dict[fx.Node, int]) -> None:
+        self.graph = fx.Graph(owning_module=graph.owning_module)
+        self._reads, self._copies = reads, dict[fx.Node, fx.Node]()
+        self._inside: dict[fx.Node, fx.Node] = {}  # what is made of parameters -> its value in the present window
+        storages = {n.meta.get("storage") for n, made_of in reads.of_params.items() if made_of == (n,)} - {None}
+        params = {n.meta["weight"]: n for n, made_of in reads.of_params.items() if made_of == (n,)}
+        places: dict[int, dict[Place, None]] = {}
+        for node, number in windows.items():
+            places.setdefault(number, {}).update(dict.fromkeys(reads.by_node[node]))
+        current = -1
+        for node in graph.nodes:
+            if node.op == "output":
+                if windows:
+                    put(self.graph, TakeWeights(()))
+                self._copy(node, params_too=False)
+            elif node.op == "placeholder" or node not in reads.of_params:
+                if windows.get(node, current) != current:
+                    current = windows[node]
+                    self._open({place: params[place] for place in places[current]})
+                for used in node.all_input_nodes if is_schedule_node(node) else ():
+                    self._detach(used, storages)
+                copied = self._copy(node)
+                if node in windows and not is_schedule_node(node) and node.meta.get("storage") in storages:
+                    self._copies[node] = self._clone(copied)
+
+    def _open(self, params: dict[Place, fx.Node]) -> None:
+        take = put(self.graph, TakeWeights(tuple(params)))
+        self._inside.clear()
+        for k, param in enumerate(params.values()):
+            item = self.graph.call_function(operator.getitem, (take, k))
+            item.meta = {key: value for key, value in param.meta.items() if key in ("val", "tensor_meta", "storage")}
+            self._inside[param] = item
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """The copy of a node that the present window reads."""
+        if node not in self._reads.of_params:
+            return self._copies[node]
+        if node not in self._inside:
+            self._inside[node] = self._put_copy(node)
+        return self._inside[node]
+
+    def _copy(self, node: fx.Node, *, params_too: bool = True) -> fx.Node:
+        self._copies[node] = copied = self._put_copy(node, params_too=params_too)
+        return copied
+
+    def _put_copy(self, node: fx.Node, *, params_too: bool = True) -> fx.Node:
+        choose = self._value if params_too else self._copies.__getitem__
+        args, kwargs = fx.map_arg((node.args, node.kwargs), choose)
+        name = node.name if node not in self._reads.of_params or node.op == "placeholder" else None
+        copied = self.graph.create_node(node.op, node.target, args, kwargs, name=name, type_expr=node.type)
+        copied.meta = {key: item for key, item in node.meta.items() if key != "record"}
+        return copied
+
+    def _detach(self, node: fx.Node, storages: set[object]) -> None:
+        """A gradient that is a weight, or a view of one, waits for its bucket as a copy."""
+        if node in self._reads.of_params and node.meta.get("storage") in storages:
+            self._inside[node] = self._clone(self._value(node), node.meta)
+
+    def _clone(self, value: fx.Node, meta: dict[str, object] | None = None) -> fx.Node:
+        clone = self.graph.call_function(torch.ops.aten.clone.default, (value,))
+        own = ("storage", "record", "weight", "buffer")
+        clone.meta = {key: item for key, item in (meta or value.meta).items() if key not in own}
+        return clone
+
+
+PASS = Pass("window_weights", run)

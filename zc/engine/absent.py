@@ -1,0 +1,102 @@
+"""Parameters without bytes (stage 3): who reads one outside of the model's forward and backward is told the way out.
+
+Outside of them each parameter is of a class whose ``__torch_function__`` refuses whatever needs an element of it. In a
+forward or backward that is not compiled it gets the bytes first. The class of a tensor is changed as torch's own lazy
+parameters change theirs, and as `zc.engine.pending` does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zc import torch_private
+from zc.engine.pending import NO_VALUE
+from zc.errors import ZcError
+
+_OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its Absent
+
+# What hooks on parameters need, beside what asks for no element
+_ALLOWED = NO_VALUE | {
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor._backward_hooks.__get__,
+    Tensor._backward_hooks.__set__,
+    Tensor._post_accumulate_grad_hooks.__get__,
+    Tensor._post_accumulate_grad_hooks.__set__,
+    Tensor.is_sparse.__get__,
+    Tensor.is_meta.__get__,
+    Tensor.is_nested.__get__,
+    Tensor.retains_grad.__get__,
+    Tensor.__hash__,
+}
+
+
+class AbsentParameter(nn.Parameter):
+    """A parameter that has its shape, and no bytes."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
+        """Who makes another one by ``type(param)(...)`` means a parameter."""
+        return nn.Parameter(*args, **kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _ALLOWED:
+            _need(func, [a for a in tree_leaves((args, kwargs)) if isinstance(a, AbsentParameter)])
+        with torch_private.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        _need("copy.deepcopy", [self])
+        copied: nn.Parameter = nn.Parameter.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _need("pickling", [self])
+        return nn.Parameter.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
+
+
+def _need(what: Any, params: list[AbsentParameter]) -> None:
+    for param in params:
+        owner = _OWNERS.get(param)
+        if owner is not None and not owner.read(param):
+            name = getattr(what, "__name__", str(what))
+            raise ZcError(
+                f"{name} reads a parameter of shape {tuple(param.shape)}, and with stage=3 a parameter has bytes only "
+                "inside the model's forward and backward. Use `with zc.whole_parameters(model):` on all ranks to read "
+                "or write values, zc.full_state_dict(model) for all of them on rank 0, zc.save for a checkpoint"
+            )
+
+
+class Absent:
+    """The parameters of one model. ``get_bytes``: a method, held weakly, that makes parameters whole where it can, and
+    says whether they are."""
+
+    def __init__(self, get_bytes: Callable[[Iterable[nn.Parameter]], bool]) -> None:
+        self._get_bytes = weakref.WeakMethod(get_bytes)
+        self._params: list[nn.Parameter] = []
+
+    def leave(self, params: Iterable[nn.Parameter]) -> None:
+        """From here on a read of one of these is refused, or gets its bytes."""
+        for param in params:
+            if type(param) is nn.Parameter:
+                param.__class__ = AbsentParameter
+                self._params.append(param)
+                _OWNERS[param] = self
+
+    def release(self) -> None:
+        """Plain parameters again: who reads them now takes care of their bytes."""
+        for param in self._params:
+            param.__class__ = nn.Parameter
+        self._params.clear()
+
+    def read(self, param: nn.Parameter) -> bool:
+        get_bytes = self._get_bytes()
+        return get_bytes is None or get_bytes([param])

@@ -1,0 +1,412 @@
+"""Stage 3 on one rank: the shards of the weights, and which buckets are whole at this moment.
+
+A *pass* is one forward of the model, with its backward if there is one. Its compiled graphs read weights in *windows*
+(`zc.passes.window_weights`), and each window asks here for its buckets: the pass's next *use*. The order of the uses is
+that of the pass before. So the gathers of a pass are planned, proved, and run piece by piece, one piece before each use
+(`zc.planning.residency`)::
+
+    pass before     (3,) (2,) (1,) () (1,) (2,) (3,) ()      forward, then backward
+    piece 0         gather 3, gather 2, read 3
+    piece 1         free 3, gather 1, read 2
+    ...
+
+A pass with another order goes on right and slower: from there on each use gathers its own buckets when it comes.
+
+Code that is not compiled reads the parameters themselves. Before it runs, their buckets become *whole*: each parameter
+gets its bytes back, and keeps them until the update, since autograd may have saved views of them. In a forward without
+gradients they go at its end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from zc import torch_private
+from zc.engine.absent import Absent
+from zc.engine.memory_order import flattened, in_shape
+from zc.engine.owners import spread_shards
+from zc.engine.program import Program, build
+from zc.errors import ZcError
+from zc.kernels import adopt_writes
+from zc.passes import insert_events, place_on_streams, signal_peers, verify
+from zc.passes.weights_schedule import build_weights_schedule
+from zc.planning.residency import Residency, plan_residency
+from zc.schedule.buffer import Buffer
+from zc.schedule.codegen import Run, load_pieces
+from zc.schedule.nodes import put
+from zc.schedule.spec import GatherWeights, Publish
+
+if TYPE_CHECKING:
+    from zc.engine.core import Core
+
+Uses = tuple[tuple[int, ...], ...]
+_WHOLE = (signal_peers.PASS, place_on_streams.PASS, insert_events.PASS, verify.PASS)
+MAX_ORDERS = 16  # of passes, planned ahead; further ones gather as they come
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass, planned: a piece of its schedule before each use, and one after the last."""
+
+    uses: Uses
+    residency: Residency
+    graph: fx.Graph
+    pieces: Sequence[Run]
+
+
+class ShardedWeights:
+    """The weights of one model on one rank. The streams that read and write them are the plan's."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = weakref.ref(core)
+        core.accumulators.on_take = self.take
+        self.hooks: list[RemovableHandle] = []  # on modules
+        self.absent = Absent(self._read_by_eager_code)
+        self._operations = core.bind({})
+        self._singles: dict[Uses, Step] = {}  # of one use each
+        self._steps: dict[Uses, Step] = {}  # of whole passes
+        self._order: list[tuple[int, ...]] = []  # uses of the pass so far
+        self._expected: dict[int, Uses] = {}  # by the number of the pass in its update; -1: without gradients
+        self._number = 0  # of the pass that runs
+        self._num_passes = 0  # with gradients, since the last update
+        self._step: Step | None = None
+        self._position = 0
+        self._whole: set[int] = set()
+        self._whole_programs: dict[int, Program] = {}
+        self._task = -1  # autograd's number of the backward that runs
+        self._depth = 0  # forwards of the model inside one another
+        self._is_exposed = False  # inside zc.whole_parameters
+
+    # --- what compiled graphs read ---
+
+    def take(self, places: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """The next window of a compiled graph: its parameters, [shape] each, until the window after it."""
+        core = self._found()
+        buckets = tuple(sorted({bucket for bucket, _ in places} - self._whole))
+        self._use(core, buckets)
+        assert self._step is not None
+        at = {e.bucket: e.start for e in self._step.residency.pieces[self._position - 1].reads}
+        flat = {b: core.buffers.gathered("arena[0]", core.plan.buckets[b], at[b]) for b in buckets}
+        taken = []
+        for bucket, number in places:
+            slot = core.plan.buckets[bucket].slots[number]
+            if bucket in flat:
+                taken.append(in_shape(flat[bucket][slot.offset : slot.stop], slot))
+            else:
+                with torch_private.without_torch_function():
+                    taken.append(core.params[slot.name].detach())
+        return taken
+
+    def _use(self, core: Core, buckets: tuple[int, ...]) -> None:
+        step = self._step
+        if step is None or self._position >= len(step.uses) or step.uses[self._position] != buckets:
+            if step is not None and len(step.uses) > 1:
+                core.say_once(
+                    "stage 3: a forward or backward read other weights than the one before it, or in another order: "
+                    "there it gathers each bucket when it is read, not ahead"
+                )
+            self._close_step(core)
+            self._start(core, (buckets,), self._singles)
+        assert self._step is not None
+        self._step.pieces[self._position]({}, core.streams, self._operations)
+        self._order.append(buckets)
+        self._position += 1
+        if self._position == len(self._step.uses) > 1 and not buckets:
+            self._finish_step(core)
+
+    def _start(self, core: Core, uses: Uses, steps: dict[Uses, Step]) -> None:
+        if uses not in steps:
+            plan = core.plan
+            residency = plan_residency(uses, [bucket.nbytes for bucket in plan.buckets], plan.weight_cap)
+            graph = build_weights_schedule(plan, residency, verify=core.config.verify)
+            steps[uses] = Step(uses, residency, graph, load_pieces(graph))
+        self._step, self._position = steps[uses], 0
+        with torch.inference_mode(False):
+            core.buffers.make_arena(self._step.residency.nbytes)
+
+    def _finish_step(self, core: Core) -> None:
+        """The last piece: everything is freed."""
+        assert self._step is not None
+        self._step.pieces[-1]({}, core.streams, self._operations)
+        self._step = None
+
+    def _close_step(self, core: Core) -> None:
+        """No use follows in this order. A step that is left in the middle has gathers on their way."""
+        if self._step is None:
+            return
+        if self._position == len(self._step.uses):
+            self._finish_step(core)
+        else:
+            core.streams.join_main()
+            self._step = None
+
+    # --- passes ---
+
+    def _begin_pass(self, core: Core) -> None:
+        self._end_pass(core)
+        self._number = self._num_passes if torch.is_grad_enabled() else -1
+        self._num_passes += torch.is_grad_enabled()
+        expected = self._expected.get(self._number) or self._expected.get(self._number - 1 if self._number > 0 else 0)
+        if expected is not None and (expected in self._steps or len(self._steps) < MAX_ORDERS):
+            self._start(core, expected, self._steps)
+
+    def _end_pass(self, core: Core) -> None:
+        if self._order:
+            self._expected[self._number] = tuple(self._order)
+            self._order.clear()
+        self._close_step(core)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The model's forward runs inside: compiled code finds plain parameters."""
+        core = self._found()
+        if self._depth == 0 and not self._is_exposed:
+            self._begin_pass(core)
+            self.absent.release()
+        before, has_grad = set(self._whole), torch.is_grad_enabled()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0 and not self._is_exposed:
+                if not has_grad:
+                    self._end_pass(core)
+                    self._free(core, self._whole - before)
+                    core.buffers.drop_arena()
+                self._leave(core)
+
+    def hook_outputs(self, output: object) -> None:
+        """A backward through this output of the forward begins with `begin_backward`."""
+        if not torch.is_grad_enabled() or self._is_exposed:
+            return
+        known = weakref.ref(self)
+
+        def begin(grad: Tensor) -> None:
+            weights = known()
+            if weights is not None:
+                weights.begin_backward()
+
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(begin)  # type: ignore[no-untyped-call]
+
+    def begin_backward(self) -> None:
+        """Code that is compiled may run again (activation checkpointing), and finds plain parameters."""
+        if not self._is_exposed and self._depth == 0 and self._task != torch_private.current_graph_task():
+            self._task = torch_private.current_graph_task()
+            self.absent.release()
+            torch_private.queue_callback(self.end_backward)
+
+    def end_backward(self) -> None:
+        self._task = -1
+        if not self._is_exposed and self._depth == 0:
+            self._leave(self._found())
+
+    def _leave(self, core: Core) -> None:
+        self.absent.leave(core.params.values())
+
+    # --- what eager code reads ---
+
+    def make_whole(self, buckets: Iterable[int]) -> None:
+        """The parameters of these buckets have all their bytes, on all ranks."""
+        core = self._found()
+        for index in sorted(set(buckets) - self._whole):
+            bucket = core.plan.buckets[index]
+            with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
+                core.buffers.flat_param[index] = flat = torch.empty(
+                    bucket.numel, dtype=bucket.param_dtype, device=bucket.device
+                )
+                self._whole_program(core, index)([], core.streams)
+                for slot in bucket.slots:
+                    param = core.params[slot.name]
+                    param.untyped_storage().resize_(slot.numel * param.element_size())
+                    param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
+                core.buffers.flat_param[index] = flat[:0].clone()
+            self._whole.add(index)
+
+    def _whole_program(self, core: Core, index: int) -> Program:
+        if index not in self._whole_programs:
+            plan, graph, whole = core.plan, fx.Graph(), Buffer("flat_param", index)
+            put(graph, GatherWeights(index, whole, Buffer("weight", index), 0, plan.buckets[index].nbytes))
+            put(graph, Publish(index, whole))
+            graph.output(())
+            passes = [p._replace(requires=frozenset()) for p in _WHOLE if core.config.verify or p.name != "verify"]
+            self._whole_programs[index] = build(graph, plan, passes, core.bind, name=f"whole_{index}")
+        return self._whole_programs[index]
+
+    def _free(self, core: Core, buckets: Iterable[int]) -> None:
+        """The parameters of those of ``buckets`` that are whole have no bytes any more."""
+        for index in self._whole.intersection(buckets):
+            for slot in core.plan.buckets[index].slots:
+                with torch_private.without_torch_function():
+                    core.params[slot.name].untyped_storage().resize_(0)
+            self._whole.discard(index)
+
+    def _read_by_eager_code(self, params: Iterable[nn.Parameter]) -> bool:
+        """Somebody reads parameters outside of compiled code. True: they are whole now; False: they can't be."""
+        if self._is_exposed:
+            return True
+        if self._depth == 0 and torch_private.current_graph_task() == -1:
+            return False
+        self._make_params_whole(params)
+        return True
+
+    def _make_params_whole(self, params: Iterable[nn.Parameter]) -> None:
+        core = self._found()
+        where = core.plan.slot_of()
+        names = {id(param): name for name, param in core.params.items()}
+        buckets = {where[names[id(param)]][0] for param in params if id(param) in names} - self._whole
+        if buckets:
+            nbytes = sum(core.plan.buckets[b].nbytes for b in buckets)
+            first = core.plan.buckets[min(buckets)].slots[0].name
+            core.say_once(
+                f"stage 3: code that is not compiled reads {first} and others: these buckets, {nbytes:,} bytes, are "
+                "whole on every rank from there to the update, beside weight_nbytes"
+            )
+            self.make_whole(buckets)
+
+    def install_hooks(self, model: nn.Module) -> None:
+        """A module that runs eagerly has whole parameters first."""
+        known = weakref.ref(self)
+
+        def wait(module: nn.Module, *_: Any) -> None:
+            found = known()
+            if found is None or torch.compiler.is_compiling():
+                return
+            own = [param for param in module._parameters.values() if param is not None]
+            if own and found._depth:
+                found._make_params_whole(own)
+
+        self.hooks += [module.register_forward_pre_hook(wait) for module in model.modules()]
+        self._leave(self._found())
+
+    # --- whole parameters for the caller ---
+
+    @contextmanager
+    def exposed(self) -> Iterator[None]:
+        """All parameters are whole inside, and what was written into them goes to the shards at the end."""
+        core = self._found()
+        if self._is_exposed:
+            yield
+            return
+        self.synchronize()
+        self.make_whole(range(len(core.plan.buckets)))
+        self.absent.release()
+        self._is_exposed = True
+        try:
+            yield
+        finally:
+            self._is_exposed = False
+            self._take_over(core)
+            self._free(core, range(len(core.plan.buckets)))
+            self._leave(core)
+
+    @torch.no_grad()
+    def _take_over(self, core: Core) -> None:
+        """The shards, and the masters of the elements that were written, from the whole parameters."""
+        rank = core.group.shard.rank
+        for bucket in core.plan.buckets:
+            flat = torch.zeros(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
+            for slot in bucket.slots:
+                flat[slot.offset : slot.stop] = flattened(core.params[slot.name].detach(), slot)
+            core.buffers.weight[bucket.index].copy_(flat[slice(*bucket.layout.shard_range(rank))])
+            if core.buffers.has_own_master(bucket):
+                master = core.buffers.master_shard[bucket.index].detach()
+                adopt_writes(master, flat[slice(*bucket.layout.owned_range(rank))].to(master.device))
+
+    # --- updates ---
+
+    def publish(self, buckets: Sequence[int]) -> None:
+        """weight <- this rank's masters of ``buckets``, cast to param_dtype. All gathers of before are done."""
+        core = self._found()
+        if self._is_exposed:
+            raise ZcError(
+                "optimizer.step() inside zc.whole_parameters: the whole weights would stay those of before it. Leave "
+                "the block first"
+            )
+        for index in buckets:
+            bucket = core.plan.buckets[index]
+            if bucket.layout.owners is not None:
+                spread_shards(core.buffers, core.group.shard, bucket)
+            elif bucket.has_master:
+                core.buffers.weight[index].copy_(core.buffers.master_shard[index].detach())
+        self._num_passes = 0
+        slots = [slot for index in buckets for slot in core.plan.buckets[index].slots]
+        torch.autograd.graph.increment_version([core.params[slot.name] for slot in slots])
+        self._free(core, buckets)  # a backward through a forward of before fails by these versions, as in PyTorch
+
+    def synchronize(self) -> None:
+        """Before an update, a save, or the end: no gather is on its way, and nothing is gathered."""
+        core = self._found()
+        if self._depth or self._is_exposed:
+            return
+        if torch_private.current_graph_task() != -1:
+            return
+        self._end_pass(core)
+        core.streams.join_main()  # others have read this rank's shards
+        core.buffers.drop_arena()
+
+    def watch(self) -> None:
+        """Nothing is on its way after an update."""
+
+    def let_read(self) -> None:
+        """Nothing is on its way before a forward."""
+
+    def count_sharing(self) -> None:
+        """Nobody can hold the bytes of a parameter that has none."""
+
+    def grow(self) -> None:
+        """The plan is about to get more buckets."""
+        self.synchronize()
+        self._singles.clear()
+        self._steps.clear()
+        self._expected.clear()
+        self._whole_programs.clear()
+
+    @property
+    def programs(self) -> list[Program]:
+        """The schedules of whole buckets that have run so far, for explain."""
+        return list(self._whole_programs.values())
+
+    @property
+    def steps(self) -> list[Step]:
+        """Those planned so far, for explain."""
+        return list(self._steps.values())
+
+    def _found(self) -> Core:
+        core = self._core()
+        assert core is not None, "the model of these parameters is gone"
+        return core
+
+
+def without_bytes(param: nn.Parameter, slot_dtype: torch.dtype) -> Tensor:
+    """A tensor of the shape, strides and device of ``param``, whose storage has no bytes."""
+    empty = torch.empty_like(param.detach(), dtype=slot_dtype, memory_format=torch.preserve_format)
+    empty.untyped_storage().resize_(0)
+    return empty
+
+
+def forward_of(weights: ShardedWeights, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, the model's forward, inside `ShardedWeights.forward`."""
+    known = weakref.ref(weights)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        found = known()
+        if found is None:
+            return call(*args, **kwargs)
+        with found.forward():
+            output = call(*args, **kwargs)
+        found.hook_outputs(output)
+        return output
+
+    return run
