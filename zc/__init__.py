@@ -30,6 +30,7 @@ from zc.report.estimate import Estimate, plan
 from zc.report.explain import explain
 from zc.uneven import join
 from zc.version import __version__
+from zc.whole import full_state_dict, whole_parameters
 
 _configure_log()
 
@@ -55,6 +56,7 @@ __all__ = [
     "flush_state",
     "full_grad",
     "full_optimizer_state",
+    "full_state_dict",
     "grads_are_finite",
     "join",
     "latest",
@@ -70,4 +72,5 @@ __all__ = [
     "state_dict",
     "synchronize",
     "verify",
+    "whole_parameters",
 ]

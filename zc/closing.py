@@ -12,6 +12,7 @@ from zc import torch_private
 from zc.checkpoint.saving import _CHANNELS
 from zc.copies import unmark
 from zc.engine.host_memory import unlock_dropped
+from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import ZcError
 from zc.registry import COMPILED
 
@@ -48,6 +49,8 @@ def close(model: nn.Module) -> None:
             runtime.clear(set_to_none=True)  # after a backward that raised here, others wait for the agreed reductions
             runtime.streams.synchronize()
             runtime.weights.synchronize()
+            if isinstance(runtime.weights, ShardedWeights):
+                runtime.weights.make_whole(range(len(runtime.plan.buckets)))
         runtime.group.close()
     finally:
         _hand_back(model, held)
@@ -61,6 +64,8 @@ def _hand_back(model: nn.Module, held: ShardedModel) -> None:
     torch_private.call_instead(model, None)
     for handle in (*runtime.hooks, *runtime.weights.hooks):
         handle.remove()
+    if isinstance(runtime.weights, ShardedWeights):
+        runtime.weights.let_go()
     for param in runtime.params.values():
         param.grad = None
         param.data = param.data.clone()

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from zc import torch_private
 from zc.copies import Instead, NoSync, NotForDDP, mark
+from zc.engine.sharded_weights import ShardedWeights
+from zc.errors import ZcError
 from zc.optim.sharded_grad import ShardedGrad
 
 if TYPE_CHECKING:
@@ -57,9 +59,13 @@ def _apply(
 ) -> nn.Module:
     model, runtime = of_model(), known()
     assert model is not None
-    if runtime is not None:
-        function = _keeping({id(param) for param in runtime.params.values()}, function)
-    return torch_private.plain_apply(model, function, recurse)
+    if runtime is None:
+        return torch_private.plain_apply(model, function, recurse)
+    places = {id(param) for param in runtime.params.values()}
+    if isinstance(runtime.weights, ShardedWeights):
+        with runtime.weights.named_plainly():
+            return torch_private.plain_apply(model, _refusing_moves(places, function), recurse)
+    return torch_private.plain_apply(model, _keeping(places, function), recurse)
 
 
 def _keeping(places: set[int], function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -74,6 +80,27 @@ def _keeping(places: set[int], function: Callable[[Tensor], Tensor]) -> Callable
         result = function(tensor)
         is_kept = id(tensor) in places and (result is tensor or _is_same(tensor.detach(), result.detach()))
         return tensor if is_kept else result
+
+    return apply
+
+
+def _refusing_moves(places: set[int], function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``function``, except that parameters, which have no bytes (stage 3), stay as they are where it would only copy
+    them, and raise ZcError where it would not."""
+
+    def apply(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, ShardedGrad):
+            return tensor
+        if id(tensor) not in places:
+            return function(tensor)
+        like = torch.empty(1, dtype=tensor.dtype, device=tensor.device)
+        result = function(like)
+        if (result.dtype, result.device) != (like.dtype, like.device):
+            raise ZcError(
+                f"a parameter of {like.dtype} on {like.device} was to become {result.dtype} on {result.device}, and "
+                "with stage=3 its bytes lie in shards: move or cast the model before zc.compile, or use param_dtype"
+            )
+        return tensor
 
     return apply
 

@@ -15,7 +15,7 @@ from zc.checks import check, check_module, check_optimizers, check_replicas, own
 from zc.config import Config
 from zc.engine import param_grads
 from zc.engine.memory_order import flattened, in_shape
-from zc.engine.sharded_weights import without_bytes
+from zc.engine.sharded_weights import ShardedWeights, without_bytes
 from zc.errors import PlanError
 from zc.machine import available_nbytes, check_room, note_of_connections, ranks_on_this_host
 from zc.offload.disk import open_file, state_keys
@@ -23,7 +23,7 @@ from zc.optim.assignment import Assignment, listed
 from zc.optim.kinds import ELEMENTWISE, is_elementwise, note_of, rule_of, try_out
 from zc.optim.param_writes import note_of_shared
 from zc.planning.blocks import find_kinds
-from zc.planning.layout import own_strides
+from zc.planning.layout import ALIGN_NBYTES, align_up, own_strides
 from zc.planning.nbytes import STATES, resident
 from zc.planning.plan import Bucket, ParamSpec, Plan, make_plan
 from zc.planning.topology import usable
@@ -70,6 +70,7 @@ def resolve(model: nn.Module, optimizer: Any, options: Mapping[str, Any], ranks:
     check_replicas(config, ranks.num_replicas)
     plan = plan_of(model, assignment, config, ranks)
     check_wire(plan)
+    check_weights(plan)
     if plan.offload is not None:
         check_host(plan, assignment)
     return Request(model, config, assignment, plan, _open_state_file(config, ranks.rank, plan, assignment))
@@ -165,6 +166,21 @@ def check_wire(plan: Plan) -> None:
                 f"stage 1 reduces sums in {bucket.acc_dtype}; reduce_dtype={bucket.reduce_dtype} would round them: "
                 "leave reduce_dtype at None, or use stage 2"
             )
+
+
+def check_weights(plan: Plan) -> None:
+    """In stage 3 the largest bucket must fit into what weights may take."""
+    if not plan.placement.shards_weights:
+        return
+    if plan.offload is not None:
+        raise PlanError("stage=3 and offload: masters in host memory work in stages 1 and 2; leave one of them out")
+    largest = max(plan.buckets, key=lambda b: b.nbytes)
+    if plan.weight_cap < (least := align_up(largest.nbytes, ALIGN_NBYTES)):
+        raise PlanError(
+            f"weight_nbytes={plan.weight_cap} is too small: the largest bucket ({largest.slots[0].name}, ...) has "
+            f"{largest.nbytes} bytes of weights, so at least weight_nbytes={least} is needed; bucket_nbytes makes "
+            "buckets smaller, down to the largest parameter"
+        )
 
 
 def check_host(plan: Plan, assignment: Assignment) -> None:
@@ -275,6 +291,10 @@ def empty(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> None:
     """The reverse of `fill`, for what it has done: parameters get memory of their own in these dtypes."""
     for handle in (*runtime.hooks, *runtime.weights.hooks):
         handle.remove()
+    if isinstance(runtime.weights, ShardedWeights):
+        if runtime.plan.world_size == 1:
+            runtime.weights.make_whole(range(len(runtime.buffers.weight)))
+        runtime.weights.let_go()
     runtime.buffers.close()
     for name, param in runtime.params.items():
         param.grad = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from torch import fx
 
@@ -39,8 +40,9 @@ class CompiledForward:
         mark_storages(self._graph, donated=())
         self._read = mark_weights(self._graph, names)
         self._own = own_inputs(gm, names, inside)
-        self._programs: dict[str | None, Program] = {}  # by block
-        self._templates: dict[str, Program] = {}
+        # by block; owned by runtime.forwards, since Dynamo keeps this object
+        self._programs: WeakValueDictionary[str | None, Program] = WeakValueDictionary()
+        self._templates: WeakValueDictionary[str, Program] = WeakValueDictionary()
         self._get(None if inside is None else inside.name)  # while Dynamo's context is open
 
     def program(self, args: Sequence[Any]) -> Program:
@@ -53,9 +55,11 @@ class CompiledForward:
         return self._get(member)
 
     def _get(self, member: str | None) -> Program:
-        if member not in self._programs:
-            self._programs[member] = self._make(member)
-        return self._programs[member]
+        program = self._programs.get(member)
+        if program is None:
+            self._programs[member] = program = self._make(member)
+            self.runtime.forwards.append(program)
+        return program
 
     def _make(self, member: str | None) -> Program:
         if self.inside is not None and member is not None:
@@ -64,7 +68,6 @@ class CompiledForward:
                 names = {in_block(name, block): in_block(name, member) for name in self._read}
                 moved = for_block(template, member, names, turn=0)
                 if moved is not None:
-                    self.runtime.forwards.append(moved)
                     return moved
         program = self._build(member)
         if member is not None:
@@ -87,5 +90,4 @@ class CompiledForward:
             dump_dir=runtime.config.dump_dir,
         )  # fmt: skip
         built.block = member
-        runtime.forwards.append(built)
         return built

@@ -215,24 +215,41 @@ class ShardedWeights:
     def _leave(self, core: Core) -> None:
         self.absent.leave(core.params.values())
 
+    @contextmanager
+    def named_plainly(self) -> Iterator[None]:
+        """Inside, parameters are of their own class, for code that asks them for no element."""
+        core = self._found()
+        self.absent.release()
+        try:
+            yield
+        finally:
+            if not self._is_exposed and self._depth == 0:
+                self._leave(core)
+
     # --- what eager code reads ---
 
     def make_whole(self, buckets: Iterable[int]) -> None:
         """The parameters of these buckets have all their bytes, on all ranks."""
         core = self._found()
         for index in sorted(set(buckets) - self._whole):
-            bucket = core.plan.buckets[index]
+            flat = self.gathered_once(index)
             with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
-                core.buffers.flat_param[index] = flat = torch.empty(
-                    bucket.numel, dtype=bucket.param_dtype, device=bucket.device
-                )
-                self._whole_program(core, index)([], core.streams)
-                for slot in bucket.slots:
+                for slot in core.plan.buckets[index].slots:
                     param = core.params[slot.name]
                     param.untyped_storage().resize_(slot.numel * param.element_size())
                     param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
-                core.buffers.flat_param[index] = flat[:0].clone()
             self._whole.add(index)
+
+    def gathered_once(self, index: int) -> Tensor:
+        """[P]: the whole weights of one bucket, in memory of their own. All ranks call it."""
+        core = self._found()
+        bucket = core.plan.buckets[index]
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.empty(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
+            core.buffers.flat_param[index] = flat
+            self._whole_program(core, index)([], core.streams)
+            core.buffers.flat_param[index] = torch.empty(0, dtype=bucket.param_dtype, device=bucket.device)
+        return flat
 
     def _whole_program(self, core: Core, index: int) -> Program:
         if index not in self._whole_programs:
@@ -364,6 +381,20 @@ class ShardedWeights:
 
     def count_sharing(self) -> None:
         """Nobody can hold the bytes of a parameter that has none."""
+
+    @torch.no_grad()
+    def let_go(self) -> None:
+        """Plain parameters with bytes of their own again: what is whole, and NaN where ranks that were to send their
+        shards are lost."""
+        core = self._found()
+        self.absent.release()
+        for bucket in core.plan.buckets:
+            for slot in bucket.slots:
+                param = core.params[slot.name]
+                if param.untyped_storage().nbytes() < slot.numel * param.element_size():
+                    param.untyped_storage().resize_(slot.numel * param.element_size())
+                    param.data.fill_(float("nan"))
+        self._whole.clear()
 
     def grow(self) -> None:
         """The plan is about to get more buckets."""

@@ -21,7 +21,8 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
         sizes = {"P": [b.numel for b in plan.buckets], "S": [b.layout.numel_shard for b in plan.buckets]}[numel_of]
         return sum(n * getattr(b, dtype_of).itemsize for n, b in zip(sizes, plan.buckets, strict=True))
 
-    cast = tuple(b for b in plan.buckets if b.has_master)
+    in_shards = plan.placement.shards_weights
+    cast = tuple(b for b in plan.buckets if b.has_master or (in_shards and b.layout.owners is not None))
     ragged = tuple(b for b in plan.buckets if b.layout.owners is not None)
     whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
     host_sum = max(plan.numel_host_sum(b) * b.net_dtype.itemsize for b in plan.buckets)
@@ -30,13 +31,18 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
     state = heaviest(plan, plan.buckets, lambda b: num_states[b.optimizer] * b.acc_dtype.itemsize)
     apart = plan.world_size > 1 and (in_ring or plan.offload is not None)
     device = {
-        "flat_param": total("P", "param_dtype"),
+        "flat_param": 0 if in_shards else total("P", "param_dtype"),
         "master_shard": heaviest(plan, cast, lambda b: b.acc_dtype.itemsize) if plan.offload is None else 0,
         "acc": 0 if plan.offload is not None and plan.offload.accumulates_on_host else acc,
         "flat_grad": ring * whole if in_ring else 0,
         "recv": max(map(plan.nbytes_recv, plan.buckets)),
         "optimizer_state": state if plan.offload is None else 0,
     }
+    if in_shards:
+        device["weight"] = total("S", "param_dtype")
+        device["arena"] = plan.weight_cap
+        if plan.offload is None:  # a shard that is not cast is the master
+            device["master_shard"] = heaviest(plan, cast, lambda b: b.acc_dtype.itemsize)
     if host_sum:
         device["host_sum"] = NUM_HOST_SUMS * host_sum
     if ragged and apart:  # during an update
@@ -108,9 +114,10 @@ def sent(plan: Plan, microbatches: int) -> dict[str, int]:
         reduced = sum(b.numel // hosts.ranks_per_host * inside * b.reduce_dtype.itemsize for b in plan.buckets)
         reduced += sum(b.layout.numel_shard * between * b.net_dtype.itemsize for b in plan.buckets)
     reduced += sum(sent_to_replicas(plan, b) for b in plan.buckets)
+    gathers = 2 * microbatches if plan.placement.shards_weights else 1  # at most: some stay from forward to backward
     return {
         "gradients": num * reduced + moved(plan, "acc_dtype")[0],
-        "parameters": sum(b.layout.numel_shard * others * b.param_dtype.itemsize for b in plan.buckets)
+        "parameters": gathers * sum(b.layout.numel_shard * others * b.param_dtype.itemsize for b in plan.buckets)
         + moved(plan, "param_dtype")[1],
     }
 

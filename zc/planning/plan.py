@@ -253,6 +253,8 @@ def make_plan(
         is_far = hosts.num_hosts > 1 and device.type == "cpu"
         least = BETWEEN_HOSTS_NBYTES if is_far else DEFAULT_NBYTES
         nbytes = bucket_nbytes or default_nbytes([nbytes_of(spec) for spec in specs], least)
+        if bucket_nbytes is None and weight_nbytes is not None:  # stage 3: room for one bucket and the next
+            nbytes = min(nbytes, max(weight_nbytes // 2, 1))
         arrival = {spec.name: k for k, spec in enumerate(specs)}
         chunks: list[list[ParamSpec]] = []
         for number in sorted({spec.optimizer for spec in specs}):
