@@ -26,10 +26,10 @@ SENT, TOTAL, LANDED = "sent sum", "total", "landed total"
 OFFERED, OPEN, READ, RETURNED = "offered rows", "open rows", "read rows", "returned rows"
 OLD, NEW, CAST, GATHERED, PUBLISHED = "old weights", "new weights", "cast weights", "gathered weights", "weights"
 
-AT_ENTRY = {"acc": SUM, "host": SUM, "master": OLD, "flat_param": OLD, "gathered": OLD}  # all others: NOTHING
+AT_ENTRY = {"acc": SUM, "host": SUM, "master": OLD, "flat_param": OLD, "gathered": OLD, "weight": OLD}  # all others: NOTHING
 AT_EXIT = {  # all others: NOTHING
     "acc": (SUM, GRADIENT, TOTAL, LANDED), "host": (SUM, LANDED), "master": (OLD, CAST),
-    "flat_param": (OLD, PUBLISHED), "gathered": (OLD, GATHERED, PUBLISHED),
+    "flat_param": (OLD, PUBLISHED), "gathered": (OLD, GATHERED, PUBLISHED), "weight": (OLD,),
 }  # fmt: skip
 
 
@@ -84,11 +84,11 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "acc staging", (GRADIENT,), OFFERED, "partial"),
         Row("buffer", "flat_param", (NEW,), OFFERED, "offload"),
         Row("buffer", "flat_param", (OLD,), OFFERED, "device"),
-        Row("buffer", "gathered", (OLD,), OFFERED),
+        Row("buffer", "gathered weight", (OLD,), OFFERED),
     ),
-    spec.AwaitFull: (Row("buffer", "flat_grad acc staging flat_param gathered", (OFFERED,), OPEN),),
+    spec.AwaitFull: (Row("buffer", "flat_grad acc staging flat_param gathered weight", (OFFERED,), OPEN),),
     spec.SignalFree: (
-        Row("buffer", "flat_grad flat_param gathered", (READ,), RETURNED),
+        Row("buffer", "flat_grad flat_param gathered weight", (READ,), RETURNED),
         Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
         Row("buffer", "acc staging", (SENT,), SENT, "partial twice"),
     ),
@@ -97,6 +97,7 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
         Row("buffer", "acc staging", (SENT,), SENT, "partial twice"),
         Row("buffer", "flat_param gathered", (RETURNED,), GATHERED),
+        Row("buffer", "weight", (RETURNED,), OLD),
     ),
     spec.StageShard: (
         Row("src", "acc", (TOTAL, SUM), LANDED),
@@ -126,6 +127,11 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "flat_param", (NEW,), GATHERED, "messages offload"),
         Row("buffer", "flat_param", (OLD,), GATHERED, "messages device"),
         Row("buffer", "gathered", (OLD,), GATHERED, "messages"),
+    ),
+    spec.GatherWeights: (
+        Row("src", "weight", (OPEN,), READ, "memory"),
+        Row("src", "weight", (OLD,), OLD, "messages"),
+        Row("dst", "flat_param", (OLD,), GATHERED),
     ),
     spec.Publish: (
         Row("buffer", "flat_param", (GATHERED,), PUBLISHED),

@@ -58,6 +58,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     num_buffers: int = 2,
     overlap: bool = True,
     overlap_gather: bool = False,
+    weight_nbytes: int | None = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     backend: str = "inductor",
@@ -73,7 +74,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     fullgraph: bool = False,
     dump_dir: str | Path | None = None,
 ) -> tuple[nn.Module, Container]:
-    """ZeRO stage 1 or 2 for ``model`` and ``optimizer``: the same two objects come back, and the loop stays as it is.
+    """ZeRO stage 1, 2 or 3 for ``model`` and ``optimizer``: the same two objects come back, and the loop stays as it is.
 
     Gradients are the mean over the ranks of ``group`` and the sum over backward calls, as in DDP. Without an
     initialised process group it works as one rank. Parameters and buffers are first broadcast from rank 0.
@@ -81,7 +82,9 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     Args:
         optimizer: a torch.optim.Optimizer, or a list, tuple or dict of several, with each trainable parameter in one
             of them. Each updates, and clears, its own when its ``step()`` and ``zero_grad()`` are called.
-        stage: 1 keeps full-size fp32 gradients and shards masters and optimizer state; 2 shards the gradients, too.
+        stage: 1 keeps full-size fp32 gradients and shards masters and optimizer state; 2 shards the gradients, too; 3
+            also the weights, which are gathered bucket by bucket while the forward and the backward read them. Outside
+            of them a parameter has no bytes: see `whole_parameters` and `full_state_dict`.
         param_dtype: casts the trainable parameters, after their fp32 masters were taken from the given values.
         backend: "inductor"; "aot_eager", the same schedule with its segments run op by op; "eager", hooks only.
         group: the ranks that share the model; None: the default group.
@@ -108,6 +111,10 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             bucket where it first reads it; whoever reads a parameter before that waits for all (`zc.engine.pending`).
             While a view, ``p.data`` or array of one is kept, step() waits as without. Opt-in: a C++ extension that
             takes tensors past torch's dispatch is not seen; call `synchronize` before such a read.
+
+    Stage 3:
+        weight_nbytes: the most bytes of gathered weights at any time. None: room for the largest bucket and for the
+            next one. With more, buckets stay from the forward to the backward, and are gathered once less.
 
     Offload:
         offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there;

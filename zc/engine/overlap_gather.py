@@ -187,11 +187,12 @@ class WeightGather:
         load_state_dict of the model or of a part."""
         known = weakref.ref(self)
 
-        def wait(*_: Any) -> None:
+        def synchronize(*_: object) -> None:
             found = known()
-            if found is not None and not torch.compiler.is_compiling():
+            if found is not None:
                 found.synchronize()
 
+        wait = torch_private.only_eager(synchronize)
         for module in model.modules():
             self.hooks += [
                 module.register_forward_pre_hook(wait),

@@ -39,7 +39,7 @@ from zc.errors import ZcError
 from zc.kernels import adopt_writes
 from zc.passes import insert_events, place_on_streams, signal_peers, verify
 from zc.passes.weights_schedule import build_weights_schedule
-from zc.planning.residency import Residency, plan_residency
+from zc.planning.residency import Extent, Residency, plan_residency
 from zc.schedule.buffer import Buffer
 from zc.schedule.codegen import Run, load_pieces
 from zc.schedule.nodes import put
@@ -92,9 +92,7 @@ class ShardedWeights:
         """The next window of a compiled graph: its parameters, [shape] each, until the window after it."""
         core = self._found()
         buckets = tuple(sorted({bucket for bucket, _ in places} - self._whole))
-        self._use(core, buckets)
-        assert self._step is not None
-        at = {e.bucket: e.start for e in self._step.residency.pieces[self._position - 1].reads}
+        at = {extent.bucket: extent.start for extent in self._use(core, buckets)}
         flat = {b: core.buffers.gathered("arena[0]", core.plan.buckets[b], at[b]) for b in buckets}
         taken = []
         for bucket, number in places:
@@ -106,7 +104,8 @@ class ShardedWeights:
                     taken.append(core.params[slot.name].detach())
         return taken
 
-    def _use(self, core: Core, buckets: tuple[int, ...]) -> None:
+    def _use(self, core: Core, buckets: tuple[int, ...]) -> Sequence[Extent]:
+        """The next use of this pass: runs the piece before it, and returns where it reads."""
         step = self._step
         if step is None or self._position >= len(step.uses) or step.uses[self._position] != buckets:
             if step is not None and len(step.uses) > 1:
@@ -116,12 +115,15 @@ class ShardedWeights:
                 )
             self._close_step(core)
             self._start(core, (buckets,), self._singles)
-        assert self._step is not None
-        self._step.pieces[self._position]({}, core.streams, self._operations)
+        step = self._step
+        assert step is not None
+        step.pieces[self._position]({}, core.streams, self._operations)
+        reads = step.residency.pieces[self._position].reads
         self._order.append(buckets)
         self._position += 1
-        if self._position == len(self._step.uses) > 1 and not buckets:
+        if self._position == len(step.uses) > 1 and not buckets:
             self._finish_step(core)
+        return reads
 
     def _start(self, core: Core, uses: Uses, steps: dict[Uses, Step]) -> None:
         if uses not in steps:
@@ -296,15 +298,14 @@ class ShardedWeights:
         """A module that runs eagerly has whole parameters first."""
         known = weakref.ref(self)
 
-        def wait(module: nn.Module, *_: Any) -> None:
+        def get_bytes(module: nn.Module) -> None:
             found = known()
-            if found is None or torch.compiler.is_compiling():
-                return
-            own = [param for param in module._parameters.values() if param is not None]
-            if own and found._depth:
+            own = [param for param in module.parameters(recurse=False)]
+            if found is not None and own and not found._is_exposed:
                 found._make_params_whole(own)
 
-        self.hooks += [module.register_forward_pre_hook(wait) for module in model.modules()]
+        hook = torch_private.only_eager(get_bytes)
+        self.hooks += [module.register_forward_pre_hook(hook) for module in model.modules()]
         self._leave(self._found())
 
     # --- whole parameters for the caller ---

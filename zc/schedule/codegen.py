@@ -36,9 +36,13 @@ Run = Callable[[dict[str, Any], Any, Any], None]
 
 def generate(graph: fx.Graph, plan: Plan | None = None) -> str:
     """The schedule's source; with ``plan`` the one whose statements have names."""
+    return _generate(graph, list(ops(graph)), plan)
+
+
+def _generate(graph, nodes, plan=None):
     lines = ["def schedule(v, streams, ops):", "    on, record, wait = streams.run_on, streams.record, streams.wait"]
     last = _last_uses(graph)
-    for node, op in ops(graph):
+    for node, op in nodes:
         stream = stream_of(node)
         match op:
             case RecordEvent(event):
@@ -51,6 +55,22 @@ def generate(graph: fx.Graph, plan: Plan | None = None) -> str:
                     task = f"named({shown_name(node, op, plan)!r}, {task})"
                 lines.append(f"    on({stream!r}, {task})")
     return "\n".join(lines) + "\n"
+
+
+def load_pieces(graph):
+    pieces, current = [], []
+    from zc.schedule.spec import ReadWeights
+    for node, op in ops(graph):
+        current.append((node, op))
+        if isinstance(op, ReadWeights):
+            pieces.append(current); current = []
+    pieces.append(current)
+    out = []
+    for p in pieces:
+        ns = {"put": _put, "named": _named}
+        exec(compile(_generate(graph, p), "<zc schedule>", "exec"), ns)
+        out.append(ns["schedule"])
+    return out
 
 
 def load(graph: fx.Graph, plan: Plan | None = None) -> Run:

@@ -1,0 +1,310 @@
+"""Where gathered weights lie while they are read (stage 3), planned for a whole pass before it runs. No tensors.
+
+A pass is a sequence of *uses*: use k reads the buckets ``uses[k]``. A piece of the plan comes before each use: what is
+freed, what is gathered, and where the use reads. Buckets 0, 1 and 2 of 128 bytes in 256 bytes, read forward and back::
+
+    use 0 reads 0    gather 0 [0, 128)     gather 1 [128, 256)
+    use 1 reads 1    free 0                gather 2 [0, 128)
+    use 2 reads 2
+    use 3 reads 1    free 2                gather 0 [0, 128)
+    use 4 reads 0    free 1
+                     free 0
+
+The rules, by rank: what a use reads is there; extents alive at once do not overlap, and lie in the first ``cap`` bytes;
+what the next use reads is gathered one use ahead, and room for it is made where that is possible; what is evicted is
+what is read latest (Belady, 1966); what is read later is gathered into room that is free. Buckets that nothing evicts
+stay from forward to backward. Extents do not move, so an arena with enough bytes may lack a hole: `_Planner.place`
+looks one use further, and where a use still has no room, its buckets are freed and gathered again side by side.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zc.errors import PlanError
+from zc.planning.layout import ALIGN_NBYTES, align_up
+
+_NEVER = 1 << 60
+
+
+class Extent(NamedTuple):
+    """Bytes [start, stop) of the arena hold the weights of a bucket."""
+
+    bucket: int
+    start: int
+    stop: int
+
+
+class Piece(NamedTuple):
+    """What is issued for one use, in this order: frees, gathers, and the read of ``reads``."""
+
+    frees: tuple[Extent, ...]
+    gathers: tuple[Extent, ...]
+    reads: tuple[Extent, ...]
+
+
+@dataclass(frozen=True)
+class Residency:
+    """One piece for each use; after a last use that reads something, one more with its frees.
+
+    ``peak``: the most bytes of weights at any time. ``nbytes``: the size of the arena, where the last extent stops."""
+
+    pieces: tuple[Piece, ...]
+    peak: int
+    nbytes: int
+
+    @property
+    def num_gathers(self) -> int:
+        return sum(len(piece.gathers) for piece in self.pieces)
+
+
+def smallest_cap(uses: Sequence[tuple[int, ...]], nbytes: Sequence[int] | Mapping[int, int]) -> int:
+    """The fewest bytes in which each use finds what it reads."""
+    return max((_total(use, nbytes) for use in uses), default=0)
+
+
+def plan_residency(
+    uses: Sequence[tuple[int, ...]], nbytes: Sequence[int] | Mapping[int, int], cap: int
+) -> Residency:
+    """The plan of one pass. ``nbytes``: of each bucket; ``cap``: of the arena."""
+    least = smallest_cap(uses, nbytes)
+    if least > cap // ALIGN_NBYTES * ALIGN_NBYTES:
+        number, use = next((k, use) for k, use in enumerate(uses) if _total(use, nbytes) == least)
+        raise PlanError(
+            f"weight_nbytes={cap} is too small: use {number} of the pass reads bucket{'s' * (len(use) > 1)} "
+            f"{', '.join(map(str, use))}, {least} bytes together; the smallest weight_nbytes that would do is {least}"
+        )
+    return _Planner([tuple(dict.fromkeys(use)) for use in uses], nbytes, cap).run()
+
+
+def _total(use: Iterable[int], nbytes: Sequence[int] | Mapping[int, int]) -> int:
+    return sum(align_up(nbytes[b], ALIGN_NBYTES) for b in set(use))
+
+
+_Taken = tuple[int, int, int]  # start, stop, bucket: the bytes that a bucket takes up, whole multiples of ALIGN_NBYTES
+
+
+class _Planner:
+    def __init__(self, uses: Sequence[tuple[int, ...]], nbytes: Sequence[int] | Mapping[int, int], cap: int) -> None:
+        self.uses, self.nbytes = uses, nbytes
+        self.size = {b: align_up(nbytes[b], ALIGN_NBYTES) for use in uses for b in use}
+        self.end = min(cap // ALIGN_NBYTES * ALIGN_NBYTES, sum(self.size.values()))
+        self.next: dict[int, int] = {}  # bucket -> the next use after the present one that reads it
+        self._following: list[dict[int, int]] = []  # of each use: the same for the buckets that it reads
+        for use in reversed(uses):
+            self._following.append({b: self.next.get(b, _NEVER) for b in use})
+            self.next.update(dict.fromkeys(use, len(uses) - len(self._following)))
+        self._following.reverse()
+        self.other = [self._other_use(k) for k in range(len(uses))]  # the next use that reads other buckets
+        self._both = [self._pair(k) for k in range(len(uses))]
+        self.live: dict[int, _Taken] = {}
+        self.order: list[_Taken] = []  # those alive, by position
+        self.frees: list[Extent] = []
+        self.gathers: list[Extent] = []
+        self.ahead = 0  # all that earlier uses read is there
+
+    def _other_use(self, k: int) -> int:
+        mine = set(self.uses[k])
+        return next((j for j in range(k + 1, len(self.uses)) if not mine.issuperset(self.uses[j])), _NEVER)
+
+    def _pair(self, k: int) -> tuple[int, ...]:
+        """What a use and the next one with other buckets read; nothing if there is none, or if both don't fit."""
+        if self.other[k] == _NEVER:
+            return ()
+        both = tuple(dict.fromkeys((*self.uses[k], *self.uses[self.other[k]])))
+        return both if sum(self.size[b] for b in both) <= self.end else ()
+
+    def run(self) -> Residency:
+        pieces: list[Piece] = []
+        peak = 0
+        for k, use in enumerate(self.uses):
+            self._free([b for b in (self.uses[k - 1] if k else ()) if self.next[b] == _NEVER])
+            self.next.update(self._following[k])
+            self._bring_now(k)
+            other = self.other[k]
+            if other != _NEVER:
+                self._bring(other, {*use, *self.uses[other]}, partly=True)
+                self._move(other, use)
+            self._look_ahead(k)
+            reads = tuple(self._extent(self.live[b]) for b in use)
+            pieces.append(Piece(tuple(self.frees), tuple(self.gathers), reads))
+            peak = max(peak, sum(self.nbytes[b] for b in self.live))
+            self.frees, self.gathers = [], []
+        if self.live:
+            pieces.append(Piece(tuple(map(self._extent, self.order)), (), ()))
+        stops = (extent.stop for piece in pieces for extent in piece.gathers)
+        return Residency(tuple(pieces), peak, max(stops, default=0))
+
+    def _extent(self, taken: _Taken) -> Extent:
+        start, _, bucket = taken
+        return Extent(bucket, start, start + self.nbytes[bucket])
+
+    # --- what a use reads ---
+
+    def _bring_now(self, k: int) -> None:
+        use = self.uses[k]
+        if self._bring(k, set(use), partly=False):
+            return
+        self._free([b for b in use if b in self.live])
+        start = 0
+        for bucket in use:
+            self._gather(bucket, start)
+            start += self.size[bucket]
+
+    def _bring(self, k: int, pinned: set[int], *, partly: bool) -> bool:
+        """Gathers what use ``k`` reads and is not there, without touching what is ``pinned``. False: not all of it has
+        room; ``partly``: some of it may be there then."""
+        missing = sorted((b for b in self.uses[k] if b not in self.live), key=lambda b: -self.size[b])
+        if not missing:
+            return True
+        before = self._state()
+        if all([self._place(b, k, pinned) for b in missing]):
+            return True
+        after = self._state()
+        self.live, self.order, self.frees, self.gathers, self.ahead = before
+        places = self._packed(missing, [self.live[b] for b in pinned if b in self.live])
+        if places is None and partly:
+            self.live, self.order, self.frees, self.gathers, self.ahead = after
+        for bucket, start in places or ():
+            self._gather(bucket, start)
+        return places is not None
+
+    def _move(self, k: int, present: tuple[int, ...]) -> None:
+        """Gathers again, at another place, what use ``k`` reads where it leaves no room for the use after ``k``."""
+        new = {extent.bucket for extent in self.gathers}
+        for b in self.uses[k]:
+            if b not in self.live or b in present or b in new or self._leaves_room(b, k, self.live[b][0]):
+                continue
+            before = self._state()
+            self._free([b])
+            start = next((a for a in self._choices(self.size[b], {*present, *self.uses[k]}) if self._leaves_room(b, k, a)), None)
+            if start is None:
+                self.live, self.order, self.frees, self.gathers, self.ahead = before
+            else:
+                self._gather(b, start)
+
+    def _state(self) -> tuple[dict[int, _Taken], list[_Taken], list[Extent], list[Extent], int]:
+        return dict(self.live), list(self.order), list(self.frees), list(self.gathers), self.ahead
+
+    def _look_ahead(self, k: int) -> None:
+        """Gathers what later uses read into holes, in the order of the uses, until one does not fit."""
+        self.ahead = max(self.ahead, k + 1)
+        while self.ahead < len(self.uses):
+            missing = [b for b in self.uses[self.ahead] if b not in self.live]
+            if not all(self._place(b, self.ahead, None) for b in missing):
+                return
+            self.ahead += 1
+
+    # --- where ---
+
+    def _place(self, bucket: int, k: int, pinned: set[int] | None) -> bool:
+        """Gathers a bucket for use ``k``. ``pinned`` None: into a hole, else what is not pinned may go for it. The last
+        choice is a place that leaves no room for the use after ``k``."""
+        size, first = self.size[bucket], None
+        for start in self._choices(size, pinned):
+            first = start if first is None else first
+            if self._leaves_room(bucket, k, start):
+                self._gather(bucket, start)
+                return True
+        if first is not None:
+            self._gather(bucket, first)
+        return first is not None
+
+    def _choices(self, size: int, pinned: set[int] | None) -> Iterator[int]:
+        """Where ``size`` bytes could start, the best place first: in the smallest hole, else where what goes for it is
+        read latest."""
+        holes, stop = [], 0
+        for k, (start, behind, _) in enumerate((*self.order, (self.end, self.end, -1))):
+            if start - stop >= size:
+                holes.append((start - stop, k, stop, start))
+            stop = behind
+        for _, k, left, right in sorted(holes):
+            yield from self._ends(size, k - 1, k, left, right)
+        if pinned is None:
+            return
+        may_go = [taken for taken in self.order if taken[2] not in pinned]
+        may_go.sort(key=lambda taken: self.next[taken[2]], reverse=True)
+        gone = set[int]()
+        for taken in may_go:
+            gone.add(taken[2])
+            first = last = bisect.bisect_left(self.order, taken)  # of the run of extents that go
+            while first and self.order[first - 1][2] in gone:
+                first -= 1
+            while last + 1 < len(self.order) and self.order[last + 1][2] in gone:
+                last += 1
+            left = self.order[first - 1][1] if first else 0
+            right = self.order[last + 1][0] if last + 1 < len(self.order) else self.end
+            if right - left >= size:
+                yield from self._ends(size, first - 1, last + 1, left, right)
+
+    def _ends(self, size: int, before: int, behind: int, left: int, right: int) -> list[int]:
+        """Both ends of [left, right): what evicts less comes first, then what lies beside the neighbor that stays
+        longer, so that large holes remain. ``before`` and ``behind`` number the neighbors in `order`."""
+        evicts = [
+            sum(stop - start for start, stop, _ in self.order[before + 1 : behind] if start < at + size and at < stop)
+            for at in (left, right - size)
+        ]
+        is_left = (evicts[0], -self._stays(before)) <= (evicts[1], -self._stays(behind))
+        return [left, right - size] if is_left else [right - size, left]
+
+    def _stays(self, number: int) -> int:
+        """How long an extent of `order` stays, to compare; the ends of the arena stay for ever."""
+        if not 0 <= number < len(self.order):
+            return 1
+        return -self.next[self.order[number][2]]  # what is read late is evicted early
+
+    def _leaves_room(self, bucket: int, k: int, start: int) -> bool:
+        """Whether what use ``k`` and the one after it read fits together if ``bucket`` is gathered there; True where it
+        does not fit in any case."""
+        both = self._both[k]
+        if not both:
+            return True
+        stop = start + self.size[bucket]
+        there = [
+            self.live[b] for b in both if b in self.live and (self.live[b][0] >= stop or self.live[b][1] <= start)
+        ]
+        missing = {*both} - {b for _, _, b in there} - {bucket}
+        return self._packed(missing, [*there, (start, stop, bucket)]) is not None
+
+    def _packed(self, missing: Iterable[int], there: Sequence[_Taken]) -> list[tuple[int, int]] | None:
+        """(bucket, start) for each of ``missing`` in the gaps between ``there``, whatever else is alive. None: there is
+        none, the largest first, each in the smallest gap."""
+        gaps, stop = [], 0
+        for start, behind, _ in (*sorted(there), (self.end, self.end, -1)):
+            gaps.append((start - stop, stop))
+            stop = behind
+        places = []
+        for b in sorted(missing, key=lambda b: (-self.size[b], b)):
+            gap = min((gap for gap in gaps if gap[0] >= self.size[b]), default=None)
+            if gap is None:
+                return None
+            gaps.remove(gap)
+            size, start = gap
+            left = size - self.size[b]
+            is_last = start and start + size == self.end  # from both ends of the arena towards its middle
+            places.append((b, start + left if is_last else start))
+            gaps.append((left, start if is_last else start + self.size[b]))
+        return places
+
+    # --- what changes ---
+
+    def _free(self, buckets: Sequence[int]) -> None:
+        for bucket in buckets:
+            taken = self.live.pop(bucket)
+            self.order.remove(taken)
+            self.frees.append(self._extent(taken))
+            self.ahead = min(self.ahead, self.next[bucket])
+
+    def _gather(self, bucket: int, start: int) -> None:
+        """What lies there goes."""
+        taken = (start, start + self.size[bucket], bucket)
+        first = bisect.bisect_left(self.order, (start,))
+        first -= bool(first and self.order[first - 1][1] > start)
+        last = bisect.bisect_left(self.order, (taken[1],))
+        self._free([b for _, _, b in self.order[first:last]])
+        bisect.insort(self.order, taken)
+        self.live[bucket] = taken
+        self.gathers.append(self._extent(taken))
