@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from zc.errors import PlanError
+from zc.torch_private import not_compiled_alone
 
 _NAME = "_zc_compiled"
 _TEXT = (
@@ -42,6 +43,7 @@ class Instead:
     def __init__(self, module: nn.Module, name: str, call: Callable[..., Any]) -> None:
         self._module, self._name, self._call = weakref.ref(module), name, call
 
+    @not_compiled_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 

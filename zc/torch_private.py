@@ -347,21 +347,26 @@ def call_after(before: Callable[[], None], call: Callable[..., Any]) -> Callable
     return start
 
 
-def only_eager(action: Callable[[nn.Module], None]) -> Callable[..., None]:
-    """A hook on modules that calls ``action(module)`` where the module runs eagerly, and is nothing where Dynamo traces
-    it. Dynamo must not compile the hook as a frame of its own, as it does inside a frame that it skips: compiled,
-    `torch.compiler.is_compiling` is True and the hook does nothing. (``torch._dynamo.decorators.skip_code``, which leaves
-    inlining alone; 2.11 to 2.15.)"""
+def not_compiled_alone(function: _F) -> _F:
+    """Dynamo does not compile a call of ``function`` as a frame of its own, as it does with each call inside a frame
+    that it skips. Where it traces a caller, it goes through as ever. (``torch._dynamo.decorators.skip_code``, which
+    leaves inlining alone; 2.11 to 2.15.)"""
     from torch._dynamo.decorators import skip_code
 
+    skip_code(function.__code__)  # type: ignore[attr-defined]
+    return function
+
+
+def only_eager(action: Callable[[nn.Module], None]) -> Callable[..., None]:
+    """A hook on modules that calls ``action(module)`` where the module runs eagerly, and is nothing where Dynamo traces
+    it. Compiled as a frame of its own it would do nothing, since `torch.compiler.is_compiling` is True there."""
     act = torch.compiler.disable(action)  # type: ignore[no-untyped-call]
 
     def hook(module: nn.Module, *_: Any) -> None:
         if not torch.compiler.is_compiling():
             act(module)
 
-    skip_code(hook.__code__)
-    return hook
+    return not_compiled_alone(hook)
 
 
 def plain_call(model: nn.Module) -> Callable[..., Any]:
