@@ -28,6 +28,7 @@ from zc.engine.sharded_weights import ShardedWeights, forward_of
 from zc.engine.streams import Streams, make_streams
 from zc.errors import PlanError
 from zc.optim.assignment import Container
+from zc.planning.blocks import BlockKind, find_singles
 from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer
 from zc.prepare import (
@@ -185,7 +186,7 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
 def _compiled_call(model: nn.Module, runtime: Runtime) -> Callable[..., Any] | None:
     """What ``model(...)`` calls from now on; None: what it calls today."""
     config, call = runtime.config, None
-    if config.backend != "eager":
+    if config.backend != "eager" and not (config.placement.shards_weights and runtime.plan.kinds):
         before = runtime.weights.let_read if config.overlap_gather else None
         backend = compiler.make_backend(runtime)
         call = torch_private.compiled_call(model, backend, before, dynamic=config.dynamic, fullgraph=config.fullgraph)
@@ -193,6 +194,8 @@ def _compiled_call(model: nn.Module, runtime: Runtime) -> Callable[..., Any] | N
         sync = BufferSync(model, runtime)
         call = torch_private.call_after(sync.before_forward, call or torch_private.plain_call(model))
     if isinstance(runtime.weights, ShardedWeights):
+        runtime.weights.is_one_graph = config.backend != "eager" and not runtime.plan.kinds
+        runtime.weights.may_break = not config.fullgraph
         call = forward_of(runtime.weights, call or torch_private.plain_call(model))
     return call
 
@@ -221,9 +224,17 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     torch_private.call_instead(model, call)
     kinds = runtime.plan.kinds
     make = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds))
-    compile_blocks(model, kinds, make, guards.install_call, runtime.config.dynamic)
+    around = runtime.weights.plain if isinstance(runtime.weights, ShardedWeights) else None
+    compile_blocks(model, kinds, make, guards.install_call, runtime.config.dynamic, around)
+    singles = [BlockKind(type(model.get_submodule(n)).__name__, (n,)) for n in find_singles(model, kinds)]
+    make_single = partial(_backend_of_single, runtime)
+    compile_blocks(model, singles, make_single, guards.install_call, runtime.config.dynamic, around)
     guards.install(model, runtime)
     COMPILED[model] = compiled
+
+
+def _backend_of_single(runtime: Runtime, number: int) -> Callable[..., Any]:
+    return compiler.make_backend(runtime)
 
 
 def _own_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:

@@ -6,6 +6,7 @@ compiled as the rest of any model. A run tells its block by the parameters that 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,27 +73,33 @@ class Member:
         return name if path is None else f"{member}.{path}"
 
 
+Places = Sequence[tuple[dict[str, Any], str, nn.Parameter]]
+Around = Callable[[Places], contextlib.AbstractContextManager[None]]
+
+
 def compile_blocks(
     model: nn.Module,
     kinds: Sequence[BlockKind],
     make_backend: Callable[[int], Callable[..., Any]],
     install: Callable[[nn.Module, Callable[..., Any]], None],
     dynamic: bool | None,
+    around: Around | None = None,
 ) -> None:
     """Each member of a kind runs one compiled function from now on, with one backend per kind. ``install(block, call)``
-    makes ``call`` what the block does when it is called."""
+    makes ``call`` what the block does when it is called. ``around``: what its parameters need meanwhile."""
     for number, kind in enumerate(kinds):
         compiled = torch_private.compiled_block_call(make_backend(number), dynamic=dynamic)
         for name in kind.members:
             block = model.get_submodule(name)
-            run = partial(_run, weakref.ref(block), compiled, torch_private.places_of_params(block))
+            run = partial(_run, weakref.ref(block), compiled, torch_private.places_of_params(block), around)
             install(block, torch.compiler.disable(run, reason=torch_private.BLOCK))  # type: ignore[no-untyped-call]
 
 
 def _run(
     known: weakref.ref[nn.Module],
     compiled: Callable[..., Any],
-    places: Sequence[tuple[dict[str, Any], str, nn.Parameter]],
+    places: Places,
+    around: Around | None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -102,4 +109,7 @@ def _run(
     assert block is not None, "a block is called through itself"
     if any(own.get(name) is not param for own, name, param in places):
         return torch_private.class_call(block, *args, **kwargs)
-    return compiled(block, *args, **kwargs)
+    if around is None:
+        return compiled(block, *args, **kwargs)
+    with around(places):
+        return compiled(block, *args, **kwargs)

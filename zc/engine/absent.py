@@ -97,6 +97,18 @@ class Absent:
             param.__class__ = nn.Parameter
         self._params.clear()
 
+    @staticmethod
+    def lend(param: nn.Parameter) -> bool:
+        """A plain parameter until `take_back`; False where it is one already."""
+        is_absent = type(param) is AbsentParameter
+        if is_absent:
+            param.__class__ = nn.Parameter
+        return is_absent
+
+    @staticmethod
+    def take_back(param: nn.Parameter) -> None:
+        param.__class__ = AbsentParameter
+
     def read(self, param: nn.Parameter) -> bool:
         get_bytes = self._get_bytes()
         return get_bytes is None or get_bytes([param])

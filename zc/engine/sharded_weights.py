@@ -85,6 +85,10 @@ class ShardedWeights:
         self._task = -1  # autograd's number of the backward that runs
         self._depth = 0  # forwards of the model inside one another
         self._is_exposed = False  # inside zc.whole_parameters
+        # Dynamo has the whole forward, and finds plain parameters in it; else blocks are compiled one by one, and what
+        # is between them runs eagerly
+        self.is_one_graph = False
+        self.may_break = True  # that graph; its first forward shows whether it does
 
     # --- what compiled graphs read ---
 
@@ -108,7 +112,7 @@ class ShardedWeights:
         """The next use of this pass: runs the piece before it, and returns where it reads."""
         step = self._step
         if step is None or self._position >= len(step.uses) or step.uses[self._position] != buckets:
-            if step is not None and len(step.uses) > 1:
+            if step is not None and step.uses in self._steps and self._position < len(step.uses):
                 core.say_once(
                     "stage 3: a forward or backward read other weights than the one before it, or in another order: "
                     "there it gathers each bucket when it is read, not ahead"
@@ -171,16 +175,23 @@ class ShardedWeights:
     def forward(self) -> Iterator[None]:
         """The model's forward runs inside: compiled code finds plain parameters."""
         core = self._found()
-        if self._depth == 0 and not self._is_exposed:
+        is_outer = self._depth == 0 and not self._is_exposed
+        breaks = torch_private.graph_breaks()
+        if is_outer:
             self._begin_pass(core)
-            self.absent.release()
+            if self.is_one_graph:
+                if self.may_break:
+                    self.make_whole(range(len(core.plan.buckets)))
+                self.absent.release()
         before, has_grad = set(self._whole), torch.is_grad_enabled()
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
-            if self._depth == 0 and not self._is_exposed:
+            if is_outer:
+                if self.is_one_graph and self.may_break and torch_private.graph_breaks() == breaks:
+                    self.may_break = False
                 if not has_grad:
                     self._end_pass(core)
                     self._free(core, self._whole - before)
@@ -189,7 +200,7 @@ class ShardedWeights:
 
     def hook_outputs(self, output: object) -> None:
         """A backward through this output of the forward begins with `begin_backward`."""
-        if not torch.is_grad_enabled() or self._is_exposed:
+        if not torch.is_grad_enabled() or self._is_exposed or not self.is_one_graph:
             return
         known = weakref.ref(self)
 
@@ -216,6 +227,16 @@ class ShardedWeights:
 
     def _leave(self, core: Core) -> None:
         self.absent.leave(core.params.values())
+
+    @contextmanager
+    def plain(self, places: Sequence[tuple[dict[str, Any], str, nn.Parameter]]) -> Iterator[None]:
+        """Inside, these parameters are of their own class: a compiled block is guarded by it."""
+        lent = [param for _, _, param in places if self.absent.lend(param)]
+        try:
+            yield
+        finally:
+            for param in lent:
+                self.absent.take_back(param)
 
     @contextmanager
     def named_plainly(self) -> Iterator[None]:

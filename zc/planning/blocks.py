@@ -50,6 +50,20 @@ def find_kinds(model: nn.Module) -> tuple[BlockKind, ...]:
     return tuple(_walk(model, "", uses, set()))
 
 
+def find_singles(model: nn.Module, kinds: Sequence[BlockKind]) -> list[str]:
+    """The modules outside of blocks that are compiled on their own where blocks are: the outermost ones that have
+    parameters and contain no block. A model without blocks has none: it is one graph."""
+    blocks = {member for kind in kinds for member in kind.members}
+    holders = {name[:k] for name in blocks for k in range(len(name)) if name[k] == "."} | {""}
+    singles: dict[int, str] = {}
+    for holder in sorted(holders) if blocks else ():
+        for name, child in model.get_submodule(holder).named_children():
+            path = f"{holder}.{name}".lstrip(".")
+            if path not in blocks | holders and any(True for _ in child.parameters()):
+                singles.setdefault(id(child), path)
+    return list(singles.values())
+
+
 def block_of(kinds: Iterable[BlockKind]) -> dict[str, tuple[int, int]]:
     """A member's name -> its kind and its position among the members."""
     return {member: (k, i) for k, kind in enumerate(kinds) for i, member in enumerate(kind.members)}
