@@ -46,7 +46,8 @@ class _Arena:
         self.faults: list[str] = []
         self._alive: dict[tuple[Buffer, int], tuple[str, int, int]] = {}  # buffer, bucket -> gather, start, stop
         self._freed: dict[tuple[Buffer, int], str] = {}
-        self._use = 0
+        self._num_uses = 0
+        self._uses: tuple[tuple[int, ...], ...] | None = graph.output_node().meta.get("uses")
         for node, op in ops(graph):
             if isinstance(op, GatherWeights) and op.dst.kind == "arena":
                 self._gather(node, op)
@@ -54,8 +55,12 @@ class _Arena:
                 self._read(node, op)
             elif isinstance(op, FreeWeights):
                 self._free(node, op)
+            if isinstance(op, ReadWeights | FreeWeights) and stream_of(node) != MAIN:
+                self.faults.append(f"{node.name} stands on {stream_of(node)}; graphs read on {MAIN}")
         for (buffer, bucket), (name, start, stop) in self._alive.items():
             self.faults.append(f"bucket {bucket} of {name} lies in {buffer} {_shown(start, stop)} at the end")
+        if self._uses is not None and self._num_uses != len(self._uses):
+            self.faults.append(f"the schedule has {self._num_uses} uses, and the pass {len(self._uses)}")
 
     def _gather(self, node: fx.Node, op: GatherWeights) -> None:
         place = f"bucket {op.bucket} into {op.dst} {_shown(op.start, op.stop)}"
@@ -78,23 +83,23 @@ class _Arena:
         self._alive[op.dst, op.bucket] = (node.name, op.start, op.stop)
 
     def _read(self, node: fx.Node, op: ReadWeights) -> None:
-        if op.use != self._use:
-            self.faults.append(f"{node.name} is use {op.use} of the pass, after {self._use} others")
-        self._use += 1
+        if op.use != self._num_uses:
+            self.faults.append(f"{node.name} is use {op.use} of the pass, after {self._num_uses} others")
+        elif self._uses is not None and (op.buckets,) != self._uses[op.use : op.use + 1]:
+            self.faults.append(f"{node.name} reads buckets {op.buckets}, and use {op.use} {self._uses[op.use :][:1]}")
+        self._num_uses += 1
         if len(op.buckets) != len(op.spans):
             self.faults.append(f"{node.name} reads {len(op.buckets)} buckets in {len(op.spans)} extents")
         for bucket, (start, stop) in zip(op.buckets, op.spans, strict=False):
-            self._look(node, f"use {op.use} reads", op.buffer, bucket, start, stop)
+            self._look(f"use {op.use} reads", op.buffer, bucket, start, stop)
 
     def _free(self, node: fx.Node, op: FreeWeights) -> None:
-        self._look(node, f"{node.name} frees", op.buffer, op.bucket, op.start, op.stop)
+        self._look(f"{node.name} frees", op.buffer, op.bucket, op.start, op.stop)
         if self._alive.pop((op.buffer, op.bucket), None) is not None:
             self._freed[op.buffer, op.bucket] = node.name
 
-    def _look(self, node: fx.Node, what: str, buffer: Buffer, bucket: int, start: int, stop: int) -> None:
+    def _look(self, what: str, buffer: Buffer, bucket: int, start: int, stop: int) -> None:
         """Whether a bucket lies just there."""
-        if stream_of(node) != MAIN:
-            self.faults.append(f"{node.name} stands on {stream_of(node)}; graphs read on {MAIN}")
         what = f"{what} bucket {bucket} in {buffer} {_shown(start, stop)}"
         if (buffer, bucket) not in self._alive:
             freed = self._freed.get((buffer, bucket))

@@ -34,17 +34,17 @@ _PASSES = (signal_peers.PASS, place_on_streams.PASS, insert_events.with_prefix("
 
 
 def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
-    """What a plan of residency does, in its order."""
+    """What a plan of residency does, in its order. The output says what is read, ``meta["uses"]``, for the proof."""
     graph = fx.Graph()
     for use, piece in enumerate(residency.pieces):
         for bucket, start, stop in piece.frees:
             put(graph, FreeWeights(bucket, ARENA, start, stop))
         for bucket, start, stop in piece.gathers:
             put(graph, GatherWeights(bucket, ARENA, Buffer("weight", bucket), start, stop))
-        if use < residency.num_uses:
+        if use < len(residency.uses):
             spans = tuple((start, stop) for _, start, stop in piece.reads)
             put(graph, ReadWeights(ARENA, use, tuple(bucket for bucket, _, _ in piece.reads), spans))
-    graph.output(())
+    graph.output(()).meta["uses"] = residency.uses
     return graph
 
 

@@ -48,12 +48,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Residency:
-    """One piece for each of ``num_uses`` uses; after a last use that reads something, one more with its frees.
+    """One piece for each of ``uses``; after a last use that reads something, one more with its frees.
 
     ``peak``: the most bytes of weights at any time. ``nbytes``: the size of the arena, where the last extent stops."""
 
     pieces: tuple[Piece, ...]
-    num_uses: int
+    uses: tuple[tuple[int, ...], ...]
     peak: int
     nbytes: int
 
@@ -137,7 +137,7 @@ class _Planner:
         if self.live:
             pieces.append(Piece(tuple(map(self._extent, self.order)), (), ()))
         stops = (extent.stop for piece in pieces for extent in piece.gathers)
-        return Residency(tuple(pieces), len(self.uses), peak, max(stops, default=0))
+        return Residency(tuple(pieces), tuple(self.uses), peak, max(stops, default=0))
 
     def _extent(self, taken: _Taken) -> Extent:
         start, _, bucket = taken
