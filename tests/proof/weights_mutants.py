@@ -9,15 +9,18 @@ from mutants import Mutant, edited
 from torch import fx
 
 from zc.schedule.buffer import COMM, Buffer, carried_by
-from zc.schedule.nodes import change, op_of, ops, put, steps, stream_of
+from zc.schedule.nodes import change, item_of, op_of, ops, put, results, steps, stream_of
 from zc.schedule.spec import (
+    Deposit,
     FreeWeights,
     GatherWeights,
     Op,
     ReadWeights,
     RecordEvent,
+    Segment,
     Signal,
     Sync,
+    TakeWeights,
     WaitEvent,
 )
 
@@ -133,3 +136,78 @@ def _events(graph: fx.Graph) -> Made:
             if isinstance(op, WaitEvent) and after is not None:
                 name = f"{op.event} after {after.name}"
                 yield "wait too late", (name, lambda g, w, n=node, a=after: w[a].append(w[n]))
+
+
+# --- graphs with windows ---
+
+
+def of_windows(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
+    for kind, (name, edit) in _windows(graph):
+        yield kind, name, edited(graph, edit)
+
+
+def _windows(graph: fx.Graph) -> Made:
+    takes = [node for node, op in ops(graph) if isinstance(op, TakeWeights)]
+    output = graph.output_node()
+    params = {n.meta["weight"]: n for n in graph.nodes if "weight" in n.meta}
+    for k, take in enumerate(takes):
+        op = op_of(take)
+        assert isinstance(op, TakeWeights)
+        items = results(take)
+        users = [n for n in steps(graph) if set(n.all_input_nodes) & set(items)]
+        nodes = list(steps(graph))
+        outside = [n for n in nodes if takes[k + 1 :] and nodes.index(n) > nodes.index(takes[k + 1])]
+        outside = [n for n in outside if isinstance(op_of(n), Segment)]
+        yield "take on another stream", (take.name, lambda g, w, n=take: w[n].meta.update(stream=COMM))
+        if not op.places:
+            yield "window left open", (take.name, lambda g, w, n=take: g.erase_node(w[n]))
+            continue
+        if users:
+            name = f"{takes[k + 1].name} before {users[-1].name}"
+            yield "window ended early", (name, lambda g, w, n=takes[k + 1], u=users[-1]: w[u].prepend(w[n]))
+        wrong = ((op.places[0][0], 99), *op.places[1:])
+        yield "no such parameter", (take.name, lambda g, w, n=take, p=wrong: change(w[n], TakeWeights(p)))
+        for item in items:
+            place = op.places[item_of(item)]
+            yield "returned", (item.name, lambda g, w, v=item: _return(g, w[output], w[v]))
+            for user in outside:
+                name = f"%{item.name} in {user.name}"
+                yield "read after its window", (name, lambda g, w, v=item, u=user: _read_also(w[u], w[v]))
+            for user in users:
+                name = f"%{params[place].name} in {user.name}"
+                edit = lambda g, w, v=item, u=user, p=params[place]: w[u].replace_input_with(w[v], w[p])  # noqa: E731
+                yield "parameter without bytes read", (name, edit)
+                name = f"%{item.name} by {user.name}"
+                yield "overwritten", (name, lambda g, w, v=item, u=user: _donate(w[u], w[v]))
+                yield "read on another stream", (name, lambda g, w, u=user: w[u].meta.update(stream="compute.1"))
+        for user in users:
+            for view in (n for n in results(user) if "storage" in n.meta):
+                yield "view returned", (view.name, lambda g, w, v=view: _return(g, w[output], w[v]))
+                for after in outside:
+                    name = f"%{view.name} in {after.name}"
+                    yield "view read after its window", (name, lambda g, w, v=view, u=after: _read_also(w[u], w[v]))
+                yield "view kept as a gradient", (view.name, lambda g, w, v=view, u=user: _deposit(g, w[u], w[v]))
+
+
+def _return(graph: fx.Graph, output: fx.Node, value: fx.Node) -> None:
+    output.args = ((*output.args[0], value),)  # type: ignore[misc]
+
+
+def _read_also(user: fx.Node, value: fx.Node) -> None:
+    op = op_of(user)
+    assert isinstance(op, Segment)
+    change(user, replace(op, inputs=(*op.inputs, value)))
+
+
+def _donate(user: fx.Node, value: fx.Node) -> None:
+    op = op_of(user)
+    assert isinstance(op, Segment)
+    body = fx.GraphModule({}, fx.Graph())
+    body.meta["donated"] = (op.inputs.index(value),)
+    user.meta["segment"] = body
+
+
+def _deposit(graph: fx.Graph, user: fx.Node, value: fx.Node) -> None:
+    last = max([user, value], key=list(graph.nodes).index)
+    with graph.inserting_after(last):
+        put(graph, Deposit(0, 0, value), stream=stream_of(user))
