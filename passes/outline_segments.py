@@ -128,8 +128,8 @@ def _shared_storages(graph: fx.Graph) -> set[object]:
 
 def _may_donate(node: fx.Node, inside: set[fx.Node], shared: set[object]) -> bool:
     """Whether the segment with nodes ``inside`` may overwrite ``node``. Of the graph's own inputs only those that
-    AOTAutograd donates (``meta["donated"]``): saved activations, never parameters. Nor a window's weights: later windows
-    may read them in the same bytes."""
+    AOTAutograd donates (``meta["donated"]``): saved activations, never parameters. A window's weights are read again,
+    in the same bytes, by later windows."""
     if node.op == "placeholder" and not node.meta.get("donated"):
         return False
     if is_getitem(node) and isinstance(op_of(maker(node)), TakeWeights):

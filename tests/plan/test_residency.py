@@ -46,7 +46,7 @@ def check(uses: Uses, nbytes: list[int], cap: int, plan: Residency) -> None:
         assert not dead, f"{dead} stay after their last use"
         for bucket, start, stop in piece.gathers:
             assert bucket not in alive and start % UNIT == 0 and stop - start == nbytes[bucket]
-            assert 0 <= start and stop <= plan.nbytes <= cap
+            assert start >= 0 and stop <= plan.nbytes <= cap
             assert all(stop <= other or end <= start for other, end in alive.values())
             alive[bucket] = (start, stop)
             highest = max(highest, stop)

@@ -11,21 +11,19 @@ import pytest
 import torch
 import weights_machine
 import weights_mutants
-from torch import fx
 from tiers import FULL
+from torch import fx
 from weights_machine import Setting
 
-from zc.errors import RaceError
 from zc.passes.verify import examine, verify
 from zc.passes.weights_schedule import build_weights_schedule
-from zc.planning.layout import align_up
 from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import ParamSpec, Plan, make_plan
 from zc.planning.residency import plan_residency, smallest_cap
 from zc.planning.topology import Topology
 from zc.schedule.codegen import load_pieces
-from zc.schedule.nodes import change, ops
-from zc.schedule.spec import GatherWeights, ReadWeights
+from zc.schedule.nodes import ops
+from zc.schedule.spec import GatherWeights
 
 pytestmark = pytest.mark.check
 NUM_CASES = 20 if FULL else 8

@@ -68,54 +68,63 @@ class Wrong(Exception):
 
 
 def run(graph: fx.Graph, views: Views, *, others_first: bool) -> list[float]:
-    """Twice, without zc: what the graph returns and keeps. A window's weights are NaN after it, and so is for later
-    windows what a segment was allowed to overwrite. Other streams than the main one are ahead of it, or behind it."""
+    """Twice, without zc: what the graph returns and keeps. Other streams than the main one are ahead of it, or after
+    it."""
     store = {(bucket, 0): torch.full((2,), 1.0 + bucket, dtype=torch.float64) for bucket in range(3)}
     returned: list[float] = []
     for _ in range(2):
-        values: dict[fx.Node, Any] = {}
-        open_now: list[Tensor] = []
-        kept: list[Tensor] = []
-
-        def call(node: fx.Node) -> None:
-            name = node.target.__name__  # type: ignore[union-attr]
-            if name == "take_weights":
-                for tensor in open_now:
-                    tensor.fill_(float("nan"))
-                if any(place not in store for place in node.args[0]):
-                    raise Wrong(f"no parameter {node.args[0]}")
-                open_now[:] = [store[place].clone() for place in node.args[0]]
-                values[node] = (list(open_now), node.args[0])
-            elif name == "getitem":
-                made = values.get(node.args[0])
-                items = made[0] if isinstance(made, tuple) else made
-                values[node] = items[node.args[1]] if items is not None else nothing()
-            elif name == "segment":
-                inputs = [values.get(n, nothing()) for n in node.args[1:]]
-                total = torch.stack([i.sum() for i in inputs]).sum().reshape(1)
-                values[node] = [torch.sin(total + sum(map(ord, node.args[0])) % 17)]
-                if node.args[0] in views:
-                    values[node].append(inputs[views[node.args[0]]][1:])
-                for number in node.meta["segment"].meta["donated"] if "segment" in node.meta else ():
-                    take, index = node.args[1 + number].args
-                    store[values[take][1][index]].fill_(float("nan"))
-            elif name == "deposit":
-                kept.append(values.get(node.args[2], nothing()))
-            else:
-                raise AssertionError(name)
-
+        interpreter = _Interpreter(views, store)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                interpreter.values[node] = torch.ones(1, dtype=torch.float64) if node.name == "x" else nothing()
         calls = [n for n in graph.nodes if n.op == "call_function"]
-        values.update({n: torch.ones(1, dtype=torch.float64) if n.name == "x" else nothing()
-                       for n in graph.nodes if n.op == "placeholder"})  # fmt: skip
         aside = [n for n in calls if n.meta.get("stream", "compute") != "compute"]
         main = [n for n in calls if n not in aside]
         for node in (*aside, *main) if others_first else (*main, *aside):
-            call(node)
-        if open_now:
+            interpreter.call(node)
+        if interpreter.window:
             raise Wrong("a window stays open")
         output: Any = next(n for n in graph.nodes if n.op == "output").args[0]
-        returned += [float(values[n].sum()) for n in output if n.name != "p0"] + [float(t.sum()) for t in kept]
+        returned += [float(interpreter.values[n].sum()) for n in output if n.name != "p0"]
+        returned += [float(tensor.sum()) for tensor in interpreter.deposits]
     return returned
+
+
+class _Interpreter:
+    """A window's weights are NaN after it, and so is for later windows what a segment was allowed to overwrite."""
+
+    def __init__(self, views: Views, store: dict[Any, Tensor]) -> None:
+        self.views, self.store = views, store
+        self.values: dict[fx.Node, Any] = {}
+        self.window: list[Tensor] = []
+        self.deposits: list[Tensor] = []
+
+    def call(self, node: fx.Node) -> None:
+        getattr(self, node.target.__name__)(node, *node.args)  # type: ignore[union-attr]
+
+    def take_weights(self, node: fx.Node, places: Any) -> None:
+        for tensor in self.window:
+            tensor.fill_(float("nan"))
+        if any(place not in self.store for place in places):
+            raise Wrong(f"no parameter {places}")
+        self.window = [self.store[place].clone() for place in places]
+        self.values[node] = list(self.window)
+
+    def getitem(self, node: fx.Node, of: fx.Node, index: int) -> None:
+        self.values[node] = self.values[of][index] if of in self.values else nothing()
+
+    def segment(self, node: fx.Node, key: str, *used: fx.Node) -> None:
+        inputs = [self.values.get(n, nothing()) for n in used]
+        total = torch.stack([tensor.sum() for tensor in inputs]).sum().reshape(1)
+        self.values[node] = [torch.sin(total + sum(map(ord, key)) % 17)]
+        if key in self.views:
+            self.values[node].append(inputs[self.views[key]][1:])
+        for number in node.meta["segment"].meta["donated"] if "segment" in node.meta else ():
+            take, index = used[number].args
+            self.store[take.args[0][index]].fill_(float("nan"))  # type: ignore[union-attr, index]
+
+    def deposit(self, node: fx.Node, bucket: int, slot: int, grad: fx.Node) -> None:
+        self.deposits.append(self.values.get(grad, nothing()))
 
 
 def nothing() -> Tensor:

@@ -207,7 +207,8 @@ class _Machine:
                             self.reached.add(what)
                         at[lane] += 1
                         moved = True
-            ready = [lane for lane, items in self.lanes.items() if at[lane] < len(items) and items[at[lane]][0] == "run"]
+            going = [lane for lane, items in self.lanes.items() if at[lane] < len(items)]
+            ready = [lane for lane in going if self.lanes[lane][at[lane]][0] == "run"]
             if not ready:
                 break
             lane = choose(ready)
@@ -233,7 +234,7 @@ def choosers(world_size: int, num_seeds: int) -> Iterator[Chooser]:
             if one != other:
                 yield lambda ready, a=one, b=other: min(ready, key=lambda lane: (_is(lane, b), not _is(lane, a), lane))
     for seed in range(num_seeds):
-        yield lambda ready, rng=random.Random(seed): ready[rng.randrange(len(ready))]
+        yield random.Random(seed).choice
 
 
 def _is(lane: Lane, name: Lane) -> bool:

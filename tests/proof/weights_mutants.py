@@ -54,7 +54,8 @@ def _places(graph: fx.Graph, num_buckets: int, unit: int) -> Made:
         if isinstance(op, ReadWeights) and op.buckets:
             moved = tuple((start + unit, stop + unit) for start, stop in op.spans)
             yield "read shifted", _changed(node, replace(op, spans=moved))
-            yield "read too short", _changed(node, replace(op, spans=((op.spans[0][0], op.spans[0][1] - unit), *op.spans[1:])))
+            (start, stop), *rest = op.spans
+            yield "read too short", _changed(node, replace(op, spans=((start, stop - unit), *rest)))
             if num_buckets > 1:
                 others = tuple((bucket + 1) % num_buckets for bucket in op.buckets)
                 yield "read of another bucket", _changed(node, replace(op, buckets=others))
@@ -70,14 +71,16 @@ def _order(graph: fx.Graph) -> Made:
         if isinstance(op, FreeWeights):
             reads = [n for n in nodes[:k] if isinstance(op_of(n), ReadWeights)]
             for read in reads[-2:]:
-                yield "free moved up", (f"{node.name} before {read.name}", lambda g, w, n=node, r=read: w[r].prepend(w[n]))
+                name = f"{node.name} before {read.name}"
+                yield "free moved up", (name, lambda g, w, n=node, r=read: w[r].prepend(w[n]))
             after = next((n for n in nodes[k:] if isinstance(op_of(n), GatherWeights)), None)
             if after is not None:
                 name = f"{node.name} after {after.name}"
                 yield "free moved down", (name, lambda g, w, n=node, a=after: w[a].append(w[n]))
             yield "free on comm", (node.name, lambda g, w, n=node: w[n].meta.update(stream=COMM))
         if isinstance(op, GatherWeights):
-            read = next((n for n in nodes[k:] if isinstance(op_of(n), ReadWeights) and op.bucket in op_of(n).buckets), None)  # type: ignore[union-attr]
+            reads = [(n, read) for n in nodes[k:] if isinstance(read := op_of(n), ReadWeights)]
+            read = next((n for n, of in reads if op.bucket in of.buckets), None)
             if read is not None:
                 name = f"{node.name} after {read.name}"
                 yield "gather moved down", (name, lambda g, w, n=node, r=read: w[r].append(w[n]))
