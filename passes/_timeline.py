@@ -30,8 +30,8 @@ class _Touch:
 class Timeline:
     """State of one walk. ``order`` puts records and waits into the graph, ``advance`` moves past a node."""
 
-    def __init__(self, graph: fx.Graph, shared: frozenset[Buffer]) -> None:
-        self.graph, self.shared = graph, shared
+    def __init__(self, graph: fx.Graph, shared: frozenset[Buffer], prefix: str) -> None:
+        self.graph, self.shared, self.prefix = graph, shared, prefix
         # the thread that issues the schedule is the host: what it has done with host memory is done
         self.clocks: dict[str, Clock] = {MAIN: {MAIN: 0, _ISSUED: 0}, HOST: {_ISSUED: 0}}
         self.nodes: dict[Point, fx.Node] = {}
@@ -44,14 +44,18 @@ class Timeline:
 
     def needed(self, node: fx.Node) -> list[Point]:
         """Points that ``node`` conflicts with and is not ordered after, without those that another one implies."""
-        stream, latest = stream_of(node), dict[str, int]()
+        stream, latest, points = stream_of(node), dict[str, int](), list[tuple[Place, Point]]()
         reads, writes = accesses(node)
         for access, is_write in [(a, False) for a in reads] + [(a, True) for a in writes]:
             for touch in self.touches.setdefault(access.buffer, self._entry(access.buffer)):
                 conflict = (is_write or touch.writes) and overlap(access, touch.access)
                 if conflict and not self._knows(self.clocks.setdefault(stream, {}), stream, touch.point):
-                    source, position = self._resolved(access.buffer, touch.point)
-                    latest[source] = max(latest.get(source, -1), position)
+                    points.append((access.buffer, touch.point))
+        for buffer, (source, position) in sorted(points, key=lambda item: carried_by(item[1][0]) is not None):
+            carried = carried_by(source)
+            if carried is None or carried.carrier not in latest:  # else that use is after the carrier's past
+                source, position = self._resolved(buffer, (source, position))
+                latest[source] = max(latest.get(source, -1), position)
         return self.unknown(stream, latest)
 
     def unknown(self, stream: str, latest: dict[str, int]) -> list[Point]:
@@ -144,7 +148,7 @@ class Timeline:
         if carried_by(source) is not None:
             return source
         if point not in self._events:
-            self._events[point] = f"e{len(self._events)}"
+            self._events[point] = f"{self.prefix}{len(self._events)}"
             if point in self.nodes:
                 place = self.graph.inserting_after(self.nodes[point])
             else:  # the main stream at entry

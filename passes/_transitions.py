@@ -26,10 +26,13 @@ SENT, TOTAL, LANDED = "sent sum", "total", "landed total"
 OFFERED, OPEN, READ, RETURNED = "offered rows", "open rows", "read rows", "returned rows"
 OLD, NEW, CAST, GATHERED, PUBLISHED = "old weights", "new weights", "cast weights", "gathered weights", "weights"
 
-AT_ENTRY = {"acc": SUM, "host": SUM, "master": OLD, "flat_param": OLD, "gathered": OLD, "weight": OLD}  # all others: NOTHING
+AT_ENTRY = {  # all others: NOTHING
+    "acc": SUM, "host": SUM, "master": OLD, "flat_param": OLD, "gathered": OLD, "weight": OLD,
+}  # fmt: skip
 AT_EXIT = {  # all others: NOTHING
     "acc": (SUM, GRADIENT, TOTAL, LANDED), "host": (SUM, LANDED), "master": (OLD, CAST),
-    "flat_param": (OLD, PUBLISHED), "gathered": (OLD, GATHERED, PUBLISHED), "weight": (OLD,),
+    "flat_param": (OLD, PUBLISHED), "gathered": (OLD, GATHERED, PUBLISHED),
+    "weight": (OLD, OPEN),
 }  # fmt: skip
 
 
@@ -97,7 +100,7 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
         Row("buffer", "acc staging", (SENT,), SENT, "partial twice"),
         Row("buffer", "flat_param gathered", (RETURNED,), GATHERED),
-        Row("buffer", "weight", (RETURNED,), OLD),
+        Row("buffer", "weight", (RETURNED,), OPEN),  # nobody writes it before the pass is over
     ),
     spec.StageShard: (
         Row("src", "acc", (TOTAL, SUM), LANDED),
@@ -128,16 +131,18 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "flat_param", (OLD,), GATHERED, "messages device"),
         Row("buffer", "gathered", (OLD,), GATHERED, "messages"),
     ),
-    spec.GatherWeights: (
-        Row("src", "weight", (OPEN,), READ, "memory"),
-        Row("src", "weight", (OLD,), OLD, "messages"),
-        Row("dst", "flat_param", (OLD,), GATHERED),
-    ),
     spec.Publish: (
         Row("buffer", "flat_param", (GATHERED,), PUBLISHED),
         Row("buffer", "flat_param", (NEW, OLD), PUBLISHED, "unsharded"),
         Row("buffer", "gathered", (OLD, GATHERED), PUBLISHED),
     ),
+    spec.GatherWeights: (
+        Row("src", "weight", (OPEN,), READ, "memory"),
+        Row("src", "weight", (OLD,), OLD, "messages"),
+        Row("dst", "flat_param", (OLD,), GATHERED),
+        Row("dst", "arena", (NOTHING,), NOTHING),  # `residency` knows what its extents hold
+    ),
+    spec.FreeWeights: (),
 }
 
 

@@ -37,13 +37,14 @@ from zc.schedule.nodes import accesses, is_schedule_node, maker, ops, put, resul
 from zc.schedule.spec import LaunchReduce, Op, RecordEvent, Release, Sync, WaitReduce
 
 
-def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
+def run(graph: fx.Graph, plan: Plan, prefix: str = "e") -> fx.Graph:
+    """``prefix``: of the names of all events but the carried ones."""
     new, _ = copy_graph(graph)
     nodes = list(ops(new))
     if any(isinstance(op, Sync) for _, op in nodes):
         return new
     shared = shared_buffers(new, plan)
-    timeline = Timeline(new, shared)
+    timeline = Timeline(new, shared, prefix)
     in_flight: dict[fx.Node, LaunchReduce] = {}
     for node, op in nodes:
         _refuse_in_flight(node, op, in_flight)
@@ -162,6 +163,11 @@ def _record_carried(graph: fx.Graph, shared: frozenset[Buffer], timeline: Timeli
     for buffer in sorted(last, key=str, reverse=True):  # after one node, the last one inserted comes first
         with graph.inserting_after(timeline.nodes[last[buffer]]):
             put(graph, RecordEvent(carried_event(buffer)), stream=buffer.carrier)
+
+
+def with_prefix(prefix: str) -> Pass:
+    """`PASS` for a schedule that runs piece by piece between others of its streams, whose events have other names."""
+    return PASS._replace(run=lambda graph, plan: run(graph, plan, prefix))
 
 
 PASS = Pass("insert_events", run, requires=frozenset({"streams"}), provides=frozenset({"events"}))

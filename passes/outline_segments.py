@@ -128,8 +128,11 @@ def _shared_storages(graph: fx.Graph) -> set[object]:
 
 def _may_donate(node: fx.Node, inside: set[fx.Node], shared: set[object]) -> bool:
     """Whether the segment with nodes ``inside`` may overwrite ``node``. Of the graph's own inputs only those that
-    AOTAutograd donates (``meta["donated"]``): saved activations, never parameters."""
+    AOTAutograd donates (``meta["donated"]``): saved activations, never parameters. A window's weights are read again,
+    in the same bytes, by later windows."""
     if node.op == "placeholder" and not node.meta.get("donated"):
+        return False
+    if is_getitem(node) and isinstance(op_of(maker(node)), TakeWeights):
         return False
     return node.meta.get("storage") not in shared and all(user in inside for user in node.users)
 

@@ -10,13 +10,14 @@ elements conflict if one of them writes; happens-before is program order on a st
     (d) completion    each launch has one, and nothing touches its buffers in between
     (e) release       a value that crosses streams is given back once, on its own stream, after all its uses
     (f) across ranks  what ranks read of each other's memory nobody is writing, by signals that are all needed
+    (g) residency     gathered weights are there while they are read, in bytes of their own, within the cap (stage 3)
 
 Before and after: a proved schedule comes back equal. One that isn't raises, here with ``wait_event("e0")`` deleted::
 
     compute | flatten_cast(0, "flat_grad[0]", ...)         RaceError: flat_grad[0] is written by flatten_cast on compute
        comm | launch_reduce(0, "recv[0]", "flat_grad[0]")  and read by launch_reduce on comm, and nothing orders them
 
-A schedule on one stream has nothing to wait for; (c) to (f) are still checked. `zc.passes._order` has the clocks. The
+A schedule on one stream has nothing to wait for; (c) to (g) are still checked. `zc.passes._order` has the clocks. The
 cost is near-linear: one walk, and for each wait a look at the steps whose clock it changes, as a rule one.
 """
 
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zc.errors import RaceError
-from zc.passes import across_ranks, exactly_once
+from zc.passes import across_ranks, exactly_once, residency
 from zc.passes._order import Obligation, Order
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
@@ -92,6 +93,7 @@ def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
     faults = [f"{stream_of(n)} waits for {event}, which no node before records" for n, event in order.unrecorded]
     races += _carried(order)
     faults += exactly_once.check(nodes, plan, output.meta.get("debt")) + _released(order) + _misplaced(nodes)
+    faults += residency.check(graph, plan)
     between, redundant = across_ranks.check(order, plan)
     races += between
     if races:

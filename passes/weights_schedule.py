@@ -1,32 +1,56 @@
-"""stop-gap"""
+"""The gathers of a pass (stage 3), as a proved schedule that runs piece by piece, one piece before each use.
+
+`zc.planning.residency` plans where each bucket lies. Bucket 3 is read first, then bucket 2::
+
+       comm | gather_weights(3, "arena[0]", "weight[3]", 0, 4096)         piece 0
+       comm | gather_weights(2, "arena[0]", "weight[2]", 4096, 8192)
+    compute | read_weights("arena[0]", 0, (3,), spans=((0, 4096),))
+    compute | free_weights(3, "arena[0]", 0, 4096)                        piece 1
+    compute | read_weights("arena[0]", 1, (2,), spans=((4096, 8192),))
+    compute | free_weights(2, "arena[0]", 4096, 8192)                     the rest
+
+Between two pieces run the graphs that read: schedules of their own, on the same streams, which touch neither the arena
+nor the shards. They add order and take none away, so the proof of all pieces in a row holds for them. Their events have
+other names.
+"""
+
 from __future__ import annotations
-from dataclasses import replace
+
+from pathlib import Path
+
 from torch import fx
-from zc.passes import insert_events, place_on_streams, signal_peers
+
+from zc.passes import insert_events, place_on_streams, signal_peers, verify
+from zc.passes.base import Pass
 from zc.passes.runner import run_passes
 from zc.planning.plan import Plan
 from zc.planning.residency import Residency
-from zc.schedule.buffer import Buffer, carried_by
-from zc.schedule.nodes import change, ops, put
-from zc.schedule.spec import Event, FreeWeights, GatherWeights, ReadWeights
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import put
+from zc.schedule.spec import FreeWeights, GatherWeights, ReadWeights
+
+ARENA = Buffer("arena", 0)
+_PASSES = (signal_peers.PASS, place_on_streams.PASS, insert_events.with_prefix("w"), verify.PASS)
 
 
 def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
-    graph, arena = fx.Graph(), Buffer("arena", 0)
-    for k, piece in enumerate(residency.pieces):
-        for e in piece.frees:
-            put(graph, FreeWeights(e.bucket, arena, e.start, e.stop))
-        for e in piece.gathers:
-            put(graph, GatherWeights(e.bucket, arena, Buffer("weight", e.bucket), e.start, e.stop))
-        put(graph, ReadWeights(arena, k, tuple(e.bucket for e in piece.reads), tuple((e.start, e.stop) for e in piece.reads)))
-    graph.output(())
+    """What a plan of residency does, in its order. The output says what is read, ``meta["uses"]``, for the proof."""
+    graph = fx.Graph()
+    for use, piece in enumerate(residency.pieces):
+        for bucket, start, stop in piece.frees:
+            put(graph, FreeWeights(bucket, ARENA, start, stop))
+        for bucket, start, stop in piece.gathers:
+            put(graph, GatherWeights(bucket, ARENA, Buffer("weight", bucket), start, stop))
+        if use < len(residency.uses):
+            spans = tuple((start, stop) for _, start, stop in piece.reads)
+            put(graph, ReadWeights(ARENA, use, tuple(bucket for bucket, _, _ in piece.reads), spans))
+    graph.output(()).meta["uses"] = residency.uses
     return graph
 
 
-def build_weights_schedule(plan: Plan, residency: Residency, *, verify: bool) -> fx.Graph:
-    passes = [p._replace(requires=frozenset()) for p in (signal_peers.PASS, place_on_streams.PASS, insert_events.PASS)]
-    graph, _ = run_passes(weights_graph(plan, residency), plan, passes, name="weights")
-    for node, op in ops(graph):
-        if isinstance(op, Event) and carried_by(op.event) is None:
-            change(node, replace(op, event="w" + op.event))
-    return graph
+def build_weights_schedule(
+    plan: Plan, residency: Residency, *, verify: bool, dump_dir: str | Path | None = None, name: str = "weights"
+) -> fx.Graph:
+    """The finished schedule, with its signals, streams and events. `zc.schedule.codegen.load_pieces` loads it."""
+    chosen: list[Pass] = [p for p in _PASSES if verify or p.name != "verify"]
+    return run_passes(weights_graph(plan, residency), plan, chosen, dump_dir=dump_dir, name=name)[0]

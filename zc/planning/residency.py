@@ -48,11 +48,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Residency:
-    """One piece for each use; after a last use that reads something, one more with its frees.
+    """One piece for each of ``uses``; after a last use that reads something, one more with its frees.
 
     ``peak``: the most bytes of weights at any time. ``nbytes``: the size of the arena, where the last extent stops."""
 
     pieces: tuple[Piece, ...]
+    uses: tuple[tuple[int, ...], ...]
     peak: int
     nbytes: int
 
@@ -136,7 +137,7 @@ class _Planner:
         if self.live:
             pieces.append(Piece(tuple(map(self._extent, self.order)), (), ()))
         stops = (extent.stop for piece in pieces for extent in piece.gathers)
-        return Residency(tuple(pieces), peak, max(stops, default=0))
+        return Residency(tuple(pieces), tuple(self.uses), peak, max(stops, default=0))
 
     def _extent(self, taken: _Taken) -> Extent:
         start, _, bucket = taken
@@ -161,7 +162,8 @@ class _Planner:
         if not missing:
             return True
         before = self._state()
-        if all([self._place(b, k, pinned) for b in missing]):
+        fits = [self._place(b, k, pinned) for b in missing]
+        if all(fits):
             return True
         after = self._state()
         self.live, self.order, self.frees, self.gathers, self.ahead = before
@@ -180,7 +182,8 @@ class _Planner:
                 continue
             before = self._state()
             self._free([b])
-            start = next((a for a in self._choices(self.size[b], {*present, *self.uses[k]}) if self._leaves_room(b, k, a)), None)
+            choices = self._choices(self.size[b], {*present, *self.uses[k]})
+            start = next((at for at in choices if self._leaves_room(b, k, at)), None)
             if start is None:
                 self.live, self.order, self.frees, self.gathers, self.ahead = before
             else:

@@ -55,10 +55,10 @@ KINDS = {
     "flat_param": Kind("the weights of bucket i", MAIN),
     "gathered": Kind("the same with overlap_gather, as the last update left them", COMM, shared="always",
                      is_shared=lambda plan, _: True),
-    "weight": Kind("stage 3: this rank's shard of the weights of bucket i", COMM, shared="always",
-                   is_shared=lambda plan, _: True),
-    "arena": Kind("stage 3: gathered weights, each bucket in bytes of its own while it is read", COMM, shared="always",
-                  is_shared=lambda plan, _: True),
+    "weight": Kind("stage 3: this rank's shard of the weights of bucket i", COMM, shared="with overlap",
+                   is_shared=lambda plan, _: plan.overlap),
+    "arena": Kind("stage 3: gathered weights, each bucket in bytes of its own while it is read", COMM,
+                  shared="with overlap", is_shared=lambda plan, _: plan.overlap),
     "staging": Kind("offload: a gradient between device and host memory; a ring", COPY),
     "host": Kind("offload: the gradient of bucket i that the update reads", COPY, on_host=True, shared="always",
                  is_shared=lambda plan, _: True),
@@ -98,7 +98,7 @@ class Buffer:
 
     @property
     def holds_weights(self) -> bool:
-        return self.kind in ("flat_param", "gathered")
+        return self.kind in ("flat_param", "gathered", "weight")
 
     @property
     def on_host(self) -> bool:

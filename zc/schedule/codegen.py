@@ -26,22 +26,22 @@ from torch import fx
 from torch.profiler import record_function
 
 from zc.schedule.nodes import is_getitem, item_of, kind_of, maker, op_of, ops, results, stream_of
-from zc.schedule.spec import Op, RecordEvent, Release, Segment, TakeWeights, WaitEvent
+from zc.schedule.spec import Op, ReadWeights, RecordEvent, Release, Segment, TakeWeights, WaitEvent
 
 if TYPE_CHECKING:
     from zc.planning.plan import Plan
 
 Run = Callable[[dict[str, Any], Any, Any], None]
+LastUses = dict[fx.Node, fx.Node | None]  # where each value leaves ``v``; None: it stays, or a release takes it
 
 
 def generate(graph: fx.Graph, plan: Plan | None = None) -> str:
     """The schedule's source; with ``plan`` the one whose statements have names."""
-    return _generate(graph, list(ops(graph)), plan)
+    return _function(list(ops(graph)), _last_uses(graph), plan)
 
 
-def _generate(graph, nodes, plan=None):
+def _function(nodes: Sequence[tuple[fx.Node, Op]], last: LastUses, plan: Plan | None) -> str:
     lines = ["def schedule(v, streams, ops):", "    on, record, wait = streams.run_on, streams.record, streams.wait"]
-    last = _last_uses(graph)
     for node, op in nodes:
         stream = stream_of(node)
         match op:
@@ -57,25 +57,28 @@ def _generate(graph, nodes, plan=None):
     return "\n".join(lines) + "\n"
 
 
-def load_pieces(graph):
-    pieces, current = [], []
-    from zc.schedule.spec import ReadWeights
-    for node, op in ops(graph):
-        current.append((node, op))
-        if isinstance(op, ReadWeights):
-            pieces.append(current); current = []
-    pieces.append(current)
-    out = []
-    for p in pieces:
-        ns = {"put": _put, "named": _named}
-        exec(compile(_generate(graph, p), "<zc schedule>", "exec"), ns)
-        out.append(ns["schedule"])
-    return out
-
-
 def load(graph: fx.Graph, plan: Plan | None = None) -> Run:
     """The schedule as a function of the values by name, the streams, and the operations."""
-    source = generate(graph, plan)
+    return _loaded(generate(graph, plan))
+
+
+def load_pieces(graph: fx.Graph, plan: Plan | None = None) -> list[Run]:
+    """A function like that of `load` for each of the `pieces`: called in order, they are the schedule."""
+    last = _last_uses(graph)
+    return [_loaded(_function(piece, last, plan)) for piece in pieces(graph)]
+
+
+def pieces(graph: fx.Graph) -> list[list[tuple[fx.Node, Op]]]:
+    """The nodes of a pass of stage 3: for each use those up to its read_weights, and the rest after the last use."""
+    parts: list[list[tuple[fx.Node, Op]]] = [[]]
+    for node, op in ops(graph):
+        parts[-1].append((node, op))
+        if isinstance(op, ReadWeights):
+            parts.append([])
+    return parts
+
+
+def _loaded(source: str) -> Run:
     namespace: dict[str, Any] = {"put": _put, "named": _named}
     exec(compile(source, "<zc schedule>", "exec"), namespace)
     run: Run = namespace["schedule"]
@@ -105,7 +108,7 @@ def _put(values: dict[str, Any], names: Sequence[str | None], results: Sequence[
             values[name] = item
 
 
-def _call(node: fx.Node, op: Op, last: dict[fx.Node, fx.Node | None]) -> str:
+def _call(node: fx.Node, op: Op, last: LastUses) -> str:
     if isinstance(op, Release):
         return f"({', '.join(f'v.pop({n.name!r})' for n in op.values)},)"
     returned = results(node)
@@ -123,7 +126,7 @@ def _call(node: fx.Node, op: Op, last: dict[fx.Node, fx.Node | None]) -> str:
     return f"put(v, ({node.name!r},), ({call},))" if returned else call
 
 
-def _show(arg: Any, node: fx.Node, last: dict[fx.Node, fx.Node | None]) -> str:
+def _show(arg: Any, node: fx.Node, last: LastUses) -> str:
     if isinstance(arg, fx.Node):
         once = node.all_input_nodes.count(arg) == 1 and _times(node.args, arg) == 1
         return f"v.pop({arg.name!r})" if once and last.get(arg) is node else f"v[{arg.name!r}]"
@@ -139,9 +142,9 @@ def _times(args: Any, node: fx.Node) -> int:
     return int(args is node)
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
+def _last_uses(graph: fx.Graph) -> LastUses:
     """The node at which each value leaves; None for what the output returns or a release gives back."""
-    last: dict[fx.Node, fx.Node | None] = {}
+    last: LastUses = {}
     outliving: set[fx.Node] = set()
     for node in graph.nodes:
         if is_getitem(node):

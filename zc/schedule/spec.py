@@ -240,8 +240,9 @@ class ReadWeights(Op, role=Role.WEIGHTS, reads=("buffer",)):
 
 
 @dataclass(frozen=True)
-class FreeWeights(BufferOp, role=Role.WEIGHTS):
-    """Bytes [start, stop) of the buffer hold the bucket's weights no longer: another gather may have them."""
+class FreeWeights(BufferOp, role=Role.WEIGHTS, reads=("buffer",)):
+    """Bytes [start, stop) of the buffer may be gathered into again. It counts as a read, the last one: what the graph
+    of the last `ReadWeights` reads there comes between the two."""
 
     buffer: Buffer
     start: int

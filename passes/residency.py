@@ -1,0 +1,183 @@
+"""Part (g) of the proof, of stage 3: weights are there while they are read, within the cap.
+
+It looks at two kinds of graphs, in the order of issue. That the streams keep to it is part (a): gathers write what
+reads and frees read.
+
+A pass's gathers (`zc.passes.weights_schedule`) are a table of what is alive::
+
+    gather_weights(3, "arena[0]", "weight[3]", 0, 4096)         alive: 3 in [0, 4096)
+    read_weights("arena[0]", 0, (3,), spans=((0, 4096),))       3 is there, in that extent
+    free_weights(3, "arena[0]", 0, 4096)                        nothing is alive
+
+A graph reads in windows (`zc.passes.window_weights`). Between the take of a window and the next one its parameters are
+there, and nowhere else::
+
+    %take = take_weights(((3, 0),))                             opens a window
+    %getitem = %take[0]
+    %segment_0 = segment("segment_0", %x, %getitem)             reads inside it
+    take_weights(())                                            ends it
+
+What shares storage with a parameter (``meta["storage"]``) has to stay in its window, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from zc.planning.layout import ALIGN_NBYTES
+from zc.planning.plan import Plan
+from zc.schedule.buffer import MAIN, Buffer
+from zc.schedule.nodes import is_schedule_node, item_of, op_of, ops, results, stream_of
+from zc.schedule.spec import Cast, Deposit, FreeWeights, GatherWeights, ReadWeights, Segment, TakeWeights
+
+
+def check(graph: fx.Graph, plan: Plan | None) -> list[str]:
+    """What is wrong, as texts that name the bucket, the use and the extents."""
+    return _Arena(graph, plan).faults + _Windows(graph, plan).faults
+
+
+class _Arena:
+    """What is alive, gather by gather."""
+
+    def __init__(self, graph: fx.Graph, plan: Plan | None) -> None:
+        self.plan = plan
+        self.faults: list[str] = []
+        self._alive: dict[tuple[Buffer, int], tuple[str, int, int]] = {}  # buffer, bucket -> gather, start, stop
+        self._freed: dict[tuple[Buffer, int], str] = {}
+        self._num_uses = 0
+        self._uses: tuple[tuple[int, ...], ...] | None = graph.output_node().meta.get("uses")
+        for node, op in ops(graph):
+            if isinstance(op, GatherWeights) and op.dst.kind == "arena":
+                self._gather(node, op)
+            elif isinstance(op, ReadWeights):
+                self._read(node, op)
+            elif isinstance(op, FreeWeights):
+                self._free(node, op)
+            if isinstance(op, ReadWeights | FreeWeights) and stream_of(node) != MAIN:
+                self.faults.append(f"{node.name} stands on {stream_of(node)}; graphs read on {MAIN}")
+        for (buffer, bucket), (name, start, stop) in self._alive.items():
+            self.faults.append(f"bucket {bucket} of {name} lies in {buffer} {_shown(start, stop)} at the end")
+        if self._uses is not None and self._num_uses != len(self._uses):
+            self.faults.append(f"the schedule has {self._num_uses} uses, and the pass {len(self._uses)}")
+
+    def _gather(self, node: fx.Node, op: GatherWeights) -> None:
+        place = f"bucket {op.bucket} into {op.dst} {_shown(op.start, op.stop)}"
+        if (op.dst, op.bucket) in self._alive:
+            name, *extent = self._alive[op.dst, op.bucket]
+            text = f"{node.name} gathers {place}, and it lies in {_shown(*extent)} since {name}: nobody has freed it"
+            self.faults.append(text)
+        for (buffer, bucket), (name, start, stop) in self._alive.items():
+            if buffer == op.dst and bucket != op.bucket and op.start < stop and start < op.stop:
+                other = f"bucket {bucket} lies in {_shown(start, stop)} since {name}"
+                self.faults.append(f"{node.name} gathers {place}, and {other}")
+        if op.start < 0 or op.start % ALIGN_NBYTES:
+            self.faults.append(f"{node.name} gathers {place}, which starts at no multiple of {ALIGN_NBYTES} bytes")
+        if self.plan is not None:
+            nbytes, cap = self.plan.buckets[op.bucket].nbytes, self.plan.weight_cap
+            if op.stop - op.start != nbytes:
+                self.faults.append(f"{node.name} gathers {place}, and its weights have {nbytes} bytes")
+            if op.stop > cap:
+                self.faults.append(f"{node.name} gathers {place}, and weight_nbytes allows {cap} bytes")
+        self._alive[op.dst, op.bucket] = (node.name, op.start, op.stop)
+
+    def _read(self, node: fx.Node, op: ReadWeights) -> None:
+        if op.use != self._num_uses:
+            self.faults.append(f"{node.name} is use {op.use} of the pass, after {self._num_uses} others")
+        elif self._uses is not None and (op.buckets,) != self._uses[op.use : op.use + 1]:
+            self.faults.append(f"{node.name} reads buckets {op.buckets}, and use {op.use} {self._uses[op.use :][:1]}")
+        self._num_uses += 1
+        if len(op.buckets) != len(op.spans):
+            self.faults.append(f"{node.name} reads {len(op.buckets)} buckets in {len(op.spans)} extents")
+        for bucket, (start, stop) in zip(op.buckets, op.spans, strict=False):
+            self._look(f"use {op.use} reads", op.buffer, bucket, start, stop)
+
+    def _free(self, node: fx.Node, op: FreeWeights) -> None:
+        self._look(f"{node.name} frees", op.buffer, op.bucket, op.start, op.stop)
+        if self._alive.pop((op.buffer, op.bucket), None) is not None:
+            self._freed[op.buffer, op.bucket] = node.name
+
+    def _look(self, what: str, buffer: Buffer, bucket: int, start: int, stop: int) -> None:
+        """Whether a bucket lies just there."""
+        what = f"{what} bucket {bucket} in {buffer} {_shown(start, stop)}"
+        if (buffer, bucket) not in self._alive:
+            freed = self._freed.get((buffer, bucket))
+            self.faults.append(f"{what}, and nobody has gathered it{f' since {freed}' if freed else ''}")
+            return
+        name, *extent = self._alive[buffer, bucket]
+        if extent != [start, stop]:
+            self.faults.append(f"{what}, and {name} has gathered it into {_shown(*extent)}")
+
+
+def _shown(start: int, stop: int) -> str:
+    return f"[{start}, {stop})"
+
+
+class _Windows:
+    """Which window each value of a graph belongs to."""
+
+    def __init__(self, graph: fx.Graph, plan: Plan | None) -> None:
+        self.faults: list[str] = []
+        self._window: fx.Node | None = None  # the take of the present one
+        self._of: dict[fx.Node, fx.Node] = {}  # a parameter, or what shares storage with one -> the take of its window
+        takes = {node: op for node, op in ops(graph) if isinstance(op, TakeWeights)}
+        params = {n: n.meta["weight"] for n in graph.nodes if n.op == "placeholder" and "weight" in n.meta}
+        self._shown = {item: op.places[item_of(item)] for take, op in takes.items() for item in results(take)
+                       if item_of(item) < len(op.places)}  # fmt: skip
+        storages = {n.meta.get("storage") for n in (*params, *self._shown)} - {None}
+        for node in graph.nodes:
+            if node in takes:
+                self._open(node, takes[node], plan)
+            if is_schedule_node(node) or node.op == "output":
+                self._check_inputs(node, params)
+            if is_schedule_node(node) and self._window is not None:
+                for value in results(node):
+                    if node is self._window or value.meta.get("storage") in storages:
+                        self._of[value] = self._window
+        if self._window is not None and takes[self._window].places:
+            self.faults.append(f"the window of {self._window.name} is never ended: a take without places has to")
+
+    def _open(self, node: fx.Node, op: TakeWeights, plan: Plan | None) -> None:
+        self._window = node
+        if stream_of(node) != MAIN:
+            self.faults.append(f"{node.name} takes weights on {stream_of(node)}; graphs read on {MAIN}")
+        for item in results(node):
+            if item_of(item) >= len(op.places):
+                self.faults.append(f"%{item.name} is item {item_of(item)} of {node.name}, which has {len(op.places)}")
+        if plan is None:
+            return
+        for bucket, slot in op.places:
+            if not (0 <= bucket < len(plan.buckets) and 0 <= slot < len(plan.buckets[bucket].slots)):
+                self.faults.append(f"{node.name} takes bucket {bucket}, slot {slot}: the plan has no such parameter")
+
+    def _check_inputs(self, node: fx.Node, params: dict[fx.Node, tuple[int, int]]) -> None:
+        op = op_of(node)
+        for used in node.all_input_nodes:
+            if used in params and op is not None:
+                text = f"{node.name} reads %{used.name} ({_slot(params[used])}), which has no bytes outside of windows"
+                self.faults.append(text)
+            if used not in self._of:
+                continue
+            take = self._of[used]
+            param = f" ({_slot(self._shown[used])})" if used in self._shown else ", which shares their storage,"
+            what = f"the weights %{used.name}{param} of the window of {take.name}"
+            if op is None:
+                self.faults.append(f"the graph returns {what}")
+            elif take is not self._window:
+                self.faults.append(f"{node.name} reads {what} in that of {self._window and self._window.name}")
+            elif stream_of(node) != MAIN:
+                self.faults.append(f"{node.name} reads {what} on {stream_of(node)}, and nothing ends it there")
+            elif isinstance(op, Deposit) or (isinstance(op, Cast) and used in op.grads):
+                self.faults.append(f"{node.name} keeps {what} as a gradient")
+            elif isinstance(op, Segment) and used in _donated(node, op):
+                self.faults.append(f"{node.name} may overwrite {what}")
+
+
+def _donated(node: fx.Node, op: Segment) -> Sequence[fx.Node]:
+    body = node.meta.get("segment")
+    return [op.inputs[k] for k in body.meta.get("donated", ())] if body is not None else []
+
+
+def _slot(place: tuple[int, int]) -> str:
+    return f"bucket {place[0]}, slot {place[1]}"
