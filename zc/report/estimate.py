@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from zc.checks import check_replicas, trainable
+from zc.checks import check_encodings, check_replicas, trainable
 from zc.config import Config
 from zc.errors import PlanError
 from zc.planning.blocks import find_kinds
@@ -89,6 +89,7 @@ def plan(
     stage: int = 2,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    gather_dtype: torch.dtype | str | None = None,
     reduce: str = "exact",
     bucket_nbytes: int | None = None,
     num_buffers: int = 2,
@@ -131,7 +132,8 @@ def plan(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     config = Config(
-        stage=stage, param_dtype=param_dtype, reduce_dtype=reduce_dtype, reduce=reduce, bucket_nbytes=bucket_nbytes,
+        stage=stage, param_dtype=param_dtype, reduce_dtype=reduce_dtype, gather_dtype=gather_dtype, reduce=reduce,
+        bucket_nbytes=bucket_nbytes,
         num_buffers=num_buffers, offload=offload, offload_accumulate=offload_accumulate,
         offload_dir="." if offload == "disk" else None,
     )  # fmt: skip
@@ -165,6 +167,8 @@ def plan(
         ParamSpec(n, tuple(p.shape), param_dtype or p.dtype, p.device, owners[n], own_strides(p.shape, p.stride()))
         for n, p in params.items()
     ]
+    rules = [RULES.get(name, Rule()) for name in classes]
+    check_encodings(config, {spec.name: spec.dtype for spec in specs}, rules)
     used = replace(hosts, reads_memory=ranks_per_host is not None)
     if num_replicas > 1:  # as `zc.ranks.comm.Group.split` has it
         shard = world_size // num_replicas
@@ -173,8 +177,9 @@ def plan(
     used = usable(used, reduce, {s.device.type for s in specs})
     made = make_plan(
         specs, world_size=used.world_size, num_replicas=num_replicas, placement=config.placement, reduce=reduce,
-        reduce_dtype=reduce_dtype, topology=used, bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True,
-        offload=config.host, rules=[RULES.get(name, Rule()) for name in classes], kinds=find_kinds(model),
+        reduce_dtype=reduce_dtype, gather_dtype=gather_dtype, topology=used, bucket_nbytes=bucket_nbytes,
+        num_buffers=num_buffers, overlap=True,
+        offload=config.host, rules=rules, kinds=find_kinds(model),
     )  # fmt: skip
     return estimate(made, classes, microbatches, offload, rates, hosts)
 

@@ -17,6 +17,7 @@ from zc.engine.program import Program
 from zc.errors import PlanError
 from zc.passes.write_in_place import nbytes_in_place
 from zc.planning.plan import Bucket, Plan
+from zc.planning.wire import BLOCK, exact_numel
 from zc.registry import persistent_nbytes, sharded
 from zc.report.html import page
 from zc.schedule.nodes import summary, text
@@ -61,7 +62,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     sections = {
         "plan": f"stage {runtime.plan.placement.stage}, rank {runtime.group.rank} of {runtime.group.world_size}, "
         f"backend {runtime.config.backend}, reduce {runtime.plan.reduce}, overlap {runtime.plan.overlap}\n"
-        + "\n".join([_ways(runtime.plan), *map(str, runtime.plan.kinds)]),
+        + "\n".join([_ways(runtime.plan), *_encoded(runtime.plan), *map(str, runtime.plan.kinds)]),
         "buckets": _buckets(runtime),
         "last step": _last_step(runtime),
         "stayed empty in the last step": _empty(runtime),
@@ -108,6 +109,16 @@ def _ways(plan: Plan) -> str:
     if plan.world_size == 1:
         return f"{whole}; reductions: messages between replicas; weights: not gathered"
     return f"{whole}, on {plan.topology}; inside a replica {inside}between replicas reductions: messages"
+
+
+def _encoded(plan: Plan) -> list[str]:
+    """What travels in fewer bits, and what does not."""
+    ways = [f"gradients in {plan.reduce_bits} bits"] if plan.reduce_bits else []
+    ways += [f"weights as differences of {plan.gather_bits} bits"] if plan.gather_bits else []
+    if not ways:
+        return []
+    where = "between hosts" if plan.has_levels else "between ranks"
+    return [f"{where} {' and '.join(ways)}, a scale per {BLOCK} elements; {exact_numel(plan):,} elements exact"]
 
 
 def _optimizers(runtime: Runtime, kinds: list[str]) -> str:
