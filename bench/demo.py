@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.baton import Seat, new_store, wait_for
-from bench.measure import start
+from bench.measure import end_on_sigterm, start
 from bench.report.progress import Progress
 
 Run = dict[str, Any]
@@ -53,7 +53,7 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser = argparse.ArgumentParser(prog="bench.demo", description="Further flags go to bench.train.")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the runs and the pictures")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=140)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--stage", type=int, default=1, help="of zc: 1 is for several microbatches")
     return parser.parse_known_args(argv)
 
@@ -256,6 +256,7 @@ def next_steps(python: str) -> str:
 def main(argv: list[str] | None = None) -> None:
     args, train_flags = parse(argv)
     console = Console()
+    end_on_sigterm()
     started = time.perf_counter()
     console.print(f"{' | '.join(NAMES)}: {args.ranks} ranks each, one thread per rank, {STEPS_PER_TURN} steps per turn")
     try:
