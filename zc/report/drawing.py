@@ -12,6 +12,8 @@ from zc.report.timeline import Arrow, Box, Timeline, color_class, lanes
 
 WIDTH, LANE, BOX, LEFT, MEMORY = 1160, 34, 22, 90, 70  # pixels
 
+LEAST_NBYTES = 2**20  # a step that adds less has no picture of its memory
+
 _COLORS = {  # class: what it is, light, dark
     "loop": ("the caller's loop", "#e4e4e0", "#3b3b38"),
     "compute": ("compiled segments of the backward", "#9ecae1", "#2b6a94"),
@@ -53,7 +55,8 @@ def draw(timeline: Timeline, *, is_alone: bool = False) -> str:
     parts += [_arrow(arrow, rows, scale) for arrow in timeline.arrows]
     parts += [_box(box, rows, scale) for box in timeline.boxes]
     parts.append(f'<text class="dim" x="{LEFT}" y="{height - 8}">{caption(timeline)}</text>')
-    if len({nbytes for _, nbytes in timeline.memory}) > 1:
+    memory = [nbytes for _, nbytes in timeline.memory]
+    if memory and max(memory) - min(memory) >= LEAST_NBYTES:
         parts.append(_memory(timeline, scale, height))
         height += MEMORY + 20
     if is_alone:
