@@ -133,6 +133,13 @@ def launch(module: str, flags: Sequence[str], *, ranks: int, env: Mapping[str, s
     subprocess.run(torchrun_command(module, flags, ranks), env=_environment(env), cwd=ROOT, check=True)
 
 
+def start(
+    module: str, flags: Sequence[str], *, ranks: int, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """As `launch`, and returns at once."""
+    return subprocess.Popen(torchrun_command(module, flags, ranks), env=_environment(env), cwd=ROOT)
+
+
 class Launched(NamedTuple):
     """How a run ended: ``reason`` is the error's own line where there is one, ``tail`` the end of its output."""
 

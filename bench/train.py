@@ -15,12 +15,14 @@ import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from bench.baton import InTurn, Seat
 from bench.cases import data
 from bench.cases.models import MODELS, GPTConfig, make_model, num_parameters
 from bench.measure import device_name, live_nbytes, peak_rss_nbytes, reset_peak_rss, storages, versions
@@ -70,7 +72,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--keep", type=int, default=2, help="checkpoints that are kept")
     add("--async-save", action="store_true", help="checkpoints are written while the training goes on")
     add("--global-accum", type=int, help="microbatches a step over all ranks: the same data on any number of ranks")
-    add("--out", type=Path, required=True, help="folder for run.json (and explain.txt)")
+    add("--baton", type=Seat.parse, help=argparse.SUPPRESS)  # bench.baton: several runs take turns
+    add("--out", type=Path, required=True, help="folder for run.json (and explain.txt, .html)")
     args = parser.parse_args(argv)
     for name in ("steps", "batch", "accum"):
         if getattr(args, name) < 1:
@@ -151,22 +154,29 @@ def held_out_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]], rank: 
     return float(total[0] / total[1])
 
 
-def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> dict[str, object]:
+def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.device) -> dict[str, Any]:
     """One run; returns this rank's record: losses, seconds, bytes."""
-    with Progress(args.steps, f"{args.system} {args.backend}", shown=rank == 0 and not args.quiet) as progress:
+    with _progress(args, rank, world_size) as progress:
         return _train(args, rank, world_size, device, progress)
+
+
+def _progress(args: argparse.Namespace, rank: int, world_size: int) -> Progress:
+    title = f"{args.system} {args.backend}"
+    if args.baton is not None:
+        return InTurn(args.baton, title, rank, world_size)
+    return Progress(args.steps, title, shown=rank == 0 and not args.quiet)
 
 
 def _train(
     args: argparse.Namespace, rank: int, world_size: int, device: torch.device, progress: Progress
-) -> dict[str, object]:
+) -> dict[str, Any]:
     progress.say("reads the standard library's sources")
     corpus = data.load(vocab=args.vocab)
     pairs = data.held_out_batches(corpus.held_out, batch=args.batch, seq=args.seq, num_batches=args.eval_batches)
     batches = [(x.to(device), y.to(device)) for x, y in pairs]
     before = storages()
     model = model_of(args, device)
-    record: dict[str, object] = {"rank": rank, "num_params": num_parameters(model)}
+    record: dict[str, Any] = {"rank": rank, "num_params": num_parameters(model)}
     if batches:
         progress.say("takes the held-out loss before training")
         record["held_out_loss_before"] = held_out_loss(model, batches, rank, world_size)
@@ -182,15 +192,16 @@ def _train(
 
     resume = Resume(args, model, system.optimizer, scheduler.first) if args.checkpoints is not None else None
     first = resume.first_step() if resume is not None else 0
-    losses, norms, step_s, host_s = [], [], [], []
-    peaks = [0]
+    losses, norms, step_s, host_s, cpu_s = [], [], [], [], []
+    peaks, resident = [0], peak_rss_nbytes()
     tokens_per_step = args.batch * args.seq * args.accum * world_size
     progress.say("the first step" if args.backend == "eager" else "traces the forward")
     for step in range(first, args.steps):
         if step == first + args.settle:
             peaks.append(peak_rss_nbytes())
             record["peak_is_steady"] = reset_peak_rss()
-        start = time.perf_counter()
+            resident = peak_rss_nbytes()  # at this moment, with the interpreter and what compiling left behind
+        start, cpu = time.perf_counter(), time.process_time()
         loss, norm = one_step(args, system, corpus.train, step, rank, device)
         scheduler.step()
         host_s.append(time.perf_counter() - start)
@@ -199,6 +210,7 @@ def _train(
         losses.append(float(loss))
         norms.append(float(norm))
         step_s.append(time.perf_counter() - start)
+        cpu_s.append(time.process_time() - cpu)
         if resume is not None:
             resume.after_step(step, losses[-1], rank, world_size)
         progress.update(losses[-1], norms[-1], tokens_per_step / step_s[-1])
@@ -208,6 +220,7 @@ def _train(
         raise SystemExit(f"{args.checkpoints} holds a run of {first} steps already: nothing is left to train")
     record["first_step"] = first
     record["peak_steady_nbytes"] = peak_rss_nbytes()  # before the held-out loss, which compiles one more graph
+    record["added_nbytes"] = record["peak_steady_nbytes"] - resident  # by a step, to what lives between steps
     record["persistent_nbytes"] = system.persistent_nbytes()
     record["held_nbytes"] = live_nbytes(before) + system.unseen_nbytes
     if batches:
@@ -218,12 +231,13 @@ def _train(
     if device.type == "cuda":
         record["peak_device_nbytes"] = torch.cuda.max_memory_allocated(device)
     # host_s: until all of a step is queued. On a GPU what the host needs; on the CPU the step itself
-    record.update(losses=losses, grad_norms=norms, step_s=step_s, host_s=host_s, first_step_s=setup_s + step_s[0])
-    record["tokens_per_step"] = tokens_per_step
+    record.update(losses=losses, grad_norms=norms, step_s=step_s, host_s=host_s, cpu_s=cpu_s)
+    record.update(first_step_s=setup_s + step_s[0], tokens_per_step=tokens_per_step)
     if args.system == "zc" and rank == 0:
         import zc
 
-        (args.out / "explain.txt").write_text(str(zc.explain(model)))
+        page = args.out / "explain.html"
+        page.with_suffix(".txt").write_text(str(zc.explain(model, format="html", path=page)))
     return record
 
 

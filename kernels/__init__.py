@@ -10,23 +10,30 @@ from __future__ import annotations
 # As `kernels`, which is found where a checkout is on sys.path, this is nothing: transformers asks for the version of a
 # package of that name (PyPI has one), and must not get all of zc with the answer.
 if __name__ == "zc.kernels":
+    from zc.kernels._blocks import Blocks
     from zc.kernels._triton import note_of, why_reference
     from zc.kernels.accumulate_cast import accumulate_cast
     from zc.kernels.adopt_writes import adopt_writes
+    from zc.kernels.decode_blocks import add_blocks, sum_blocks
+    from zc.kernels.encode_blocks import encode_blocks
     from zc.kernels.flatten_cast import flatten_cast
     from zc.kernels.reduce_rows import reduce_rows
     from zc.kernels.sums_of_squares import sums_of_squares
     from zc.kernels.wgrad_into import matmul_into, rows_into, scatter_into
 
 __all__ = [
+    "Blocks",
     "accumulate_cast",
+    "add_blocks",
     "adopt_writes",
+    "encode_blocks",
     "flatten_cast",
     "matmul_into",
     "note_of",
     "reduce_rows",
     "rows_into",
     "scatter_into",
+    "sum_blocks",
     "sums_of_squares",
     "why_reference",
 ]

@@ -18,15 +18,16 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def adopt_writes(master: Tensor, given: Tensor) -> None:
+def adopt_writes(master: Tensor, given: Tensor, before: Tensor | None = None) -> None:
     """``master = given`` where ``given`` is not ``master`` rounded to its dtype; elsewhere the master keeps its
-    precision.
+    precision. With ``before``, where ``given`` is not ``before``.
 
     A NaN stays a NaN, perhaps with other bits.
 
     Args:
         master: [N] bf16, fp16, fp32 or fp64, contiguous.
         given: [N] any of these, contiguous, not overlapping ``master``.
+        before: as ``given``, and of its dtype.
 
     Raises:
         ValueError: a dtype, device, layout, size or overlap that breaks the above; nothing has been written.
@@ -38,13 +39,21 @@ def adopt_writes(master: Tensor, given: Tensor) -> None:
     check_numel("master", master, "given", given.numel())
     check_device("master", master, "given", given)
     check_disjoint("master", master, "given", given)
+    if before is not None:
+        check_dtype("before", before, (given.dtype,))
+        check_flat("before", before)
+        check_numel("before", before, "given", given.numel())
+        check_device("before", before, "given", given)
     if master.device.type != "cpu":  # to ask whether anything differs would wait for the device
-        _adopt(master, given, master.to(given.dtype))
+        _adopt(master, given, master.to(given.dtype) if before is None else before)
         return
     rounded = scratch_like(given, given.dtype)
     for start, length in ranges(master.numel()):
         mine, theirs = master[start : start + length], given[start : start + length]
-        cast = mine if mine.dtype == theirs.dtype else rounded[:length].copy_(mine)
+        if before is not None:
+            cast = before[start : start + length]
+        else:
+            cast = mine if mine.dtype == theirs.dtype else rounded[:length].copy_(mine)
         if not _same_bits(cast, theirs):
             _adopt(mine, theirs, cast)
 

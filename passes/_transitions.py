@@ -19,10 +19,14 @@ from zc.schedule.spec import Op
 # added to SUM); FLIGHT and ROWS, all ranks' shards on their way and there; HOST_SUM, the sum of the first of two
 # reductions, SUMS_FLIGHT and SUMS those of the other hosts or replicas; SENT, a partial sum that has left; TOTAL, the
 # mean over ranks added; LANDED, in host memory. Of weights: OLD, NEW, CAST, GATHERED, PUBLISHED. Of what other ranks
-# read where it lies: OFFERED by this rank, OPEN by all, READ here, RETURNED by this rank.
+# read where it lies: OFFERED by this rank, OPEN by all, READ here, RETURNED by this rank. In few bits: ENCODED, a
+# gradient or HOST_SUM, on its way (ENCODED_FLIGHT) and of all ranks (ENCODED_ROWS); DIFFERENCE, what this rank's
+# masters are ahead of weights that are BEHIND until the DIFFERENCES of all ranks are added.
 NOTHING, SUM, GRADIENT, FLIGHT, ROWS = "nothing", "sum", "gradient", "rows in flight", "rows"
 HOST_SUM, SUMS_FLIGHT, SUMS = "sum of some ranks", "sums in flight", "sums"
 SENT, TOTAL, LANDED = "sent sum", "total", "landed total"
+ENCODED, ENCODED_FLIGHT, ENCODED_ROWS = "encoded gradient", "encoded rows in flight", "encoded rows"
+DIFFERENCE, DIFFERENCES, BEHIND = "encoded difference", "encoded differences", "weights without their difference"
 OFFERED, OPEN, READ, RETURNED = "offered rows", "open rows", "read rows", "returned rows"
 OLD, NEW, CAST, GATHERED, PUBLISHED = "old weights", "new weights", "cast weights", "gathered weights", "weights"
 
@@ -59,13 +63,30 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "acc staging", (GRADIENT,), GRADIENT, "partial"),  # accumulate_cast has emptied or kept it
     ),
     spec.LaunchReduce: (
-        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring"),
-        Row("src", "acc staging", (GRADIENT,), SENT, "partial"),
-        Row("src", "host_sum", (HOST_SUM,), NOTHING, "twice"),
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring plain"),
+        Row("src", "acc staging", (GRADIENT,), SENT, "partial plain"),
+        Row("src", "host_sum", (HOST_SUM,), NOTHING, "twice plain"),
+        Row("src", "wire", (ENCODED,), NOTHING, "encoded"),
         Row("dst", "recv", (NOTHING,), FLIGHT, beside="flat_grad acc staging"),
         Row("dst", "recv", (NOTHING,), SUMS_FLIGHT, "twice", beside="host_sum"),
+        Row("dst", "recv", (NOTHING,), ENCODED_FLIGHT, "encoded", beside="wire"),
     ),
-    spec.WaitReduce: (Row("dst", "recv", (FLIGHT,), ROWS), Row("dst", "recv", (SUMS_FLIGHT,), SUMS)),
+    spec.WaitReduce: (
+        Row("dst", "recv", (FLIGHT,), ROWS),
+        Row("dst", "recv", (SUMS_FLIGHT,), SUMS),
+        Row("dst", "recv", (ENCODED_FLIGHT,), ENCODED_ROWS, "encoded"),
+    ),
+    spec.Quantise: (
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring once"),
+        Row("src", "acc staging", (GRADIENT,), SENT, "partial once"),
+        Row("src", "host_sum", (HOST_SUM,), NOTHING, "twice"),
+        Row("dst", "wire", (NOTHING,), ENCODED, "encoded"),
+    ),
+    spec.AccumulateQuantised: (
+        Row("src", "recv", (ENCODED_ROWS,), NOTHING, "encoded"),
+        Row("dst", "acc staging", (SUM,), TOTAL, "ring"),
+        Row("dst", "acc staging", (SENT,), TOTAL, "partial"),
+    ),
     spec.Accumulate: (
         Row("src", "recv", (ROWS,), NOTHING, "once", beside="acc staging"),
         Row("src", "recv", (ROWS,), NOTHING, "twice", beside="host_sum"),
@@ -86,8 +107,10 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "flat_grad", (GRADIENT,), OFFERED, "ring"),
         Row("buffer", "acc staging", (GRADIENT,), OFFERED, "partial"),
         Row("buffer", "flat_param", (NEW,), OFFERED, "offload"),
-        Row("buffer", "flat_param", (OLD,), OFFERED, "device"),
-        Row("buffer", "gathered weight", (OLD,), OFFERED),
+        Row("buffer", "flat_param", (OLD,), OFFERED, "device whole"),
+        Row("buffer", "gathered", (OLD,), OFFERED, "whole"),
+        Row("buffer", "flat_param gathered", (NEW,), OFFERED, "differs levels"),
+        Row("buffer", "weight", (OLD,), OFFERED),
     ),
     spec.AwaitFull: (Row("buffer", "flat_grad acc staging flat_param gathered weight", (OFFERED,), OPEN),),
     spec.SignalFree: (
@@ -123,13 +146,23 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
     ),
     spec.GatherNet: (
         Row("buffer", "flat_param", (NEW,), NEW, "levels offload"),
-        Row("buffer", "flat_param gathered", (OLD,), OLD, "levels device"),
+        Row("buffer", "flat_param gathered", (OLD,), OLD, "levels device whole"),
+    ),
+    spec.EncodeUpdate: (
+        Row("src", "flat_param gathered", (OLD,), BEHIND, "differs"),
+        Row("dst", "update", (NOTHING,), DIFFERENCE, "differs"),
+    ),
+    spec.ExchangeUpdates: (Row("buffer", "update", (DIFFERENCE,), DIFFERENCES, "differs"),),
+    spec.ApplyUpdate: (
+        Row("src", "update", (DIFFERENCES,), NOTHING, "differs"),
+        Row("dst", "flat_param gathered", (BEHIND,), GATHERED, "differs messages"),
+        Row("dst", "flat_param gathered", (BEHIND,), NEW, "differs levels"),
     ),
     spec.Gather: (
         Row("buffer", "flat_param gathered", (OPEN,), READ, "memory"),
         Row("buffer", "flat_param", (NEW,), GATHERED, "messages offload"),
-        Row("buffer", "flat_param", (OLD,), GATHERED, "messages device"),
-        Row("buffer", "gathered", (OLD,), GATHERED, "messages"),
+        Row("buffer", "flat_param", (OLD,), GATHERED, "messages device whole"),
+        Row("buffer", "gathered", (OLD,), GATHERED, "messages whole"),
     ),
     spec.Publish: (
         Row("buffer", "flat_param", (GATHERED,), PUBLISHED),
@@ -153,7 +186,8 @@ def facts_of(plan: Plan | None) -> frozenset[str]:
     where = "ring" if plan.placement.shards_gradients else "partial"
     ways = {"device" if plan.offload is None else "offload", "memory" if plan.reads_weights else "messages"}
     others = {"alone": plan.num_ranks == 1, "unsharded": plan.world_size == 1, "levels": plan.has_levels}
-    ways.add("twice" if plan.reduces_twice else "once")
+    ways |= {"twice" if plan.reduces_twice else "once", "encoded" if plan.reduce_bits else "plain"}
+    ways.add("differs" if plan.gather_bits else "whole")
     return frozenset({where} | ways | {fact for fact, is_true in others.items() if is_true})
 
 

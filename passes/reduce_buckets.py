@@ -21,6 +21,15 @@ number on all hosts or between the replicas of one shard::
     wait_reduce(2, %w_1, "recv[0]", "host_sum[0]")
     accumulate(2, "acc[2]", "recv[0]")
 
+Where gradients leave a host in 8 bits (`zc.planning.wire`), what is sent is encoded first, and decoded by whoever sums
+it::
+
+    flatten_cast(2, "flat_grad[0]", ...)    ->    flatten_cast(2, "flat_grad[0]", ...)
+                                                  quantise(2, "wire[0]", "flat_grad[0]")
+                                                  %w = launch_reduce(2, "recv[0]", "wire[0]")
+                                                  wait_reduce(2, %w, "recv[0]", "wire[0]")
+                                                  accumulate_quantised(2, "acc[2]", "recv[0]")
+
 Stage 1 sends the accumulator itself. The pass leaves alone a write that fills only some slots of its bucket, which the
 last backward before the update reduces. With one rank nothing is sent: stage 2 accumulates from the flat_grad, and
 stage 1 is done.
@@ -36,7 +45,17 @@ from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import NUM_HOST_SUMS, Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import op_of, ops, put
-from zc.schedule.spec import Accumulate, LaunchReduce, Op, ReduceRows, Role, WaitReduce, Write
+from zc.schedule.spec import (
+    Accumulate,
+    AccumulateQuantised,
+    LaunchReduce,
+    Op,
+    Quantise,
+    ReduceRows,
+    Role,
+    WaitReduce,
+    Write,
+)
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -74,18 +93,21 @@ def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, t
     if plan.reads_rows:
         after = _insert(graph, after, ReduceRows(bucket, first, src))
     else:
-        after = _exchange(graph, after, bucket, first, src)
+        after = _exchange(graph, plan, after, bucket, first, src)
     if plan.reduces_twice:
-        _exchange(graph, after, bucket, acc, host_sum)
+        _exchange(graph, plan, after, bucket, acc, host_sum)
 
 
-def _exchange(graph: fx.Graph, after: fx.Node, bucket: int, dst: Buffer, src: Buffer) -> fx.Node:
-    """dst <- src of all ranks, by messages."""
+def _exchange(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, dst: Buffer, src: Buffer) -> fx.Node:
+    """dst <- src of all ranks, by messages. Two reductions that encode read memory in the first one."""
     # one receive buffer is enough: launch, completion and accumulation follow each other on one stream
-    recv = Buffer("recv", 0)
+    recv, is_encoded = Buffer("recv", 0), plan.reduce_bits > 0
+    if is_encoded:
+        wire = Buffer("wire", 0)
+        after, src = _insert(graph, after, Quantise(bucket, wire, src)), wire
     work = _insert(graph, after, LaunchReduce(bucket, recv, src))
     done = _insert(graph, work, WaitReduce(bucket, work, recv, src))
-    return _insert(graph, done, Accumulate(bucket, dst, recv))
+    return _insert(graph, done, (AccumulateQuantised if is_encoded else Accumulate)(bucket, dst, recv))
 
 
 def _insert(graph: fx.Graph, after: fx.Node, op: Op) -> fx.Node:

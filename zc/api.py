@@ -54,6 +54,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     stage: int = 2,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    gather_dtype: torch.dtype | str | None = None,
     reduce: str = "exact",
     bucket_nbytes: int | None = None,
     num_buffers: int = 2,
@@ -98,6 +99,10 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         reduce: "exact": all-to-all, then a sum in rank order in fp32, bitwise the same for every bucket size and
             overlap setting; "native": the backend's reduce-scatter in ``reduce_dtype``.
         reduce_dtype: what travels between ranks; None: the parameters' dtype (stage 2), the accumulator's (stage 1).
+            torch.int8: where they leave a host, 8-bit integers with a scale per 256 elements (docs/multinode.md);
+            inside a host everything is exact. Biases, norms and small parameters stay exact everywhere.
+        gather_dtype: torch.int8 or "int4": where weights leave a host, they travel as differences to what all ranks
+            have, encoded like that; what rounding leaves stays in the fp32 masters for the next update. None: exact.
         bucket_nbytes: no bucket is larger, unless one parameter is (the ring is as large as the largest bucket). None:
             25 MiB (between hosts of CPUs 8), or more where that would make more than some 32 buckets, up to the size of
             the largest parameter. A bucket holds whole blocks of one kind (`zc.planning.blocks`), or the same part of

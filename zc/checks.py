@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from zc import torch_private
 from zc.config import DTYPES, Config
 from zc.errors import PlanError
+from zc.planning.layout import Rule
 
 _WRAPPERS = {
     "DistributedDataParallel": "zc replaces it, so pass the module inside it, model.module",
@@ -209,10 +210,24 @@ def check_initialized() -> None:
         )
 
 
+def check_encodings(config: Config, dtypes: Mapping[str, torch.dtype], rules: Sequence[Rule]) -> None:
+    """Raises PlanError for parameters, and optimizers, of which nothing can travel encoded (`zc.planning.wire`)."""
+    wide = next((name for name, dtype in dtypes.items() if dtype == torch.float64), None)
+    for option, name in config.encodings:
+        if wide is not None:
+            raise PlanError(f"{wide} is torch.float64, of which {option} would keep 8 bits: leave {name} out")
+        if name == "gather_dtype" and any(rule.whole for rule in rules):
+            raise PlanError(
+                f"{option} and an optimizer that reads whole parameters: what a rank updates is then no shard, and "
+                "goes to the shards as it is; leave gather_dtype out. reduce_dtype=torch.int8 works"
+            )
+
+
 def check_replicas(config: Config, num_replicas: int) -> None:
     """Raises PlanError for options that a mesh of two dimensions excludes."""
     if num_replicas == 1:
         return
+    config.check_wire(num_replicas)
     shape = f"a mesh of two dimensions with {num_replicas} replicas"
     if config.reduce != "exact":
         raise PlanError(

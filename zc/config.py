@@ -11,6 +11,7 @@ import torch
 
 from zc import torch_private
 from zc.errors import PlanError
+from zc.planning import wire
 from zc.planning.placement import OFFLOADS, PLACEMENTS, Offload, Placement
 
 BACKENDS = ("inductor", "aot_eager", "eager")
@@ -25,6 +26,7 @@ class Config:
     stage: int = 2
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | str | None = None
     reduce: str = "exact"
     bucket_nbytes: int | None = None
     num_buffers: int = 2
@@ -49,7 +51,8 @@ class Config:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("reduce", self.reduce, REDUCTIONS)
         _one_of("param_dtype", self.param_dtype, (None, *DTYPES))
-        _one_of("reduce_dtype", self.reduce_dtype, (None, *DTYPES))
+        _one_of("reduce_dtype", self.reduce_dtype, (None, *DTYPES, torch.int8))
+        _one_of("gather_dtype", self.gather_dtype, (None, *wire.BITS))
         _one_of("offload", self.offload, (None, "cpu", "disk"))
         _one_of("offload_accumulate", self.offload_accumulate, tuple(OFFLOADS))
         for name in ("bucket_nbytes", "num_buffers", "weight_nbytes"):
@@ -76,6 +79,7 @@ class Config:
             )
         if self.weight_nbytes is not None and not self.placement.shards_weights:
             raise PlanError(f"weight_nbytes={self.weight_nbytes} and stage={self.stage}: only stage 3 gathers weights")
+        self.check_wire()
         if self.overlap_gather and not self.overlap:
             raise PlanError("overlap_gather=True needs overlap=True: without it there is no comm stream to gather on")
         if self.overlap_gather and self.offload is not None:
@@ -83,6 +87,38 @@ class Config:
                 f"overlap_gather=True and offload={self.offload!r}: with offload the update ends with the gathers, "
                 "bucket by bucket; leave one of them out"
             )
+
+    def check_wire(self, num_replicas: int = 1) -> None:
+        """Raises PlanError for options that exclude what `zc.planning.wire` does."""
+        for option, name in self.encodings:
+            if self.stage == 3:
+                raise PlanError(
+                    f"{option} and stage=3: ranks of stage 3 keep no weights from which a difference could be taken, "
+                    f"and encode nothing yet; use stage 2, or leave {name} out"
+                )
+            if self.reduce != "exact":
+                raise PlanError(
+                    f"{option} and reduce={self.reduce!r}: the backend can't sum integers of different scales; leave "
+                    f"reduce at 'exact', or {name} out"
+                )
+            if num_replicas > 1:
+                raise PlanError(
+                    f"{option} and a mesh of two dimensions with {num_replicas} replicas: these send sums back to "
+                    f"each other in fp32. Leave {name} out, or give a mesh of one dimension, where each rank has a "
+                    "shard of its own"
+                )
+            if name == "gather_dtype" and self.offload is not None:
+                raise PlanError(
+                    f"{option} and offload={self.offload!r}: differences are taken on the device, and with offload "
+                    f"the masters are in host memory; leave one of them out. reduce_dtype=torch.int8 works"
+                )
+
+    @property
+    def encodings(self) -> list[tuple[str, str]]:
+        """The options that make something travel encoded, each as it was given, and its name."""
+        named = [("reduce_dtype", self.reduce_dtype)] if self.reduce_dtype == torch.int8 else []
+        named += [("gather_dtype", self.gather_dtype)] if self.gather_dtype is not None else []  # type: ignore[list-item]
+        return [(f"{name}={value!r}", name) for name, value in named]
 
     @property
     def compiles_blocks(self) -> bool:

@@ -6,8 +6,15 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 
 log = logging.getLogger("zc")
+
+
+def tell(text: str) -> None:
+    """One line on stderr for a person who waits; with ZC_LOG the log says what goes on, or is to be silent."""
+    if not os.environ.get("ZC_LOG"):
+        print(f"zc: {text}", file=sys.stderr, flush=True)
 
 
 def configure() -> None:

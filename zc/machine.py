@@ -14,6 +14,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -48,6 +49,15 @@ def num_page_faults() -> int | None:
     """Minor page faults of this process since it began, including pages that malloc had returned before; None if the
     system does not count them."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource is not None else None
+
+
+def resident_nbytes() -> int:
+    """Bytes of this process in memory; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * _PAGE
+    except OSError:
+        return 0
 
 
 def ranks_on_this_host(world_size: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zc import kernels, torch_private
-from zc.checks import check, check_module, check_optimizers, check_replicas, owners_of
+from zc.checks import check, check_encodings, check_module, check_optimizers, check_replicas, owners_of
 from zc.config import Config
 from zc.engine import param_grads
 from zc.engine.memory_order import flattened, in_shape
@@ -134,12 +134,14 @@ def plan_of(
         )
         for name, p in params.items()
     ]
+    check_encodings(config, {spec.name: spec.dtype for spec in specs}, assignment.rules)
     return make_plan(
         specs,
         world_size=ranks.shard.world_size,
         placement=config.placement,
         reduce=config.reduce,
         reduce_dtype=config.reduce_dtype,
+        gather_dtype=config.gather_dtype,
         bucket_nbytes=config.bucket_nbytes,
         num_buffers=config.num_buffers,
         overlap=config.overlap,
@@ -264,6 +266,7 @@ def fill(runtime: Runtime, buckets: Sequence[Bucket]) -> None:
             place.copy_(values)
             del values
             param.data = in_shape(torch_private.own_storage(place), slot)
+        buffers.remember_shard(bucket)
     buffers.add_staging()
     if buffers.note is not None:
         runtime.say_once(buffers.note)

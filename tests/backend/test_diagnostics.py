@@ -15,7 +15,7 @@ from torch import nn
 
 import zc
 import zc.log
-from zc.report.explain import MANY_PAGE_FAULTS
+from zc.report.last_step import MANY_PAGE_FAULTS
 
 
 class Branches(nn.Module):
@@ -118,8 +118,7 @@ class Links(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.refers += [value or "" for name, value in attrs if name in ("href", "src")]
-        assert tag != "script"
-        if tag not in ("meta", "link"):
+        if tag not in ("meta", "link", "input"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -145,7 +144,7 @@ def test_the_page_needs_nothing_beside_it(tmp_path: Path) -> None:
     for name, body in report.sections.items():
         assert name in seen and body.splitlines()[0] in seen
     launches = sum("flatten_cast" in row for body in report.sections.values() for row in body.splitlines())
-    assert page.count("<svg") > 1 and page.count("<title>flatten_cast") >= launches > 0
+    assert page.count("<svg") > 1 and len(re.findall(r"<title>[^<]*: flatten_cast", page)) >= launches > 0
     with pytest.raises(zc.PlanError, match="'pdf'"):
         zc.explain(model, format="pdf")
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import subprocess
+import sys
+import threading
+import time
+from itertools import groupby
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from bench import demo, train
+from bench import baton, demo, train
+from bench.report.progress import Progress
 
 # --- training and the demo's verdict ---
 
@@ -28,29 +36,113 @@ def test_train_alone_writes_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert record["tokens_per_step"] == 2 * 16 * 2
     assert record["peak_nbytes"] >= record["peak_steady_nbytes"] > 0
     assert record["persistent_nbytes"]["optimizer_state"] == 8 * record["num_params"]
+    assert len(record["cpu_s"]) == 7 and 0 <= record["added_nbytes"] < record["peak_steady_nbytes"]
     held = 12 * record["num_params"]  # measured: weights and two moments; gradients are gone, steps are scalars
     assert held <= record["held_nbytes"] < 1.02 * held
     assert {"torch", "python", "commit"} < set(run)
 
 
-def fake_run(held_out: float) -> dict:
+def fake_run(held_out: float, step_s: tuple[float, ...] = (9.0, 1.0), **kinds: int) -> dict:
+    kinds = kinds or {"params": 40, "gradients": 40, "optimizer_state": 80}
     rank = {
-        "losses": [5.0, 3.0], "step_s": [9.0, 1.0], "held_out_loss": held_out, "tokens_per_step": 64, "num_params": 10,
-        "first_step_s": 9.0, "peak_nbytes": 2_000_000, "peak_steady_nbytes": 1_000_000,
+        "losses": [5.0, 3.0], "step_s": list(step_s), "cpu_s": list(step_s), "held_out_loss": held_out,
+        "tokens_per_step": 64, "num_params": 10_000_000, "first_step_s": step_s[0], "added_nbytes": 7_000_000,
+        "persistent_nbytes": {kind: n * 1_000_000 for kind, n in kinds.items()},
     }  # fmt: skip
+    rank["held_nbytes"] = sum(n for kind, n in rank["persistent_nbytes"].items() if kind != "acc")
     return {"world_size": 2, "ranks": [rank, {**rank, "losses": [6.0, 4.0]}]}
 
 
 @pytest.mark.parametrize(
-    ("eager", "compiled", "words"),
+    ("ddp", "eager", "compiled", "words"),
     [
-        (2.40, 2.405, []),
-        (2.40, 2.42, ["differ by 0.02"]),
-        (2.70, 2.70, ["op by op: held-out loss 2.7000", "compiled: held-out loss 2.7000"]),
-        (2.40, math.nan, ["compiled: held-out loss nan", "differ by nan"]),
+        (2.39, 2.40, 2.405, []),
+        (2.40, 2.40, 2.43, ["compiled and DDP, op by op: losses differ by 0.03", "and zc, op by op: losses differ"]),
+        (2.37, 2.39, 2.40, ["compiled and DDP, op by op: losses differ by 0.03"]),
+        (2.59, 2.60, 2.60, ["zc, op by op: held-out loss 2.6000", "zc, compiled: held-out loss 2.6000"]),
+        (2.40, 2.40, math.nan, ["zc, compiled: held-out loss nan", "DDP, op by op: losses differ by nan", "by nan"]),
     ],
 )
-def test_demo_fails_where_it_must(eager: float, compiled: float, words: list[str]) -> None:
-    found = demo.problems({"eager": fake_run(eager), "inductor": fake_run(compiled)})
-    assert len(found) == len(words)
-    assert all(word in line for word, line in zip(words, found, strict=True))
+def test_demo_fails_where_it_must(ddp: float, eager: float, compiled: float, words: list[str]) -> None:
+    lines = demo.problems({name: fake_run(loss) for name, loss in zip(demo.NAMES, (ddp, eager, compiled), strict=True)})
+    assert len(lines) == len(words)
+    assert all(word in line for word, line in zip(words, lines, strict=True))
+
+
+def fake_runs() -> dict[str, dict]:
+    """Three turns after the steps that are skipped; in the second one the machine is ten times slower."""
+    turns = [1.0] * 5 + [10.0] * 5 + [1.0] * 5
+    sharded = {"flat_param": 20, "master_shard": 20, "acc": 40, "optimizer_state": 40}
+    return {
+        demo.DDP: fake_run(2.4, (2.0,) * 5 + tuple(1.2 * s for s in turns)),
+        demo.EAGER: fake_run(2.4, (3.0,) * 5 + tuple(1.1 * s for s in turns), **sharded),
+        demo.COMPILED: fake_run(2.41, (30.0,) * 5 + tuple(turns), **sharded),
+    }
+
+
+def test_the_demo_s_table(tmp_path: Path) -> None:
+    """Ratios are those of turns; gradients that were cleared are not held; a peak is what is held and what is added."""
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(demo.table(fake_runs(), 3))
+    text = console.export_text()
+    assert "zc stage 3" in text and max(map(len, text.splitlines())) <= 80
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    cells = {row[0]: row[1:] for row in rows}
+    assert cells["tokens/s"] == ["53", "58", "64", "1.20", "1.10"]
+    assert cells["gradients, MB"] == ["40.0", "0.0", "0.0", "0.00", ""]
+    assert cells["held by a rank, MB"] == ["160.0", "80.0", "80.0", "0.50", "1.00"]
+    assert cells["peak of a step, MB"] == ["167.0", "87.0", "87.0", "0.52", "1.00"]
+    assert cells["first step, s"] == ["2.0", "3.0", "30.0", "15.00", "10.00"]
+    assert cells["held-out loss, nats"][-2:] == ["+0.0100", "+0.0100"]
+    speed, _, held, *_ = demo.causes(fake_runs())
+    assert "1.10 of op by op: Inductor fuses" in speed and "1.20 of DDP" in speed
+    assert "with DDP, 4 weights + 8 optimizer state + 4 gradients; with zc, 2 weights + 2 fp32 masters + 4 opt" in held
+    demo.draw(fake_runs(), tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_gains_nothing_is_not_praised() -> None:
+    runs = fake_runs()
+    runs[demo.COMPILED], runs[demo.EAGER] = runs[demo.EAGER], runs[demo.COMPILED]
+    assert "gained nothing" in demo.causes(runs)[0]
+
+
+# --- jobs in turn ---
+
+
+def job(store: baton.TCPStore, number: int, log: list[str]) -> None:
+    """Two ranks of a job of six steps, as threads; each writes what it does."""
+
+    def rank(r: int) -> None:
+        with baton.InTurn(baton.Seat(store.port, number, 2, 3), "job", r, 2) as progress:
+            for step in range(6):
+                log.append(f"{number}:{step}")
+                time.sleep(0.01 * r)
+                progress.update(1.0, 1.0, 1.0)
+            log.append(f"{number}:end")
+
+    ranks = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+
+
+def test_one_job_works_at_a_time() -> None:
+    store, log = baton.new_store(), []
+    jobs = [threading.Thread(target=job, args=(store, number, log)) for number in (1, 0)]
+    for thread in jobs:
+        thread.start()
+    for thread in jobs:
+        thread.join(60)
+    turns = [list(group) for _, group in groupby(log, key=lambda line: line.split(":")[0])]
+    expected = [[f"{n}:{k}" for k in steps] for steps in (range(3), range(3, 6), ["end"]) for n in (0, 1)]
+    assert [sorted(set(turn)) for turn in turns] == expected
+    assert store.add("steps", 0) == 12
+
+
+def test_a_job_that_fails_ends_the_others() -> None:
+    jobs = [subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({s}); 1 / 0"]) for s in (60, 0)]
+    with pytest.raises(subprocess.CalledProcessError):
+        baton.wait_for(jobs, baton.new_store(), Progress(1, "test", shown=False))
+    assert all(job.returncode for job in jobs)

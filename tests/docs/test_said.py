@@ -99,12 +99,17 @@ def test_an_optimizer_with_state_is_told_of_load_state_dict() -> None:
         torch.testing.assert_close(whole["state"][k]["exp_avg"], state["exp_avg"])
 
 
-def test_zc_says_what_it_compiles(caplog: pytest.LogCaptureFixture) -> None:
+def test_zc_says_what_it_compiles(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its log, and once in one line to whoever waits."""
+    monkeypatch.delenv("ZC_LOG", raising=False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     model, _ = zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with caplog.at_level(logging.INFO, logger="zc"):
         model(torch.ones(2, 4)).sum().backward()
+    assert [line[:12] for line in capsys.readouterr().err.splitlines() if line.startswith("zc: ")] == ["zc: compiles"]
     said = [record.getMessage() for record in caplog.records if record.name == "zc"]
     assert re.fullmatch(r"Inductor compiles a forward graph of \d+ operations", said[0])
     assert re.fullmatch(r"Inductor compiles segment 0, of \d+ operations \(backward\)", said[1])

@@ -14,6 +14,7 @@ from torch import Tensor
 from zc.engine.accumulators import Accumulators
 from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
+from zc.engine.clock import Clock
 from zc.engine.eager_gradients import EagerGradients
 from zc.passes.pipeline import pipeline
 from zc.planning.placement import PLACEMENTS
@@ -51,6 +52,8 @@ class FakeGroup:
 
 class Inline:
     """Every stream is the calling thread."""
+
+    clock = Clock(torch.device("cpu"))
 
     def run_on(self, stream: str, task: Any) -> None:
         task()

@@ -15,9 +15,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 import comparisons as c
+import encoded
 from test_references import accumulate, flatten, reduce
 
 from zc import kernels
+from zc.kernels.decode_blocks import decode_blocks_triton
+from zc.kernels.encode_blocks import encode_blocks_triton
 from zc.kernels.sums_of_squares import BLOCK, PARTIALS, PER_PROGRAM
 
 pytestmark = pytest.mark.skipif(
@@ -70,6 +73,10 @@ def test_accumulate_cast(scale: float) -> None:
     grads = c.mixed_grads(SIZES, ALL, "cuda")
     for shift, (offsets, numel) in enumerate(c.layouts(grads)):
         c.check_accumulate(accumulate, "cuda", c.F32, grads, offsets, numel, scale, shift=shift)
+
+
+def test_blocks() -> None:
+    encoded.check_all(encode_blocks_triton, decode_blocks_triton, "cuda")
 
 
 @pytest.mark.parametrize("add", [False, True])

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import comparisons as c
+import encoded
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,8 @@ from tiers import FULL
 from zc.kernels._segments import collapse, fills_tiles
 from zc.kernels._triton import tl, triton
 from zc.kernels.accumulate_cast import accumulate_cast_triton
+from zc.kernels.decode_blocks import decode_blocks_triton
+from zc.kernels.encode_blocks import encode_blocks_triton
 from zc.kernels.flatten_cast import flatten_cast_triton
 from zc.kernels.reduce_rows import reduce_rows_triton
 from zc.kernels.sums_of_squares import BLOCK, PER_PROGRAM, sums_of_squares_triton
@@ -116,6 +119,10 @@ def test_reduce_rows(world_size: int, wire: torch.dtype, add: bool) -> None:
 
 def test_reduce_rows_of_a_million() -> None:
     c.check_reduce(reduce_rows_triton, "cpu", 2, c.SIZES[-1], c.B16, scale=0.5, add=True)
+
+
+def test_blocks() -> None:
+    encoded.check_some(encode_blocks_triton, decode_blocks_triton, encoded.LAYOUTS["runs"])
 
 
 SQUARED = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, PER_PROGRAM, 0, PER_PROGRAM + 1, 2 * PER_PROGRAM + BLOCK + 5, 0)

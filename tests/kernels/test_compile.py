@@ -20,9 +20,12 @@ from typing import Any
 import pytest
 import torch
 
+from zc.kernels import Blocks
 from zc.kernels._segments import TILE_J, TILE_M
 from zc.kernels._triton import triton
 from zc.kernels.accumulate_cast import accumulate_cast_triton
+from zc.kernels.decode_blocks import decode_blocks_triton
+from zc.kernels.encode_blocks import encode_blocks_triton
 from zc.kernels.flatten_cast import flatten_cast_triton
 from zc.kernels.reduce_rows import GROUP, MOST_UNROLLED, reduce_rows_triton
 from zc.kernels.sums_of_squares import sums_of_squares_triton
@@ -76,6 +79,24 @@ def num_wide(num_rows: int, dtype: torch.dtype, add: bool = True) -> tuple[int, 
     return 2 * (num_rows * dtype.itemsize + 4 * add), 2 * 4
 
 
+def blocks_of(bits: int) -> tuple[Blocks, int]:
+    """32 blocks, the first two exact; bytes of a row."""
+    nbytes = 2048 + 30 * 32 * bits
+    return Blocks([(0, 2, 0, -1), (2, 30, 2048, nbytes // 4)], bits), nbytes + 128
+
+
+def encoded(bits: int, dtype: torch.dtype, base: torch.dtype | None = None) -> None:
+    blocks, nbytes = blocks_of(bits)
+    x, wire = torch.empty(32 * 256, dtype=dtype), torch.empty(nbytes, dtype=torch.uint8)
+    encode_blocks_triton(x, wire, blocks, None if base is None else torch.empty(32 * 256, dtype=base))
+
+
+def decoded(bits: int, num_rows: int, add: bool, update: torch.dtype | None = None) -> None:
+    blocks, nbytes = blocks_of(bits)
+    rows, out = torch.empty(num_rows, nbytes, dtype=torch.uint8), torch.empty(32 * 256, dtype=update or c.F32)
+    decode_blocks_triton(rows, out, blocks, 0.5, add, update is not None)
+
+
 Case = tuple[Callable[[], None], int, int]  # launch, 128-bit loads and stores of its first kernel
 
 
@@ -92,12 +113,18 @@ CASES: dict[str, Case] = {
     "rows: 16 bf16": of_rows(16, c.B16),
     "rows: 17 bf16": of_rows(17, c.B16),
     "sums_of_squares": (lambda: squared(DTYPES), 16, 0),
+    "gradients in 8 bits": (lambda: encoded(8, c.F32), 4, 4),
+    "a sum of 8 bits": (lambda: decoded(8, 2, True), 12, 4),
+    "differences in 4 bits": (lambda: encoded(4, c.F32, c.F32), 8, 4),
 }
 ON_ONE_TARGET: dict[str, Case] = {
     "flatten_cast to fp16": (lambda: packed(flatten_cast_triton, c.F16), 16, 12),
     "flatten_cast to fp32": (lambda: packed(flatten_cast_triton, c.F32), 16, 24),
     "flatten_cast, scaled": (lambda: packed(flatten_cast_triton, c.B16, 0.5), 16, 12),
     "accumulate_cast, scaled": (lambda: packed(accumulate_cast_triton, c.F32, 0.5), 40, 24),
+    "differences in 8 bits": (lambda: encoded(8, c.F32, c.B16), 6, 4),
+    "weights and 8 bits": (lambda: decoded(8, 1, True, c.B16), 10, 2),
+    "weights and 4 bits": (lambda: decoded(4, 1, True, c.F32), 12, 4),
     "rows: not added": of_rows(2, c.B16, add=False),
     **{f"rows: {w} {d}": of_rows(w, d) for w in (2, 8, 16, 17) for d in (c.F16, c.F32)},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from unittest import mock
@@ -14,10 +15,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 import comparisons as c
+import encoded
 
 import zc
 from zc import kernels
 from zc.kernels import _chunks, _triton
+from zc.kernels.decode_blocks import decode_blocks_reference
+from zc.kernels.encode_blocks import encode_blocks_reference
 
 ALL = (c.F32, c.B16, c.F16, c.F64)
 SCALES = (1.0, 0.25, 1 / 3)
@@ -159,6 +163,41 @@ def test_adopt_writes(narrow: torch.dtype, numel: int) -> None:
     if numel > 10 and narrow.itemsize < 4:
         kept = master[5:][~is_written[5:]]
         assert not torch.equal(kept, kept.to(narrow).float()), "precision is kept"
+
+
+def test_adopt_writes_compares_with_what_was_there_before() -> None:
+    master, before = torch.tensor([1.25, 2.25, 3.25]), torch.tensor([1.0, 2.0, 3.0])
+    given = before.clone()
+    kernels.adopt_writes(master, given, before)
+    assert master.tolist() == [1.25, 2.25, 3.25], "nothing was written"
+    given[1] = 9.0
+    kernels.adopt_writes(master, given, before)
+    assert master.tolist() == [1.25, 9.0, 3.25]
+
+
+@pytest.mark.parametrize("layout", encoded.LAYOUTS)
+def test_blocks(layout: str) -> None:
+    encoded.check_all(encode_blocks_reference, decode_blocks_reference, "cpu", [layout])
+
+
+def test_blocks_longer_than_a_piece() -> None:
+    for module in ("encode_blocks", "decode_blocks"):
+        assert importlib.import_module(f"zc.kernels.{module}").CHUNK == _chunks.CHUNK
+    with mock.patch("zc.kernels.encode_blocks.CHUNK", 512), mock.patch("zc.kernels.decode_blocks.CHUNK", 512):
+        encoded.check_all(encode_blocks_reference, decode_blocks_reference, "cpu", ["runs"])
+
+
+def test_a_difference_arrives_within_half_a_step() -> None:
+    """What one update leaves is in the next difference: after three, weights are their masters to 1 in 10^6."""
+    blocks, nbytes = encoded.blocks_of([False] * 4, 8)
+    master, weights = (torch.randn(1024, generator=torch.Generator().manual_seed(k)) for k in range(2))
+    wire = torch.zeros(nbytes, dtype=torch.uint8)
+    errors = []
+    for _ in range(3):
+        kernels.encode_blocks(master, wire, blocks, base=weights)
+        kernels.add_blocks(wire, weights, blocks)
+        errors.append(float((master - weights).abs().max()))
+    assert errors[0] < 4.0 / 127 and errors[1] < errors[0] / 100 and errors[2] < 1e-6
 
 
 def test_adopt_writes_refuses() -> None:

@@ -36,6 +36,9 @@ def test_bytes_of_a_model_without_padding() -> None:
     assert not plain.host and plain.device_nbytes == 10 * numel
     assert dict(plain.wire) == {"gradients": 2 * numel * 3 // 4, "parameters": 2 * numel * 3 // 4}
     assert sum(plain.bus.values()) == 0 and plain.update_nbytes == 28 * numel // 4
+    assert plain.peers == {"DDP, fp32": (16 * numel, 6 * numel), "FSDP2": (4 * numel, 6 * numel * 3 // 4)}
+    first = "4 ranks, stage 2, 1 microbatch: 41.9 MB per rank; DDP, fp32 67.1 MB; 12.6 MB sent per step."
+    assert str(plain).splitlines()[0] == first
     offloaded = zc.plan(meta_linear(), world_size=ranks, param_dtype=BF16, offload="cpu", microbatches=3)
     gone = {"master_shard": numel, "acc": numel, "optimizer_state": 2 * numel}
     assert plain.device_nbytes - offloaded.device_nbytes == sum(gone.values()) - offloaded.device["staging"]

@@ -15,11 +15,16 @@ from zc.schedule.nodes import change, op_of, ops, put
 from zc.schedule.spec import (
     Accumulate,
     AccumulateCast,
+    AccumulateQuantised,
+    ApplyUpdate,
     Cast,
     CopyToHost,
     Deposit,
+    EncodeUpdate,
+    ExchangeUpdates,
     FlattenCast,
     LaunchReduce,
+    Quantise,
     StageShard,
     WaitReduce,
     WgradInto,
@@ -114,7 +119,7 @@ def deposit_deleted(graph: fx.Graph) -> Iterator[Mutant]:
 
 def added_twice(graph: fx.Graph) -> Iterator[Mutant]:
     """What adds, once more: the same write of a ring buffer again would change nothing."""
-    for node, op in _of(graph, AccumulateCast | Accumulate | Deposit | WgradInto):
+    for node, op in _of(graph, AccumulateCast | Accumulate | AccumulateQuantised | Deposit | WgradInto):
         spans_only = isinstance(op, AccumulateCast) and not op.slots
         in_ring = isinstance(op, WgradInto) and op.buffer.kind == "flat_grad"
         if not spans_only and not in_ring:
@@ -139,11 +144,44 @@ def spans_changed(graph: fx.Graph) -> Iterator[Mutant]:
 
 
 def accumulate_deleted(graph: fx.Graph) -> Iterator[Mutant]:
-    yield from map(_erased, _nodes(graph, Accumulate))
+    yield from map(_erased, _nodes(graph, Accumulate | AccumulateQuantised))
 
 
 def _reductions(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
-    yield from zip(*(_nodes(graph, kind) for kind in (LaunchReduce, WaitReduce, Accumulate)), strict=True)
+    kinds = LaunchReduce, WaitReduce, Accumulate | AccumulateQuantised
+    yield from zip(*(_nodes(graph, kind) for kind in kinds), strict=True)
+
+
+def encoded_wrongly(graph: fx.Graph) -> Iterator[Mutant]:
+    """A gradient that is encoded twice, never, or decoded before it has arrived; or sent as it is, where others
+    decode it."""
+    launches, totals = _nodes(graph, LaunchReduce), _nodes(graph, AccumulateQuantised)
+    for (node, op), launch, total in zip(_of(graph, Quantise), launches, totals, strict=True) if totals else ():
+        yield _doubled(node)
+        yield _erased(node)
+        yield _moved(total, launch)
+        done = next(n for n in _nodes(graph, WaitReduce) if op_of(n).work is launch)
+
+        def plain(g: Any, where: Any, op: Any = op, launch: Any = launch, done: Any = done, node: Any = node) -> None:
+            for each in (launch, done):
+                change(where[each], replace(op_of(where[each]), src=op.src))
+            g.erase_node(where[node])
+
+        yield f"{launch.name} of what is not encoded", plain
+
+
+def _moved(node: fx.Node, after: fx.Node) -> Mutant:
+    return f"{node.name} right after {after.name}", lambda g, where: where[after].append(where[node])
+
+
+def difference_lost(graph: fx.Graph) -> Iterator[Mutant]:
+    """A difference of weights that is not sent, not added, added before the others' are there, or twice."""
+    encodes, sends, adds = (_nodes(graph, kind) for kind in (EncodeUpdate, ExchangeUpdates, ApplyUpdate))
+    for encode, send, add in zip(encodes, sends, adds, strict=True):
+        for node in (encode, send, add):
+            yield _erased(node)
+            yield _doubled(node)
+        yield _moved(add, encode)
 
 
 def reduction_deleted(graph: fx.Graph) -> Iterator[Mutant]:
@@ -207,6 +245,7 @@ KINDS: dict[str, Callable[[fx.Graph], Iterator[Mutant]]] = {
     "deposit deleted": deposit_deleted, "added twice": added_twice, "elements missed": elements_missed,
     "span changed": spans_changed, "accumulate deleted": accumulate_deleted, "reduction deleted": reduction_deleted,
     "reduction bypassed": reduction_bypassed, "second reduction lost": second_reduction_lost,
+    "encoded wrongly": encoded_wrongly, "difference lost": difference_lost,
     "other bucket": other_bucket, "landing changed": landing_changed,
 }  # fmt: skip
 

@@ -30,13 +30,14 @@ NOTHING_OWED = Debt()
 def make(
     num_buckets: int, *, slots: int = 2, stage: int = 2, ring: int = 2, overlap: bool = True, world_size: int = 2,
     overlap_gather: bool = False, offload: str | None = None, dtype: torch.dtype = torch.float32, reads: bool = False,
-    num_hosts: int = 1, num_replicas: int = 1,
+    num_hosts: int = 1, num_replicas: int = 1, in_8_bits: bool = False,
 ) -> Plan:  # fmt: skip
     """Buckets of ``slots`` parameters of 2 elements each; ``offload``: where accumulators are then; ``reads``: ranks
     read each other's memory, those of one of ``num_hosts``."""
     specs = [ParamSpec(f"p{k}", (2,), dtype, torch.device("cpu")) for k in range(num_buckets * slots)]
     return make_plan(
-        specs, world_size=world_size, placement=PLACEMENTS[stage], reduce="exact", reduce_dtype=None,
+        specs, world_size=world_size, placement=PLACEMENTS[stage], reduce="exact",
+        reduce_dtype=torch.int8 if in_8_bits else None, gather_dtype="int4" if in_8_bits else None,
         bucket_nbytes=slots * 2 * dtype.itemsize, num_buffers=ring, overlap=overlap, overlap_gather=overlap_gather,
         offload=OFFLOADS[offload] if offload is not None else None,
         topology=Topology(num_hosts, world_size // num_hosts, reads_memory=True) if reads else None,
@@ -272,6 +273,14 @@ def cases() -> Iterator[Case]:
         inside, outside = schedule(shape, plan.microbatch()), schedule(shape, plan)
         name = f"2 replicas {shape} b{num_buckets} r{ring} s{stage}{'' if overlap else ' no overlap'}"
         yield Case(name, plan, (inside, outside, outside))
+    for shape, num_buckets, stage, overlap in (("mlp", 4, 2, True), ("tied", 3, 1, True), ("heads", 2, 2, False)):
+        plan = make(num_buckets, ring=2 if overlap else 1, stage=stage, overlap=overlap, in_8_bits=True)
+        gathers = placed(plan, gather_graph(plan, range(num_buckets)))
+        name = f"8 bits {shape} b{num_buckets} s{stage}{'' if overlap else ' no overlap'}"
+        yield Case(name, plan, (schedule(shape, plan), gathers) * 2)
+    plan = make(3, overlap_gather=True, in_8_bits=True)
+    gathers = placed(plan, gather_graph(plan, range(3)))
+    yield Case("8 bits overlap_gather b3", plan, (gathers, forward(plan), schedule("mlp", plan), gathers))
     plan = make(64, ring=4)
     yield Case("mlp b64 r4 p4 s2", plan, (schedule("mlp", plan, 4),) * 2)
     plan = make(64, stage=1)

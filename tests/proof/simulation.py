@@ -153,7 +153,7 @@ class Simulation:
         self._spend(src)
 
     def _spend(self, src: str) -> None:
-        if Buffer.named(src).kind in ("flat_grad", "host_sum"):  # the next bucket must write its own
+        if Buffer.named(src).kind in ("flat_grad", "host_sum", "wire"):  # the next bucket must write its own
             self.buffer(src).fill_(NAN)
 
     def accumulate(self, bucket: int, acc: str, src: str) -> None:
@@ -168,6 +168,25 @@ class Simulation:
         else:
             before = self.aside.pop(bucket, torch.zeros_like(out))  # what was reduced already is added after
             out.copy_(rows + (1.0 - self.keep) * 0.5 * before)
+
+    def quantise(self, bucket: int, dst: str, src: str) -> None:
+        self.part(dst, bucket).copy_(0.75 * self.part(src, bucket) + 2.0)
+        self._spend(src)
+
+    def accumulate_quantised(self, bucket: int, acc: str, src: str) -> None:
+        self.part(src, bucket).mul_(1.5)
+        self.accumulate(bucket, acc, src)
+        self.part(src, bucket).fill_(NAN)
+
+    def encode_update(self, bucket: int, dst: str, src: str) -> None:
+        self.part(dst, bucket).copy_(0.5 * self.part(src, bucket) + bucket)
+
+    def exchange_updates(self, bucket: int, buffer: str) -> None:
+        self.part(buffer, bucket).mul_(1.25)
+
+    def apply_update(self, bucket: int, dst: str, src: str) -> None:
+        self.part(dst, bucket).add_(self.part(src, bucket))
+        self.part(src, bucket).fill_(NAN)
 
     def _copy(self, bucket: int, dst: str, src: str) -> None:
         self.part(dst, bucket).copy_(self.part(src, bucket))

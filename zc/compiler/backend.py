@@ -23,7 +23,7 @@ from zc.compiler.forward import CompiledForward
 from zc.compiler.segments import interpret, segment_compiler
 from zc.engine import param_grads
 from zc.errors import ZcError
-from zc.log import log
+from zc.log import log, tell
 from zc.passes.base import copy_graph
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None, kind: int | Non
 
     def zc_backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         param_grads.refuse_compiled_autograd()
+        if not runtime.ledger.graphs and runtime.config.backend == "inductor" and runtime.group.rank == 0:
+            tell("compiles in the first step; ZC_LOG=info in the environment says what, ZC_LOG=error nothing")
         runtime.ledger.graphs.append(torch_private.compile_id())
         name_of = {id(param): name for name, param in runtime.params.items()}  # zc.recompile may have added some
         names = [name_of.get(id(value)) for value in inputs]

@@ -19,6 +19,7 @@ from zc.log import log
 
 if TYPE_CHECKING:
     from zc.engine.buffers import Buffers
+    from zc.engine.wire import Code
     from zc.planning.plan import Bucket, Plan
     from zc.ranks.comm import Group
 
@@ -42,6 +43,7 @@ class Accumulators:
         self.plan, self.buffers = plan, buffers
         # the ranks that have the shards of one whole; those that have the same shard
         self.group, self.replicas = group.shard, group.replicas
+        self.codes: dict[tuple[str, int], Code] = {}  # of what travels encoded, by use and bucket
         self.places: dict[str, dict[int, bytes]] = {}  # by buffer: where the other ranks' is
         self.state = [Acc.EMPTY] * len(plan.buckets)
         self._spill: dict[int, Tensor] = {}  # bucket -> [S], allocated when microbatches were not declared (stage 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from zc.engine.accumulators import Accumulators
 from zc.engine.operations import TABLE, Function, Grads, compute
 from zc.schedule.nodes import TARGETS
-from zc.schedule.spec import FlattenCast, LaunchReduce, Op, Role, SignalFull, Spans, WgradInto
+from zc.schedule.spec import FlattenCast, LaunchReduce, Op, Quantise, Role, SignalFull, Spans, WgradInto
 
 if TYPE_CHECKING:
     from zc.engine.program import Segment
@@ -49,7 +49,7 @@ class Operations:
         In stage 2 gradients pass through the ring, so the host asks before the first write: what comes before it is
         issued by then, and keeps a GPU busy while the host waits."""
         if self._left_out is None:
-            starting = (LaunchReduce, SignalFull)
+            starting = (LaunchReduce, Quantise, SignalFull)
             instead = instead_of_reducing(self._accs)
             self._left_out = [(TARGETS[kind].__name__, kind in starting, other) for kind, other in instead.items()]
         run = Operations.__new__(Operations)
@@ -104,7 +104,8 @@ def _if(may_reduce: MayReduce, operation: Function, other: Function) -> Function
 
 def _start_if(may_reduce: MayReduce, operation: Function, other: Function) -> Function:
     def start(bucket: int, *buffers: str) -> Any:
-        is_first = not buffers[-1].startswith("host_sum")  # the second reduction goes on with the same bucket
+        # a second reduction, and sending what was encoded, go on with the same bucket
+        is_first = not buffers[-1].startswith(("host_sum", "wire"))
         return (operation if may_reduce(starts=is_first) else other)(bucket, *buffers)
 
     return start

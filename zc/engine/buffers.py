@@ -12,7 +12,11 @@ to the ``zero_grad`` that sets gradients to None, the others always::
     acc           S (stage 2) or P (stage 1) * acc_dtype
     ring          num_buffers flat_grad and one recv, in reduce_dtype, sized for the largest bucket; no recv where
                   ranks read each other's memory. With two reductions also two host_sum: of P / ranks of a host
-                  each, or with replicas [S]; and a recv of the same number of elements at least
+                  each, or with replicas [S]; and a recv of the same number of elements at least. What leaves a
+                  host encoded lies in one wire, and recv has that size
+    published     S * param_dtype    only where weights travel as differences: this rank's part of flat_param, as the
+                  last update has left it, shows a write of the caller's
+    update        there as well, the encoded differences of the largest bucket
 
 With offload, host memory holds (pinned where the device is a GPU)::
 
@@ -70,6 +74,9 @@ class Buffers:
         self._flat_grad: list[Tensor] = []
         self._recv: list[Tensor] = []
         self._host_sum: list[Tensor] = []
+        self._wire: list[Tensor] = []
+        self._update: list[Tensor] = []
+        self.published: list[Tensor] = []
         self._has_ring = False
 
     def add(self, bucket: Bucket) -> None:
@@ -88,6 +95,8 @@ class Buffers:
             self.master_shard.append(torch.zeros(stop - start, dtype=bucket.acc_dtype, device=bucket.device))
         else:
             self.master_shard.append(flat[start:stop])
+        if bucket.sends_differences:
+            self.published.append(torch.zeros_like(flat[start:stop]))
         if self.plan.offload is None or not self.plan.offload.accumulates_on_host:
             self.acc.append(_room(0, bucket.acc_dtype, bucket.device))
 
@@ -151,7 +160,7 @@ class Buffers:
     def gradients(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """What `release` of these would let go of, or more."""
         accs = [self.acc[bucket.index] for bucket in buckets] if self.acc else []
-        return [*accs, *self._flat_grad, *self._recv, *self._host_sum]
+        return [*accs, *self._flat_grad, *self._recv, *self._host_sum, *self._wire]
 
     def close(self) -> None:
         """Lets go of everything; copies are done, and the parameters keep their own memory."""
@@ -169,14 +178,15 @@ class Buffers:
         self.plan = plan
         self._drop_ring()  # the next one has room for the largest bucket of all
 
-    def _ring_nbytes(self) -> tuple[int, int, int]:
-        """Bytes of one flat_grad, of recv and of one host_sum; 0 where there is none."""
+    def _ring_nbytes(self) -> tuple[int, int, int, int]:
+        """Bytes of one flat_grad, of recv, of one host_sum and of wire; 0 where there is none."""
         plan = self.plan
         if not plan.buckets:
-            return 0, 0, 0
+            return 0, 0, 0, 0
         whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
         host_sum = max(plan.numel_host_sum(b) * b.net_dtype.itemsize for b in plan.buckets)
-        return whole if plan.placement.shards_gradients else 0, max(map(plan.nbytes_recv, plan.buckets)), host_sum
+        recv, wire = (max(map(nbytes, plan.buckets)) for nbytes in (plan.nbytes_recv, plan.nbytes_wire))
+        return whole if plan.placement.shards_gradients else 0, recv, host_sum, wire
 
     @property
     def note(self) -> str | None:
@@ -192,24 +202,35 @@ class Buffers:
         """Everything that is allocated, now and later: the same lists for as long as this object lives."""
         return (
             self.flat_param, self.weight, self.arena, self.master_shard, self.acc, self.host, self._staging,
-            self._param, self._flat_grad, self._recv, self._host_sum,
+            self._param, self._flat_grad, self._recv, self._host_sum, self._wire, self._update, self.published,
         )  # fmt: skip
 
     def _drop_ring(self) -> None:
-        for tensors in (self._flat_grad, self._recv, self._host_sum):
+        for tensors in (self._flat_grad, self._recv, self._host_sum, self._wire):
             tensors.clear()
         self._has_ring = False
 
     def _make_ring(self) -> None:
         device, nbytes = self.plan.buckets[0].device, self._ring_nbytes()
-        counts = (self._num_flat_grads, 1, NUM_HOST_SUMS)
-        for tensors, n, count in zip((self._flat_grad, self._recv, self._host_sum), nbytes, counts, strict=True):
+        counts = (self._num_flat_grads, 1, NUM_HOST_SUMS, 1)
+        ring = (self._flat_grad, self._recv, self._host_sum, self._wire)
+        for tensors, n, count in zip(ring, nbytes, counts, strict=True):
             tensors[:] = [_room(n, torch.uint8, device) for _ in range(count)] if n else []
         self._has_ring = True
 
+    def remember_shard(self, bucket: Bucket) -> None:
+        """An update has written this rank's part of flat_param: what differs from it later was written by the
+        caller."""
+        if bucket.sends_differences:
+            self.published[bucket.index].copy_(self.owned(self.flat_param[bucket.index], bucket))
+
     def add_staging(self) -> None:
-        """With offload: allocates what lies between the device and host memory."""
+        """Allocates what weights go through: as encoded differences; with offload between the device and host
+        memory."""
         plan, memory = self.plan, self._memory
+        update = max(map(plan.nbytes_update, plan.buckets))
+        if update:
+            self._update[:] = [_room(update, torch.uint8, plan.buckets[0].device)]
         if memory is None:
             return
         largest = max(plan.numel_on_host(b) * b.acc_dtype.itemsize for b in plan.buckets)
@@ -279,6 +300,11 @@ class Buffers:
                 return _view(self._host_sum[index], self.plan.numel_host_sum(bucket), bucket.net_dtype)
         raise AssertionError(f"{name} has no tensor of its own")
 
+    def raw(self, name: str) -> Tensor:
+        """The bytes of ``wire[i]``, ``recv[i]`` or ``update[i]``."""
+        buffer = Buffer.named(name)
+        return {"wire": self._wire, "recv": self._recv, "update": self._update}[buffer.kind][buffer.index]
+
     def received(self, name: str, bucket: Bucket, *, is_second: bool) -> Tensor:
         """``recv[i]``: rows [P] of all ranks (reduce="native": their sum [S]). In the second of two reductions the rows
         of the hosts, or the sum [S] over the replicas, which is all that a rank alone in its replica receives."""
@@ -303,7 +329,7 @@ class Buffers:
         own = [self.has_own_master(b) for b in self.plan.buckets]
         masters = [m for m, is_own in zip(self.master_shard, own, strict=True) if is_own]
         acc = sum(fp32_shard(self.plan, b) * b.acc_dtype.itemsize for b in self.plan.buckets) if self.acc else 0
-        flat_grad, recv, host_sum = self._ring_nbytes()
+        flat_grad, recv, host_sum, wire = self._ring_nbytes()
         found = {
             "flat_param": _nbytes(self.flat_param),
             "master_shard": _nbytes(masters),
@@ -316,6 +342,10 @@ class Buffers:
             found["arena"] = self.plan.weight_cap
         if host_sum:
             found["host_sum"] = host_sum * NUM_HOST_SUMS
+        if wire:
+            found["wire"] = wire
+        if self.plan.gather_bits:
+            found.update(update=_nbytes(self._update), published=_nbytes(self.published))
         if any(b.layout.owners is not None for b in self.plan.buckets):
             found["whole_grad"] = self.nbytes_whole_grad()
         if self.plan.offload is not None:

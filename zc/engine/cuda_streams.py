@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zc.engine.clock import Clock
 from zc.schedule.buffer import COMM, HOST, MAIN
 
 
@@ -32,7 +33,7 @@ class CudaStreams:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self.clock = device, Clock(device)
         self._sides: dict[str, torch.cuda.Stream] = {}
         self._events: dict[str, torch.cuda.Event] = {}
         self._last_main: torch.cuda.Stream | None = None

@@ -17,6 +17,14 @@ from zc.engine import owners
 from zc.engine.accumulators import Acc, Accumulators
 from zc.engine.memory_order import in_order
 from zc.engine.sums import sum_over_replicas, sum_rows, wait
+from zc.engine.wire import (
+    accumulate_quantised,
+    apply_update,
+    encode_update,
+    exchange_updates,
+    launch_encoded,
+    quantise,
+)
 from zc.kernels import accumulate_cast as add_cast
 from zc.kernels import flatten_cast as overwrite
 from zc.kernels import matmul_into, rows_into, scatter_into
@@ -119,6 +127,8 @@ def _present(accs: Accumulators, bucket: int, slots: Sequence[int], grads: Grads
 
 
 def launch_reduce(accs: Accumulators, bucket: int, dst: str, src: str) -> Work | None:
+    if Buffer.named(src).kind == "wire":
+        return launch_encoded(accs, bucket, dst, src)
     record = accs.plan.buckets[bucket]
     is_second = Buffer.named(src).kind == "host_sum"
     sent, received = accs.buffers.named(src, record), accs.buffers.received(dst, record, is_second=is_second)
@@ -299,10 +309,11 @@ TABLE: dict[type[Op], Function] = {
     spec.FlattenCast: flatten_cast, spec.AccumulateCast: accumulate_cast, spec.WgradInto: wgrad_into,
     spec.Deposit: deposit,
     spec.LaunchReduce: launch_reduce, spec.WaitReduce: wait_reduce, spec.Accumulate: accumulate,
-    spec.ReduceRows: reduce_rows,
+    spec.ReduceRows: reduce_rows, spec.Quantise: quantise, spec.AccumulateQuantised: accumulate_quantised,
     spec.SignalFull: signal_full, spec.AwaitFull: await_full, spec.SignalFree: signal_free,
     spec.AwaitFree: await_free,
     spec.StageShard: stage_shard, spec.CopyToHost: copy_to_host, spec.CopyToDevice: copy_to_device,
+    spec.EncodeUpdate: encode_update, spec.ExchangeUpdates: exchange_updates, spec.ApplyUpdate: apply_update,
     spec.Spread: spread, spec.GatherNet: gather_net, spec.Gather: gather, spec.Publish: publish,
     spec.TakeWeights: take_weights, spec.GatherWeights: gather_weights, spec.ReadWeights: read_weights,
     spec.FreeWeights: free_weights,

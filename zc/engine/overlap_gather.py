@@ -16,6 +16,12 @@ overlap_param_gather have the idea; megatron-lm#950 is what a forgotten wait doe
        comm | gather(0, "gathered[0]")                  compute | wait_event("done/gathered[0]")
        comm | record_event("done/gathered[0]")          compute | segment("segment_1", %getitem_2, %primals_2)
 
+Where weights leave a host as differences (`zc.planning.wire`), what is gathered is not the weights::
+
+       comm | encode_update(0, "update[0]", "flat_param[0]")
+       comm | exchange_updates(0, "update[0]")
+       comm | apply_update(0, "flat_param[0]", "update[0]")
+
 ``gathered[b]`` is flat_param[b] under the name that carries an event from schedule to schedule. The end of a compiled
 forward graph publishes every bucket, so that backward, loss and whatever the caller does next may read them all; and so
 does `WeightGather.synchronize`, which hooks call before anything of the module's own that is not compiled.
@@ -39,7 +45,7 @@ from zc.passes.base import Pass
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import Gather, GatherNet, Publish, Spread
+from zc.schedule.spec import ApplyUpdate, EncodeUpdate, ExchangeUpdates, Gather, GatherNet, Publish, Spread
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -55,9 +61,16 @@ def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
     for bucket in order if plan.world_size > 1 else ():
         if plan.buckets[bucket].layout.owners is not None:
             put(graph, Spread(bucket, Buffer.named(plan.weights_buffer(bucket))))
-        if plan.has_levels:
-            put(graph, GatherNet(bucket, Buffer.named(plan.weights_buffer(bucket))))
-        put(graph, Gather(bucket, Buffer.named(plan.weights_buffer(bucket))))
+        weights = Buffer.named(plan.weights_buffer(bucket))
+        if plan.gather_bits:
+            update = Buffer("update", 0)  # one is enough: these three follow each other on one stream
+            put(graph, EncodeUpdate(bucket, update, weights))
+            put(graph, ExchangeUpdates(bucket, update))
+            put(graph, ApplyUpdate(bucket, weights, update))
+        elif plan.has_levels:
+            put(graph, GatherNet(bucket, weights))
+        if plan.has_levels or not plan.gather_bits:
+            put(graph, Gather(bucket, weights))
     for bucket in () if plan.overlap_gather else order:
         put(graph, Publish(bucket, Buffer.named(plan.weights_buffer(bucket))))
     graph.output(())
@@ -90,18 +103,20 @@ class WeightGather:
         """The schedules that have run so far, for explain."""
         return list(self._programs.values())
 
-    def publish(self, buckets: Sequence[int]) -> None:
+    def publish(self, buckets: Sequence[int], *, is_exact: bool = False) -> None:
         """flat_param <- all ranks' masters of ``buckets``, cast to param_dtype; afterwards the main stream may read
-        them, or, with overlap_gather, what has waited for them may."""
+        them, or, with overlap_gather, what has waited for them may. Differences that travel encoded bring it close to
+        the masters; ``is_exact``: equal to them in that case too."""
         core = self._found()
         if core.plan.overlap_gather:  # now, since a gather that is on its way holds views of its own
             self._unseen = self._why_unseen(core)
         for index in buckets:
             bucket = core.plan.buckets[index]
-            if bucket.has_master:
+            if bucket.has_master and (is_exact or not core.plan.gather_bits):
                 shard = core.buffers.owned(core.buffers.flat_param[index], bucket)
                 shard.copy_(core.buffers.master_shard[index].detach())
-        self._program(tuple(buckets))([], core.streams)
+                core.buffers.remember_shard(bucket)
+        self._program(tuple(buckets), is_exact=is_exact and core.plan.gather_bits > 0)([], core.streams)
         self._is_open = core.plan.overlap_gather
         # the parameters changed behind autograd's back (their memory is flat_param): a backward through a forward from
         # before this step must fail as it does in PyTorch
@@ -200,14 +215,15 @@ class WeightGather:
                 module.register_load_state_dict_pre_hook(wait),  # type: ignore[no-untyped-call]
             ]
 
-    def _program(self, buckets: tuple[int, ...] | None) -> Program:
+    def _program(self, buckets: tuple[int, ...] | None, *, is_exact: bool = False) -> Program:
         """Gathers these buckets; None: publishes all."""
-        key = (-1,) if buckets is None else buckets
+        key = (-1,) if buckets is None else (*buckets, *((-2,) if is_exact else ()))
         if key not in self._programs:
             core = self._found()
-            graph = publish_graph(core.plan) if buckets is None else gather_graph(core.plan, buckets)
+            plan = core.plan.exact_gathers() if is_exact else core.plan
+            graph = publish_graph(plan) if buckets is None else gather_graph(plan, buckets)
             name = "publish" if buckets is None else f"gather_{len(self._programs)}"
-            self._programs[key] = build(graph, core.plan, self._proved(_GATHER), core.bind, name=name)
+            self._programs[key] = build(graph, plan, self._proved(_GATHER), core.bind, name=name)
         return self._programs[key]
 
     def _proved(self, passes: Sequence[Pass]) -> list[Pass]:

@@ -44,7 +44,7 @@ class Program:
     inline_buckets: frozenset[int] = field(init=False)
     launched: tuple[int, ...] = field(init=False)  # buckets that it reduces, in order
     brings: frozenset[tuple[int, int]] = field(init=False)  # (bucket, slot) of the gradients that it writes or deposits
-    _named: Callable[[dict[str, Any], Streams, Any], None] | None = None  # made when it first runs under a profiler
+    _named: codegen.RunNamed | None = None  # made when it first runs under a profiler, or clocked
 
     def __post_init__(self) -> None:
         self.placeholders = tuple(n.name for n in self.graph.nodes if n.op == "placeholder")
@@ -69,11 +69,11 @@ class Program:
         args.clear()  # the schedule frees each value at its last use; the caller's list must not keep it alive
         self.num_runs += 1
         operations = self.operations if may_reduce is None else self.operations.reducing_if(may_reduce)
-        if torch_private.is_profiling():
+        if streams.clock.is_on or torch_private.is_profiling():
             if self._named is None:
-                self._named = codegen.load(self.graph, self.plan)
+                self._named = codegen.load_named(self.graph, self.plan)
             with record_function(f"zc {self.name}"):
-                self._named(values, streams, operations)
+                self._named(values, streams, operations, streams.clock.named(self.name))
         else:
             self.run(values, streams, operations)
         return tuple(values[item.name] if isinstance(item, fx.Node) else item for item in self.outputs)

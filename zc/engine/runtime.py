@@ -108,6 +108,7 @@ class Runtime(Core):
         self._reopen()
         if self.eager.is_entered():
             return
+        self.streams.clock.phase("backward")
         param_grads.refuse_accumulate_hooks(self.params)
         self._drop_failed()
         if self.eager.backward is Backward.NONE:  # else the outer one (reentrant checkpointing) has yet to show its own
@@ -188,6 +189,7 @@ class Runtime(Core):
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
         for listener in self.listeners:
             listener.backward_ended()
+        self.streams.clock.phase("forward")
 
     def _drop_failed(self) -> None:
         """Of a backward that raised, whose end never came, nothing goes on: what waits for its bucket is dropped here,
@@ -232,6 +234,7 @@ class Runtime(Core):
         ``by_grad``: a ``param.grad`` asks, so a loop over all that are there may go on: raises ZcError, on all ranks,
         where these had not shown the same ones.
         """
+        self.streams.clock.phase("update")
         self.weights.synchronize()
         param_grads.check(self.params, self.frozen, self.shown)
         self._drop_failed()
@@ -366,6 +369,7 @@ class Runtime(Core):
         if journal is not None and isinstance(self.streams, ThreadStreams):  # elsewhere the device waits, not the host
             exposed_s, journal.exposed_s = journal.exposed_s, 0.0
         self.ledger.close_step(exposed_s, self.group.take_nbytes_sent(), self.announcements.take_waits())
+        self.streams.clock.end_step(len(self.ledger.graphs), exposed_s)
         self.say_rest()
         log.debug("step %d is done", self.ledger.num_steps)
         self.accumulators.close_step()

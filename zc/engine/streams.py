@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from zc.engine.clock import Clock
 from zc.schedule.buffer import MAIN
 
 Task = Callable[[], object]
@@ -23,6 +24,8 @@ Task = Callable[[], object]
 
 class Streams(Protocol):
     """What a schedule runs on. Waiting for an event that was never recorded is no wait (as in CUDA)."""
+
+    clock: Clock
 
     def run_on(self, stream: str, task: Task) -> None:
         """Issues ``task`` on ``stream``."""
@@ -118,6 +121,7 @@ class ThreadStreams:
     """
 
     def __init__(self, delays: Mapping[str, float] | None = None) -> None:
+        self.clock = Clock(torch.device("cpu"))
         self._delays = dict(delays or {})
         self._lanes: dict[str, Lane] = {}
         self._fences: dict[str, tuple[str, _Fence]] = {}  # event -> stream and latest record

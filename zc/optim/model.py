@@ -121,7 +121,7 @@ class ShardedModel(Listener):
         for step, buckets in steps:
             step.publish_all(buckets)
         if not steps:
-            self.runtime.weights.publish(everything)
+            self.runtime.weights.publish(everything, is_exact=True)
             self.runtime.weights.synchronize()
         self._writes.remember()
 

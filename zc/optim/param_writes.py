@@ -4,7 +4,8 @@ The parameters' memory is flat_param. If masters are separate tensors (narrower 
 would overwrite a value that the caller wrote into the parameter: ``load_state_dict``, a re-initialised layer, a clamp
 or an exchange of weights through ``p.data``. Autograd counts writes, but not those through ``.data``. So before an
 update each rank compares the elements that it owns with their masters. An element that equals its rounded master was
-not written.
+not written. Weights that travel as differences stay a little behind their masters, so there the comparison is with a
+copy of what the last update has left.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class ParamWrites:
             weights = buffers.owned(buffers.flat_param[bucket.index], bucket)
             if weights.device == master.device or self._is_counted(bucket):
                 self._core.wait_for_host_memory()  # the last update may still copy from the masters
-                adopt_writes(master, weights.to(master.device))
+                before = buffers.published[bucket.index] if bucket.sends_differences else None
+                adopt_writes(master, weights.to(master.device), before)
 
     def _is_counted(self, bucket: Bucket) -> bool:
         """Whether autograd has seen a write since `remember`."""

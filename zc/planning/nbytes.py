@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from zc.planning.plan import NUM_HOST_SUMS, Bucket, Plan
+from zc.planning.wire import num_rows, row_nbytes
 
 # fp32 tensors of the parameter's size that torch's optimizers keep; another one is taken as Adam
 STATES = {"Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2,
@@ -45,6 +46,11 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
             device["master_shard"] = heaviest(plan, cast, lambda b: b.acc_dtype.itemsize)
     if host_sum:
         device["host_sum"] = NUM_HOST_SUMS * host_sum
+    wire, update = (max(map(nbytes, plan.buckets)) for nbytes in (plan.nbytes_wire, plan.nbytes_update))
+    if wire:
+        device["wire"] = wire
+    if update:
+        device.update(update=update, published=total("S", "param_dtype"))
     if ragged and apart:  # during an update
         device["whole_grad"] = heaviest(plan, ragged, lambda b: b.acc_dtype.itemsize)
     if plan.offload is None:
@@ -115,11 +121,26 @@ def sent(plan: Plan, microbatches: int) -> dict[str, int]:
         reduced += sum(b.layout.numel_shard * between * b.net_dtype.itemsize for b in plan.buckets)
     reduced += sum(sent_to_replicas(plan, b) for b in plan.buckets)
     gathers = 2 * microbatches if plan.placement.shards_weights else 1  # at most: some stay from forward to backward
+    gathered = gathers * sum(b.layout.numel_shard * others * b.param_dtype.itemsize for b in plan.buckets)
+    if plan.reduce_bits:
+        inside_a_host = plan.has_levels * inside
+        reduced = sum(b.numel // hosts.ranks_per_host * inside_a_host * b.reduce_dtype.itemsize for b in plan.buckets)
+        reduced += sum(most_encoded(plan, b, plan.reduce_bits)[0] for b in plan.buckets)
+    if plan.gather_bits:
+        read = others - between if plan.has_levels else 0
+        gathered = sum(b.layout.numel_shard * read * b.param_dtype.itemsize for b in plan.buckets)
+        gathered += sum(most_encoded(plan, b, plan.gather_bits)[1] for b in plan.buckets)
     return {
         "gradients": num * reduced + moved(plan, "acc_dtype")[0],
-        "parameters": gathers * sum(b.layout.numel_shard * others * b.param_dtype.itemsize for b in plan.buckets)
-        + moved(plan, "param_dtype")[1],
+        "parameters": gathered + moved(plan, "param_dtype")[1],
     }
+
+
+def most_encoded(plan: Plan, bucket: Bucket, bits: int) -> tuple[int, int]:
+    """Bytes that a rank sends of encoded rows, the most of any rank: of those for others, and of its own one to all."""
+    count, rows = num_rows(plan), row_nbytes(bucket.layout, bits)
+    together = [rows[first : first + count] for first in range(0, len(rows), count)]
+    return max(sum(group) - min(group) for group in together), (count - 1) * max(rows)
 
 
 def sent_to_replicas(plan: Plan, bucket: Bucket) -> int:
@@ -140,8 +161,17 @@ def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> di
     reduced = others * sum(b.layout.numel_shard * wire.itemsize for b, wire in zip(plan.buckets, wires, strict=True))
     if copies:
         reduced += copies * sum(sent_to_replicas(plan, b) for b in plan.buckets) // (plan.num_replicas - 1)
-    gathered = sum(b.layout.numel_shard * b.param_dtype.itemsize for b in plan.buckets)
-    return {"gradients": num * reduced, "parameters": others * gathered}
+    gathered = others * sum(b.layout.numel_shard * b.param_dtype.itemsize for b in plan.buckets)
+    if plan.reduce_bits:
+        reduced = sum(_encoded_between_hosts(plan, b, plan.reduce_bits, others) for b in plan.buckets)
+    if plan.gather_bits:
+        gathered = sum(_encoded_between_hosts(plan, b, plan.gather_bits, others) for b in plan.buckets)
+    return {"gradients": num * reduced, "parameters": gathered}
+
+
+def _encoded_between_hosts(plan: Plan, bucket: Bucket, bits: int, num_shards: int) -> int:
+    """Bytes of ``num_shards`` rows that leave a host; as an average over shards, since rows have unequal lengths."""
+    return num_shards * sum(row_nbytes(bucket.layout, bits)) // plan.world_size
 
 
 def _pairs_between_hosts(plan: Plan, ranks_per_host: int) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, Slot, align_up, l
 from zc.planning.ownership import COSTS, assign
 from zc.planning.placement import Offload, Placement
 from zc.planning.topology import ALONE, Topology, flat
+from zc.planning.wire import BITS, BLOCK, largest
 
 NUM_HOST_SUMS = 2  # the first of two reductions writes one while the second sends the other
 
@@ -60,6 +61,7 @@ class Bucket:
     device: torch.device
     optimizer: int = 0
     net_dtype: torch.dtype = torch.float32  # of sums of some ranks that travel: between hosts, or between replicas
+    sends_differences: bool = False  # its weights travel as differences to what all ranks have
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -77,8 +79,9 @@ class Bucket:
 
     @property
     def has_master(self) -> bool:
-        """False where the parameters are as wide as the accumulator: the master is then a slice of flat_param."""
-        return self.param_dtype != self.acc_dtype
+        """False where the parameters are as wide as the accumulator, and equal their masters after each update: the
+        master is then a slice of flat_param."""
+        return self.param_dtype != self.acc_dtype or self.sends_differences
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,8 @@ class Plan:
     num_replicas: int = 1
     kinds: tuple[BlockKind, ...] = ()
     weight_nbytes: int | None = None  # stage 3: the most bytes of gathered weights at any time; None: `weight_cap`
+    reduce_bits: int = 0  # of gradients where they leave a host, of differences of weights (`zc.planning.wire`);
+    gather_bits: int = 0  # 0: they travel as they are
 
     @property
     def num_ranks(self) -> int:
@@ -159,6 +164,8 @@ class Plan:
         """Bytes that a reduction of this bucket receives in messages, at one time."""
         if self.num_ranks == 1:
             return 0
+        if self.reduce_bits:
+            return largest(self, bucket, self.reduce_bits)[1]
         second = self.numel_host_sum(bucket) * bucket.net_dtype.itemsize if self.has_levels else 0
         if self.num_replicas > 1:
             second = bucket.layout.numel_shard * bucket.acc_dtype.itemsize
@@ -166,6 +173,14 @@ class Plan:
             return second
         whole = bucket.numel * bucket.reduce_dtype.itemsize
         return max(second, whole if self.reduce == "exact" else whole // self.world_size)
+
+    def nbytes_wire(self, bucket: Bucket) -> int:
+        """Bytes of the encoded gradients that a reduction of this bucket sends, the rows for this rank included."""
+        return largest(self, bucket, self.reduce_bits)[0] if self.reduce_bits else 0
+
+    def nbytes_update(self, bucket: Bucket) -> int:
+        """Bytes of the encoded differences that a gather of this bucket brings together."""
+        return largest(self, bucket, self.gather_bits)[0] if self.gather_bits else 0
 
     def describe_exchange(self, entry: tuple[str, int]) -> str:
         """An entry of a rank's journal in words: what is exchanged, and of which parameters."""
@@ -191,6 +206,10 @@ class Plan:
 
     def microbatch(self) -> Plan:
         return replace(self, is_boundary=False)
+
+    def exact_gathers(self) -> Plan:
+        """The plan of a gather that makes all weights equal to their masters, as after a load."""
+        return replace(self, gather_bits=0)
 
     @property
     def num_staging(self) -> int:
@@ -230,6 +249,7 @@ def make_plan(
     num_replicas: int = 1,
     kinds: Sequence[BlockKind] = (),
     weight_nbytes: int | None = None,
+    gather_dtype: torch.dtype | str | None = None,
 ) -> Plan:
     """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes``
     bytes; None: `default_nbytes` of its dtype and device. ``rules``: of each optimizer, what its layout must keep;
@@ -238,18 +258,27 @@ def make_plan(
 
     ``reduce_dtype`` None: the parameters' own dtype where every backward is reduced (a gradient has no more bits than
     that), the accumulator's where a sum is reduced (deepspeed#7985: rounding the sum would lose what fp32 has kept).
+    torch.int8, and ``gather_dtype``: what leaves a host is encoded (`zc.planning.wire`).
     """
+    reduce_bits, gather_bits = (8 if reduce_dtype == torch.int8 else 0), BITS.get(gather_dtype, 0)
     groups: dict[tuple[torch.dtype, torch.device], list[ParamSpec]] = {}
     for spec in reversed(params):
         groups.setdefault((spec.dtype, spec.device), []).append(spec)
     hosts = topology or flat(world_size)
     levels = hosts.has_levels
+    leaves_host = world_size > 1 and (levels or not hosts.reads_memory)
+    if reduce_bits:
+        reduce_dtype = None
+    if not leaves_host:
+        reduce_bits = gather_bits = 0
     owners = _owners(params[::-1], rules, world_size, after)
     buckets: list[Bucket] = []
     for (dtype, device), specs in groups.items():
         acc_dtype = torch.promote_types(dtype, torch.float32)
         wire = reduce_dtype or (dtype if placement.shards_gradients else acc_dtype)
         align = ALIGN_NBYTES // min(dtype.itemsize, wire.itemsize)
+        if reduce_bits or gather_bits:
+            align = math.lcm(align, BLOCK)
         is_far = hosts.num_hosts > 1 and device.type == "cpu"
         least = BETWEEN_HOSTS_NBYTES if is_far else DEFAULT_NBYTES
         nbytes = bucket_nbytes or default_nbytes([nbytes_of(spec) for spec in specs], least)
@@ -267,11 +296,13 @@ def make_plan(
             strides = {spec.name: spec.strides for spec in members}
             layout = replace(layout, slots=tuple(replace(s, strides=strides[s.name]) for s in layout.slots))
             net = reduce_dtype or acc_dtype
-            buckets.append(Bucket(len(buckets), layout, dtype, wire, acc_dtype, device, number, net))
+            differs = gather_bits > 0
+            buckets.append(Bucket(len(buckets), layout, dtype, wire, acc_dtype, device, number, net, differs))
     packed = tuple(buckets)
     return Plan(
         packed, world_size, placement, reduce, num_buffers, overlap, offload=offload, overlap_gather=overlap_gather,
         topology=hosts, num_replicas=num_replicas, kinds=tuple(kinds), weight_nbytes=weight_nbytes,
+        reduce_bits=reduce_bits, gather_bits=gather_bits,
     )  # fmt: skip
 
 

@@ -182,6 +182,18 @@ class Group(Control):
         """rows[h] <- those of the rank on host h, [H, S]; this rank's own is there. Asynchronous."""
         return self._net("gather weights", bucket, list(rows), [rows[self.topology.host_of(self.rank)]] * len(rows))
 
+    def exchange_net(self, what: str, bucket: int, received: list[Tensor], sent: list[Tensor]) -> Work:
+        """received[h] <- sent[this host] of the rank on host h. Asynchronous, without a journal entry."""
+        return self._net(what, bucket, received, sent)
+
+    def gather_rows(self, rows: list[Tensor], what: str, bucket: int) -> Work:
+        """rows[r] <- those of rank r, of any length; this rank's own is there. Asynchronous."""
+        own = rows[self.rank]
+        entry = self._begin(what, bucket, own.nbytes * (self.world_size - 1))
+        if self._by_pairs:
+            return self._between_pairs(rows, [own] * self.world_size, entry)
+        return self._data_work(self._post(dist.all_gather, rows, own, group=self.data, async_op=True), entry)
+
     def _net(self, what: str, bucket: int, received: list[Tensor], sent: list[Tensor]) -> Work:
         ranks, here = self.topology.across(self.rank), self.topology.host_of(self.rank)
         tag, works = len(EXCHANGES) * bucket + EXCHANGES.index(what), []

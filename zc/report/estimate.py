@@ -8,13 +8,14 @@ bytes: Thakur et al., 2005; ZeRO's volumes: arXiv:1910.02054, section 7.)
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from zc.checks import check_replicas, trainable
+from zc.checks import check_encodings, check_replicas, trainable
 from zc.config import Config
 from zc.errors import PlanError
 from zc.planning.blocks import find_kinds
@@ -22,6 +23,8 @@ from zc.planning.layout import Rule, own_strides
 from zc.planning.nbytes import STATES, copied, heaviest, resident, sent, sent_between_hosts
 from zc.planning.plan import ParamSpec, Plan, make_plan
 from zc.planning.topology import Topology, flat, usable
+from zc.report.peers import Peer, peers
+from zc.report.summary import megabytes
 
 MAX_WORLD_SIZE = 4096
 RULES = {"Muon": Rule(whole=True, cost="newton_schulz")}  # of the others: equal shards
@@ -33,6 +36,7 @@ class Estimate:
 
     ``wire`` is what a rank sends in a step and receives as well, or what is read of its memory; ``host_wire`` what
     leaves a host, of all its ranks; ``bus`` what goes each way between device and host.
+    ``peers``: what DDP and FSDP2 would hold and send.
     ``floor_seconds`` has a part only where its bandwidth was given; ``step_floor`` is the largest.
     """
 
@@ -50,6 +54,8 @@ class Estimate:
     update_nbytes: int  # of memory that the update reads and writes: 28 an element with Adam
     floor_seconds: Mapping[str, float]
     num_replicas: int = 1
+    microbatches: int = 1
+    peers: Mapping[str, Peer] = field(default_factory=dict)
 
     @property
     def device_nbytes(self) -> int:
@@ -67,14 +73,20 @@ class Estimate:
 
     def __str__(self) -> str:
         ranks = f"{self.world_size} ranks{f' in {self.num_replicas} replicas' if self.num_replicas > 1 else ''}"
-        head = f"stage {self.stage}, {ranks}, offload {self.offload}: {self.num_params:,} parameters"
-        lines = [f"{head} in {self.num_buckets} buckets; bytes a rank"]
+        batches = f"{self.microbatches} microbatch{'es' * (self.microbatches > 1)}"
+        where = f", offload to {self.offload}" if self.offload is not None else ""
+        ddp = "".join(f"; {name} {megabytes(peer.held)}" for name, peer in self.peers.items() if name.startswith("DDP"))
+        head = f"{ranks}, stage {self.stage}, {batches}{where}: {megabytes(self.device_nbytes)} per rank{ddp}"
+        lines = [f"{head}; {megabytes(sum(self.wire.values()))} sent per step."]
+        lines.append(f"{self.num_params:,} parameters in {self.num_buckets} buckets; bytes per rank:")
         groups = {"device": self.device, "host": self.host, "disk": self.disk,
                   "wire, a step": self.wire, "leaves a host": self.host_wire, "bus, a step": self.bus}  # fmt: skip
         for name, group in groups.items():
             lines += [f"{name:>14} | {kind:<16} {nbytes:>20,}" for kind, nbytes in group.items() if nbytes]
             if name in ("device", "host") or (name == "disk" and group):
                 lines.append(f"{name:>14} | {'total':<16} {sum(group.values()):>20,}")
+        for name, peer in self.peers.items():
+            lines += [f"{name:>14} | {kind:<16} {nbytes:>20,}" for kind, nbytes in peer._asdict().items()]
         for name, seconds in self.floor_seconds.items():
             lines.append(f"{'floor':>14} | {name:<16} {seconds * 1e3:>17.3f} ms")
         if self.step_floor is not None:
@@ -89,6 +101,7 @@ def plan(
     stage: int = 2,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    gather_dtype: torch.dtype | str | None = None,
     reduce: str = "exact",
     bucket_nbytes: int | None = None,
     num_buffers: int = 2,
@@ -131,7 +144,8 @@ def plan(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     config = Config(
-        stage=stage, param_dtype=param_dtype, reduce_dtype=reduce_dtype, reduce=reduce, bucket_nbytes=bucket_nbytes,
+        stage=stage, param_dtype=param_dtype, reduce_dtype=reduce_dtype, gather_dtype=gather_dtype, reduce=reduce,
+        bucket_nbytes=bucket_nbytes,
         num_buffers=num_buffers, offload=offload, offload_accumulate=offload_accumulate,
         offload_dir="." if offload == "disk" else None,
     )  # fmt: skip
@@ -165,6 +179,8 @@ def plan(
         ParamSpec(n, tuple(p.shape), param_dtype or p.dtype, p.device, owners[n], own_strides(p.shape, p.stride()))
         for n, p in params.items()
     ]
+    rules = [RULES.get(name, Rule()) for name in classes]
+    check_encodings(config, {spec.name: spec.dtype for spec in specs}, rules)
     used = replace(hosts, reads_memory=ranks_per_host is not None)
     if num_replicas > 1:  # as `zc.ranks.comm.Group.split` has it
         shard = world_size // num_replicas
@@ -173,8 +189,9 @@ def plan(
     used = usable(used, reduce, {s.device.type for s in specs})
     made = make_plan(
         specs, world_size=used.world_size, num_replicas=num_replicas, placement=config.placement, reduce=reduce,
-        reduce_dtype=reduce_dtype, topology=used, bucket_nbytes=bucket_nbytes, num_buffers=num_buffers, overlap=True,
-        offload=config.host, rules=[RULES.get(name, Rule()) for name in classes], kinds=find_kinds(model),
+        reduce_dtype=reduce_dtype, gather_dtype=gather_dtype, topology=used, bucket_nbytes=bucket_nbytes,
+        num_buffers=num_buffers, overlap=True,
+        offload=config.host, rules=rules, kinds=find_kinds(model),
     )  # fmt: skip
     return estimate(made, classes, microbatches, offload, rates, hosts)
 
@@ -229,6 +246,10 @@ def estimate(
         parts["disk"] = (2.0 * disk["optimizer_state"], rates["disk_bandwidth"])
     floor = {name: amount / rate for name, (amount, rate) in parts.items() if amount and rate is not None}
     numel = sum(slot.numel for b in plan.buckets for slot in b.slots)
+    by_optimizer: Counter[str] = Counter()
+    for bucket in plan.buckets:
+        by_optimizer[optimizers[bucket.optimizer]] += sum(slot.numel for slot in bucket.slots)
+    width = plan.buckets[0].param_dtype.itemsize
     return Estimate(
         plan.num_ranks,
         plan.placement.stage,
@@ -244,4 +265,6 @@ def estimate(
         update,
         floor,
         plan.num_replicas,
+        microbatches,
+        peers(by_optimizer, plan.num_ranks, microbatches, width),
     )

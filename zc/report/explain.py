@@ -3,7 +3,6 @@ compiled and what was not, each schedule with its proof, and what it costs."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,32 +11,36 @@ from torch import nn
 
 from zc import torch_private
 from zc.engine.accumulators import Acc
-from zc.engine.ledger import Where
 from zc.engine.program import Program
 from zc.errors import PlanError
 from zc.passes.write_in_place import nbytes_in_place
 from zc.planning.plan import Bucket, Plan
+from zc.planning.wire import BLOCK, exact_numel
 from zc.registry import persistent_nbytes, sharded
-from zc.report.html import page
-from zc.schedule.nodes import summary, text
+from zc.report import last_step, summary
+from zc.report.html import BucketBar, Report, page
+from zc.report.timeline import measured, simulate
+from zc.schedule.nodes import summary as counts_of
+from zc.schedule.nodes import text
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
     from zc.offload.host_step import HostStep
 
 
-MANY_PAGE_FAULTS = 4096  # per step; each takes 2 to 3 us
+LONGEST_LIST = 30  # lines of a section that `str` shows
 
 
 class Explanation:
-    """What `explain` returns. ``str()`` of it is the report; ``sections`` has its sections by name, and ``path`` is the
-    page that was written."""
+    """What `explain` returns. ``str()`` of it is the report, with ``summary`` as its first sentence and long lists
+    folded; ``sections`` has all of it by name, and ``path`` is the page that was written."""
 
-    def __init__(self, sections: dict[str, str], path: Path | None = None) -> None:
-        self.sections, self.path = sections, path
+    def __init__(self, first: summary.Summary, sections: dict[str, str], path: Path | None = None) -> None:
+        self.summary, self.sections, self.path = first, sections, path
 
     def __str__(self) -> str:
-        return "\n\n".join(f"== {name} ==\n{body}" for name, body in self.sections.items())
+        parts = [str(self.summary)] + ([f"The page is {self.path}"] if self.path is not None else [])
+        return "\n\n".join([*parts, *(f"== {name} ==\n{_folded(name, body)}" for name, body in self.sections.items())])
 
     __repr__ = __str__
 
@@ -61,10 +64,10 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     sections = {
         "plan": f"stage {runtime.plan.placement.stage}, rank {runtime.group.rank} of {runtime.group.world_size}, "
         f"backend {runtime.config.backend}, reduce {runtime.plan.reduce}, overlap {runtime.plan.overlap}\n"
-        + "\n".join([_ways(runtime.plan), *map(str, runtime.plan.kinds)]),
+        + "\n".join([_ways(runtime.plan), *_encoded(runtime.plan), *map(str, runtime.plan.kinds)]),
         "buckets": _buckets(runtime),
-        "last step": _last_step(runtime),
-        "stayed empty in the last step": _empty(runtime),
+        "last step": last_step.last_step(runtime),
+        "stayed empty in the last step": last_step.empty(runtime),
         "compilation": _compilation(runtime),
         "not covered by a schedule": _uncovered(runtime),
         "persistent bytes": "\n".join(f"{name:>16}: {n:,}" for name, n in nbytes.items())
@@ -87,12 +90,47 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     for program in programs:
         lines = [f"{p.block}: run {p.num_runs} times" for p in runtime.programs if p.like is program]
         sections[f"schedule {program.name}"] = "\n".join([_verdict(program), *lines, text(program.graph)])
+    first = summary.summarize(model)
     if format == "text":
-        return Explanation(sections)
-    written = Path(path) if path is not None else Path(f"zc-explain-rank{runtime.group.rank}.html")
-    graphs = {f"schedule {p.name}": (p.graph, p.plan) for p in (*programs, *single)}
-    written.write_text(page(f"zc: {type(model).__name__}", sections, graphs))
-    return Explanation(sections, written)
+        return Explanation(first, sections)
+    written = Path(path) if path is not None else Path(f"zc-explain-rank{runtime.group.rank}.html").absolute()
+    step = runtime.streams.clock.step()
+    everything = (*runtime.forwards, *runtime.programs, *runtime.weights.programs, *updates, *single)
+    clocked = {span.program for span in step.spans} if step is not None else set()
+    report = Report(
+        title=f"zc: {type(model).__name__}, stage {runtime.plan.placement.stage}, rank {runtime.group.rank} of "
+        f"{runtime.group.world_size}",
+        summary=first,
+        step=measured(step, everything) if step is not None else None,
+        buckets=[_bar(runtime, bucket) for bucket in runtime.plan.buckets],
+        notes=runtime.notes,
+        sections=sections,
+        estimates={
+            f"schedule {p.name}": simulate(p.graph, p.plan) for p in (*programs, *single) if p.name not in clocked
+        },
+    )
+    written.write_text(page(report))
+    return Explanation(first, sections, written)
+
+
+def _folded(name: str, body: str) -> str:
+    """A list's first lines; schedules are whole."""
+    lines = body.splitlines()
+    if name.startswith("schedule") or len(lines) <= LONGEST_LIST:
+        return body
+    num_left = len(lines) - LONGEST_LIST
+    return "\n".join([*lines[:LONGEST_LIST], f"... {num_left} more lines: zc.explain(model).sections[{name!r}]"])
+
+
+def _bar(runtime: Runtime, bucket: Bucket) -> BucketBar:
+    arrived = runtime.ledger.arrived(runtime.programs, runtime.ledger.last)
+    slots = [arrived.get((bucket.index, k), Counter[str]()) for k in range(len(bucket.slots))]
+    names = {name for times in slots for name in times}
+    state = "empty" if not names else "hooks" if "hook" in names else "compiled"
+    said = f"{len(slots)} parameters, {last_step.sources(slots)}; reduced {last_step.reductions(runtime, bucket)} times"
+    return BucketBar(
+        bucket.index, bucket.numel * bucket.param_dtype.itemsize, state, said, [str(s) for s in bucket.slots]
+    )
 
 
 def _ways(plan: Plan) -> str:
@@ -108,6 +146,16 @@ def _ways(plan: Plan) -> str:
     if plan.world_size == 1:
         return f"{whole}; reductions: messages between replicas; weights: not gathered"
     return f"{whole}, on {plan.topology}; inside a replica {inside}between replicas reductions: messages"
+
+
+def _encoded(plan: Plan) -> list[str]:
+    """What travels in fewer bits, and what does not."""
+    ways = [f"gradients in {plan.reduce_bits} bits"] if plan.reduce_bits else []
+    ways += [f"weights as differences of {plan.gather_bits} bits"] if plan.gather_bits else []
+    if not ways:
+        return []
+    where = "between hosts" if plan.has_levels else "between ranks"
+    return [f"{where} {' and '.join(ways)}, a scale per {BLOCK} elements; {exact_numel(plan):,} elements exact"]
 
 
 def _optimizers(runtime: Runtime, kinds: list[str]) -> str:
@@ -170,88 +218,8 @@ def _uncovered(runtime: Runtime) -> str:
         return "all: backend='eager' takes every gradient through hooks"
     if not runtime.programs:
         return "no backward has been compiled yet"
-    written = set().union(*(program.brings for program in runtime.programs))
-    missing = [
-        f"{slot.name}: no compiled backward writes its gradient (it would come in through its hook)"
-        for b in runtime.plan.buckets
-        for k, slot in enumerate(b.slots)
-        if (b.index, k) not in written
-    ]
-    return "\n".join(missing) or "nothing"
-
-
-def _last_step(runtime: Runtime) -> str:
-    """What filled each bucket and how many times, what this rank sent, and how long it waited."""
-    if not runtime.ledger.num_steps:
-        return "no step yet"
-    step, plan = runtime.ledger.last, runtime.plan
-    arrived = runtime.ledger.arrived(runtime.programs, step)
-    rows = [f"step {runtime.ledger.num_steps}"]
-    for bucket in plan.buckets:
-        slots = [arrived.get((bucket.index, k), Counter[str]()) for k in range(len(bucket.slots))]
-        rows.append(f"bucket {bucket.index}: {_sources(slots)}; reduced {_reductions(runtime, bucket)} times")
-    sent = ", ".join(f"{kind} {n:,}" for kind, n in sorted(step.nbytes_sent.items())) or "nothing"
-    rows.append(f"bytes sent by this rank: {sent}; in all {sum(step.nbytes_sent.values()):,}")
-    moved = ", ".join(f"{way} {n:,}" for way, n in runtime.accumulators.nbytes_of_last_step.items() if n)
-    rows += [f"bytes over the bus: {moved}"] if moved else []
-    if step.exposed_s is not None:
-        rows.append(f"exposed wait: the calling thread waited {step.exposed_s * 1e3:.1f} ms for exchanges")
-    else:
-        rows.append("exposed wait: not measured on the host (one rank, or a device that waits by itself)")
-    if plan.world_size > 1:
-        waits = (f"{len(s)} {where} ({sum(s) * 1e3:.1f} ms)" for where, s in step.waits.items())
-        rows.append(f"waits of the calling thread for what other ranks announce of a backward: {', '.join(waits)}")
-    if step.num_page_faults is not None and plan.buckets[0].device.type == "cpu":
-        rows.append(f"page faults: {step.num_page_faults:,}{_advice(step.num_page_faults)}")
-    return "\n".join(rows)
-
-
-def _advice(num_page_faults: int) -> str:
-    """How to avoid page faults; docs/benchmarks.md has what they cost."""
-    if num_page_faults < MANY_PAGE_FAULTS or "MALLOC_TRIM_THRESHOLD_" in os.environ:
-        return ""
-    return (
-        "; malloc gives memory back between steps and fetches it again: MALLOC_TRIM_THRESHOLD_=17179869184 and "
-        "MALLOC_MMAP_THRESHOLD_=1073741824 in the environment keep it (glibc), so do jemalloc and tcmalloc"
-    )
-
-
-def _reductions(runtime: Runtime, bucket: Bucket) -> int:
-    return runtime.accumulators.reductions_of_last_step[bucket.index]
-
-
-def _sources(slots: list[Counter[str]]) -> str:
-    """``backward_0 x 2 (6 parameters), hook x 1 (1 of 7 parameters)``."""
-    counts: dict[tuple[str, int], int] = {}
-    for times_by_source in slots:
-        for name, times in times_by_source.items():
-            counts[name, times] = counts.get((name, times), 0) + 1
-    if not counts:
-        return "nothing"
-    sources = sorted(counts.items())
-    return ", ".join(f"{name} x {times} ({n} of {len(slots)} parameters)" for (name, times), n in sources)
-
-
-def _empty(runtime: Runtime) -> str:
-    if not runtime.ledger.num_steps:
-        return "no step yet"
-    arrived = runtime.ledger.arrived(runtime.programs, runtime.ledger.last)
-    rows = []
-    for bucket in runtime.plan.buckets:
-        missing = [(bucket.index, k) for k in range(len(bucket.slots)) if (bucket.index, k) not in arrived]
-        if len(missing) == len(bucket.slots):
-            rows.append(f"bucket {bucket.index}: all of it")
-        rows += [f"{bucket.slots[where[1]].name}: {_why(runtime, where)}" for where in missing]
-    return "\n".join(rows) or "nothing"
-
-
-def _why(runtime: Runtime, where: Where) -> str:
-    writers = [program.name for program in runtime.programs if where in program.brings]
-    if writers:
-        return f"{', '.join(writers)} would write its gradient, and did not run; its hook did not fire either"
-    if runtime.config.backend == "eager":
-        return "its hook did not fire: it took part in no backward on this rank"
-    return "no compiled backward writes it, and its hook did not fire: it took part in no backward on this rank"
+    why = "no compiled backward writes its gradient (it would come in through its hook)"
+    return "\n".join(f"{name}: {why}" for name in summary.uncovered(runtime)) or "nothing"
 
 
 def _compilation(runtime: Runtime) -> str:
@@ -269,9 +237,8 @@ def _compilation(runtime: Runtime) -> str:
 
 
 def _verdict(program: Program) -> str:
-    counts = ", ".join(f"{name} {n}" for name, n in summary(program.graph).items())
-    proved = any(r.name == "verify" for r in program.records)
-    verdict = "races 0, redundant 0" if proved else "NOT VERIFIED"
+    counts = ", ".join(f"{name} {n}" for name, n in counts_of(program.graph).items())
+    verdict = "races 0, redundant 0" if summary.is_proved(program) else "NOT VERIFIED"
     seconds = sum(r.seconds for r in program.records)
     in_place, total = nbytes_in_place(program.graph, program.plan)
     made = f"gradients made in place: {in_place:,} of {total:,} bytes"

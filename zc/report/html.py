@@ -1,82 +1,171 @@
-"""`zc.explain(model, format="html")`: the report as one page that needs nothing beside it, no script and no network.
+"""`zc.explain(model, format="html")`: the report as one page that needs nothing beside it and no network.
 
-Each schedule has its picture, drawn as SVG from `zc.report.timeline.simulate`: one lane a stream, one box a node, an
-arrow for each wait that an event satisfies (red where it held somebody up). Times are estimates; the order and the
-waits are what was proved.
+First what matters, then the step that was clocked, the buckets, and all sections of the text, folded away.
 """
 
 from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from torch import fx
+from zc.report.drawing import STYLE, draw, legend
+from zc.report.summary import Summary, megabytes
+from zc.report.timeline import Timeline
 
-from zc.planning.plan import Plan
-from zc.report.timeline import Timeline, color, label, lanes, simulate
+_PAGE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1240px; padding: 1.2em; color: var(--ink);
+  background: var(--paper); }
+h1 { font-size: 1.4em; margin: 0; } h2 { font-size: 1.1em; margin: 2em 0 .5em; } p { margin: .4em 0; }
+.lead { font-size: 1.05em; } .dim { color: var(--dim); }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: .8em; margin: 1.2em 0; }
+.card { border: 1px solid var(--rule); border-left: 5px solid var(--reduction); border-radius: 6px; padding: .6em; }
+.card.look { border-left-color: var(--hot); } .card b { display: block; font-size: 1.5em; }
+.chart { overflow-x: auto; border: 1px solid var(--rule); border-radius: 6px; }
+.chart svg { display: block; width: 100%; min-width: 640px; height: auto; }
+.box:focus { outline: none; } .box:focus rect, .box:hover rect { stroke: var(--ink); stroke-width: 2; }
+.said { min-height: 3em; margin: .4em 0; } .legend > span { margin-right: 1.2em; white-space: nowrap; }
+.key { display: inline-block; width: 14px; height: 12px; margin-right: .4em; border: 1px solid var(--dim); }
+""" + " ".join(f".key.{name} {{ background: var(--{name}); }}" for name in
+               ("loop", "compute", "write", "reduction", "weights", "offload", "signal")) + """
+.bar { display: inline-block; height: 12px; vertical-align: middle; border: 1px solid var(--dim); margin-right: 8px; }
+.bar.compiled { background: var(--reduction); } .bar.hooks { background: var(--write); }
+details { border-top: 1px solid var(--rule); padding: .35em 0; } summary { cursor: pointer; }
+pre { overflow-x: auto; font-size: 12px; border: 1px solid var(--rule); border-radius: 6px; padding: .7em 1em; }
+.buckets summary { white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
+@media print { .zoom, .said { display: none; } details > * { display: block; } .card, .chart { break-inside: avoid; } }
+"""  # fmt: skip
 
-WIDTH, LANE, BOX, LEFT = 1160, 34, 22, 90  # pixels
-
-_STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1300px; padding: 0 1em; color: #222; }
-h1 { font-size: 1.4em; } h2 { font-size: 1.05em; margin: 1.6em 0 .4em; }
-pre { background: #f6f6f4; padding: .7em 1em; overflow-x: auto; font-size: 12px; }
-nav a { margin-right: 1em; } svg { width: 100%; height: auto; background: #fff; border: 1px solid #ddd; }
+_SCRIPT = """
+for (const chart of document.querySelectorAll('.chart')) {
+  const said = chart.nextElementSibling, svg = chart.querySelector('svg');
+  const boxes = [...chart.querySelectorAll('.box')];
+  const zoom = chart.previousElementSibling && chart.previousElementSibling.querySelector('input');
+  boxes.forEach((box, k) => {
+    box.setAttribute('tabindex', k ? -1 : 0);
+    for (const what of ['focus', 'mouseenter']) box.addEventListener(what, () => said.textContent = box.dataset.said);
+    box.addEventListener('keydown', event => {
+      const step = {ArrowRight: 1, ArrowLeft: -1, Home: -k, End: boxes.length - 1 - k}[event.key];
+      if (step === undefined || !boxes[k + step]) return;
+      event.preventDefault(); boxes[k + step].focus();
+      boxes[k + step].scrollIntoView({block: 'nearest', inline: 'nearest'});
+    });
+  });
+  if (zoom) zoom.addEventListener('input', () => svg.style.width = zoom.value + '%');
+}
+addEventListener('beforeprint', () => document.querySelectorAll('details').forEach(item => item.open = true));
 """
 
 
-def page(title: str, sections: Mapping[str, str], graphs: Mapping[str, tuple[fx.Graph, Plan | None]]) -> str:
-    """The whole page. A section that has a graph of the same name gets its picture; other graphs get their own."""
-    bodies = {name: f"<pre>{html.escape(body)}</pre>" for name, body in sections.items()}
-    for name, (graph, plan) in graphs.items():
-        bodies[name] = picture(simulate(graph, plan)) + bodies.get(name, "")
-    links = " ".join(f'<a href="#s{k}">{html.escape(name)}</a>' for k, name in enumerate(bodies))
-    blocks = "\n".join(
-        f'<h2 id="s{k}">{html.escape(name)}</h2>\n{body}' for k, (name, body) in enumerate(bodies.items())
-    )
+@dataclass(frozen=True)
+class BucketBar:
+    """``state``: how the last step filled it: "compiled", "hooks" or "empty"."""
+
+    index: int
+    nbytes: int
+    state: str
+    said: str
+    params: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """``step``: the one that was clocked; None: none was. ``estimates``: of schedules, by the section's name."""
+
+    title: str
+    summary: Summary
+    step: Timeline | None
+    buckets: Sequence[BucketBar]
+    notes: Sequence[str]
+    sections: Mapping[str, str]
+    estimates: Mapping[str, Timeline]
+
+
+def page(report: Report) -> str:
+    """The whole page."""
     # without an icon of its own a browser asks the server for one
     icon = base64.b64encode(b'<svg xmlns="http://www.w3.org/2000/svg"/>').decode()
+    title = html.escape(report.title)
     head = (
-        f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
-        f'<link rel="icon" href="data:image/svg+xml;base64,{icon}">'
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+        f'<style>{STYLE}{_PAGE}</style><link rel="icon" href="data:image/svg+xml;base64,{icon}">'
     )
-    body = f"<h1>{html.escape(title)}</h1>\n<nav>{links}</nav>\n{blocks}"
-    return f"<!doctype html>\n<html><head>{head}</head>\n<body>{body}\n</body></html>\n"
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in report.notes)
+    body = [
+        f'<h1>{title}</h1>\n<p class="lead">{html.escape(str(report.summary))}</p>',
+        _cards(report),
+        f'<h2>Notes</h2>\n<ul class="notes">{notes}</ul>' if notes else "",
+        _step(report),
+        _buckets(report.buckets),
+        "<h2>All of it, as text</h2>",
+        *(_section(name, text, report.estimates.get(name)) for name, text in report.sections.items()),
+        *(_section(name, "", line) for name, line in report.estimates.items() if name not in report.sections),
+        f"<script>{_SCRIPT}</script>",
+    ]
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{chr(10).join(body)}\n</body></html>\n'
 
 
-def picture(timeline: Timeline) -> str:
-    """The schedule as an SVG element."""
-    rows = {lane: k for k, lane in enumerate(lanes(timeline))}
-    scale = (WIDTH - LEFT - 10) / max(timeline.stop, 1e-9)
-    height = LANE * len(rows) + 30
-    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" xmlns="http://www.w3.org/2000/svg" font-size="11">']
-    for lane, k in rows.items():
-        y = k * LANE + LANE / 2 + 4
-        parts.append(f'<text x="4" y="{y:.0f}">{html.escape(lane)}</text>')
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH}" y1="{(k + 1) * LANE}" y2="{(k + 1) * LANE}" stroke="#eee"/>')
-    parts += [_box(box, rows, scale) for box in timeline.boxes]
-    for source, start, target, stop, event in timeline.arrows:
-        delayed = stop <= start  # whoever waited stood still until the event
-        x1, y1 = LEFT + start * scale, rows[source] * LANE + LANE / 2
-        x2, y2 = LEFT + stop * scale, rows[target] * LANE + LANE / 2
-        stroke = "#cb181d" if delayed else "#999"
-        parts.append(
-            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}">'
-            f"<title>{html.escape(event)}</title></line>"
+def _card(label: str, value: str, said: str, look: bool = False) -> str:
+    return f'<div class="card{" look" * look}">{label}<b>{value}</b><span class="dim">{said}</span></div>'
+
+
+def _cards(report: Report) -> str:
+    summary, step = report.summary, report.step
+    share = summary.nbytes / summary.ddp_nbytes if summary.ddp_nbytes else 0.0
+    cards = [_card("held by this rank", megabytes(summary.nbytes),
+                   f"{share:.2f} of the {megabytes(summary.ddp_nbytes)} that DDP holds in fp32")]  # fmt: skip
+    if step is not None and step.memory:
+        least, most = (f(n for _, n in step.memory) for f in (min, max))
+        cards.append(_card("peak of the step", f"+{megabytes(most - least)}", f"to {megabytes(most)} of this process"))
+    if step is not None:
+        exposed = step.exposed() / step.stop if step.stop else 0.0
+        said = f"of a step of {step.stop / 1e3:,.1f} ms went by waiting for other ranks"
+        cards.append(_card("exposed communication", f"{exposed:.0%}", said))
+    proved = summary.num_schedules - summary.num_unproved
+    said = "schedules are proved free of races" if not summary.num_unproved else "the others run without their proof"
+    cards.append(_card("proof", f"{proved} of {summary.num_schedules}", said, look=summary.num_unproved > 0))
+    num_notes = len(report.notes)
+    look = ", ".join(summary.fallbacks) or "nothing fell back"
+    cards.append(_card("to look at", str(num_notes) if num_notes else "0 notes", look, look=bool(summary.fallbacks)))
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _step(report: Report) -> str:
+    if report.step is None:
+        return (
+            "<h2>The step</h2>\n<p>No step was clocked yet: zc clocks the third one after the last compilation. "
+            "The schedules below have pictures whose times are estimates.</p>"
         )
-    caption = f"{timeline.stop:.0f} µs estimated, of communication {timeline.exposed():.0f} µs exposed; red: it held"
-    parts.append(f'<text x="{LEFT}" y="{height - 8}" fill="#555">{caption}</text></svg>')
-    return "\n".join(parts)
+    return f"<h2>The step as it ran</h2>\n{legend()}{_chart(report.step)}"
 
 
-def _box(box: Any, rows: Mapping[str, int], scale: float) -> str:
-    x, width = LEFT + box.start * scale, max((box.stop - box.start) * scale, 1.5)
-    y = rows[box.lane] * LANE + (LANE - BOX) / 2
-    name = html.escape(label(box.node))
-    text = f'<text x="{x + 3:.1f}" y="{y + 15:.1f}" font-size="9">{name}</text>' if width > 7 * len(name) else ""
-    return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{BOX}" fill="{color(box.node)}" stroke="#555" '
-        f'stroke-width=".5"><title>{name} ({box.node.name}): {box.start:.1f} to {box.stop:.1f} µs</title></rect>{text}'
+def _chart(timeline: Timeline) -> str:
+    zoom = '<p class="zoom"><label>zoom <input type="range" min="100" max="2000" step="50" value="100"></label></p>'
+    hint = "Point at a box, or focus the picture and use the arrow keys, to see what it is."
+    return f'{zoom}<div class="chart">{draw(timeline)}</div><p class="said dim" aria-live="polite">{hint}</p>'
+
+
+def _buckets(buckets: Sequence[BucketBar]) -> str:
+    largest = max((bar.nbytes for bar in buckets), default=1)
+    rows = []
+    for bar in buckets:
+        width = max(2, round(300 * bar.nbytes / largest))
+        params = html.escape("\n".join(bar.params))
+        rows.append(
+            f'<details><summary><span class="bar {bar.state}" style="width:{width}px"></span>bucket {bar.index}, '
+            f"{megabytes(bar.nbytes)}: {html.escape(bar.said)}</summary><pre>{params}</pre></details>"
+        )
+    keys = (("compiled", "filled by a compiled backward"), ("hooks", "filled through hooks"), ("empty", "empty"))
+    colors = " ".join(
+        f'<span><span class="bar {state}" style="width:14px"></span>{what}</span>' for state, what in keys
     )
+    said = f'<p class="legend">In the last step: {colors}</p>'
+    title = "<h2>Buckets: parameters whose gradients travel together</h2>"
+    return f'{title}\n{said}<div class="buckets">{"".join(rows)}</div>'
+
+
+def _section(name: str, text: str, estimate: Timeline | None) -> str:
+    picture = _chart(estimate) if estimate is not None else ""
+    body = f"<pre>{html.escape(text)}</pre>" if text else ""
+    return f"<details><summary>{html.escape(name)}</summary>{picture}{body}</details>"

@@ -1,53 +1,90 @@
-"""A picture of a schedule: one lane a stream, one box a node, an arrow for each wait that an event satisfies.
+"""A step on a line of time: one lane per stream, one box per operation, an arrow for each wait that an event satisfies.
 
-`simulate` gives every node a start and a stop by the rules of streams: a node starts when its stream is free and what
-it waits for is done; an exchange runs beside its stream from launch to completion. Times are estimates in microseconds
-(`zc.schedule.cost`), or the caller's own measurements (``costs``). `zc.report.html` draws it, and `exposed` says how
-much of the communication no compute covers.
+`measured` takes a step that was clocked (`zc.engine.clock`). `simulate` gives every node of one schedule a start and a
+stop by the rules of streams: a node starts when its stream is free and what it waits for is done; an exchange runs
+beside its stream from launch to completion. Its times are estimates in microseconds (`zc.schedule.cost`), or the
+caller's (``costs``). `zc.report.drawing` draws either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
+from zc.engine.clock import ClockedStep
+from zc.engine.program import Program
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMPUTE, MAIN
 from zc.schedule.cost import estimate
-from zc.schedule.nodes import kind_of, op_of, ops, stream_of
-from zc.schedule.spec import LaunchReduce, Op, RecordEvent, Role, Segment, WaitEvent, WaitReduce
+from zc.schedule.nodes import kind_of, op_of, ops, results, stream_of
+from zc.schedule.spec import (
+    BufferOp,
+    Cast,
+    Deposit,
+    LaunchReduce,
+    Op,
+    RecordEvent,
+    Role,
+    Segment,
+    WaitEvent,
+    WaitReduce,
+    WgradInto,
+)
+
+LOOP, IN_FLIGHT = "loop", "in flight"
 
 
 @dataclass(frozen=True)
 class Box:
-    """One node on its lane, in microseconds from the start of the schedule."""
+    """One operation on its lane, in microseconds from the start; ``node`` None: a phase of the caller's loop."""
 
-    node: fx.Node
+    node: fx.Node | None
     lane: str
     start: float
     stop: float
+    label: str = ""
+    detail: str = ""
 
     @property
     def op(self) -> Op | None:
-        return op_of(self.node)
+        return op_of(self.node) if self.node is not None else None
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """From a recorded event to the wait for it. ``delayed``: whoever waited stood still until the event."""
+
+    source: str
+    start: float
+    target: str
+    stop: float
+    event: str
+    delayed: bool
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """``arrows``: from a recorded event to the wait that it held up or let pass, (lane, time) twice and its name."""
+    """``memory``: (microseconds, bytes)."""
 
     boxes: tuple[Box, ...]
-    arrows: tuple[tuple[str, float, str, float, str], ...]
+    arrows: tuple[Arrow, ...]
+    memory: tuple[tuple[float, int], ...] = ()
+    is_measured: bool = False
+    exposed_on_host: float | None = None  # measured: the calling thread's own waits
 
     @property
     def stop(self) -> float:
         return max((box.stop for box in self.boxes), default=0.0)
 
     def exposed(self) -> float:
-        """Microseconds of communication during which no compute stream works."""
-        compute = _union([(b.start, b.stop) for b in self.boxes if b.lane.startswith(COMPUTE)])
+        """Microseconds of communication during which neither a compute stream nor the caller's forward works."""
+        if self.exposed_on_host is not None:
+            return self.exposed_on_host
+        busy = (b for b in self.boxes if b.lane.startswith(COMPUTE) or (b.lane == LOOP and b.label == "forward"))
+        compute = _union([(b.start, b.stop) for b in busy])
         comm = _union([(b.start, b.stop) for b in self.boxes if isinstance(b.op, LaunchReduce) or b.lane == COMM])
         covered = sum(max(0.0, min(s, t) - max(a, b)) for a, s in comm for b, t in compute)
         return sum(stop - start for start, stop in comm) - covered
@@ -63,14 +100,59 @@ def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
+def measured(step: ClockedStep, programs: Iterable[Program]) -> Timeline:
+    """A clocked step; a schedule that ran several times in it, once per microbatch, is there as often."""
+    by_name = {program.name: program for program in programs}
+    runs: dict[tuple[str, int], dict[str, tuple[float, float]]] = {}  # (program, its how manieth run) -> spans by node
+    times: Counter[tuple[str, str]] = Counter()
+    for span in step.spans:
+        number = times[span.program, span.name]
+        times[span.program, span.name] += 1
+        runs.setdefault((span.program, number), {})[span.name] = (span.start, span.stop)
+    boxes = [Box(None, LOOP, p.start, p.stop, p.name, f"the caller's loop: {p.name}") for p in step.phases]
+    arrows: list[Arrow] = []
+    free: dict[str, float] = {}
+    for (name, _), spans in sorted(runs.items(), key=lambda run: min(run[1].values())):
+        if name in by_name:
+            _place(by_name[name], spans, free, boxes, arrows)
+    return Timeline(tuple(boxes), tuple(arrows), step.memory, True, step.exposed)
+
+
+def _place(
+    program: Program,
+    spans: Mapping[str, tuple[float, float]],
+    free: dict[str, float],
+    boxes: list[Box],
+    arrows: list[Arrow],
+) -> None:
+    """One run of a schedule. ``free``: when each lane ended its last operation."""
+    events: dict[str, tuple[str, float]] = {}
+    waits: dict[str, list[tuple[str, float, str]]] = {}
+    for node, op in ops(program.graph):
+        lane = stream_of(node)
+        if isinstance(op, RecordEvent):
+            events[op.event] = (lane, free.get(lane, 0.0))
+        elif isinstance(op, WaitEvent) and events.get(op.event, (lane, 0.0))[0] != lane:
+            waits.setdefault(lane, []).append((*events[op.event], op.event))
+        elif node.name in spans:
+            start, stop = spans[node.name]
+            for source, time, event in waits.pop(lane, ()):
+                arrows.append(Arrow(source, time, lane, start, event, delayed=time > free.get(lane, 0.0)))
+            free[lane] = stop
+            boxes.append(Box(node, lane, start, stop, label(node, program.plan), detail(node, program.plan, program)))
+            if isinstance(op, WaitReduce) and op.work.name in spans:
+                text = detail(op.work, program.plan, program)
+                boxes.append(Box(op.work, IN_FLIGHT, spans[op.work.name][0], stop, label(op.work, program.plan), text))
+
+
 def simulate(graph: fx.Graph, plan: Plan | None = None, costs: Mapping[str, float] | None = None) -> Timeline:
     """The schedule run by the rules of streams. ``costs``: microseconds by node name, in place of the estimate."""
-    cost, measured = estimate(plan), dict(costs or {})
+    cost, own = estimate(plan), dict(costs or {})
     free: dict[str, float] = {}
     events: dict[str, tuple[str, float]] = {}
     arrival: dict[fx.Node, float] = {}
     boxes: list[Box] = []
-    arrows: list[tuple[str, float, str, float, str]] = []
+    arrows: list[Arrow] = []
     for node, op in ops(graph):
         lane = stream_of(node)
         now = free.get(lane, 0.0)
@@ -81,39 +163,84 @@ def simulate(graph: fx.Graph, plan: Plan | None = None, costs: Mapping[str, floa
             source, time = events.get(op.event, (lane, 0.0))
             free[lane] = max(now, time)
             if source != lane:
-                arrows.append((source, time, lane, free[lane], op.event))
+                arrows.append(Arrow(source, time, lane, free[lane], op.event, delayed=free[lane] <= time))
             continue
-        took = measured.get(node.name, cost(node))
+        took = own.get(node.name, cost(node))
         if isinstance(op, LaunchReduce):
             # exchanges of one group follow each other, whoever launched them
             start = max(now, *(b.stop for b in boxes if isinstance(b.op, LaunchReduce)), 0.0)
             arrival[node] = start + took
-            boxes.append(Box(node, "in flight", start, start + took))
+            boxes.append(Box(node, IN_FLIGHT, start, start + took, label(node, plan), detail(node, plan)))
             continue
         if isinstance(op, WaitReduce):
             free[lane] = max(now, arrival.get(op.work, 0.0))
             continue
-        boxes.append(Box(node, lane, now, now + took))
+        boxes.append(Box(node, lane, now, now + took, label(node, plan), detail(node, plan)))
         free[lane] = now + took
     return Timeline(tuple(boxes), tuple(arrows))
 
 
-_COLORS = {Role.COMPUTE: "#9ecae1", Role.WRITE: "#fdd0a2", Role.REDUCTION: "#a1d99b"}
+_CLASSES = {Role.COMPUTE: "compute", Role.WRITE: "write", Role.REDUCTION: "reduction", Role.WEIGHTS: "weights",
+            Role.OFFLOAD: "offload", Role.SIGNAL: "signal"}  # fmt: skip
 
 
-def color(node: fx.Node) -> str:
-    """The color of a node's box, as #rrggbb."""
-    op = op_of(node)
-    return _COLORS.get(op.role, "#d9d9d9") if op is not None else "#d9d9d9"
+def color_class(box: Box) -> str:
+    """What a box's color says: the role of its operation."""
+    op = box.op
+    return "loop" if box.node is None else _CLASSES.get(op.role, "signal") if op is not None else "signal"
 
 
 def lanes(timeline: Timeline) -> list[str]:
-    used = {box.lane for box in timeline.boxes} | {lane for a in timeline.arrows for lane in (a[0], a[2])}
-    return sorted(used, key=lambda lane: (lane != MAIN, not lane.startswith(COMPUTE), lane))
+    used = {box.lane for box in timeline.boxes} | {lane for a in timeline.arrows for lane in (a.source, a.target)}
+    return sorted(used, key=lambda lane: (lane != LOOP, lane != MAIN, not lane.startswith(COMPUTE), lane))
 
 
-def label(node: fx.Node) -> str:
+def gradients_of(segment: fx.Node, plan: Plan) -> list[str]:
+    """The parameters whose gradients a segment computes."""
+    names = []
+    for value in results(segment):
+        for user in value.users:
+            op = op_of(user)
+            if isinstance(op, Cast):
+                names += [plan.buckets[op.bucket].slots[k].name
+                          for k, grad in zip(op.slots, op.grads, strict=True) if grad is value]  # fmt: skip
+            elif isinstance(op, Deposit | WgradInto):
+                names.append(plan.buckets[op.bucket].slots[op.slot].name)
+    return list(dict.fromkeys(names))
+
+
+def module_of(names: list[str]) -> str:
+    """The innermost module that has all of these parameters; of several, the first and the last."""
+    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+    split = [module.split(".") for module in modules]
+    common = [parts[0] for parts in zip(*split, strict=False) if len(set(parts)) == 1]
+    return ".".join(common) or " to ".join(dict.fromkeys((modules[0], modules[-1])))
+
+
+def label(node: fx.Node, plan: Plan | None) -> str:
+    """A few words for the box itself: a segment's module, or the kind and the bucket."""
     op = op_of(node)
     if isinstance(op, Segment):
-        return op.key.replace("segment_", "seg ")
+        names = gradients_of(node, plan) if plan is not None else []
+        return module_of(names) if names else op.key.replace("segment_", "seg ")
     return f"{kind_of(node)} {node.args[0] if node.args else ''}"
+
+
+def detail(node: fx.Node, plan: Plan | None, program: Program | None = None) -> str:
+    """What is said of a box when it is pointed at."""
+    op, words = op_of(node), f"{stream_of(node)}: {kind_of(node)}"
+    if program is not None:
+        words = f"{program.name}, {words}"
+    if isinstance(op, Segment):
+        names = gradients_of(node, plan) if plan is not None else []
+        made = f"; computes the gradients of {_some(names)}" if names else ""
+        return f"{words} {op.key}{made}"
+    if isinstance(op, BufferOp | Deposit) and plan is not None:
+        bucket = plan.buckets[op.bucket]
+        nbytes = bucket.numel * bucket.reduce_dtype.itemsize
+        return f"{words}, bucket {op.bucket} ({nbytes / 1e6:,.1f} MB): {_some([s.name for s in bucket.slots])}"
+    return words
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -47,6 +47,8 @@ KINDS = {
     "flat_grad": Kind("gradients of one bucket; a ring", COMM, shared="stage 2 with overlap",
                       is_shared=lambda plan, _: plan.overlap and plan.placement.shards_gradients),
     "recv": Kind("what the other ranks have sent", COMM),
+    "wire": Kind("gradients of one bucket, encoded for other hosts", COMM),
+    "update": Kind("encoded differences between the masters of one bucket and its weights", COMM),
     "host_sum": Kind("two reductions: the sum of the first, over the ranks of a host or replica; a ring", COMM,
                  shared="with overlap, where ranks read each other's memory",
                  is_shared=lambda plan, _: plan.overlap and plan.reduces_twice and plan.reads_rows),

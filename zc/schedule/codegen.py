@@ -12,9 +12,10 @@
 so that the segment can free it; a value that another stream uses leaves it at its ``release``. What the output returns
 stays.
 
-With ``plan``, under a profiler, each statement that is no event has a name, in traces and NVTX: stream, kind, bucket::
+With ``plan``, each statement that is no event goes through ``named``, with its node, its stream, and its name in traces
+and NVTX: stream, kind, bucket. `zc.engine.clock` has such a function::
 
-        on('comm', named('zc comm | gather bucket 1 (2.bias, ...)', lambda: ops.gather(1, 'flat_param[1]')))
+        on('comm', named('gather', 'comm', 'zc comm | gather bucket 1 (2.bias, ...)', lambda: ops.gather(1, ...)))
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
-from torch.profiler import record_function
 
 from zc.schedule.nodes import is_getitem, item_of, kind_of, maker, op_of, ops, results, stream_of
 from zc.schedule.spec import Op, ReadWeights, RecordEvent, Release, Segment, TakeWeights, WaitEvent
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 Run = Callable[[dict[str, Any], Any, Any], None]
 LastUses = dict[fx.Node, fx.Node | None]  # where each value leaves ``v``; None: it stays, or a release takes it
+Named = Callable[[str, str, str, Callable[[], object]], Callable[[], object]]
+RunNamed = Callable[[dict[str, Any], Any, Any, Named], None]
 
 
 def generate(graph: fx.Graph, plan: Plan | None = None) -> str:
@@ -40,8 +42,12 @@ def generate(graph: fx.Graph, plan: Plan | None = None) -> str:
     return _function(list(ops(graph)), _last_uses(graph), plan)
 
 
-def _function(nodes: Sequence[tuple[fx.Node, Op]], last: LastUses, plan: Plan | None) -> str:
-    lines = ["def schedule(v, streams, ops):", "    on, record, wait = streams.run_on, streams.record, streams.wait"]
+def _function(nodes: Sequence[tuple[fx.Node, Op]], last: LastUses, plan: Plan | None = None) -> str:
+    named = ", named" if plan is not None else ""
+    lines = [
+        f"def schedule(v, streams, ops{named}):",
+        "    on, record, wait = streams.run_on, streams.record, streams.wait",
+    ]
     for node, op in nodes:
         stream = stream_of(node)
         match op:
@@ -52,20 +58,21 @@ def _function(nodes: Sequence[tuple[fx.Node, Op]], last: LastUses, plan: Plan | 
             case _:
                 task = f"lambda: {_call(node, op, last)}"
                 if plan is not None:
-                    task = f"named({shown_name(node, op, plan)!r}, {task})"
+                    task = f"named({node.name!r}, {stream!r}, {shown_name(node, op, plan)!r}, {task})"
                 lines.append(f"    on({stream!r}, {task})")
     return "\n".join(lines) + "\n"
 
 
-def load(graph: fx.Graph, plan: Plan | None = None) -> Run:
+def load(graph: fx.Graph) -> Run:
     """The schedule as a function of the values by name, the streams, and the operations."""
-    return _loaded(generate(graph, plan))
+    run: Run = _load(generate(graph))
+    return run
 
 
-def load_pieces(graph: fx.Graph, plan: Plan | None = None) -> list[Run]:
+def load_pieces(graph: fx.Graph) -> list[Run]:
     """A function like that of `load` for each of the `pieces`: called in order, they are the schedule."""
     last = _last_uses(graph)
-    return [_loaded(_function(piece, last, plan)) for piece in pieces(graph)]
+    return [_load(_function(piece, last)) for piece in pieces(graph)]
 
 
 def pieces(graph: fx.Graph) -> list[list[tuple[fx.Node, Op]]]:
@@ -78,11 +85,16 @@ def pieces(graph: fx.Graph) -> list[list[tuple[fx.Node, Op]]]:
     return parts
 
 
-def _loaded(source: str) -> Run:
-    namespace: dict[str, Any] = {"put": _put, "named": _named}
-    exec(compile(source, "<zc schedule>", "exec"), namespace)
-    run: Run = namespace["schedule"]
+def load_named(graph: fx.Graph, plan: Plan) -> RunNamed:
+    """The same, as a function of ``named``, too."""
+    run: RunNamed = _load(generate(graph, plan))
     return run
+
+
+def _load(source: str) -> Any:
+    namespace: dict[str, Any] = {"put": _put}
+    exec(compile(source, "<zc schedule>", "exec"), namespace)
+    return namespace["schedule"]
 
 
 def shown_name(node: fx.Node, op: Op, plan: Plan) -> str:
@@ -92,14 +104,6 @@ def shown_name(node: fx.Node, op: Op, plan: Plan) -> str:
     if isinstance(op, Segment):
         return f"{name} {op.key}"
     return name if bucket is None else f"{name} bucket {bucket} ({plan.buckets[bucket].slots[0].name}, ...)"
-
-
-def _named(name: str, task: Callable[[], object]) -> Callable[[], object]:
-    def run() -> object:
-        with record_function(name):
-            return task()
-
-    return run
 
 
 def _put(values: dict[str, Any], names: Sequence[str | None], results: Sequence[Any]) -> None:

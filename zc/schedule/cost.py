@@ -18,7 +18,18 @@ from torch.utils.flop_counter import flop_registry
 
 from zc.planning.plan import Bucket, Plan
 from zc.schedule.nodes import op_of
-from zc.schedule.spec import BufferOp, Cast, Deposit, LaunchReduce, ReduceRows, Role, Segment, WaitReduce, WgradInto
+from zc.schedule.spec import (
+    BufferOp,
+    Cast,
+    Deposit,
+    EncodeUpdate,
+    LaunchReduce,
+    ReduceRows,
+    Role,
+    Segment,
+    WaitReduce,
+    WgradInto,
+)
 
 Cost = Callable[[fx.Node], float]  # microseconds; of a launch: of the exchange itself
 
@@ -49,7 +60,7 @@ def ceilings_of(plan: Plan | None) -> Ceilings:
 def exchange_us(bucket: Bucket, plan: Plan) -> float:
     """One reduction: each rank sends and receives all but its own part of the bucket."""
     c = ceilings_of(plan)
-    nbytes = bucket.numel * bucket.reduce_dtype.itemsize
+    nbytes = plan.nbytes_wire(bucket) if plan.reduce_bits else bucket.numel * bucket.reduce_dtype.itemsize
     return c.us_launch + nbytes * (plan.world_size - 1) / plan.world_size / c.nbytes_link
 
 
@@ -118,6 +129,8 @@ def estimate(plan: Plan | None) -> Cost:
         numel = bucket.numel
         if isinstance(op, Cast) and op.spans is not None:
             numel = sum(stop - start for start, stop in op.spans)
+        elif isinstance(op, EncodeUpdate):
+            numel = bucket.layout.numel_shard
         elif op.role is Role.REDUCTION:
             numel = bucket.layout.numel_shard * plan.world_size
         return c.us_launch + 2.0 * numel * bucket.reduce_dtype.itemsize / c.nbytes_memory

@@ -150,6 +150,15 @@ class Accumulate(Move, role=Role.REDUCTION, reads=("src", "dst")):
     """acc (+)= mean over ranks of the rows in src; or host_sum <- their sum, which a second reduction takes."""
 
 
+class Quantise(Move, role=Role.REDUCTION):
+    """dst <- src in 8 bits, one row per rank that gets a part; then a launch sends dst instead of src. No row crosses
+    hosts twice, and no gradient is encoded twice."""
+
+
+class AccumulateQuantised(Move, role=Role.REDUCTION, reads=("src", "dst")):
+    """acc (+)= mean over ranks of what the rows in src decode to, in rank order."""
+
+
 class ReduceRows(Move, role=Role.REDUCTION, reads=("src", "dst")):
     """The same of the ranks' src, each read where it lies: into acc the mean of this rank's shard; into host_sum the
     sum over this host's ranks of the range that this rank reduces between hosts or replicas."""
@@ -198,6 +207,20 @@ class GatherNet(Weights):
 
 class Gather(Weights):
     """The bucket's weights <- all ranks' shards; after a `GatherNet` the ranges of this host's ranks."""
+
+
+class EncodeUpdate(Move, role=Role.WEIGHTS):
+    """dst <- what this rank's masters are ahead of the weights src, encoded. Masters are written, like src, on the main
+    stream alone, before the schedule or after it; so what orders src orders them."""
+
+
+class ExchangeUpdates(Weights):
+    """The encoded differences of all ranks that share the bucket's weights (of two levels: of the ranks of this number)
+    come together."""
+
+
+class ApplyUpdate(Move, role=Role.WEIGHTS, reads=("src", "dst")):
+    """The weights dst += the differences in src, this rank's own included: all ranks have the same bits."""
 
 
 class Publish(Weights, stream=COMPUTE):
@@ -320,4 +343,4 @@ def renamed(op: AnyOp, old: Buffer, new: Buffer) -> AnyOp:
 
 def completes_reduction(op: Op | None) -> bool:
     """Whether the node brings a bucket's mean over all ranks into an accumulator."""
-    return isinstance(op, Accumulate | ReduceRows) and op.dst.kind != "host_sum"
+    return isinstance(op, Accumulate | AccumulateQuantised | ReduceRows) and op.dst.kind != "host_sum"

@@ -1,0 +1,148 @@
+"""Gradients in 8 bits and weights as differences, between ranks that stand for hosts (torchrun's GROUP_RANK): what
+arrives, that bits depend on nothing but the topology, and that state survives writes, skipped steps and checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from oracle import worst
+from torch import Tensor, nn
+from training_runs import environment
+
+import zc
+from zc.registry import sharded
+
+INT8: dict[str, Any] = {"reduce_dtype": torch.int8, "gather_dtype": torch.int8}
+
+
+def model_of(options: dict[str, Any], world_size: int, rank: int, per_host: int) -> tuple[nn.Module, Any]:
+    with environment(GROUP_RANK=str(rank // per_host)):
+        torch.manual_seed(0)
+        layers = nn.Linear(64, 96), nn.LayerNorm(96), nn.Tanh(), nn.Linear(96, 64), nn.Linear(64, 8)
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return zc.compile(model, optimizer, backend="eager", **options)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(100 * step + rank)
+        with zc.no_sync(model):
+            model(torch.randn(4, 64)).square().mean().backward()
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def run(rank: int, world_size: int, per_host: int, every: list[dict[str, Any]]) -> list[Any]:
+    """Job: weights after six updates with each of the options, and the bytes of the last one."""
+    found = []
+    for options in every:
+        model, optimizer = model_of(options, world_size, rank, per_host)
+        train(model, optimizer, rank, range(6))
+        found.append((weights_of(model), dict(sharded(model).runtime.ledger.last.nbytes_sent), str(zc.explain(model))))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "per_host"), [(2, 1), (4, 2)])
+def test_bits_depend_on_the_topology_alone(world_size: int, per_host: int) -> None:
+    """Three bucket sizes, overlap, both stages' ways to reduce, and again; all ranks have the same."""
+    small, large = {"bucket_nbytes": 3000}, {"bucket_nbytes": 10**7}
+    variants = [{}, small, large, {"overlap_gather": True}, {"overlap": False, **small}, {}]
+    for stage in (1, 2):
+        options = [{"stage": stage}, *({"stage": stage, **INT8, **more} for more in variants)]
+        results = run_ranks(run, world_size, per_host, options)
+        exact, first = results[0][0][0], results[0][1][0]
+        difference = worst(first, exact)[0]
+        assert 0.0 < difference < 0.02, "six updates of 0.001 each, some of the other sign"
+        for of_rank in results:
+            for (weights, _, _), which in zip(of_rank[1:], variants, strict=True):
+                assert all(torch.equal(weights[name], first[name]) for name in first), which
+
+
+def test_inside_a_host_nothing_is_encoded() -> None:
+    (plain, asked), *_ = run_ranks(run, 2, 2, [{}, INT8])
+    assert all(torch.equal(plain[0][name], asked[0][name]) for name in plain[0])
+    assert plain[1] == asked[1] and "8 bits" not in asked[2]
+
+
+def test_what_leaves_a_host_is_what_was_planned_and_a_quarter() -> None:
+    def wide(**options: Any) -> dict[str, int]:
+        layers = nn.Sequential(nn.Linear(512, 1024), nn.LayerNorm(1024), nn.Linear(1024, 512))
+        return dict(zc.plan(layers, world_size=4, ranks_per_host=2, **options).host_wire)
+
+    for name, number in wide(**INT8).items():
+        assert number / wide()[name] == pytest.approx(0.25, rel=0.03)
+    results = run_ranks(run, 4, 2, [INT8])
+    planned = zc.plan(
+        nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Tanh(), nn.Linear(96, 64), nn.Linear(64, 8)),
+        world_size=4, ranks_per_host=2, microbatches=2, **INT8,
+    ).host_wire  # fmt: skip
+    for kind, name in (("reduce, between hosts", "gradients"), ("gather weights, between hosts", "parameters")):
+        sent = [sum(results[rank][0][1][kind] for rank in host) for host in ((0, 1), (2, 3))]
+        assert sum(sent) == 2 * planned[name], "rows differ in length, so of both hosts together"
+    assert "between hosts gradients in 8 bits and weights as differences of 8 bits" in results[0][0][2]
+
+
+def around(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Job: writes to parameters, a skipped step, a failed backward, NaN, and a save."""
+    model, optimizer = model_of(INT8, world_size, rank, 1)
+    train(model, optimizer, rank, range(3))
+    runtime = sharded(model).runtime
+    before = weights_of(model)
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.zero_grad()
+    model(torch.randn(4, 64)).sum().backward()
+    zc.clip_grad_norm_(model, 1.0)
+    model.zero_grad()  # what a GradScaler's skipped step comes to
+    assert all(torch.equal(before[name], value) for name, value in weights_of(model).items()), "no step, no change"
+    masters = [master.clone() for master in runtime.buffers.master_shard]
+    pairs = zip(masters, runtime.buffers.flat_param, runtime.plan.buckets, strict=True)
+    behind = max(float((m - runtime.buffers.owned(f, b)).abs().max()) for m, f, b in pairs)
+    other = zc.state_dict(model, optimizer)["model"]["0.weight"].local.clone()
+    with torch.no_grad():
+        model[3].weight.data.mul_(0.5)  # a write that autograd does not count
+    state = zc.state_dict(model, optimizer)["model"]["3.weight"]
+    own = model[3].weight.detach().reshape(-1)[state.start : state.start + len(state.local)]
+    is_adopted = torch.equal(state.local, own)
+    is_kept = torch.equal(zc.state_dict(model, optimizer)["model"]["0.weight"].local, other)
+    is_kept &= other.numel() == 0 or not torch.equal(other, before["0.weight"].reshape(-1)[: len(other)])
+    train(model, optimizer, rank, range(3, 4))
+    zc.save(folder, model, optimizer)
+    x = torch.randn(4, 64)
+    x[0, 0] = torch.nan if rank == 1 else 0.0
+    model(x).sum().backward()
+    norm = float(zc.clip_grad_norm_(model, 1.0))
+    return {"behind": behind, "adopted": is_adopted, "kept": is_kept, "norm": norm}
+
+
+def loaded(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], bool]:
+    """Job: the weights that a checkpoint gives, and whether they are equal to the masters here."""
+    model, optimizer = model_of(options, world_size, rank, 1)
+    zc.load(folder, model, optimizer)
+    weights, buffers = weights_of(model), sharded(model).runtime.buffers
+    pairs = zip(buffers.master_shard, buffers.flat_param, sharded(model).runtime.plan.buckets, strict=True)
+    is_equal = all(torch.equal(master, buffers.owned(flat, bucket)) for master, flat, bucket in pairs)
+    train(model, optimizer, rank, range(4, 5))
+    return weights, is_equal
+
+
+def test_state(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    for each in run_ranks(around, 2, folder):
+        assert 0.0 < each["behind"] < 1e-4, "weights are behind their masters by less than a step of the code"
+        assert each["adopted"], "a write replaces what was left in the master"
+        assert each["kept"], "nothing else loses it"
+        assert each["norm"] != each["norm"], "a NaN arrives"
+    (exact, _), *_ = run_ranks(loaded, 1, folder, {})
+    for world_size, options in ((2, INT8), (3, INT8), (2, {})):
+        for weights, is_equal in run_ranks(loaded, world_size, folder, options):
+            assert is_equal and all(torch.equal(weights[name], exact[name]) for name in exact), (world_size, options)

@@ -1,0 +1,122 @@
+"""Clocks one step: when each operation of its schedules ran, for `zc.explain(model, format="html")`.
+
+Between two updates the runtime says how many graphs were compiled so far. The first step that is at least the third
+one after the last compilation is clocked, and no other: a clocked operation costs a few microseconds more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import record_function
+
+from zc.machine import resident_nbytes
+
+SETTLE = 2  # steps after a compilation that are not clocked
+
+Task = Callable[[], object]
+Named = Callable[[str, str, str, Task], Task]  # a node's name, its stream, what a trace shows of it
+
+
+class Span(NamedTuple):
+    """One operation or phase, in microseconds from the start of the step. ``program``: "" for a phase of the loop."""
+
+    program: str
+    name: str
+    stream: str
+    start: float
+    stop: float
+
+
+class ClockedStep(NamedTuple):
+    """``memory``: (microseconds, bytes), allocated on a GPU, resident of this process on a CPU. ``exposed``: how many
+    microseconds the calling thread waited for exchanges; None where a device waits by itself."""
+
+    spans: tuple[Span, ...]
+    phases: tuple[Span, ...]
+    memory: tuple[tuple[float, int], ...]
+    exposed: float | None = None
+
+
+class Clock:
+    """On a GPU events on the streams on which operations run, on a CPU the threads' own clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_on = False
+        self._device = device
+        self._num_graphs, self._num_quiet = 0, 0  # graphs so far, and steps since there were fewer
+        self._spans: list[tuple[str, str, str, Any, Any]] = []
+        self._phases: list[tuple[str, Any]] = []
+        self._memory: list[tuple[Any, int]] = []
+        self._exposed_s: float | None = None
+
+    def end_step(self, num_graphs: int, exposed_s: float | None = None) -> None:
+        """Called between two updates."""
+        if self.is_on:
+            self.phase("end")
+            self._exposed_s = exposed_s
+        self._num_quiet = self._num_quiet + 1 if num_graphs == self._num_graphs else 0
+        self._num_graphs = num_graphs
+        self.is_on = self._num_quiet == SETTLE
+        if self.is_on:
+            self._spans, self._phases, self._memory = [], [], []
+            self.phase("forward")
+
+    def phase(self, name: str) -> None:
+        """From now on the caller's loop is in this phase."""
+        if self.is_on and (not self._phases or self._phases[-1][0] != name):
+            now = self._now()
+            self._phases.append((name, now))
+            self._memory.append((now, self._nbytes()))
+
+    def named(self, program: str) -> Named:
+        """What the code of a schedule wraps its tasks in: a name in traces, and the time while the clock is on."""
+        spans, memory = (self._spans, self._memory) if self.is_on else (None, None)
+
+        def wrap(node: str, stream: str, shown: str, task: Task) -> Task:
+            def run() -> object:
+                with record_function(shown):
+                    if spans is None or memory is None:
+                        return task()
+                    start = self._now()
+                    result = task()
+                    stop = self._now()
+                    spans.append((program, node, stream, start, stop))
+                    memory.append((stop, self._nbytes()))
+                    return result
+
+            return run
+
+        return wrap
+
+    def step(self) -> ClockedStep | None:
+        """The step that was clocked; None before its end."""
+        if self.is_on or len(self._phases) < 2:
+            return None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        since = self._phases[0][1]
+        spans = tuple(Span(p, n, s, self._us(since, a), self._us(since, b)) for p, n, s, a, b in self._spans)
+        pairs = zip(self._phases, self._phases[1:], strict=False)
+        phases = tuple(Span("", n, "loop", self._us(since, a), self._us(since, b)) for (n, a), (_, b) in pairs)
+        memory = sorted((self._us(since, t), nbytes) for t, nbytes in self._memory)
+        exposed = self._exposed_s * 1e6 if self._exposed_s is not None else None
+        return ClockedStep(spans, phases, tuple(memory), exposed)
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _us(self, since: Any, then: Any) -> float:
+        if self._device.type != "cuda":
+            return float(then - since) / 1e3
+        return float(since.elapsed_time(then)) * 1e3
+
+    def _nbytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else resident_nbytes()

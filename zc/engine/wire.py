@@ -1,0 +1,135 @@
+"""What travels encoded between hosts: the operations of `zc.planning.wire` on one rank's buffers.
+
+A gradient is encoded once, by the rank that sends it, and decoded once, by the rank that sums it. A difference of
+weights is encoded by its owner and decoded by every rank, the owner included, so all have the same bits; what rounding
+leaves stays in the master and is part of the next difference.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from zc.kernels._blocks import Blocks
+from zc.kernels.decode_blocks import add_blocks, sum_blocks
+from zc.kernels.encode_blocks import encode_blocks
+from zc.log import log
+from zc.planning.wire import Rows, own_row_to_gather, place_of, row_of, rows_to_gather, rows_to_reduce
+from zc.ranks.journal import EXCHANGES
+from zc.schedule.buffer import Buffer
+
+if TYPE_CHECKING:
+    from zc.engine.accumulators import Accumulators
+    from zc.planning.plan import Bucket
+    from zc.ranks.work import Work
+
+REDUCE, GATHER = EXCHANGES[:2]
+
+
+class Code(NamedTuple):
+    """Where blocks lie in what this rank sends or receives of one bucket."""
+
+    rows: Rows
+    blocks: Blocks
+
+
+def _sent(accs: Accumulators, bucket: int) -> Code:
+    """The rows of all ranks that get a part of this rank's gradients."""
+    return _code(accs, "sent", bucket, lambda record: rows_to_reduce(accs.plan, record, accs.group.rank))
+
+
+def _received(accs: Accumulators, bucket: int) -> Code:
+    """One row, as each rank sends it to this one."""
+    return _code(accs, "received", bucket, lambda record: row_of(accs.plan, record, accs.group.rank))
+
+
+def _differences(accs: Accumulators, bucket: int) -> Code:
+    """The rows of differences of all ranks that share the weights."""
+    return _code(accs, "differences", bucket, lambda record: rows_to_gather(accs.plan, record, accs.group.rank))
+
+
+def _own_difference(accs: Accumulators, bucket: int) -> Code:
+    """The row among them that this rank sends, on its own."""
+    return _code(accs, "own", bucket, lambda record: own_row_to_gather(accs.plan, record, accs.group.rank))
+
+
+def _code(accs: Accumulators, use: str, bucket: int, rows_of: Callable[[Bucket], Rows]) -> Code:
+    if (use, bucket) not in accs.codes:
+        rows = rows_of(accs.plan.buckets[bucket])
+        bits = accs.plan.reduce_bits if use in ("sent", "received") else accs.plan.gather_bits
+        accs.codes[use, bucket] = Code(rows, Blocks(rows.runs, bits))
+    return accs.codes[use, bucket]
+
+
+def _rows(buffer: Tensor, rows: Rows) -> list[Tensor]:
+    return [buffer[start:stop] for start, stop in itertools.pairwise(rows.offsets)]
+
+
+def quantise(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
+    record, code = accs.plan.buckets[bucket], _sent(accs, bucket)
+    sent = accs.buffers.named(src, record)
+    if Buffer.named(src).kind != "host_sum":
+        accs.start_reduction(bucket, sent)
+    log.debug("bucket %d: %s is encoded into %s", bucket, src, dst)
+    encode_blocks(sent, accs.buffers.raw(dst)[: code.rows.nbytes], code.blocks)
+
+
+def launch_encoded(accs: Accumulators, bucket: int, dst: str, src: str) -> Work:
+    """Sends each rank its row."""
+    sent = _rows(accs.buffers.raw(src), _sent(accs, bucket).rows)
+    received = list(_received_rows(accs, bucket, dst))
+    if accs.plan.has_levels:
+        return accs.group.exchange_net(REDUCE, bucket, received, sent)
+    return accs.group.exchange(list(enumerate(received)), list(enumerate(sent)), REDUCE, bucket)
+
+
+def _received_rows(accs: Accumulators, bucket: int, buffer: str) -> Tensor:
+    """[ranks, bytes]"""
+    count, size = len(_sent(accs, bucket).rows.offsets) - 1, _received(accs, bucket).rows.nbytes
+    return accs.buffers.raw(buffer)[: count * size].view(count, size)
+
+
+def accumulate_quantised(accs: Accumulators, bucket: int, acc: str, src: str) -> None:
+    record = accs.plan.buckets[bucket]
+    log.debug("bucket %d: %s is decoded and reduced into %s", bucket, src, acc)
+    rows, blocks = _received_rows(accs, bucket, src), _received(accs, bucket).blocks
+    out = accs.buffers.shard(accs.buffers.named(acc, record), record)
+    sum_blocks(rows, out, blocks, scale=1.0 / accs.plan.num_ranks, add=accs.is_added_to(bucket))
+    accs.end_reduction(bucket, out)
+
+
+def encode_update(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
+    record, blocks = accs.plan.buckets[bucket], _own_difference(accs, bucket).blocks
+    master, weights = accs.buffers.master_shard[bucket], accs.buffers.owned(accs.buffers.flat_param[bucket], record)
+    log.debug("bucket %d: the difference of its weights is encoded", bucket)
+    encode_blocks(master.detach(), _difference_rows(accs, bucket, dst)[_place(accs, bucket)], blocks, base=weights)
+
+
+def _difference_rows(accs: Accumulators, bucket: int, buffer: str) -> list[Tensor]:
+    return _rows(accs.buffers.raw(buffer), _differences(accs, bucket).rows)
+
+
+def _place(accs: Accumulators, bucket: int) -> int:
+    """The number of this rank's row."""
+    return place_of(accs.plan, accs.plan.buckets[bucket], accs.group.rank)
+
+
+def exchange_updates(accs: Accumulators, bucket: int, buffer: str) -> None:
+    rows = _difference_rows(accs, bucket, buffer)
+    log.debug("bucket %d: the differences of its weights are gathered", bucket)
+    if accs.plan.has_levels:
+        accs.group.exchange_net(GATHER, bucket, rows, [rows[_place(accs, bucket)]] * len(rows)).wait()
+    else:
+        accs.group.gather_rows(rows, GATHER, bucket).wait()
+
+
+def apply_update(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
+    record, code = accs.plan.buckets[bucket], _differences(accs, bucket)
+    flat = accs.buffers.flat_param[bucket]
+    if accs.plan.has_levels:
+        flat = flat[slice(*record.layout.host_range(accs.group.rank))]
+    add_blocks(accs.buffers.raw(src)[: code.rows.nbytes], flat, code.blocks)
+    accs.buffers.remember_shard(record)

@@ -1,0 +1,163 @@
+"""Eight bits between hosts: which elements travel encoded, and where each block lies in the bytes. No tensors.
+
+With ``reduce_dtype=torch.int8`` gradients travel as 8-bit integers, with ``gather_dtype`` (torch.int8 or "int4")
+weights as differences: the owner of a shard sends what its masters are ahead of the weights that all ranks have, and
+every rank, the owner included, adds what that decodes to. What rounding leaves stays in the master, for the next
+update. This holds where bytes leave a host, or a rank whose hosts are not known: inside a host nothing is encoded.
+
+A block of 256 elements has one scale. Slots begin at multiples of a block, and shards are whole blocks, so a block has
+elements of one parameter alone, and its bits do not depend on the bucket's size. Parameters of fewer than two
+dimensions, and those below 4 blocks, travel exact, in fp32. A row has the blocks of one shard, then their scales::
+
+    |a block of 256 bytes|another|an exact one, 1024 bytes|...|scale|scale|...|padding|
+
+(Block-wise 8-bit gradients by all-to-all, with a sum in fp32 at the owner, are ZeRO++'s qgZ, arXiv:2306.10209; 4-bit
+differences of weights SDP4Bit's, arXiv:2410.15526.)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from zc.planning.layout import FlatLayout, Slot
+    from zc.planning.plan import Bucket, Plan
+
+BLOCK = 256
+SMALL = 4 * BLOCK  # elements below which a parameter travels exact
+UNIT = 128  # bytes: blocks and rows begin at multiples of it
+EXACT_NBYTES, SCALE_NBYTES = 4 * BLOCK, 4
+BITS: dict[object, int] = {torch.int8: 8, "int4": 4}  # of gather_dtype; reduce_dtype takes the first
+
+
+class Run(NamedTuple):
+    """Blocks [first, first + num) of one kind: their bytes begin at ``at``, their scales at fp32 word ``scales``, or
+    they are exact, and ``scales`` is -1."""
+
+    first: int
+    num: int
+    at: int
+    scales: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of some shards that follow each other in a bucket. ``offsets``: bytes where each row begins, and where
+    the last one ends; ``runs`` cover the blocks of all of them."""
+
+    runs: tuple[Run, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.offsets[-1]
+
+
+def is_exact(slot: Slot) -> bool:
+    """Whether a parameter is not encoded."""
+    return len(slot.shape) < 2 or slot.numel < SMALL
+
+
+@functools.lru_cache(maxsize=4096)
+def rows_of(layout: FlatLayout, bits: int, first: int, count: int) -> Rows:
+    """The rows of ``count`` shards, from shard ``first`` on."""
+    per_shard, payload = layout.numel_shard // BLOCK, BLOCK * bits // 8
+    runs, offsets = list[Run](), [0]
+    for shard in range(first, first + count):
+        spans = list(_spans(layout, shard * per_shard, (shard + 1) * per_shard))
+        at, own = offsets[-1], list[Run]()
+        for start, stop, exact in spans:
+            own.append(Run(start - first * per_shard, stop - start, at, -1))
+            at += (stop - start) * (EXACT_NBYTES if exact else payload)
+        for run, (_, _, exact) in zip(own, spans, strict=True):
+            runs.append(run if exact else run._replace(scales=at // SCALE_NBYTES))
+            at += 0 if exact else run.num * SCALE_NBYTES
+        offsets.append(-(-at // UNIT) * UNIT)
+    return Rows(tuple(runs), tuple(offsets))
+
+
+def _spans(layout: FlatLayout, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+    """Blocks [start, stop) as (first, end, exact), neighbours of one kind together. Padding after the last slot is
+    encoded: it takes fewer bytes."""
+    edges = [*((slot.offset // BLOCK, is_exact(slot)) for slot in layout.slots if slot.numel)]
+    edges.append((max((-(-slot.stop // BLOCK) for slot in layout.slots), default=0), False))
+    first, exact = start, False
+    for edge, kind in edges:
+        end = min(max(edge, start), stop)
+        if kind != exact and end > first:
+            yield first, end, exact
+            first = end
+        exact = kind
+    if stop > first:
+        yield first, stop, exact
+
+
+def exact_numel(plan: Plan) -> int:
+    """Elements of parameters that travel exact."""
+    return sum(slot.numel for bucket in plan.buckets for slot in bucket.slots if is_exact(slot))
+
+
+def rows_to_reduce(plan: Plan, bucket: Bucket, rank: int) -> Rows:
+    """What a rank encodes in a reduction: the rows of all shards, or of those of its host range."""
+    return _of_hosts(plan, bucket, rank, plan.reduce_bits)
+
+
+def rows_to_gather(plan: Plan, bucket: Bucket, rank: int) -> Rows:
+    """What a rank has of the differences of weights, once it has received them: the rows of the same shards."""
+    return _of_hosts(plan, bucket, rank, plan.gather_bits)
+
+
+def _of_hosts(plan: Plan, bucket: Bucket, rank: int, bits: int) -> Rows:
+    layout = bucket.layout
+    if not plan.has_levels:
+        return rows_of(layout, bits, 0, plan.world_size)
+    start, stop = layout.host_range(rank)
+    return rows_of(layout, bits, start // layout.numel_shard, (stop - start) // layout.numel_shard)
+
+
+def own_row_to_gather(plan: Plan, bucket: Bucket, rank: int) -> Rows:
+    """The one among them that the rank encodes."""
+    return rows_of(bucket.layout, plan.gather_bits, bucket.layout.shard_of(rank), 1)
+
+
+def place_of(plan: Plan, bucket: Bucket, rank: int) -> int:
+    """The number of the rank's row among them."""
+    shard = bucket.layout.shard_of(rank)
+    return shard % plan.topology.num_hosts if plan.has_levels else shard
+
+
+def row_of(plan: Plan, bucket: Bucket, rank: int) -> Rows:
+    """What a rank receives of each other rank in a reduction: the row of its own shard."""
+    return rows_of(bucket.layout, plan.reduce_bits, bucket.layout.shard_of(rank), 1)
+
+
+def largest(plan: Plan, bucket: Bucket, bits: int) -> tuple[int, int]:
+    """Bytes, the most of any rank: of the rows of all ranks that exchange them, and of as many rows of its own
+    shard."""
+    count = num_rows(plan)
+    own = row_nbytes(bucket.layout, bits)
+    together = [sum(own[first : first + count]) for first in range(0, plan.world_size, count)]
+    return max(together), max(own) * count
+
+
+def num_rows(plan: Plan) -> int:
+    """How many ranks exchange rows with each other: those of one number on all hosts, or all."""
+    return plan.topology.num_hosts if plan.has_levels else plan.world_size
+
+
+@functools.lru_cache(maxsize=1024)
+def row_nbytes(layout: FlatLayout, bits: int) -> tuple[int, ...]:
+    """Bytes of the row of each shard."""
+    per_shard, encoded = layout.numel_shard // BLOCK, BLOCK * bits // 8 + SCALE_NBYTES
+    num_exact = [0] * layout.world_size
+    for start, stop, exact in _spans(layout, 0, layout.numel_padded // BLOCK):
+        for shard in range(start // per_shard, -(-stop // per_shard)) if exact else ():
+            low, high = max(start, shard * per_shard), min(stop, (shard + 1) * per_shard)
+            num_exact[shard] += high - low
+    nbytes = (num * EXACT_NBYTES + (per_shard - num) * encoded for num in num_exact)
+    return tuple(-(-n // UNIT) * UNIT for n in nbytes)

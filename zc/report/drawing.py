@@ -1,0 +1,133 @@
+"""A timeline as one SVG element: a lane per stream, all to one scale, and memory below it.
+
+No charting library: those that fit in one file weigh megabytes, and know neither lanes nor the waits between them. The
+colors are classes, which the page or the picture itself defines for light and dark (`STYLE`).
+"""
+
+from __future__ import annotations
+
+import html
+
+from zc.report.timeline import Arrow, Box, Timeline, color_class, lanes
+
+WIDTH, LANE, BOX, LEFT, MEMORY = 1160, 34, 22, 90, 70  # pixels
+
+LEAST_NBYTES = 2**20  # a step that adds less has no picture of its memory
+
+_COLORS = {  # class: what it is, light, dark
+    "loop": ("the caller's loop", "#e4e4e0", "#3b3b38"),
+    "compute": ("compiled segments of the backward", "#9ecae1", "#2b6a94"),
+    "write": ("gradients are copied into a bucket", "#fdc38d", "#a65d1b"),
+    "reduction": ("a bucket is sent and summed", "#a1d99b", "#3c7f3a"),
+    "weights": ("new weights are gathered", "#c9b8e8", "#654a9c"),
+    "offload": ("copies and updates in host memory", "#f4b6c2", "#97435a"),
+    "signal": ("ranks wait for each other", "#cfcfca", "#5c5c58"),
+}
+
+
+def _variables(shade: int) -> str:
+    return " ".join(f"--{name}: {colors[shade]};" for name, colors in _COLORS.items())
+
+
+STYLE = f"""
+:root {{ color-scheme: light dark; --ink: #222; --dim: #666; --paper: #fff; --rule: #ddd; --hot: #c0141a;
+  {_variables(1)} }}
+@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e6e3; --dim: #a3a39e; --paper: #1b1b1a; --rule: #3a3a38;
+  --hot: #ff7a70; {_variables(2)} }} }}
+svg.timeline {{ font: 11px system-ui, sans-serif; background: var(--paper); }}
+svg.timeline text {{ fill: var(--ink); }} svg.timeline text.dim {{ fill: var(--dim); }}
+svg.timeline line.rule {{ stroke: var(--rule); }} svg.timeline line.wait {{ stroke: var(--dim); }}
+svg.timeline line.delayed {{ stroke: var(--hot); }} svg.timeline rect {{ stroke: var(--dim); stroke-width: .5; }}
+svg.timeline path.memory {{ fill: var(--compute); stroke: var(--dim); }}
+{" ".join(f"svg.timeline .{name} {{ fill: var(--{name}); }}" for name in _COLORS)}
+"""
+
+
+def draw(timeline: Timeline, *, is_alone: bool = False) -> str:
+    """The SVG element; ``is_alone``: a file of its own, with its style and a legend inside."""
+    rows = {lane: k for k, lane in enumerate(lanes(timeline))}
+    scale = (WIDTH - LEFT - 10) / max(timeline.stop, 1e-9)
+    height = LANE * len(rows) + 24
+    parts = []
+    for lane, k in rows.items():
+        parts.append(f'<text x="4" y="{k * LANE + LANE / 2 + 4:.0f}">{html.escape(lane)}</text>')
+        parts.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH}" y1="{(k + 1) * LANE}" y2="{(k + 1) * LANE}"/>')
+    parts += [_arrow(arrow, rows, scale) for arrow in timeline.arrows]
+    parts += [_box(box, rows, scale) for box in timeline.boxes]
+    parts.append(f'<text class="dim" x="{LEFT}" y="{height - 8}">{caption(timeline)}</text>')
+    memory = [nbytes for _, nbytes in timeline.memory]
+    if memory and max(memory) - min(memory) >= LEAST_NBYTES:
+        parts.append(_memory(timeline, scale, height))
+        height += MEMORY + 20
+    if is_alone:
+        legend, added = _legend(timeline, height)
+        parts, height = [f"<style>{STYLE}</style>", *parts, legend], height + added
+    return (
+        f'<svg class="timeline" viewBox="0 0 {WIDTH} {height}" xmlns="http://www.w3.org/2000/svg" role="img" '
+        f'aria-label="{caption(timeline)}">' + "\n".join(parts) + "</svg>\n"
+    )
+
+
+def caption(timeline: Timeline) -> str:
+    how = "measured" if timeline.is_measured else "estimated"
+    return (
+        f"{_ms(timeline.stop)} {how}; communication that no computation hides: {_ms(timeline.exposed())}; "
+        "red lines: a stream stood still until the event"
+    )
+
+
+def _ms(microseconds: float) -> str:
+    return f"{microseconds / 1e3:,.1f} ms" if microseconds >= 1e3 else f"{microseconds:.0f} µs"
+
+
+def _box(box: Box, rows: dict[str, int], scale: float) -> str:
+    x, width = LEFT + box.start * scale, max((box.stop - box.start) * scale, 1.0)
+    y = rows[box.lane] * LANE + (LANE - BOX) / 2
+    label = html.escape(box.label)
+    said = html.escape(f"{box.detail or box.label}: {_ms(box.stop - box.start)}, from {_ms(box.start)}")
+    text = f'<text x="{x + 3:.1f}" y="{y + 15:.1f}">{label}</text>' if width > 6.5 * len(box.label) else ""
+    return (
+        f'<g tabindex="0" class="box" data-said="{said}"><title>{said}</title><rect class="{color_class(box)}" '
+        f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{BOX}"/>{text}</g>'
+    )
+
+
+def _arrow(arrow: Arrow, rows: dict[str, int], scale: float) -> str:
+    x1, y1 = LEFT + arrow.start * scale, rows[arrow.source] * LANE + LANE / 2
+    x2, y2 = LEFT + arrow.stop * scale, rows[arrow.target] * LANE + LANE / 2
+    kind = "delayed" if arrow.delayed else "wait"
+    return (
+        f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}">'
+        f"<title>{html.escape(arrow.event)}</title></line>"
+    )
+
+
+def _memory(timeline: Timeline, scale: float, top: int) -> str:
+    """What the process has in memory over the step, above its least."""
+    least, most = (f(n for _, n in timeline.memory) for f in (min, max))
+    bottom = top + MEMORY
+    points = [(LEFT + t * scale, bottom - (n - least) / (most - least) * (MEMORY - 8)) for t, n in timeline.memory]
+    line = " ".join(f"L{x:.1f},{y:.1f}" for x, y in points)
+    return (
+        f'<path class="memory" d="M{points[0][0]:.1f},{bottom} {line} L{points[-1][0]:.1f},{bottom} Z"/>'
+        f'<text x="4" y="{top + 14}">memory</text>'
+        f'<text class="dim" x="4" y="{top + 28}">+{(most - least) / 1e6:,.1f} MB</text>'
+        f'<text class="dim" x="{LEFT}" y="{bottom + 14}">from {least / 1e6:,.1f} to {most / 1e6:,.1f} MB of this '
+        "process: resident, on a GPU allocated</text>"
+    )
+
+
+def _legend(timeline: Timeline, top: int) -> tuple[str, int]:
+    used = [name for name in _COLORS if any(color_class(box) == name for box in timeline.boxes)]
+    parts = []
+    for k, name in enumerate(used):
+        x, y = LEFT + (k % 3) * 350, top + (k // 3) * 20
+        parts.append(f'<rect class="{name}" x="{x}" y="{y}" width="14" height="12"/>')
+        parts.append(f'<text x="{x + 20}" y="{y + 10}">{_COLORS[name][0]}</text>')
+    return "\n".join(parts), 20 * -(-len(used) // 3) + 8
+
+
+def legend() -> str:
+    """The same for a page."""
+    entries = (f'<span class="key {name}"></span>{what}' for name, (what, *_) in _COLORS.items())
+    return f'<p class="legend">{" ".join(f"<span>{entry}</span>" for entry in entries)}</p>'

@@ -1,0 +1,90 @@
+"""What matters of a compiled model, in figures and in one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zc import torch_private
+from zc.engine.program import Program
+from zc.registry import persistent_nbytes, sharded
+from zc.report.peers import ddp_nbytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from zc.engine.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of one rank. ``fallbacks``: what did not go as it was asked, a few words each. ``unproved``: schedules that run
+    without their proof."""
+
+    nbytes: int
+    ddp_nbytes: int
+    nbytes_sent: int
+    exposed_s: float | None
+    num_recompiles: int
+    fallbacks: tuple[str, ...]
+    num_schedules: int
+    num_unproved: int
+    num_steps: int
+
+    def __str__(self) -> str:
+        """One sentence: whether something fell back, and the figures of the last step."""
+        fell = f"Look at {', '.join(self.fallbacks)}." if self.fallbacks else "Nothing fell back."
+        figures = [f"{megabytes(self.nbytes)} per rank (DDP in fp32: {megabytes(self.ddp_nbytes)})"]
+        if self.num_steps:
+            figures.append(f"{megabytes(self.nbytes_sent)} sent per step")
+        if self.exposed_s is not None:
+            figures.append(f"{self.exposed_s * 1e3:,.1f} ms waited for communication")
+        figures.append(f"{self.num_recompiles} recompile{'s' * (self.num_recompiles != 1)}")
+        return f"{fell} {', '.join(figures)}."
+
+
+def megabytes(nbytes: float) -> str:
+    """In the unit that gives at least one digit before the point."""
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
+
+
+def is_proved(program: Program) -> bool:
+    return any(record.name == "verify" for record in program.records)
+
+
+def summarize(model: nn.Module) -> Summary:
+    runtime, optimizers = sharded(model).runtime, sharded(model).optimizers
+    numel: dict[str, int] = {}
+    for bucket in runtime.plan.buckets:
+        name = type(optimizers[bucket.optimizer].optimizer).__name__
+        numel[name] = numel.get(name, 0) + sum(slot.numel for slot in bucket.slots)
+    programs = [*runtime.forwards, *runtime.programs, *runtime.weights.programs]
+    unproved = sum(not is_proved(program) for program in programs)
+    breaks = sum(
+        max(0, n - runtime.ledger.breaks_before.get(reason, 0)) for reason, n in torch_private.graph_breaks().items()
+    )
+    by_hooks = len(uncovered(runtime)) if runtime.config.backend != "eager" and runtime.ledger.num_steps else 0
+    counts = [
+        (breaks, "graph break", "graph breaks"),
+        (by_hooks, "gradient through its hook", "gradients through their hooks"),
+        (unproved, "schedule without its proof", "schedules without their proof"),
+        (len(runtime.notes), "note", "notes"),
+    ]
+    last = runtime.ledger.last
+    return Summary(
+        nbytes=sum(persistent_nbytes(model).values()),
+        ddp_nbytes=ddp_nbytes(numel),
+        nbytes_sent=sum(last.nbytes_sent.values()),
+        exposed_s=last.exposed_s,
+        num_recompiles=sum(not graph.endswith("/0") for graph in runtime.ledger.graphs),
+        fallbacks=tuple(f"{n} {one if n == 1 else many}" for n, one, many in counts if n),
+        num_schedules=len(programs),
+        num_unproved=unproved,
+        num_steps=runtime.ledger.num_steps,
+    )
+
+
+def uncovered(runtime: Runtime) -> list[str]:
+    """The parameters whose gradients no compiled backward writes."""
+    written = set().union(*(program.brings for program in runtime.programs))
+    return [s.name for b in runtime.plan.buckets for k, s in enumerate(b.slots) if (b.index, k) not in written]
