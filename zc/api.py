@@ -28,9 +28,9 @@ from zc.engine.sharded_weights import ShardedWeights, forward_of
 from zc.engine.streams import Streams, make_streams
 from zc.errors import PlanError
 from zc.optim.assignment import Container
-from zc.planning.blocks import BlockKind, find_singles
 from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer
+from zc.planning.blocks import BlockKind, find_singles
 from zc.prepare import (
     Request,
     broadcast_rest,
@@ -76,7 +76,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     fullgraph: bool = False,
     dump_dir: str | Path | None = None,
 ) -> tuple[nn.Module, Container]:
-    """ZeRO stage 1, 2 or 3 for ``model`` and ``optimizer``: the same two objects come back, and the loop stays as it is.
+    """ZeRO stage 1, 2 or 3 for ``model`` and ``optimizer``: the same two objects come back, the loop stays as it is.
 
     Gradients are the mean over the ranks of ``group`` and the sum over backward calls, as in DDP. Without an
     initialised process group it works as one rank. Parameters and buffers are first broadcast from rank 0.
@@ -231,7 +231,8 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     make = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds))
     around = runtime.weights.plain if isinstance(runtime.weights, ShardedWeights) else None
     compile_blocks(model, kinds, make, guards.install_call, runtime.config.dynamic, around)
-    singles = [BlockKind(type(model.get_submodule(n)).__name__, (n,)) for n in find_singles(model, kinds)]
+    names = find_singles(model, kinds) if runtime.plan.placement.shards_weights else []
+    singles = [BlockKind(type(model.get_submodule(name)).__name__, (name,)) for name in names]
     make_single = partial(_backend_of_single, runtime)
     compile_blocks(model, singles, make_single, guards.install_call, runtime.config.dynamic, around)
     guards.install(model, runtime)

@@ -112,7 +112,7 @@ def kept_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[str]
     of ``Function.apply`` lists its inputs' nodes in order.)
     """
     open_ones = {name: p for name, p in params.items() if p.requires_grad}  # not frozen since the forward
-    with torch.enable_grad():
+    with torch.enable_grad(), without_torch_function():  # parameters may be absent (stage 3)
         edges: Any = _Edges.apply(*open_ones.values()) if open_ones else None  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
     nodes = [node for node, _ in edges.grad_fn.next_functions] if open_ones else []
     free = {n for (n, p), node in zip(open_ones.items(), nodes, strict=True) if not p._backward_hooks and _runs(node)}
@@ -155,10 +155,30 @@ def own_storage(part: torch.Tensor) -> torch.Tensor:
     return own.view(part.dtype)
 
 
+def tensors_in(values: object) -> list[Any]:
+    """The leaves of nested lists, tuples, dicts and registered classes. (``torch.utils._pytree.tree_leaves``, 2.11 to
+    2.15.)"""
+    from torch.utils import _pytree
+
+    return _pytree.tree_leaves(values)
+
+
+def hook_attributes() -> frozenset[Any]:
+    """What ``__torch_function__`` gets when hooks of a tensor are read or set, and when it is asked what it is.
+    (``Tensor._backward_hooks``, ``Tensor._post_accumulate_grad_hooks`` and others, 2.11 to 2.15.)"""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse", "is_meta", "is_nested", "retains_grad")
+    of_class: Any = torch.Tensor
+    attributes = [getattr(of_class, name) for name in names]
+    setters = [a.__set__ for a in attributes[:2]]
+    functions = [of_class.register_hook, of_class.register_post_accumulate_grad_hook, of_class.__hash__]
+    return frozenset([*(a.__get__ for a in attributes), *setters, *functions])
+
+
 def storage_number(tensor: torch.Tensor) -> int:
     """Equal for tensors that share a storage, while it lives, whether or not it has bytes. (``UntypedStorage._cdata``,
     the address of the C++ object, 2.11 to 2.15.)"""
-    return int(tensor.untyped_storage()._cdata)
+    with without_torch_function():
+        return int(tensor.untyped_storage()._cdata)
 
 
 def num_sharing(tensor: torch.Tensor) -> int:
@@ -351,9 +371,10 @@ def not_compiled_alone(function: _F) -> _F:
     """Dynamo does not compile a call of ``function`` as a frame of its own, as it does with each call inside a frame
     that it skips. Where it traces a caller, it goes through as ever. (``torch._dynamo.decorators.skip_code``, which
     leaves inlining alone; 2.11 to 2.15.)"""
-    from torch._dynamo.decorators import skip_code
+    from torch._dynamo import decorators
 
-    skip_code(function.__code__)  # type: ignore[attr-defined]
+    skip_code: Any = vars(decorators)["skip_code"]
+    skip_code(function.__code__)
     return function
 
 

@@ -22,6 +22,7 @@ from zc.compiler.blocks import Blocks, Member
 from zc.compiler.forward import CompiledForward
 from zc.compiler.segments import interpret, segment_compiler
 from zc.engine import param_grads
+from zc.engine.overlap_gather import WeightGather
 from zc.errors import ZcError
 from zc.log import log, tell
 from zc.passes.base import copy_graph
@@ -148,6 +149,7 @@ def _compile_forward(
     why = _why_whole(gm, kwargs)
     if why is None:
         graph = _name_buffers(runtime, names, gm)
+        assert isinstance(runtime.weights, WeightGather)
         run = runtime.weights.compile_forward(graph, segment_compiler(runtime, kwargs, is_backward=False))
     else:
         if not kwargs.get("is_inference"):

@@ -40,8 +40,7 @@ class Blocks:
         """The one block of these parameters, or of tensors that share their memory (checkpointing detaches what a
         forward saves); None: of none, or of several."""
         if len(self._names) != len(self._runtime.params):
-            with torch_private.without_torch_function():  # parameters may be absent (stage 3)
-                self._names = {torch_private.storage_number(p): name for name, p in self._runtime.params.items()}
+            self._names = {torch_private.storage_number(p): name for name, p in self._runtime.params.items()}
         members = set()
         for param in params:
             name = self._names.get(torch_private.storage_number(param)) if isinstance(param, Tensor) else None

@@ -11,8 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zc import torch_private
@@ -22,19 +21,7 @@ from zc.errors import ZcError
 _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its Absent
 
 # What hooks on parameters need, beside what asks for no element
-_ALLOWED = NO_VALUE | {
-    Tensor.register_hook,
-    Tensor.register_post_accumulate_grad_hook,
-    Tensor._backward_hooks.__get__,
-    Tensor._backward_hooks.__set__,
-    Tensor._post_accumulate_grad_hooks.__get__,
-    Tensor._post_accumulate_grad_hooks.__set__,
-    Tensor.is_sparse.__get__,
-    Tensor.is_meta.__get__,
-    Tensor.is_nested.__get__,
-    Tensor.retains_grad.__get__,
-    Tensor.__hash__,
-}
+_ALLOWED = NO_VALUE | torch_private.hook_attributes()
 
 
 class AbsentParameter(nn.Parameter):
@@ -49,7 +36,7 @@ class AbsentParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         if func not in _ALLOWED:
-            _need(func, [a for a in tree_leaves((args, kwargs)) if isinstance(a, AbsentParameter)])
+            _need(func, [a for a in torch_private.tensors_in((args, kwargs)) if isinstance(a, AbsentParameter)])
         with torch_private.without_torch_function():
             return func(*args, **(kwargs or {}))
 

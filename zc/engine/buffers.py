@@ -5,7 +5,7 @@ to the ``zero_grad`` that sets gradients to None, the others always::
 
     flat_param    P * param_dtype    the parameters' own memory, whole on every rank
                                      (stage 3: nothing; parameters have bytes while they are read)
-    weight        S * param_dtype    stage 3: this rank's shard of the weights; where nothing is narrower it is the master
+    weight        S * param_dtype    stage 3: this rank's shard of the weights; the master too, if as wide
     arena         Plan.weight_cap    stage 3, at most, while a forward or backward runs: gathered weights
     master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype; of an optimizer that reads whole
                                      parameters those that the rank owns, as its optimizer state (`zc.planning.layout`)

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
@@ -89,6 +88,7 @@ class ShardedWeights:
         # is between them runs eagerly
         self.is_one_graph = False
         self.may_break = True  # that graph; its first forward shows whether it does
+        self._is_trial = False  # that first one has whole parameters, to the update; what it reads is no order to plan
 
     # --- what compiled graphs read ---
 
@@ -166,9 +166,9 @@ class ShardedWeights:
             self._start(core, expected, self._steps)
 
     def _end_pass(self, core: Core) -> None:
-        if self._order:
+        if self._order and not self._is_trial:
             self._expected[self._number] = tuple(self._order)
-            self._order.clear()
+        self._order.clear()
         self._close_step(core)
 
     @contextmanager
@@ -181,6 +181,7 @@ class ShardedWeights:
             self._begin_pass(core)
             if self.is_one_graph:
                 if self.may_break:
+                    self._is_trial = True
                     self.make_whole(range(len(core.plan.buckets)))
                 self.absent.release()
         before, has_grad = set(self._whole), torch.is_grad_enabled()
@@ -209,7 +210,7 @@ class ShardedWeights:
             if weights is not None:
                 weights.begin_backward()
 
-        for leaf in tree_leaves(output):
+        for leaf in torch_private.tensors_in(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(begin)  # type: ignore[no-untyped-call]
 
@@ -321,7 +322,7 @@ class ShardedWeights:
 
         def get_bytes(module: nn.Module) -> None:
             found = known()
-            own = [param for param in module.parameters(recurse=False)]
+            own = list(module.parameters(recurse=False))
             if found is not None and own and not found._is_exposed:
                 found._make_params_whole(own)
 
@@ -365,7 +366,7 @@ class ShardedWeights:
 
     # --- updates ---
 
-    def publish(self, buckets: Sequence[int]) -> None:
+    def publish(self, buckets: Sequence[int], *, is_exact: bool = False) -> None:
         """weight <- this rank's masters of ``buckets``, cast to param_dtype. All gathers of before are done."""
         core = self._found()
         if self._is_exposed:
@@ -379,7 +380,7 @@ class ShardedWeights:
                 spread_shards(core.buffers, core.group.shard, bucket)
             elif bucket.has_master:
                 core.buffers.weight[index].copy_(core.buffers.master_shard[index].detach())
-        self._num_passes = 0
+        self._num_passes, self._is_trial = 0, False
         slots = [slot for index in buckets for slot in core.plan.buckets[index].slots]
         torch.autograd.graph.increment_version([core.params[slot.name] for slot in slots])
         self._free(core, buckets)  # a backward through a forward of before fails by these versions, as in PyTorch
