@@ -66,10 +66,6 @@ def _loads_together_elsewhere(program: Program) -> bool:
     return is_stacked(program.optimizer) and len(program.launches) > 1
 
 
-def _freezes_before_launch(program: Program) -> bool:
-    return any(set(which.frozen) - set(program.model["frozen"]) for which in program.launches[1:])
-
-
 def _is_read_alone(kind: str, args: dict[str, Any]) -> bool:
     return kind == "norms" or (kind == "clip" and args["how"] != "zc")
 
@@ -86,8 +82,6 @@ REFUSALS = (
     # cleared through the optimizer's own tensors, which no param.grad shows until the next backward, then clipped
     ("ZcError", "was set to None (zero_grad) since", lambda p: p.clears & {"class", "slices"}),
     ("CheckpointError", "state belongs to parameters together", _loads_together_elsewhere),
-    # saved once it was frozen, loaded where it is frozen from the start
-    ("CheckpointError", "which is not a trainable parameter here", _freezes_before_launch),
     ("RankMismatchError", "ranks are out of step", _some_read_alone),
     # cleared past optimizer.zero_grad on a rank that had no backward yet: no .grad was there to be missed
     ("RankMismatchError", "what the gradients hold",
