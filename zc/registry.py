@@ -33,6 +33,6 @@ def persistent_nbytes(model: nn.Module) -> dict[str, int]:
     found = sharded(model)
     nbytes = found.runtime.buffers.nbytes()
     kept = [state for held in found.optimizers for state in held.optimizer.state.values()]
-    states = [v for state in kept for v in state.values() if isinstance(v, Tensor)]
+    states = [v for state in kept if isinstance(state, dict) for v in state.values() if isinstance(v, Tensor)]
     nbytes["optimizer_state"] = sum(v.nbytes for v in states if v.dim() > 0)
     return nbytes

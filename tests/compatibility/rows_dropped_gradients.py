@@ -117,6 +117,35 @@ def _skipped(clear: Any) -> Any:
 add_rows()
 
 
+def fails_on_ranks_apart(s: Script) -> None:
+    """A backward that raises before any gradient on rank 0, and when some were made on the others."""
+    if s.rank > 0:
+        fails_half_way(s, 0)
+    else:
+        out = s.model(s.batch(0, 7)[0])
+        out.register_hook(trip)
+        with contextlib.suppress(TripError):
+            out.sum().backward()
+
+
+@row(7, "a backward raises before any gradient on one rank, half-way on another, then optimizer.zero_grad()")
+def raised_apart(s: Script) -> None:
+    for step in range(STEPS):
+        fails_on_ranks_apart(s)
+        s.optimizer.zero_grad()
+        s.loss(step).backward()
+        s.update()
+
+
+@row(7, "a backward raises before any gradient on one rank, half-way on another, then .grad = None by hand",
+     refused={"eager": "RankMismatchError: what the gradients hold"})  # fmt: skip
+def raised_apart_by_hand(s: Script) -> None:
+    fails_on_ranks_apart(s)
+    slices_by_hand(s)
+    s.loss(0).backward()
+    s.update()
+
+
 @row(7, "the second backward raises and nothing is cleared", refused={"always": "ZcError: a backward raised"})
 def raised_and_kept(s: Script) -> None:
     s.loss(0).backward()

@@ -73,6 +73,18 @@ def skipped_apart(s: Script) -> None:
         s.update()
 
 
+@row(7, "no zero_grad, a norm that is read after the step, then backwards on one rank alone")
+def read_then_apart(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.optimizer.step()
+        s.reduced()
+        s.note(f"norm {step}", s.model[0].weight.grad.norm())
+        for m in range(2 * s.rank):
+            s.loss(step, 1 + m).backward()
+        s.optimizer.step()
+
+
 @row(7, "one rank clears its gradients, the other does not",
      refused={"always": "RankMismatchError: what the gradients hold"})  # fmt: skip
 def cleared_on_one_rank(s: Script) -> None:

@@ -64,12 +64,15 @@ def _loop(
     for step in range(3):
         for m in range(3):
             x, y = _batch(rank, step, m)
-            with no_sync() if how == "no_sync" and m < 2 else contextlib.nullcontext():
+            with no_sync() if how == "skips" or (how == "no_sync" and m < 2) else contextlib.nullcontext():
                 loss = F.mse_loss(call(x), y)
                 if how == "looks":  # at itself, in training mode and without gradients
                     with torch.no_grad():
                         seen.append(call(x))
                 loss.backward()
+        if how == "skips":  # two steps without a gradient: the second has no forward before it, on any rank
+            optimizer.zero_grad()
+            optimizer.step()
         optimizer.step()
         optimizer.zero_grad()
         if how == "evaluates":
@@ -89,7 +92,7 @@ MODELS = {"batch_norm": batch_norm, "codebook": Codebook}
 
 def _against_ddp(rank: int, world_size: int, backend: str, stage: int, chosen: list[str]) -> None:
     for name in chosen:
-        for how in ("plain", "no_sync", "looks", "evaluates"):
+        for how in ("plain", "no_sync", "skips", "looks", "evaluates"):
             torch.manual_seed(0)
             plain = MODELS[name]()
             optimizer = SGD(plain.parameters(), lr=0.1)

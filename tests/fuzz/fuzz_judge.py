@@ -23,6 +23,13 @@ def _some_are_alone(program: Program) -> bool:
     return any(len(set(op.args.get("reps", [0]))) > 1 for op in program.ops)
 
 
+def _some_raised_alone(program: Program) -> bool:
+    """A backward raised where ranks use other parameters, so that some ranks may have had no gradient yet."""
+    forwards = {k: op.args.get("use", []) for k, op in enumerate(program.ops) if op.kind == "forward"}
+    uses = [forwards[k] for op in program.ops if op.kind == "raise" for k in op.args["of"]]
+    return any(entry != use[0] for use in uses for entry in use)
+
+
 def _nobody_has_told(program: Program) -> bool:
     """Whether a stock norm or clipping reads gradients that nothing has told all ranks of: ranks differed in a backward
     that no_sync held back, or in how often they ran one. (DDP's would be each rank's own, or it hangs.)"""
@@ -59,10 +66,6 @@ def _loads_together_elsewhere(program: Program) -> bool:
     return is_stacked(program.optimizer) and len(program.launches) > 1
 
 
-def _freezes_before_launch(program: Program) -> bool:
-    return any(set(which.frozen) - set(program.model["frozen"]) for which in program.launches[1:])
-
-
 def _is_read_alone(kind: str, args: dict[str, Any]) -> bool:
     return kind == "norms" or (kind == "clip" and args["how"] != "zc")
 
@@ -79,11 +82,10 @@ REFUSALS = (
     # cleared through the optimizer's own tensors, which no param.grad shows until the next backward, then clipped
     ("ZcError", "was set to None (zero_grad) since", lambda p: p.clears & {"class", "slices"}),
     ("CheckpointError", "state belongs to parameters together", _loads_together_elsewhere),
-    # saved once it was frozen, loaded where it is frozen from the start
-    ("CheckpointError", "which is not a trainable parameter here", _freezes_before_launch),
     ("RankMismatchError", "ranks are out of step", _some_read_alone),
     # cleared past optimizer.zero_grad on a rank that had no backward yet: no .grad was there to be missed
-    ("RankMismatchError", "what the gradients hold", lambda p: p.clears - {"optimizer"} and _some_are_alone(p)),
+    ("RankMismatchError", "what the gradients hold",
+     lambda p: p.clears - {"optimizer"} and (_some_are_alone(p) or _some_raised_alone(p))),
 )  # fmt: skip
 CUT_OFF = ("RankLostError", "RankMismatchError")  # of ranks that wait for each other in different models
 
@@ -144,6 +146,10 @@ def judge(program: Program, launches: list[list[Outcome | None]], wanted: Wanted
             return Verdict("refused", f"{kind}: {words}")
     if len(errors) == len(last) and all(error[0] in CUT_OFF for _, error in errors) and crosses(program):
         return Verdict("refused", "ranks wait for each other in different models")
+    # cleared past optimizer.zero_grad after a backward that raised, before a collective of the loop's own
+    raised = any(_some_raised_alone(part) for part in program.parts)
+    if raised and any("A backward raised on rank" in error[1] for _, error in errors):
+        return Verdict("refused", "RankMismatchError: a backward that raised, then a collective")
     # a rank that has a param.grad asks for its norm, another has none to ask for and leaves the loop
     asks = any(_some_are_alone(part) and any(op.kind == "norms" for op in part.ops) for part in program.parts)
     if asks and 0 < len(errors) < len(last) and all(error[0] == "RankLostError" for _, error in errors):

@@ -137,6 +137,47 @@ def test_the_advice_is_for_what_ranks_stand_in(
     assert all(word in text for word in words) and not any(word in text for word in others), text
 
 
+def test_a_collective_after_a_backward_that_raised_is_named_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank in the collective can't raise the verdict there, so it logs it."""
+    waiting = Waiting(monkeypatch, timeout=5)
+    place = "torch.distributed.all_reduce (a.py:1)"
+    monkeypatch.setattr(watch, "collective_of_the_caller", lambda: place)
+    there = watch_of(waiting.store, rank=2)
+    journal = Journal(there, range(4), 1, 5)
+    journal.has_raised = lambda: True
+    waiting.store.set("alarm", "0")
+    there.look()
+    assert json.loads(waiting.store.items["state/2"])["has_raised"]
+    plain = waiting.publish
+    waiting.publish = lambda rank: plain(rank, ["", place, 6.0, True], has_raised=rank == 2)  # type: ignore[method-assign]
+    text = str(waiting.verdict(20, answer=(1, 2, 3)))
+    assert "A backward raised on rank 2" in text and "optimizer.zero_grad() there" in text and not caplog.text
+    there.look()
+    assert f"rank 2 stands in {place}" in caplog.text and "A backward raised on rank 2" in caplog.text
+
+
+def _raises(rank: int, world_size: int) -> list[bool]:
+    """Job: whether the watch hears that a backward raised: before it, after it, and after zero_grad."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer = zc.compile(model, torch.optim.SGD(model.parameters()), backend="eager", bucket_nbytes=4)
+    journal = zc.registry.sharded(model).runtime.group.journal
+    assert journal is not None
+    heard = [journal.has_raised()]
+    hidden = model[0](torch.ones(2, 4))
+    hidden.register_hook(lambda _: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        model[1](hidden).sum().backward()
+    heard.append(journal.has_raised())
+    optimizer.zero_grad()
+    return [*heard, journal.has_raised()]
+
+
+def test_the_watch_hears_of_a_backward_that_raised() -> None:
+    assert run_ranks(_raises, 2) == [[False, True, False]] * 2
+
+
 def test_two_models_whose_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits in model 1, the others in model 2: each model's own waits look like those of late ranks."""
     waiting = Waiting(monkeypatch, timeout=5)

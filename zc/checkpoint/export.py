@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from zc.checkpoint.files import Reader
-from zc.checkpoint.save_load import settled
+from zc.checkpoint.other_state import state_by_string, states_of_frozen
+from zc.checkpoint.save_load import copied, settled
 from zc.checkpoint.saving import cause_of, channel_of
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import groups_of_one, owned, state_of
@@ -145,7 +146,9 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
     for one in alone or held.optimizers:
         numbers, groups = _numbered(one)
         whole = channel.call("gathering the whole optimizer state", partial(gathered, held, one, state))
-        parts.append({"state": {numbers[n]: values for n, values in whole.items()}, "param_groups": groups})
+        whole |= copied(states_of_frozen(one))
+        by_number = {numbers[name]: values for name, values in whole.items()}
+        parts.append({"state": {**by_number, **copied(state_by_string(one))}, "param_groups": groups})
     return shaped(optimizer, parts) if held.runtime.group.rank == 0 else None
 
 
@@ -189,10 +192,9 @@ def _numbered(held: ShardedOptimizer) -> tuple[dict[str, int], list[dict[str, An
     numbers: dict[str, int] = {}
     groups: list[dict[str, Any]] = []
     count = 0
-    for group, members in zip(groups_of_one(held), held.members, strict=True):
-        for k, member in enumerate(members):
-            if isinstance(member, str):
-                numbers[member] = count + k
-        groups.append({**group, "params": list(range(count, count + len(members)))})
-        count += len(members)
+    for group in groups_of_one(held):
+        names = group["params"]
+        numbers.update({name: count + k for k, name in enumerate(names)})
+        groups.append({**group, "params": list(range(count, count + len(names)))})
+        count += len(names)
     return numbers, groups

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from zc.checkpoint import other_state
 from zc.checkpoint.shards import ReadOnly, ShardOf
 from zc.checkpoint.state import Owned, groups_of, groups_of_one, others, owned
 from zc.checkpoint.target import Target, check_groups, check_names, flat_items
@@ -65,16 +66,23 @@ def _add_optimizer(held: ShardedModel, target: Target, optimizer: Any) -> None:
     states: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     saved: Mapping[str, Any] = {}
+    by_string: dict[str, Any] = {}
+    rank = f"rank_{held.runtime.group.rank}"
     for one, part in _parts(held, optimizer, where):
         if PART_KEY in part:
             mark = shown_mark(part[PART_KEY])
             raise CheckpointError(f"{where}: its optimizer state is {mark}, and a whole one is wanted: {WAYS}")
-        some, its_groups, names = optimizer_part(held, part, where, one)
+        some, its_groups, names, own = optimizer_part(held, part, where, one)
         target.with_state.update(names)
+        for number, by_rank in part.get(other_state.KEY, {}).items():  # of `zc.state_dict`
+            by_string[number] = _part(None, {rank: by_rank[rank if rank in by_rank else "rank_0"]})
+        if own:
+            by_string[str((one or held.optimizers[0]).number)] = {rank: own}
         states.update(some)
         groups += its_groups
         saved = part.get(KEY, saved)
-    for path, value in flat_items({"state": states, "param_groups": groups, KEY: saved}, ("optimizer",)).items():
+    tree = {"state": states, "param_groups": groups, KEY: saved, other_state.KEY: by_string}
+    for path, value in flat_items(tree, ("optimizer",)).items():
         target.add(path, value)
 
 
@@ -95,19 +103,28 @@ def _parts(held: ShardedModel, given: Any, where: str) -> list[tuple[ShardedOpti
 
 def optimizer_part(
     held: ShardedModel, state: Mapping[str, Any], where: str, one: ShardedOptimizer | None
-) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """Returns this rank's part of a whole optimizer state by parameter name, the groups with names for members, and the
-    names of all parameters with state. ``one``: whose state it is; None: one state for all optimizers. Raises
-    CheckpointError if the state belongs to other parameters."""
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], list[str], dict[str, Any]]:
+    """Returns this rank's part of a whole optimizer state by parameter name, the groups with names for members, the
+    names of all parameters with state, and the state under strings. ``one``: whose state it is; None: one state for all
+    optimizers. Raises CheckpointError if the state belongs to other parameters."""
     groups = _named_groups(groups_of(held) if one is None else groups_of_one(one), state["param_groups"], where)
     numbered = {k: name for group in groups for k, name in zip(group.pop("numbers"), group["params"], strict=True)}
     mine = {name: own for name, own in owned(held).items() if one is None or own.optimizer is one}
+    frozen = {name for each in (held.optimizers if one is None else [one]) for name in other_state.frozen_of(each)}
+    has_numbers = all(isinstance(key, int) for key in numbered) and (one is not None or len(held.optimizers) == 1)
+    by_string: dict[str, Any] = {}
     states: dict[str, dict[str, Any]] = {}
     names: list[str] = []
     for key, values in state["state"].items():
         name = numbered.get(key, _bare(key) if isinstance(key, str) else key)
+        if has_numbers and isinstance(key, str):
+            by_string[key] = _part(None, values)
+            continue
+        if name in frozen:
+            states[name] = _part(None, values)
+            continue
         if name not in mine:
-            raise CheckpointError(f"{where} has optimizer state for {name}, which is not a trainable parameter here")
+            raise CheckpointError(f"{where} has optimizer state for {name}, which is in no parameter group here")
         own = mine[name]
         names.append(name)
         cuts = not own.optimizer.keeps_whole and held.runtime.group.shard.world_size > 1
@@ -121,7 +138,7 @@ def optimizer_part(
             _check_part(own, name, value, where)
             if own.slice is not None:
                 states.setdefault(name, {})[option] = _part(own if whole else None, value)
-    return states, groups, names
+    return states, groups, names, by_string
 
 
 def _check_part(own: Owned, name: str, value: Any, where: str) -> None:
@@ -137,7 +154,11 @@ def _check_part(own: Owned, name: str, value: Any, where: str) -> None:
 
 
 def _part(own: Owned | None, value: Any) -> Any:
-    """A copy of this rank's part: the caller's tensor is never kept."""
+    """A copy of this rank's part, or of a nested state: the caller's tensor is never kept."""
+    if isinstance(value, Mapping):
+        return {key: _part(None, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_part(None, item) for item in value]
     if isinstance(value, ReadOnly):
         return value.local.detach().clone().view(value.shape)
     if isinstance(value, ShardOf):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zc.checkpoint import other_state
 from zc.checkpoint.shards import ReadOnly, ShardOf
 from zc.checkpoint.together import KEY, note_of, together
 from zc.engine.memory_order import flattened
@@ -91,16 +92,26 @@ def state_of(model: nn.Module, held: ShardedModel) -> dict[str, Any]:
                 key: mine.part(value) if isinstance(value, Tensor) and value.shape == mine.slice.shape else value
                 for key, value in state.items()
             }
-    for name, value in others(model, held).items():
-        # Untrained tensors may differ between ranks. DCP treats equal keys as copies, of which any rank writes some.
-        is_read = held.runtime.group.rank > 0 and isinstance(value, Tensor)
-        weights[name] = ReadOnly(value.shape, value.reshape(-1), 0) if is_read else value
+    rank = held.runtime.group.rank
+    weights.update({name: _of_rank_0(rank, value) for name, value in others(model, held).items()})
     optimizer: dict[str, Any] = {"state": states, "param_groups": groups_of(held)}
+    for one in held.optimizers:
+        for name, state in other_state.states_of_frozen(one).items():
+            states[name] = {key: _of_rank_0(rank, value) for key, value in state.items()}
+        by_string = other_state.state_by_string(one)
+        if by_string:
+            optimizer.setdefault(other_state.KEY, {})[str(one.number)] = {f"rank_{rank}": by_string}
     note = note_of(held)
     if note is not None:
         held.runtime.say_once(note)
         optimizer[KEY] = together(held)
     return {"model": weights, "optimizer": optimizer}
+
+
+def _of_rank_0(rank: int, value: Any) -> Any:
+    """Untrained tensors may differ between ranks. DCP treats equal keys as copies, of which any rank writes some."""
+    is_read = rank > 0 and isinstance(value, Tensor)
+    return ReadOnly(value.shape, value.detach().reshape(-1), 0) if is_read else value
 
 
 def _check_parts(name: str, mine: Owned, state: Mapping[str, Any]) -> None:

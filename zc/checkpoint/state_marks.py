@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from zc.checkpoint.other_state import frozen_of
 from zc.checkpoint.plain_state import PART_KEY, WAYS, optimizer_part, shown_mark
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import owned
-from zc.checkpoint.together import check_together
+from zc.checkpoint.together import check_together, members_of
 from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError
 from zc.planning.plan import LOADED, Plan
@@ -91,18 +92,18 @@ def _fitting(held: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -
 def _cut(held: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Cuts a whole state to the part that this rank's optimizer would have saved."""
     where = "the given optimizer state"
-    states, _, names = optimizer_part(held, state, where, one)
-    check_together(one, names, {}, where)
+    states, _, names, by_string = optimizer_part(held, state, where, one)
+    check_together(one, members_of(one) if by_string else names, {}, where)
     numbers: dict[int, int] = {}
     groups: list[dict[str, Any]] = []
     for given, group in zip(state["param_groups"], one.optimizer.param_groups, strict=True):
         first = len(numbers)
         numbers.update({id(param): first + k for k, param in enumerate(group["params"])})
         groups.append({**given, "params": list(range(first, len(numbers)))})
-    local: dict[int, dict[str, Any]] = {}
-    mine = owned(held)
+    local: dict[Any, Any] = dict(by_string)
+    mine, frozen = owned(held), frozen_of(one)
     for name, values in states.items():
-        local[numbers[id(one.slices[name])]] = {
+        local[numbers[id(frozen[name] if name in frozen else one.slices[name])]] = {
             key: in_shape(value.local, mine[name].slot) if isinstance(value, ShardOf) else value
             for key, value in values.items()
         }

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.checkpoint.export import gathered
+from zc.checkpoint.other_state import states_of_frozen
 from zc.checkpoint.plain_state import from_optimizer_state
 from zc.checkpoint.save_load import copied, settled, take
 from zc.checkpoint.saving import channel_of
@@ -80,6 +81,7 @@ def _get(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> dic
     channel, whole = channel_of(held), dict[str, Any]()
     for one in held.optimizers:
         whole.update(channel.call("gathering the whole optimizer state", partial(gathered, held, one, state["state"])))
+        whole.update(copied(states_of_frozen(one)))
     if options.cpu_offload:
         return {**state, "state": whole} if held.runtime.group.rank == 0 else {}
     whole = _of_rank_0(held, whole)

@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
 
+from zc.checkpoint import other_state
 from zc.checkpoint.shards import ShardOf
-from zc.checkpoint.state import Owned, groups_of, others, owned
-from zc.checkpoint.together import KEY, check_together
+from zc.checkpoint.state import groups_of, others, owned
+from zc.checkpoint.together import KEY, check_together, members_of
 from zc.engine.memory_order import flattened, in_shape
 from zc.errors import CheckpointError
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
+    from zc.optim.optimizer import ShardedOptimizer
+    from zc.planning.layout import Slot
 
 
 Path = tuple[Any, ...]  # of a value in the nested state: keys and, in lists, numbers
@@ -77,6 +81,8 @@ def make_target(model: nn.Module, held: ShardedModel, metadata: Metadata, where:
     target = Target(where)
     mine = owned(held)
     rest = others(model, held)
+    frozen = {name for one in held.optimizers for name in other_state.frozen_of(one)}
+    ranks_with_others = {(path[2], path[3]) for path in entries if path[:2] == ("optimizer", other_state.KEY)}
     check_names(model, held, {path[1] for path in entries if path[0] == "model"}, where)
 
     for path, entry in entries.items():
@@ -93,11 +99,15 @@ def make_target(model: nn.Module, held: ShardedModel, metadata: Metadata, where:
                 target.add(path, torch.empty(current.shape, dtype=current.dtype))
             else:
                 target.add(path, _room(entry) if is_tensor else None)
+        elif path[:2] == ("optimizer", "state") and path[2] in frozen:
+            target.add(path, _room(entry) if is_tensor else None)
+        elif path[:2] == ("optimizer", other_state.KEY):
+            own_rank = f"rank_{held.runtime.group.rank}"
+            if path[3] == (own_rank if (path[2], own_rank) in ranks_with_others else "rank_0"):
+                target.add(path, _room(entry) if is_tensor else None)
         elif path[:2] == ("optimizer", "state"):
             if path[2] not in mine:
-                raise CheckpointError(
-                    f"{where} has optimizer state for {path[2]}, which is not a trainable parameter here"
-                )
+                raise CheckpointError(f"{where} has optimizer state for {path[2]}, which is in no parameter group here")
             own = mine[path[2]]
             target.with_state.add(path[2])
             if own.slice is None:
@@ -164,7 +174,8 @@ def check_groups(held: ShardedModel, target: Target) -> None:
             )
     saved = {number: names for (number,), names in target.under("optimizer", KEY)}
     for one in held.optimizers:
-        check_together(one, target.with_state, saved, where)
+        has_others = any(True for _ in target.under("optimizer", other_state.KEY, str(one.number)))
+        check_together(one, members_of(one) if has_others else target.with_state, saved, where)
 
 
 @torch.no_grad()
@@ -196,8 +207,9 @@ def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
         optimizer = own.optimizer.optimizer
         optimizer.state.pop(own.slice, None)
         if name in states:
-            group = next(g for g in optimizer.param_groups if any(p is own.slice for p in g["params"]))
-            optimizer.state[own.slice] = {k: _placed(k, v, own, group) for k, v in states[name].items()}
+            optimizer.state[own.slice] = _placed(states[name], own.slice, optimizer, own.slot)
+    for each in held.optimizers:
+        _commit_others(each, target, states)
     groups = [group for each in held.optimizers for group in each.optimizer.param_groups]
     for group, loaded in zip(groups, target.groups(), strict=False):
         for key, value in loaded.items():
@@ -213,15 +225,33 @@ def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
             held.disk.settle(bucket.index)
 
 
-def _placed(key: str, value: Any, own: Owned, group: Mapping[str, Any]) -> Any:
-    """Moves a state to where the optimizer expects it, which is its slice's device. A step count stays on the host,
+def _commit_others(one: ShardedOptimizer, target: Target, states: Mapping[str, dict[str, Any]]) -> None:
+    """Frozen parameters without state in the checkpoint keep theirs: the optimizer's ``__init__`` may have made it."""
+    state = one.optimizer.state
+    for name, param in other_state.frozen_of(one).items():
+        if name in states:
+            state[param] = _placed(states[name], param, one.optimizer)
+    if target.has_optimizer:
+        for key in [key for key in state if isinstance(key, str)]:
+            del state[key]
+    by_rank: dict[str, Any] = {}
+    for path, value in target.under("optimizer", other_state.KEY, str(one.number)):
+        _set(by_rank, path, value)
+    state.update(other_state.as_lists(next(iter(by_rank.values()), {})))
+
+
+def _placed(state: Mapping[str, Any], param: Tensor, optimizer: Optimizer, slot: Slot | None = None) -> dict[str, Any]:
+    """Moves a state to where the optimizer expects it, which is its parameter's device. A step count stays on the host,
     unless the update is one kernel that reads it (as in ``torch.optim.Optimizer.load_state_dict``)."""
-    assert own.slice is not None
-    if isinstance(value, ShardOf):
-        return in_shape(value.local, own.slot).to(own.slice.device)
-    if isinstance(value, Tensor) and (key != "step" or group.get("fused") or group.get("capturable")):
-        return value.to(own.slice.device)
-    return value
+    group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
+    placed: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, ShardOf):
+            assert slot is not None
+            value = in_shape(value.local, slot)
+        is_moved = isinstance(value, Tensor) and (key != "step" or group.get("fused") or group.get("capturable"))
+        placed[key] = value.to(param.device) if is_moved else value
+    return placed
 
 
 def _set(tree: dict[Any, Any], path: Path, value: Any) -> None:

@@ -43,7 +43,7 @@ def check_together(
 ) -> None:
     """Raises CheckpointError, on every rank, if this optimizer can't use the checkpoint's states. ``states`` are their
     parameter names. ``saved`` is from `together`; without an entry for this optimizer, one process updated all."""
-    members = _members(one)
+    members = members_of(one)
     if one.has_state_by_parameter or not set(states) & set(members):
         return
     theirs = [list(names) for names in saved.get(str(one.number), [members])]
@@ -68,7 +68,7 @@ def refuse_together(sharded: ShardedModel, optimizers: Iterable[ShardedOptimizer
             )
 
 
-def _members(one: ShardedOptimizer) -> list[str]:
+def members_of(one: ShardedOptimizer) -> list[str]:
     return [member for members in one.members for member in members if isinstance(member, str)]
 
 
@@ -80,7 +80,7 @@ def _updated_by_rank(one: ShardedOptimizer) -> list[list[str]]:
         for name, (layout, slot) in slots.items()
     }
     return [
-        [name for name in _members(one) if ranges[name][rank][0] < ranges[name][rank][1]]
+        [name for name in members_of(one) if ranges[name][rank][0] < ranges[name][rank][1]]
         for rank in range(one.runtime.group.shard.world_size)
     ]
 

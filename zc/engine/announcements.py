@@ -64,6 +64,7 @@ class Boundary(NamedTuple):
     buckets: list[int]  # some rank has yet to reduce these
     is_asked: bool  # some rank is here because a ``param.grad`` was read
     show_same: bool  # all ranks had a ``.grad`` on the same parameters
+    comes_alone: bool  # no rank has announced a backward since the last boundary
 
 
 class Announcements:
@@ -82,7 +83,7 @@ class Announcements:
         self._is_boundary = True  # no_sync does not hold this backward back
         self._source = ""  # what the backward began with
         self._last_order: dict[str, list[int]] = {}  # by source: the buckets that came in the last backward
-        self._num_announced = 0
+        self._num_announced = self._last_boundary = 0
         self._num_cleared = 0  # times that gradients were dropped since the last boundary: no match across one
         self._dropped: set[Where] = set()  # parameters whose drops count as the last one of _num_cleared
         # by optimizer: how many reductions the sums of its parameters hold, and a checksum of which announcements made
@@ -224,13 +225,16 @@ class Announcements:
         if not met.has_same_sums():
             raise_sums_differ(self._group, [sums for _, sums in sorted(self._in_sums.items())])
         self._num_cleared = 0
+        comes_alone = met.number == self._last_boundary + 1
+        self._last_boundary = met.number
         flags = met.flags()
         buckets = self._unreduced_anywhere(flags)
         if buckets:
             self._add_to_sums(met)
         self.has_grad = [[False] * len(flags) for flags in self.has_grad]  # the ranks' flags are complete here
         self._add_grads(flags, is_complete=True)
-        return Boundary(flags[: -1 - len(self.plan.buckets)], buckets, bool(flags[-1]), met.shows_same_grads())
+        touched, is_asked = flags[: -1 - len(self.plan.buckets)], bool(flags[-1])
+        return Boundary(touched, buckets, is_asked, met.shows_same_grads(), comes_alone)
 
     def take_waits(self) -> Waits:
         """Since the last call: how long the issuing thread has waited for announcements, inside of backwards, at their

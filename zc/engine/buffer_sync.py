@@ -8,7 +8,9 @@ nobody.
 
 Rank 0 never waits for another rank. It sends a copy, in host memory, to each other rank. The last message of an update
 says that it is the last, so ranks that call the model more often than rank 0 go on with what they have until the next
-update, and those that call it less often catch up at the boundary; DDP hangs there.
+update, and those that call it less often catch up at the boundary; DDP hangs there. An update without a forward on
+rank 0 may mean that its data is out: its buffers go to the ranks that have trained, and a rank without a forward keeps
+its own.
 
 Buffers on a GPU go with the last message by a broadcast of the group that carries the weights. All ranks issue it after
 the meeting and after the reductions that the meeting asks for: collectives of one communicator have one order on all
@@ -31,6 +33,7 @@ from zc.ranks.work import Work
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
 
+_NOBODY, _EVERY_RANK, _WHO_HAS_TRAINED = range(3)  # for whom rank 0 sends its buffers
 _WHAT = "the buffers of rank 0 (zc.compile(broadcast_buffers=False) leaves each rank its own)"
 
 
@@ -48,7 +51,7 @@ class BufferSync(Listener):
         self._is_due = False  # DDP would broadcast before the next forward
         self._has_trained = False  # a forward with gradients, in this update
         self._has_ended = False  # rank 0 is at the boundary of this update
-        self._is_sent = False  # its last message came with buffers
+        self._for_whom = _NOBODY  # the buffers that came with its last message
         # lifetime of what rank 0 sends: until it has arrived. What was sent before a meeting the others take right
         # behind it, so at the next one nobody has to be waited for.
         self._sent: list[tuple[Work, list[Tensor]]] = []
@@ -70,7 +73,6 @@ class BufferSync(Listener):
         if runtime.group.rank == 0:
             while self._taken:
                 self._taken.pop()[0].wait()
-            self._is_due |= not self._has_trained  # the others may have, and changed their own: rank 0's data is out
             self._exchange(runtime, is_last=True)
 
     def after_meeting(self) -> None:
@@ -79,12 +81,13 @@ class BufferSync(Listener):
         assert runtime is not None, "who calls this lives"
         while not self._has_ended:
             self._exchange(runtime, is_last=True)
-        for device, buffers in self._by_device().items() if self._is_sent else ():
+        for device, buffers in self._by_device().items() if self._for_whom != _NOBODY else ():
             if device.type != "cpu":  # those of host memory came with the message
                 packed = _pack(buffers)
                 runtime.group.broadcast_(packed)
-                _unpack(packed, buffers)
-        self._has_ended = self._is_sent = self._is_due = self._has_trained = False
+                self._take(packed, buffers)
+        self._has_ended = self._is_due = self._has_trained = False
+        self._for_whom = _NOBODY
         self._taken, self._sent = self._sent, []
 
     def _by_device(self) -> dict[torch.device, list[Tensor]]:
@@ -101,15 +104,16 @@ class BufferSync(Listener):
         """One message of rank 0: buffers, if DDP would broadcast them, and whether it is the last of this update."""
         group, by_device = runtime.group, self._by_device()
         nbytes = sum(b.nbytes for buffers in by_device.values() for b in buffers)
-        head = torch.tensor([is_last, self._is_due, nbytes])
+        for_whom = _EVERY_RANK if self._is_due else _NOBODY if self._has_trained else _WHO_HAS_TRAINED
+        head = torch.tensor([is_last, for_whom, nbytes])
         if group.rank == 0:
             packs = [_pack(buffers).cpu() for buffers in self._in_message(by_device, head)]
             self._sent.append((group.send_to_all([head, *packs], "sending its buffers"), [head, *packs]))
         else:
             group.receive(head, _WHAT)
-        self._has_ended, self._is_sent = bool(head[0]), bool(head[1])
+        self._has_ended, self._for_whom = bool(head[0]), int(head[1])
         model = self._model()
-        if not self._is_sent or model is None or group.rank == 0:
+        if self._for_whom == _NOBODY or model is None or group.rank == 0:
             return
         if int(head[2]) != nbytes:
             assert group.journal is not None, "there are several ranks"
@@ -122,12 +126,16 @@ class BufferSync(Listener):
         for buffers in self._in_message(by_device, head):
             packed = torch.empty(sum(b.nbytes for b in buffers), dtype=torch.uint8)
             group.receive(packed, _WHAT)
+            self._take(packed, buffers)
+
+    def _take(self, packed: Tensor, buffers: list[Tensor]) -> None:
+        if self._for_whom == _EVERY_RANK or self._has_trained:
             _unpack(packed, buffers)
 
     def _in_message(self, by_device: dict[torch.device, list[Tensor]], head: Tensor) -> list[list[Tensor]]:
         """Those that come with the message of this head: the last one leaves a GPU's to `after_meeting`."""
-        is_last, is_sent, _ = head.tolist()
-        return [buffers for device, buffers in by_device.items() if is_sent and (device.type == "cpu" or not is_last)]
+        is_last, for_whom, _ = head.tolist()
+        return [buffers for device, buffers in by_device.items() if for_whom and (device.type == "cpu" or not is_last)]
 
     def _changed(self, model: nn.Module) -> str:
         for name, buffer in model.named_buffers():

@@ -76,7 +76,8 @@ class EagerGradients:
     def backward(self) -> Backward:
         if not self._open:
             return Backward.NONE
-        return Backward.RAISED if any(callback() is None for callback in self._open.values()) else Backward.RUNNING
+        callbacks = list(self._open.values())  # the watch's thread asks, too
+        return Backward.RAISED if any(callback() is None for callback in callbacks) else Backward.RUNNING
 
     def is_entered(self) -> bool:
         """Whether the backward that runs in this thread was entered before."""

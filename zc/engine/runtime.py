@@ -44,6 +44,7 @@ class Phase(enum.Enum):
 
     OPEN = "gradients may come and go"
     FAILED = "a backward has raised, and the accumulators may hold some of it"
+    READ = "as FINAL, and no rank had a backward before: one that has its first now expects the others at the update"
     FINAL = "the gradients are finished, and nothing has come since"
 
 
@@ -72,6 +73,8 @@ class Runtime(Core):
             streams.wait_for = group.journal.wait_event  # a stream's thread may wait for a rank that never comes
         self.announcements = Announcements(plan, self.accumulators, group)
         self.eager = EagerGradients(streams, self.passes, self.bind)
+        if group.journal is not None:
+            group.journal.has_raised = partial(_has_raised, weakref.ref(self.eager))
         shards_weights = plan.placement.shards_weights
         self.weights: WeightGather | ShardedWeights = ShardedWeights(self) if shards_weights else WeightGather(self)
         self.listeners: list[Listener] = []
@@ -222,7 +225,7 @@ class Runtime(Core):
     @property
     def is_final(self) -> bool:
         """Whether the gradients are finished, and nothing has come since."""
-        return self._phase is Phase.FINAL
+        return self._phase in (Phase.READ, Phase.FINAL)
 
     def _reopen(self) -> None:
         if self.is_final:
@@ -239,16 +242,16 @@ class Runtime(Core):
         param_grads.check(self.params, self.frozen, self.shown)
         self._drop_failed()
         self._notice_cleared()
-        if self.is_final:
+        if self._phase is Phase.FINAL or (by_grad and self.is_final):
             return
         for listener in self.listeners:
             listener.before_meeting()
         self.streams.join_main()
-        self._meet(by_grad)
+        comes_alone = self._meet(by_grad)
         for listener in self.listeners:
             listener.after_meeting()
         self._land()
-        self._phase, self._is_home = Phase.FINAL, True
+        self._phase, self._is_home = Phase.READ if comes_alone else Phase.FINAL, True
         for listener in self.listeners:
             listener.gradients_finished()
 
@@ -262,11 +265,11 @@ class Runtime(Core):
                 self.eager.land(self.plan, bucket.index)
         self.streams.join_main()
 
-    def _meet(self, by_grad: bool) -> None:
+    def _meet(self, by_grad: bool) -> bool:
         """All ranks are at the boundary: one small exchange on the host says which parameters have a gradient on any of
-        them, and which buckets some rank has yet to reduce."""
+        them, and which buckets some rank has yet to reduce. Returns whether no rank had a backward since the last."""
         if self.plan.num_ranks == 1:
-            return
+            return False
         unreduced = {k for k, state in enumerate(self.accumulators.state) if state is Acc.PARTIAL} | self.eager.buckets
         own_grads = [list(flags) for flags in self.announcements.has_grad]
         boundary = self.announcements.meet(unreduced, by_grad=by_grad)
@@ -275,6 +278,7 @@ class Runtime(Core):
         self.accumulators.set_touched(boundary.touched)
         self._reduce_kept(boundary.buckets, is_final=True)
         self.streams.join_main()
+        return boundary.comes_alone
 
     def _reduce_kept(self, buckets: Sequence[int], *, is_final: bool) -> None:
         """Reduces what ranks keep of these buckets (zc/engine/announcements.py). All ranks call it, whether or not this
@@ -383,6 +387,11 @@ class Runtime(Core):
                 hook = partial(_receive, weakref.ref(self), bucket.index, k)
                 param = self.params[slot.name]
                 self.hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+
+def _has_raised(eager: weakref.ref[EagerGradients]) -> bool:
+    gradients = eager()
+    return gradients is not None and gradients.backward is Backward.RAISED
 
 
 def _receive(runtime: weakref.ref[Runtime], bucket: int, slot: int, param: nn.Parameter) -> None:

@@ -70,6 +70,7 @@ def update_copy(
         options["lr"] = float(next(rate for rate in rates if rate is not None and float(rate) > 0))
     twin.param_groups = [{**options, "params": params}]
     first = optimizer.state.get(group["params"][0], {}) if group["params"] else {}  # by __init__ (Adagrad)
+    twin.state.update({key: copy.deepcopy(item) for key, item in optimizer.state.items() if isinstance(key, str)})
     for param in params if first else ():
         twin.state[param] = {key: _like(item, group["params"][0], param) for key, item in first.items()}
 
@@ -86,7 +87,9 @@ def update_copy(
                 param.grad = own[k].clone()
             twin.step(*([closure] if closure is not None else []))
     changes = [(param.detach() - value).float() for param, value in zip(params, values, strict=True)]
-    return [Updated(change, twin.state.get(param, {})) for param, change in zip(params, changes, strict=True)]
+    others = {key: item for key, item in twin.state.items() if isinstance(key, str)}  # counts as state of each one
+    states = [{**twin.state.get(param, {}), **({"": others} if others else {})} for param in params]
+    return [Updated(change, state) for change, state in zip(changes, states, strict=True)]
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], close: float = CLOSE) -> str | None:

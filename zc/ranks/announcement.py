@@ -128,7 +128,8 @@ def raise_sums_differ(group: Group, sums: Sequence[tuple[int, int]]) -> None:
         "what the gradients hold: some rank has cleared its gradients (zero_grad, param.grad = None or .zero_(), "
         "or a backward that raised) and others have not; what they hold",
         [f"{count} reduction(s), checksum {checksum:08x}" for count, checksum in sums or [(0, 0)]],
-        "Clear them on all ranks or on none, whatever each rank's own loss says",
+        "Clear them on all ranks or on none, and by optimizer.zero_grad(): where a rank had no gradient yet, zc can't "
+        "see that its .grad was set to None",
     )
 
 

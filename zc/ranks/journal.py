@@ -73,6 +73,7 @@ class Journal:
         # replaced as a whole by the thread that starts an exchange; the watch reads it, never an epoch with old entries
         self.record = Record(0, [])
         self.waits: dict[int, Wait] = {}  # by thread, which adds and removes its own; the watch copies it
+        self.has_raised: Callable[[], bool] = bool  # a backward has, and nothing of zc was called since; the watch asks
         self.exposed_s = 0.0  # the calling thread's: how long it has waited for exchanges since the last update
         self.network_error: str | None = None  # a waiting thread sets and resets it, the watch reads it
         self._verdict: tuple[str, str] | None = None  # the watch, or a thread in `fail`, before the event is set

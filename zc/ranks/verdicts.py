@@ -69,7 +69,14 @@ def deadlock(states: Mapping[int, State], patience: float) -> Deadlock | None:
         return ", ".join(words + numbers.get(name, "") for name, words in places[rank])
 
     where = "; ".join(f"rank {rank} stands in {words_of(rank)}" for rank in sorted(places))
-    text = f"ranks are out of step, for {patience:.0f} s now: {where}. {_advice(places.values())}"
+    raised = [str(rank) for rank in sorted(states) if states[rank].get("has_raised")]
+    advice = _advice(places.values())
+    if raised:
+        advice = (
+            f"A backward raised on rank {', '.join(raised)}, and other ranks wait for its reductions: call "
+            "optimizer.zero_grad() there before the next collective"
+        )
+    text = f"ranks are out of step, for {patience:.0f} s now: {where}. {advice}"
     return Deadlock(models, text)
 
 

@@ -133,7 +133,7 @@ class Watch:
             return
         for journal in journals:
             if self.store.check([f"failure/{journal.name}"]):
-                journal.accept(self.store.get(f"failure/{journal.name}").decode())
+                self._accept(journal, self.store.get(f"failure/{journal.name}").decode())
         journals = [journal for journal in journals if not journal.has_failed]
         stalled = [journal for journal in journals if journal.is_stalled(now)]
         self._publish(now, journals)
@@ -159,6 +159,8 @@ class Watch:
             waits = [["", self._elsewhere[0], now - self._elsewhere[1], True]]
         records = {journal.name: list(journal.record) for journal in journals}
         self._own = {"beat": self._beat, "records": records, "newest": self._newest, "waits": waits}
+        if self._elsewhere is not None:  # else it has reached zc since, which ends such a backward
+            self._own["has_raised"] = any(journal.has_raised() for journal in journals)
         self.store.set(f"state/{self.rank}", json.dumps(self._own))
 
     def _read_states(self, stalled: Iterable[Journal]) -> dict[int, dict[str, Any]]:
@@ -234,7 +236,13 @@ class Watch:
             reference = self._journals.get(name)
             journal = None if reference is None else reference()
             if journal is not None:
-                journal.accept(verdict)
+                self._accept(journal, verdict)
+
+    def _accept(self, journal: Journal, verdict: str) -> None:
+        """In a collective of the program's own no verdict can be raised: it ends in an error of the network's."""
+        journal.accept(verdict)
+        if self._elsewhere is not None:
+            log.error("rank %d stands in %s: %r", self.rank, self._elsewhere[0], journal.error())
 
 
 def _gone(error: Exception, *, is_store: bool) -> str:

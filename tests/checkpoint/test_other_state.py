@@ -1,0 +1,209 @@
+"""Optimizer state of frozen parameters, and state under strings: saved, and loaded where a run goes on as plain PyTorch
+does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import Tensor, nn
+from torch.optim import Adagrad, AdamW, Optimizer
+from training_runs import message_of
+
+import zc
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def _train(model: nn.Module, optimizer: Optimizer, first: int, stop: int) -> None:
+    for step in range(first, stop):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adagrad": lambda params: Adagrad(params, lr=0.1),  # its __init__ makes states, of frozen parameters, too
+    "adamw": lambda params: AdamW(params, lr=0.01),
+}
+WAYS = ("zc.save", "zc.load_state_dict", "optimizer.load_state_dict")
+
+
+def _first_run(model: nn.Module, optimizer: Optimizer, when: str) -> None:
+    """Two updates, with model[2] frozen at the start, or after the first one, or not at all."""
+    if when == "at the start":
+        model[2].requires_grad_(False)
+    _train(model, optimizer, 0, 1)
+    if when == "later":
+        model[2].requires_grad_(False)
+    _train(model, optimizer, 1, 2)
+
+
+def _second_run(model: nn.Module, optimizer: Optimizer, thaw: Callable[[], None]) -> dict[str, Tensor]:
+    _train(model, optimizer, 2, 3)
+    model[2].requires_grad_(True)
+    thaw()
+    _train(model, optimizer, 3, 5)
+    return _weights(model)
+
+
+def _plain(name: str, when: str, then: str) -> dict[str, Tensor]:
+    model = _model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    _first_run(model, optimizer, when)
+    model[2].requires_grad_(then == "not at all")
+    return _second_run(model, optimizer, lambda: None)
+
+
+def _save(rank: int, world_size: int, folder: Path, cases: list[tuple[str, str, str]]) -> None:
+    for name, when, _ in cases:
+        model = _model()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        if when == "at the start":
+            model[2].requires_grad_(False)
+        zc.compile(model, optimizer, backend="eager", bucket_nbytes=64)
+        _first_run(model, optimizer, when)
+        zc.save(folder / f"{name} {when}", model, optimizer, overwrite=True)
+        whole = {"model": model.state_dict(), "optimizer": zc.full_optimizer_state(model, optimizer)}
+        if rank == 0:
+            torch.save(whole, folder / f"{name} {when}.pt")
+
+
+def _load(
+    rank: int, world_size: int, folder: Path, cases: list[tuple[str, str, str]], ways: tuple[str, ...]
+) -> list[dict[str, Tensor]]:
+    weights = []
+    for name, when, then in cases:
+        for way in ways:
+            model = _model()
+            model[2].requires_grad_(then == "not at all")
+            optimizer = OPTIMIZERS[name](model.parameters())
+            zc.compile(model, optimizer, backend="eager", bucket_nbytes=64)
+            path = folder / f"{name} {when}"
+            if way == "zc.save":
+                zc.load(path, model, optimizer)
+            else:
+                whole = torch.load(f"{path}.pt", weights_only=True)
+                if way == "zc.load_state_dict":
+                    zc.load_state_dict(model, optimizer, whole)
+                else:
+                    model.load_state_dict(whole["model"])
+                    optimizer.load_state_dict(whole["optimizer"])
+            weights.append(_second_run(model, optimizer, lambda model=model: zc.recompile(model)))  # type: ignore[misc]
+    return weights
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_parameter_that_is_frozen_on_one_side_only(world_size: int, tmp_path: Path) -> None:
+    """What was trained, frozen and saved loads where it is frozen from the start, and the other way round. Once it
+    trains again it goes on with its state."""
+    cases = [(name, *both) for name in OPTIMIZERS for both in (("later", "at the start"), ("at the start", "not at all"))]
+    run_ranks(_save, 2, tmp_path, cases)
+    for weights in run_ranks(_load, world_size, tmp_path, cases, WAYS):
+        wanted = [_plain(*case) for case in cases for _ in WAYS]
+        torch.testing.assert_close(weights, wanted, rtol=1e-5, atol=1e-6)
+
+
+class Counting(Optimizer):
+    """SGD whose rate falls with a count of its own, under a string; ``stacks``: with one momentum for a group there."""
+
+    def __init__(self, params: Any, stacks: bool = False, key: Any = "clock") -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.stacks, self.key = stacks, key
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        clock = self.state[self.key]
+        clock["count"] = clock.get("count", 0) + 1
+        clock.setdefault("decay", [torch.ones(2)])[0].mul_(0.5)
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            grads = [p.grad.flatten() for p in params]
+            if self.stacks and params:
+                total = clock["momentum"] = clock.get("momentum", 0) * 0.9 + torch.cat(grads)
+                grads = list(total.split([p.numel() for p in params]))
+            for p, grad in zip(params, grads, strict=True):
+                p.sub_(grad.view(p.shape), alpha=group["lr"] / clock["count"] * float(clock["decay"][0][1] + 1))
+
+
+def _count(rank: int, world_size: int, folder: Path, stacks: bool, ways: tuple[str, ...]) -> list[Any]:
+    """Job: saves in two ranks, or loads."""
+    results: list[Any] = []
+    for way in ways or ("",):
+        model = _model()
+        optimizer = Counting(model.parameters(), stacks)
+        zc.compile(model, optimizer, backend="eager", bucket_nbytes=64)
+        if not ways:
+            _train(model, optimizer, 0, 2)
+            zc.save(folder / "ck", model, optimizer)
+            state = None if stacks else zc.full_optimizer_state(model, optimizer)
+            if rank == 0:
+                torch.save({"model": model.state_dict(), "optimizer": state}, folder / "whole.pt")
+            return [_weights(model)]
+        whole = torch.load(folder / "whole.pt", weights_only=True)
+        load = {
+            "zc.save": lambda: zc.load(folder / "ck", model, optimizer),  # noqa: B023
+            "zc.load_state_dict": lambda: zc.load_state_dict(model, optimizer, whole),  # noqa: B023
+            "optimizer.load_state_dict": lambda: optimizer.load_state_dict(copy.deepcopy(whole["optimizer"])),  # noqa: B023
+        }[way]
+        if way == "optimizer.load_state_dict":
+            model.load_state_dict(whole["model"])
+        refused = message_of(load)
+        if not refused[0]:
+            _train(model, optimizer, 2, 4)
+        results.append(refused[1] or _weights(model))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_state_under_a_string_goes_on(world_size: int, tmp_path: Path) -> None:
+    run_ranks(_count, 2, tmp_path, False, ())
+    model = _model()
+    _train(model, Counting(model.parameters()), 0, 4)
+    for results in run_ranks(_count, world_size, tmp_path, False, WAYS):
+        torch.testing.assert_close(results, [_weights(model)] * len(WAYS), rtol=1e-5, atol=1e-6)
+
+
+def test_state_under_a_string_that_is_of_several_parameters(tmp_path: Path) -> None:
+    """Each rank has its own again on as many ranks; elsewhere it is refused."""
+    run_ranks(_count, 2, tmp_path, True, ())
+    model = _model()
+    _train(model, Counting(model.parameters(), stacks=True), 0, 4)
+    for results in run_ranks(_count, 2, tmp_path, True, ("zc.save",)):
+        torch.testing.assert_close(results, [_weights(model)], rtol=1e-5, atol=1e-6)
+    for (text,) in run_ranks(_count, 1, tmp_path, True, ("zc.save",)):
+        assert "its Counting state belongs to parameters together" in text, text
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda state: state[(3, "a")].update(x=1), "under (3, 'a')"),
+        (lambda state: state[torch.zeros(3)].update(x=1), "under a tensor (3,) that is in no group"),
+        (lambda state: state["clock"].update({7: 1}), "'clock' of Counting has the key 7"),
+    ],
+)
+def test_state_that_has_no_name_is_refused(make: Callable[[Any], None], words: str, tmp_path: Path) -> None:
+    model = _model()
+    optimizer = Counting(model.parameters())
+    zc.compile(model, optimizer, backend="eager")
+    _train(model, optimizer, 0, 1)
+    make(optimizer.state)
+    with pytest.raises(zc.CheckpointError) as caught:
+        zc.save(tmp_path / "ck", model, optimizer)
+    assert words in str(caught.value)
