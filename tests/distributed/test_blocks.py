@@ -188,7 +188,8 @@ def train(net: Net, optimizer: torch.optim.Optimizer, name: str, rank: int, *, a
             average(net)
         optimizer.step()
         optimizer.zero_grad()
-    return {key: param.detach().clone() for key, param in net.named_parameters()}
+    with contextlib.nullcontext() if averages else zc.whole_parameters(net):
+        return {key: param.detach().clone() for key, param in net.named_parameters()}
 
 
 def both(rank: int, world_size: int, names: list[str], stage: int, size: str, backend: str) -> list[str]:
@@ -225,6 +226,16 @@ WAYS = [(2, "one"), (1, "two")]
 def test_the_same_weights_without_zc(stage: int, size: str) -> None:
     found = run_ranks(both, 2, list(CASES), stage, size, "aot_eager", timeout=400.0)
     assert found == [[], []]
+
+
+# ranks whose forwards read other weights are refused by name; so is a block called outside of the model's forward; and
+# hooks that copy what autograd saves find no bytes
+NOT_IN_STAGE_3 = {"another layer drop on each rank", "other weights in a block", "saved on the host"}
+
+
+def test_the_same_weights_without_zc_in_stage_3() -> None:
+    names = [name for name in CASES if name not in NOT_IN_STAGE_3]
+    assert run_ranks(both, 2, names, 3, "one", "aot_eager", timeout=400.0) == [[], []]
 
 
 def test_the_same_weights_without_zc_for_other_buckets_and_under_inductor() -> None:

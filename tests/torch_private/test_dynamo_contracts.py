@@ -105,3 +105,25 @@ def test_metadata_of_a_checkpoint(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(3), "b": {"c": 1}}, checkpoint_id=tmp_path, no_dist=True)
     found = files._MetadataUnpickler(io.BytesIO((tmp_path / ".metadata").read_bytes())).load()
     assert {"a", "b.c"} <= found.state_dict_metadata.keys()
+
+
+@contract("not_compiled_alone", "torch._dynamo.decorators.skip_code")
+@contract("only_eager", "torch._dynamo.decorators.skip_code")
+def test_a_hook_runs_in_a_frame_that_dynamo_skips_and_is_nothing_where_it_traces() -> None:
+    module, called, graphs = torch.nn.Linear(2, 2), [], []
+    module.register_forward_pre_hook(torch_private.only_eager(called.append))
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    def skipped(x: Any) -> Any:
+        for _ in range(2):
+            torch._dynamo.graph_break()  # inside a loop: the frame runs eagerly
+            x = module(x)
+        return x
+
+    torch.compile(lambda x: module(x) + 1, backend=backend, fullgraph=True)(torch.ones(1, 2))
+    assert called == [] and len(graphs) == 1
+    torch.compile(skipped, backend=backend)(torch.ones(1, 2))
+    assert called == [module, module]

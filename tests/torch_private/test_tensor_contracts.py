@@ -272,3 +272,36 @@ def test_views_one_after_another() -> None:
     views = kernels_private.views_of(flat, [torch.empty(2, 3), torch.empty(2)])
     assert [v.tolist() for v in views] == [[[0, 1, 2], [3, 4, 5]], [6, 7]]
     assert all(v.untyped_storage().data_ptr() == flat.data_ptr() for v in views)
+
+
+@contract("storage_number", "UntypedStorage._cdata")
+def test_a_storage_without_bytes_is_still_one() -> None:
+    tensor, other = torch.ones(4), torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    other.untyped_storage().resize_(0)
+    assert torch_private.storage_number(tensor) == torch_private.storage_number(tensor.detach())
+    assert torch_private.storage_number(tensor) != torch_private.storage_number(other)
+
+
+@contract("tensors_in", "torch.utils._pytree.tree_leaves")
+def test_leaves_of_nested_values() -> None:
+    a, b = torch.ones(1), torch.ones(2)
+    assert torch_private.tensors_in([a, {"b": (b, 3)}]) == [a, b, 3]
+
+
+@contract("hook_attributes", "Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks")
+def test_what_a_subclass_is_asked_for_hooks() -> None:
+    asked = []
+
+    class Asked(torch.nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func)
+            with torch_private.without_torch_function():
+                return func(*args, **(kwargs or {}))
+
+    param = torch.nn.Parameter(torch.ones(2))
+    param.__class__ = Asked
+    param.register_post_accumulate_grad_hook(lambda p: None)
+    param.register_hook(lambda grad: None)
+    assert param._backward_hooks and asked and set(asked) <= torch_private.hook_attributes()

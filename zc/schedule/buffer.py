@@ -43,6 +43,10 @@ def _is_summed(plan: Plan) -> bool:
     return not plan.placement.shards_gradients and (plan.num_ranks > 1 or plan.offload is not None)
 
 
+def _gathers_while_reading(plan: Plan) -> bool:
+    return plan.overlap and plan.placement.shards_weights
+
+
 KINDS = {
     "flat_grad": Kind("gradients of one bucket; a ring", COMM, shared="stage 2 with overlap",
                       is_shared=lambda plan, _: plan.overlap and plan.placement.shards_gradients),
@@ -57,10 +61,10 @@ KINDS = {
     "flat_param": Kind("the weights of bucket i", MAIN),
     "gathered": Kind("the same with overlap_gather, as the last update left them", COMM, shared="always",
                      is_shared=lambda plan, _: True),
-    "weight": Kind("stage 3: this rank's shard of the weights of bucket i", COMM, shared="with overlap",
-                   is_shared=lambda plan, _: plan.overlap),
+    "weight": Kind("stage 3: this rank's shard of the weights of bucket i", COMM,
+                   shared="stage 3 with overlap", is_shared=lambda plan, _: _gathers_while_reading(plan)),
     "arena": Kind("stage 3: gathered weights, each bucket in bytes of its own while it is read", COMM,
-                  shared="with overlap", is_shared=lambda plan, _: plan.overlap),
+                  shared="stage 3 with overlap", is_shared=lambda plan, _: _gathers_while_reading(plan)),
     "staging": Kind("offload: a gradient between device and host memory; a ring", COPY),
     "host": Kind("offload: the gradient of bucket i that the update reads", COPY, on_host=True, shared="always",
                  is_shared=lambda plan, _: True),

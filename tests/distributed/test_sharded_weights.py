@@ -1,0 +1,113 @@
+"""Stage 3: the bits of stage 2 for each cap of gathered weights, parameters that have no bytes, and whole ones."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import run_ranks
+from models import seeded
+from torch import Tensor, nn
+
+import zc
+from zc import torch_private
+
+DIM, VOCABULARY, UPDATES = 16, 32, 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, DIM)
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(5))
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.tokens(x)
+        for layer in self.layers:
+            y = y + torch.tanh(layer(y))
+        logits: Tensor = self.head(self.norm(y))
+        return logits
+
+
+def compiled(stage: int, backend: str, weight_nbytes: int | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    zc.compile(net, optimizer, stage=stage, backend=backend, bucket_nbytes=2048, weight_nbytes=weight_nbytes)
+    return net, optimizer
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[float]:
+    values = []
+    for update in range(UPDATES):
+        for microbatch in range(2):
+            x = torch.randint(0, VOCABULARY, (3, 8), generator=seeded(rank, 2 * update + microbatch))
+            loss = F.cross_entropy(net(x).flatten(0, 1), x.flatten())
+            loss.backward()
+        values += [loss.item(), float(zc.clip_grad_norm_(net, 1.0))]
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            values.append(net(x).sum().item())
+    return values
+
+
+def stages(rank: int, world_size: int, backend: str) -> list[str]:
+    """Job: what differs between stage 2 and stage 3 with the smallest cap, with room for some buckets, and for all."""
+    net, optimizer = compiled(2, backend)
+    wanted = train(net, optimizer, rank), {key: value.clone() for key, value in net.state_dict().items()}
+    zc.close(net)
+    different = []
+    for cap in (4608, None, 2**20):
+        net, optimizer = compiled(3, backend, cap)
+        values = train(net, optimizer, rank)
+        if values != wanted[0]:
+            different.append(f"{backend}, cap {cap}: {values} for {wanted[0]}")
+        state = zc.full_state_dict(net)
+        different += [f"{backend}, cap {cap}: {key}" for key, value in state.items() if not value.equal(wanted[1][key])]
+        assert bool(state) == (rank == 0)
+        with torch_private.without_torch_function():
+            assert all(param.untyped_storage().nbytes() == 0 for param in net.parameters())
+        zc.close(net)
+        different += [f"closed: {key}" for key, value in net.state_dict().items() if not value.equal(wanted[1][key])]
+    return different
+
+
+@pytest.mark.parametrize(("world_size", "backend"), [(2, "aot_eager"), (3, "eager"), (1, "aot_eager"), (2, "inductor")])
+def test_the_bits_of_stage_2_for_every_cap(world_size: int, backend: str) -> None:
+    assert run_ranks(stages, world_size, backend, timeout=300.0) == [[]] * world_size
+
+
+def reads(rank: int, world_size: int) -> list[str]:
+    """Job: what reads of parameters outside of forward and backward say, and what a write to whole ones does."""
+    net, optimizer = compiled(3, "aot_eager")
+    param, said = next(net.parameters()), []
+    for read in (lambda: param.norm(), lambda: param.data, lambda: param.fill_(0.0), lambda: copy.deepcopy(net)):
+        with pytest.raises(zc.ZcError, match="zc.whole_parameters"):
+            read()
+    assert param.shape == (VOCABULARY, DIM) and param.grad is None
+    with zc.whole_parameters(net):
+        param.data.mul_(2.0)
+        twice = param.detach().clone()
+    with zc.whole_parameters(net):
+        if not param.equal(twice):
+            said.append("a write to whole parameters was lost")
+        with pytest.raises(zc.ZcError, match="inside zc.whole_parameters"):
+            net(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+            optimizer.step()
+    zc.close(net)
+    return said
+
+
+def test_a_parameter_without_bytes_names_the_way_out() -> None:
+    assert run_ranks(reads, 2, timeout=120.0) == [[], []]
+
+
+def test_a_cap_that_is_too_small_is_refused_with_the_smallest_one() -> None:
+    net = Net()
+    with pytest.raises(zc.PlanError, match="at least weight_nbytes=2048 is needed"):
+        zc.compile(net, torch.optim.SGD(net.parameters()), stage=3, bucket_nbytes=2048, weight_nbytes=1024)
+    assert next(net.parameters()).norm() > 0
