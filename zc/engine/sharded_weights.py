@@ -354,6 +354,7 @@ class ShardedWeights:
     @torch.no_grad()
     def _take_over(self, core: Core) -> None:
         """The shards, and the masters of the elements that were written, from the whole parameters."""
+        core.streams.join_main()  # the other ranks have read this rank's shards
         rank = core.group.shard.rank
         for bucket in core.plan.buckets:
             flat = torch.zeros(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
