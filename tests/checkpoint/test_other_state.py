@@ -112,7 +112,8 @@ def _load(
 def test_a_parameter_that_is_frozen_on_one_side_only(world_size: int, tmp_path: Path) -> None:
     """What was trained, frozen and saved loads where it is frozen from the start, and the other way round. Once it
     trains again it goes on with its state."""
-    cases = [(name, *both) for name in OPTIMIZERS for both in (("later", "at the start"), ("at the start", "not at all"))]
+    sides = (("later", "at the start"), ("at the start", "not at all"))
+    cases = [(name, *both) for name in OPTIMIZERS for both in sides]
     run_ranks(_save, 2, tmp_path, cases)
     for weights in run_ranks(_load, world_size, tmp_path, cases, WAYS):
         wanted = [_plain(*case) for case in cases for _ in WAYS]
