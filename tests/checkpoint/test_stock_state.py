@@ -112,7 +112,7 @@ def _whole(rank: int, world_size: int) -> None:
     for what, words in (
         (lambda: get_optimizer_state_dict(model, optimizer, options=flat), "flatten_optimizer_state_dict"),
         (lambda: get_optimizer_state_dict(torch.nn.Sequential(model), optimizer), "give the compiled one"),
-        (lambda: set_optimizer_state_dict(model, optimizer, wrong), "nobody.weight, which is not a trainable"),
+        (lambda: set_optimizer_state_dict(model, optimizer, wrong), "nobody.weight, which is in no parameter group"),
         (lambda: set_optimizer_state_dict(model, [optimizer, its], full), "was compiled with"),
     ):
         said = message_of(what)

@@ -73,6 +73,20 @@ def skipped_apart(s: Script) -> None:
         s.update()
 
 
+@row(7, "torch.autograd.grad of a parameter that one rank alone uses, then a collective", make=Heads, options=APART)
+def looked_at_apart(s: Script) -> None:
+    for step in range(STEPS):
+        loss = task_losses(s, step, (1 + s.rank,))[0]
+        weight = s.model.heads[1].weight
+        found = torch.autograd.grad(loss, weight, retain_graph=True, allow_unused=True)[0]
+        s.note(f"gradient {step}", 0.0 if found is None else found.norm())
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        s.note(f"loss {step}", total)
+        loss.backward()
+        s.update()
+
+
 @row(7, "no zero_grad, a norm that is read after the step, then backwards on one rank alone")
 def read_then_apart(s: Script) -> None:
     for step in range(STEPS):

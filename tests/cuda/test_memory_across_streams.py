@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,8 +102,11 @@ def _dropped(rank: int, world_size: int, stage: int, overlap_gather: bool) -> li
         with pytest.MonkeyPatch.context() as collecting:  # in any thread, perhaps while a graph is captured
             for kind, name in ((Stream, "wait_stream"), (Stream, "wait_event"), (Event, "record")):
                 collecting.setattr(kind, name, lambda *_, name=name: gpu.errors.append(f"the collector calls {name}"))
+            dropped = weakref.ref(zc.registry.sharded(model).runtime)
             del model, optimizer
-            gc.collect()
+            for _ in range(2):  # the first frees the model, which is in a cycle: only then zc lets go of the rest
+                gc.collect()
+            assert dropped() is None, "the collector has taken it"
         gpu.sweep()
         return gpu.errors
 

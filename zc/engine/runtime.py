@@ -120,6 +120,8 @@ class Runtime(Core):
         # A nested backward makes no announcement while its outer one has produced nothing: other ranks may have none.
         may_wait = not self.plan.placement.shards_gradients
         is_new = self.current_plan.reduces and self.announcements.state is State.IDLE
+        # Under torch.autograd.grad a graph brings none, and other ranks may run no graph at all.
+        is_new = is_new and (program is None or bool(program.brings))
         if is_new and not (may_wait and torch_private.is_inside_another_backward()):
             if program is None:
                 self.announcements.begin("hooks", None, frozenset(), is_boundary=self.is_boundary)
