@@ -139,6 +139,7 @@ def test_which_buffers_other_schedules_share() -> None:
         return [kind for kind in KINDS if Buffer(kind, 0).is_shared(plan) and kind not in always]
 
     assert shared(2) == shared(2, world_size=1) == ["flat_grad"] and shared(1) == ["acc"]
+    assert shared(3) == ["flat_grad", "weight", "arena"] and shared(3, overlap=False) == []
     assert shared(2, overlap=False) == shared(1, overlap=False) == shared(1, world_size=1) == []
     plan = plan_for(["w", "v"])
     assert all(Buffer(kind, 0).is_shared(plan) for kind in always), "fp32: masters have no cast"

@@ -10,10 +10,9 @@ freed, what is gathered, and where the use reads. Buckets 0, 1 and 2 of 128 byte
     use 4 reads 0    free 1
                      free 0
 
-The rules, by rank: what a use reads is there; extents alive at once do not overlap, and lie in the first ``cap`` bytes;
-what the next use reads is gathered one use ahead, and room for it is made where that is possible; what is evicted is
-what is read latest (Belady, 1966); what is read later is gathered into room that is free. Buckets that nothing evicts
-stay from forward to backward. Extents do not move, so an arena with enough bytes may lack a hole: `_Planner.place`
+The rules, by rank: what a use reads is there; extents alive at once do not overlap and lie in the first ``cap`` bytes;
+what the next use reads is gathered one use ahead, into the room of what is read latest (Belady, 1966); what is read
+later is gathered into room that is free. Extents do not move, so an arena with enough bytes may lack a hole: `_place`
 looks one use further, and where a use still has no room, its buckets are freed and gathered again side by side.
 """
 
@@ -57,19 +56,13 @@ class Residency:
     peak: int
     nbytes: int
 
-    @property
-    def num_gathers(self) -> int:
-        return sum(len(piece.gathers) for piece in self.pieces)
-
 
 def smallest_cap(uses: Sequence[tuple[int, ...]], nbytes: Sequence[int] | Mapping[int, int]) -> int:
     """The fewest bytes in which each use finds what it reads."""
     return max((_total(use, nbytes) for use in uses), default=0)
 
 
-def plan_residency(
-    uses: Sequence[tuple[int, ...]], nbytes: Sequence[int] | Mapping[int, int], cap: int
-) -> Residency:
+def plan_residency(uses: Sequence[tuple[int, ...]], nbytes: Sequence[int] | Mapping[int, int], cap: int) -> Residency:
     """The plan of one pass. ``nbytes``: of each bucket; ``cap``: of the arena."""
     least = smallest_cap(uses, nbytes)
     if least > cap // ALIGN_NBYTES * ALIGN_NBYTES:
@@ -86,6 +79,7 @@ def _total(use: Iterable[int], nbytes: Sequence[int] | Mapping[int, int]) -> int
 
 
 _Taken = tuple[int, int, int]  # start, stop, bucket: the bytes that a bucket takes up, whole multiples of ALIGN_NBYTES
+_State = tuple[dict[int, _Taken], list[_Taken], list[Extent], list[Extent], int]
 
 
 class _Planner:
@@ -99,15 +93,14 @@ class _Planner:
             self._following.append({b: self.next.get(b, _NEVER) for b in use})
             self.next.update(dict.fromkeys(use, len(uses) - len(self._following)))
         self._following.reverse()
-        self.other = [self._other_use(k) for k in range(len(uses))]  # the next use that reads other buckets
+        self.other = [self._other_use(k) for k in range(len(uses))]
         self._both = [self._pair(k) for k in range(len(uses))]
-        self.live: dict[int, _Taken] = {}
-        self.order: list[_Taken] = []  # those alive, by position
-        self.frees: list[Extent] = []
-        self.gathers: list[Extent] = []
+        self.live, self.order = dict[int, _Taken](), list[_Taken]()  # what is alive by bucket, and by position
+        self.frees, self.gathers = list[Extent](), list[Extent]()
         self.ahead = 0  # all that earlier uses read is there
 
     def _other_use(self, k: int) -> int:
+        """The next use that reads other buckets."""
         mine = set(self.uses[k])
         return next((j for j in range(k + 1, len(self.uses)) if not mine.issuperset(self.uses[j])), _NEVER)
 
@@ -119,8 +112,7 @@ class _Planner:
         return both if sum(self.size[b] for b in both) <= self.end else ()
 
     def run(self) -> Residency:
-        pieces: list[Piece] = []
-        peak = 0
+        pieces, peak = list[Piece](), 0
         for k, use in enumerate(self.uses):
             self._free([b for b in (self.uses[k - 1] if k else ()) if self.next[b] == _NEVER])
             self.next.update(self._following[k])
@@ -136,8 +128,8 @@ class _Planner:
             self.frees, self.gathers = [], []
         if self.live:
             pieces.append(Piece(tuple(map(self._extent, self.order)), (), ()))
-        stops = (extent.stop for piece in pieces for extent in piece.gathers)
-        return Residency(tuple(pieces), tuple(self.uses), peak, max(stops, default=0))
+        end = max((extent.stop for piece in pieces for extent in piece.gathers), default=0)
+        return Residency(tuple(pieces), tuple(self.uses), peak, end)
 
     def _extent(self, taken: _Taken) -> Extent:
         start, _, bucket = taken
@@ -150,10 +142,8 @@ class _Planner:
         if self._bring(k, set(use), partly=False):
             return
         self._free([b for b in use if b in self.live])
-        start = 0
-        for bucket in use:
-            self._gather(bucket, start)
-            start += self.size[bucket]
+        for number, bucket in enumerate(use):
+            self._gather(bucket, sum(self.size[b] for b in use[:number]))
 
     def _bring(self, k: int, pinned: set[int], *, partly: bool) -> bool:
         """Gathers what use ``k`` reads and is not there, without touching what is ``pinned``. False: not all of it has
@@ -162,14 +152,13 @@ class _Planner:
         if not missing:
             return True
         before = self._state()
-        fits = [self._place(b, k, pinned) for b in missing]
-        if all(fits):
+        if sum(self._place(b, k, pinned) for b in missing) == len(missing):
             return True
         after = self._state()
-        self.live, self.order, self.frees, self.gathers, self.ahead = before
+        self._restore(before)
         places = self._packed(missing, [self.live[b] for b in pinned if b in self.live])
         if places is None and partly:
-            self.live, self.order, self.frees, self.gathers, self.ahead = after
+            self._restore(after)
         for bucket, start in places or ():
             self._gather(bucket, start)
         return places is not None
@@ -185,12 +174,15 @@ class _Planner:
             choices = self._choices(self.size[b], {*present, *self.uses[k]})
             start = next((at for at in choices if self._leaves_room(b, k, at)), None)
             if start is None:
-                self.live, self.order, self.frees, self.gathers, self.ahead = before
+                self._restore(before)
             else:
                 self._gather(b, start)
 
-    def _state(self) -> tuple[dict[int, _Taken], list[_Taken], list[Extent], list[Extent], int]:
+    def _state(self) -> _State:
         return dict(self.live), list(self.order), list(self.frees), list(self.gathers), self.ahead
+
+    def _restore(self, state: _State) -> None:
+        self.live, self.order, self.frees, self.gathers, self.ahead = state
 
     def _look_ahead(self, k: int) -> None:
         """Gathers what later uses read into holes, in the order of the uses, until one does not fit."""
@@ -210,8 +202,8 @@ class _Planner:
         for start in self._choices(size, pinned):
             first = start if first is None else first
             if self._leaves_room(bucket, k, start):
-                self._gather(bucket, start)
-                return True
+                first = start
+                break
         if first is not None:
             self._gather(bucket, first)
         return first is not None
@@ -255,9 +247,8 @@ class _Planner:
 
     def _stays(self, number: int) -> int:
         """How long an extent of `order` stays, to compare; the ends of the arena stay for ever."""
-        if not 0 <= number < len(self.order):
-            return 1
-        return -self.next[self.order[number][2]]  # what is read late is evicted early
+        is_inside = 0 <= number < len(self.order)
+        return -self.next[self.order[number][2]] if is_inside else 1  # what is read late is evicted early
 
     def _leaves_room(self, bucket: int, k: int, start: int) -> bool:
         """Whether what use ``k`` and the one after it read fits together if ``bucket`` is gathered there; True where it
@@ -266,9 +257,8 @@ class _Planner:
         if not both:
             return True
         stop = start + self.size[bucket]
-        there = [
-            self.live[b] for b in both if b in self.live and (self.live[b][0] >= stop or self.live[b][1] <= start)
-        ]
+        alive = (self.live[b] for b in both if b in self.live)
+        there = [taken for taken in alive if taken[0] >= stop or taken[1] <= start]
         missing = {*both} - {b for _, _, b in there} - {bucket}
         return self._packed(missing, [*there, (start, stop, bucket)]) is not None
 
@@ -292,8 +282,6 @@ class _Planner:
             gaps.append((left, start if is_last else start + self.size[b]))
         return places
 
-    # --- what changes ---
-
     def _free(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
             taken = self.live.pop(bucket)
@@ -304,10 +292,7 @@ class _Planner:
     def _gather(self, bucket: int, start: int) -> None:
         """What lies there goes."""
         taken = (start, start + self.size[bucket], bucket)
-        first = bisect.bisect_left(self.order, (start,))
-        first -= bool(first and self.order[first - 1][1] > start)
-        last = bisect.bisect_left(self.order, (taken[1],))
-        self._free([b for _, _, b in self.order[first:last]])
+        self._free([b for at, behind, b in self.order if at < taken[1] and start < behind])
         bisect.insort(self.order, taken)
         self.live[bucket] = taken
         self.gathers.append(self._extent(taken))
