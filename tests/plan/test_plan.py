@@ -162,11 +162,12 @@ def test_what_travels_is_the_sum_in_stage_1_and_single_gradients_in_stage_2() ->
 
 
 def test_the_stage_table() -> None:
-    """ZeRO's definition (arXiv:1910.02054, 5.1 and 5.2) as data. deepspeed#7366 reduced on every microstep without
+    """ZeRO's definition (arXiv:1910.02054, 5.1 to 5.3) as data. deepspeed#7366 reduced on every microstep without
     need."""
-    assert [p.shards_gradients for p in PLACEMENTS.values()] == [False, True]
+    assert [p.shards_gradients for p in PLACEMENTS.values()] == [False, True, True]
+    assert [p.shards_weights for p in PLACEMENTS.values()] == [False, False, True]
     specs = [ParamSpec("w", (4, 4), F32, CPU)]
-    for stage, reduces in ((1, False), (2, True)):
+    for stage, reduces in ((1, False), (2, True), (3, True)):
         inside = plan_of(specs, placement=PLACEMENTS[stage]).microbatch()
         assert inside.reduces is reduces and inside.is_boundary is False
         assert dataclasses.replace(inside, is_boundary=True) == plan_of(specs, placement=PLACEMENTS[stage])
