@@ -59,7 +59,7 @@ def refused(
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ({"stage": 3}, ["stage", "1, 2", "3", "FSDP"]),
+        ({"stage": 4}, ["stage", "1, 2, 3", "4"]),
         ({"stage": "two"}, ["stage", "'two'"]),
         ({"stage": True}, ["stage", "True"]),
         ({"backend": "nvfuser"}, ["backend", "'nvfuser'", "'inductor', 'aot_eager', 'eager'"]),
@@ -194,7 +194,7 @@ def test_an_optimizer_with_a_parameter_that_the_model_lacks() -> None:
 
 def test_after_an_error_the_corrected_call_works() -> None:
     """Nothing half-made stays behind: the same two objects compile and train."""
-    model, optimizer = refused(zc.PlanError, "stage", stage=3)
+    model, optimizer = refused(zc.PlanError, "stage", stage=4)
     zc.compile(model, optimizer, backend="eager")
     before = model[0].weight.detach().clone()
     mean_square(model, vectors()(0, 0, 0)).backward()
