@@ -50,6 +50,11 @@ def wait_until(found: Callable[[], bool]) -> bool:
     return found()
 
 
+def nothing_left(before: tuple[int, int], after: tuple[int, int]) -> bool:
+    """Fewer is right, too: a thread of an earlier job in this process may end in between."""
+    return after[0] <= before[0] and after[1] <= before[1]
+
+
 def trained(rank: int, steps: int = 1, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = mlp()
     model, optimizer = zc.compile(model, adamw(model), **{"backend": "eager", "bucket_nbytes": 512, **options})
@@ -77,7 +82,7 @@ def _many(rank: int, world_size: int, how: str, num: int) -> tuple[Any, Any, Any
     model, _ = trained(rank)
     zc.close(model)
     zc.close(model)  # nothing more to do
-    wait_until(lambda: held_open() == before)
+    wait_until(lambda: nothing_left(before, held_open()))
     return before, most, held_open()
 
 
@@ -86,7 +91,7 @@ def test_models_come_and_go(how: str) -> None:
     """Each zc.compile left 10 descriptors and 6 threads, and 100 of them reached the limit of
     1,024."""
     for before, most, after in run_ranks(_many, 2, how, NUM, timeout=600.0 if NUM > 100 else 120.0):
-        assert after == before
+        assert nothing_left(before, after), f"descriptors and threads {before} before, {after} after"
         assert most[0] - before[0] <= (0 if how == "close" else 60), "at most a few models' groups wait for their end"
 
 
