@@ -23,12 +23,13 @@ class Net(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY, DIM)
         self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(5))
         self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCABULARY)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.tokens(x)
         for layer in self.layers:
             y = y + torch.tanh(layer(y))
-        logits: Tensor = self.head(self.norm(y))
+        logits: Tensor = self.head(self.norm(y)) + self.empty.sum()
         return logits
 
 
@@ -89,6 +90,11 @@ def reads(rank: int, world_size: int) -> list[str]:
         with pytest.raises(zc.ZcError, match=r"zc\.whole_parameters"):
             read()
     assert param.shape == (VOCABULARY, DIM) and param.grad is None
+    loss = net(torch.zeros(1, 2, dtype=torch.long)).sum()
+    asked = [param, *net.head.parameters()]
+    if any(grad.shape != p.shape for grad, p in zip(torch.autograd.grad(loss, asked), asked, strict=True)):
+        said.append("torch.autograd.grad of parameters without bytes")
+    zc.state_dict(net, optimizer)
     with zc.whole_parameters(net):
         param.data.mul_(2.0)
         twice = param.detach().clone()

@@ -17,14 +17,15 @@ OPEN: tuple[str, ...] = ()
 CLEARED = 0.12  # chance of gradients that no_sync holds back and that are then dropped
 
 
-def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
-    """``without``: kinds of blocks and operations, ways to clear, values of options that shall not come."""
-    rng = random.Random(seed)
+def draw(seed: int, without: frozenset[str] = frozenset(), only: frozenset[str] = frozenset()) -> Program:
+    """``without``: kinds of blocks and operations, ways to clear, values and groups of options that shall not come.
+    ``only``: groups of options, of which each program has one."""
+    rng, group = random.Random(seed), fuzz_options.draw_group(seed, without, only)
     sizes = [rng.choice((2, 2, 2, 3))]
     if "relaunch" not in without and rng.random() < 0.15:
         sizes.append(rng.choice((1, 2, 3, 3)))
     count = rng.choices((1, 2, 3), (82, 15, 3))[0] if "models" not in without else 1
-    parts = [_part(seed, rng, sizes, without, few=count > 1) for _ in range(count)]
+    parts = [_part(seed, rng, sizes, without, group, few=count > 1) for _ in range(count)]
     if count == 1:
         return parts[0]
     may_differ = "differ" not in without and rng.random() < 0.7
@@ -33,12 +34,22 @@ def draw(seed: int, without: frozenset[str] = frozenset()) -> Program:
     return dataclasses.replace(first, others=tuple(others))
 
 
-def _part(seed: int, rng: random.Random, sizes: list[int], without: frozenset[str], *, few: bool) -> Program:
+def _part(
+    seed: int, rng: random.Random, sizes: list[int], without: frozenset[str], group: str | None, *, few: bool
+) -> Program:
     """One model and its loop; ``sizes``: numbers of ranks, by launch. ``few``: it is not the only one."""
     dtype = rng.choices(("float64", "float32", "bfloat16"), (4, 5, 1))[0]
-    first = options = fuzz_options.draw(rng, dtype, without)
+    if group == "wire" and dtype == "float64":  # which zc does not round
+        dtype = "float32"
+    first = options = fuzz_options.draw(rng, dtype, without, group)
     fault = "raise" not in without and rng.random() < 0.25
     model = fuzz_models.draw(rng, narrow=dtype == "bfloat16", fault=fault, without=without)
+    if group == "wire":
+        model = {**model, "dim": fuzz_options.WIRE_DIM}
+    if group == "stage3":
+        without = without | {"penalty"}  # it reads parameters outside of a forward
+        if rng.random() < 0.9:
+            without = without | {"differ"}  # of ranks that run other forwards zc expects an error alone
     if "own buffers" not in without and rng.random() < (0.5 if fuzz_models.has(model, *fuzz_models.BUFFERED) else 0.05):
         options["broadcast_buffers"] = False
     optimizer = fuzz_optimizers.draw(rng, without)
@@ -47,7 +58,7 @@ def _part(seed: int, rng: random.Random, sizes: list[int], without: frozenset[st
     made = Loop(rng, sizes[0], model, options, without)
     for k, world_size in enumerate(sizes):
         if k > 0:
-            options = fuzz_options.draw_again(rng, dtype, options, without)
+            options = fuzz_options.draw_again(rng, dtype, options, without, group)
             made.relaunch(world_size, options)
         for _ in range(rng.choice((1, 2, 2, 3)) if few or len(sizes) > 1 else rng.choice((2, 3, 3, 4, 5))):
             made.update()
@@ -166,7 +177,7 @@ class Loop:
         reps = [self.rng.randint(0, 3) for _ in range(self.world_size)]
         self.put("micro", quiet=quiet, reps=reps, **self._batch())
         self.is_clean = False
-        self.is_uneven = self.is_uneven or ((not quiet or self.options["stage"] == 2) and len(set(reps)) > 1)
+        self.is_uneven = self.is_uneven or ((not quiet or self.options["stage"] >= 2) and len(set(reps)) > 1)
 
     def cleared(self) -> None:
         """Gradients that no_sync has held back, on some ranks more of them, and that no step sees."""

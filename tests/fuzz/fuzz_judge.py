@@ -15,7 +15,7 @@ from torch import Tensor
 # Relative to the largest entry of what is compared (weights: to their size and the way that they have come). An error
 # of a few roundings grows over some ten operations a forward, and five updates; a gradient that is lost or counted
 # twice is 0.1 and more. Norms are fp32 whatever the parameters are, so clipping brings fp32's rounding into float64.
-TOLERANCES = {"float64": 1e-6, "float32": 2e-4, "bfloat16 on the wire": 0.02, "bfloat16": 0.1}
+TOLERANCES = {"float64": 1e-6, "float32": 2e-4, "bfloat16 on the wire": 0.02, "bfloat16": 0.1, "bits on the wire": 0.3}
 
 
 def _some_are_alone(program: Program) -> bool:
@@ -127,6 +127,8 @@ def is_refusal(error: tuple[str, str, str]) -> bool:
 
 def tolerance(part: Program) -> float:
     """Of one model."""
+    if any(which.options.get("hosts") for which in part.launches):
+        return TOLERANCES["bits on the wire"]
     if part.dtype == "bfloat16":
         return TOLERANCES["bfloat16"]
     wires = _options(part, "reduce_dtype")

@@ -15,6 +15,7 @@ from fuzz_program import Illegal, Op, Program, syncs_buffers
 
 Place = tuple[int, int]  # the model, and its operation
 LOCAL = ("forward", "peek", "evaluate", "lr", "hook", "zero")  # kinds that never wait for another rank
+GATHERS = ("forward", "peek", "evaluate")  # but in stage 3
 
 
 def is_private(part: Program, op: Op, stage: int) -> bool:
@@ -80,8 +81,10 @@ class Waits:
         """Whether one rank may wait here, in this model, for a rank that waits in another one."""
         part = self.parts[number]
         op, options = part.ops[k], part.launches[self.launch].options
+        stage = int(options["stage"])
         is_local = op.kind in LOCAL and not syncs_buffers(part.model, part.options)
-        waits_here = not is_local and not is_private(part, op, int(options["stage"]))
+        is_local = is_local and not (stage == 3 and op.kind in GATHERS)
+        waits_here = not is_local and not is_private(part, op, stage)
         return waits_here and bool(self.open - {number})
 
     def add(self, number: int, k: int) -> None:
@@ -95,7 +98,7 @@ class Waits:
         elif kind == "micro" and len(set(args["reps"])) > 1:
             if not args["quiet"]:
                 self.undeclared.add(number)
-            elif stage == 2:
+            elif stage >= 2:
                 self.declared.add(number)
 
 

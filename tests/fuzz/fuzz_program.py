@@ -132,6 +132,8 @@ def check(program: Program) -> None:
             pending.clear()
         if kind in ("forward", "evaluate", "micro") and buffers:
             pending.clear()  # DDP's broadcast of buffers breaks a backward that waits behind another forward
+        if args.get("penalty") and options["stage"] == 3:
+            raise Illegal(f"{k}: parameters without bytes are read")
         if kind == "forward":
             pending.add(k)
         elif kind in ("backward", "raise", "collective", "peek"):
@@ -156,7 +158,7 @@ def check(program: Program) -> None:
                 if buffers:
                     raise Illegal(f"{k}: undeclared backwards in other numbers")
                 uneven = True
-            waiting = waiting or (options["stage"] == 2 and len(set(args["reps"])) > 1)
+            waiting = waiting or (options["stage"] >= 2 and len(set(args["reps"])) > 1)
         if kind in ("step", "clip", "grads", "norms"):
             uneven = False
         if kind in ("step", "clip", "grads", "norms") or (kind == "backward" and not args["quiet"]):

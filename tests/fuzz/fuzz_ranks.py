@@ -131,7 +131,7 @@ def run_one(rank: int, world_size: int, text: str, side: str, folder: str) -> Ou
     def note(k: int, value: Any) -> None:
         notes[k] = fuzz_oracle.copied(value)
 
-    names: dict[str, Any] = {"torch": torch, "dist": dist, "F": F, "nn": nn, "checkpoint": checkpoint}
+    names: dict[str, Any] = {"os": os, "torch": torch, "dist": dist, "F": F, "nn": nn, "checkpoint": checkpoint}
     names.update(rank=rank, world_size=world_size, note=note, folder=folder)
     if side == "ddp":
         exec(fuzz_script.STANDIN, names)
@@ -150,11 +150,13 @@ def run_one(rank: int, world_size: int, text: str, side: str, folder: str) -> Ou
             for part in filter(lambda part: f"model{part}" in names, map(suffix, range(4))):
                 model = names[f"model{part}"]
                 names["zc"].synchronize(model)
-                weights.update({part + name: p.detach().clone() for name, p in model.named_parameters()})
+                with names["zc"].whole_parameters(model):
+                    weights.update({part + name: p.detach().clone() for name, p in model.named_parameters()})
     except Exception as raised:  # noqa: BLE001  (the judge says which may be)
         trace = "".join(traceback.format_exception(raised)[-12:])
         error = type(raised).__name__, str(raised), trace
     finally:
+        os.environ.pop("GROUP_RANK", None)
         names.clear()
     return Outcome(error, notes, weights)
 

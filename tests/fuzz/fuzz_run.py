@@ -2,6 +2,7 @@
 
 --programs 2000 --first 0     seeds
 --without class,slices        leaves features out (blocks, operations, ways to clear, options)
+--only stage3                 programs with these groups of options (fuzz_options.GROUPS) alone
 --out out/fuzz                folder for verdicts.txt and what failed: <seed>.json (as drawn), <seed>.py (small)
 --shrink 20                   how many failures are made small
 --replay FILE.json            runs kept programs again
@@ -21,6 +22,7 @@ for folder in (HERE, HERE.parent, HERE.parent / "distributed"):
         sys.path.insert(0, str(folder))
 
 import fuzz_draw  # noqa: E402
+import fuzz_options  # noqa: E402
 import fuzz_script  # noqa: E402
 import fuzz_shrink  # noqa: E402
 from fuzz_judge import Verdict  # noqa: E402
@@ -37,6 +39,7 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--without", default="")
+    parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path, default=Path("out/fuzz"))
     parser.add_argument("--shrink", type=int, default=20)
     parser.add_argument("--replay", type=Path, nargs="*")
@@ -44,10 +47,13 @@ def main() -> int:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     without = frozenset(filter(None, given.without.split(",")))
+    only = frozenset(filter(None, given.only.split(",")))
+    if unknown := only - fuzz_options.GROUPS.keys():
+        parser.error(f"--only {','.join(sorted(unknown))}: the groups are {', '.join(fuzz_options.GROUPS)}")
     if given.replay:
         programs = [Program.from_json(path.read_text()) for path in given.replay]
     else:
-        programs = [fuzz_draw.draw(given.first + k, without) for k in range(given.programs)]
+        programs = [fuzz_draw.draw(given.first + k, without, only) for k in range(given.programs)]
     try:
         failed = run_all(programs, given.side, given.out)
         make_small(failed[: given.shrink] if given.side == "zc" else [], given.out)

@@ -49,6 +49,7 @@ SIMPLE = {
 }  # fmt: skip
 
 
+WHOLE = ("weights", "snapshot", "restore", "write")  # kinds that read or write values of parameters
 NAMES = ("model", "net", "optimizer", "kept", "latest", "Net", "Fault", "loss", "DTYPE", "WIDE")  # one for each model
 NAME = re.compile(rf"(?<![.\w])({'|'.join(NAMES)})\b")
 
@@ -70,12 +71,12 @@ def body(program: Program, launch: int = 0) -> str:
             before.append(places[:end])
             del places[: end + 1]
         if all(places == before[0] for places in before):
-            lines += [_at(program, place) for place in before[0]]
+            lines += [_at(program, launch, place) for place in before[0]]
         else:
             for rank, places in enumerate(before):
-                text = "\n".join(_at(program, place) for place in places) or "pass"
+                text = "\n".join(_at(program, launch, place) for place in places) or "pass"
                 lines.append(f"if rank == {rank}:\n{indent(text, '    ')}")
-        lines += [] if common is None else [_at(program, common)]
+        lines += [] if common is None else [_at(program, launch, common)]
     if launch + 1 < len(program.launches):
         save = f'zc.save(f"{{folder}}/launch{launch}%s", model, optimizer)'
         lines += [_renamed(number, save % suffix(number)) for number in range(len(parts))]
@@ -85,7 +86,8 @@ def body(program: Program, launch: int = 0) -> str:
 def _made(number: int, part: Program, which: Launch, launch: int) -> str:
     """A model, compiled."""
     wide = "float64" if part.dtype == "float64" else "float32"
-    options = ", ".join(f"{key}={_shown(value)}" for key, value in which.options.items())
+    options = ", ".join(f"{key}={_shown(value)}" for key, value in which.options.items() if key != "hosts")
+    has_hosts = which.options.get("hosts", False)
     model = {**part.model, "frozen": which.frozen}
     lines = [
         f"DTYPE, WIDE = torch.{part.dtype}, torch.{wide}",
@@ -97,19 +99,24 @@ def _made(number: int, part: Program, which: Launch, launch: int) -> str:
         f"model = Net().to(WIDE)  # {sum(1 for _ in fuzz_models.trainable(model))} trainable parameters",
         "params = list(model.parameters())",
         f"optimizer = {part.optimizer}",
+        *(['os.environ["GROUP_RANK"] = str(rank)  # each rank stands for a host'] if has_hosts else []),
         f"net, optimizer = zc.compile(model, optimizer, {options})",
+        *(['del os.environ["GROUP_RANK"]'] if has_hosts else []),
     ]
     if launch > 0:
         lines.append(f'zc.load(f"{{folder}}/launch{launch - 1}{suffix(number)}", model, optimizer)')
     return "\n".join(lines)
 
 
-def _at(program: Program, place: tuple[int, int]) -> str:
+def _at(program: Program, launch: int, place: tuple[int, int]) -> str:
     number, k = place
     op = program.parts[number].ops[k]
     if "of" in op.args:
         op = Op(op.kind, {**op.args, "of": [PART * number + j for j in op.args["of"]]})
-    return _renamed(number, _statement(PART * number + k, op))
+    text = _statement(PART * number + k, op)
+    if op.kind in WHOLE and program.parts[number].launches[launch].options["stage"] == 3:
+        text = "with zc.whole_parameters(model):\n" + indent(text, "    ")
+    return _renamed(number, text)
 
 
 def _renamed(number: int, text: str) -> str:
@@ -117,7 +124,7 @@ def _renamed(number: int, text: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    return f"torch.{value}" if value in ("bfloat16", "float32", "float64") else repr(value)
+    return f"torch.{value}" if value in ("bfloat16", "float32", "float64", "int8") else repr(value)
 
 
 def _statement(k: int, op: Op) -> str:
@@ -209,8 +216,9 @@ def note(k, value):
 TAIL = """
 for model in [{models}]:
     zc.synchronize(model)
-    for name, param in model.named_parameters():
-        print(f"[rank {rank}] {name}: {param.detach().flatten().tolist()}", flush=True)
+    with zc.whole_parameters(model):
+        for name, param in model.named_parameters():
+            print(f"[rank {rank}] {name}: {param.detach().flatten().tolist()}", flush=True)
 dist.barrier()
 dist.destroy_process_group()
 """

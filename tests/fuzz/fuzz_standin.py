@@ -1,4 +1,5 @@
 # In place of zc, under the same names: DistributedDataParallel, or one process's plain PyTorch where there is one rank.
+import contextlib
 import os
 
 import torch
@@ -31,6 +32,9 @@ class WithDdp:
 
     def synchronize(self, model):
         pass
+
+    def whole_parameters(self, model):
+        return contextlib.nullcontext()
 
     def save(self, path, model, optimizer):
         if dist.get_rank() == 0:

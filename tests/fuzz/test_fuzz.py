@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import fuzz_draw
+import fuzz_options
 import fuzz_script
 import fuzz_shrink
 import pytest
@@ -17,19 +18,33 @@ from tiers import FULL
 # What DDP can't run: these programs are right by zc's documentation alone.
 NOT_DDP = frozenset(
     ("pile", "retain", "uneven", "quiet to the end", "penalty", "reentrant", "raise", "inductor", "aot_eager",
-     "eval_buffers", "cleared", "cross")
+     "eval_buffers", "cleared", "cross", "stage3", "wire")
 )  # fmt: skip
 
 
 def test_programs_come_from_their_seed_alone_and_are_legal() -> None:
-    kinds = set()
+    kinds, groups = set(), set()
     for seed in range(300):
         program = fuzz_draw.draw(seed)
         check_all(program)
         assert program == fuzz_draw.draw(seed) == Program.from_json(program.to_json())
         ast.parse(fuzz_script.script(program, "test"))
         kinds |= {op.kind for part in program.parts for op in part.ops} | program.clears
+        options = [which.options for part in program.parts for which in part.launches]
+        groups |= {"stage3" if of["stage"] == 3 else "wire" if "hosts" in of else None for of in options}
     assert kinds >= {"raise", "thaw", "load", "collective", "micro", "class", "slices", "one", *fuzz_script.SIMPLE}
+    assert groups == {"stage3", "wire", None}
+
+
+def test_groups_of_options_can_be_chosen() -> None:
+    """And a program without one is the same whether or not others have one."""
+    for seed in range(60):
+        for group in fuzz_options.GROUPS:
+            program = fuzz_draw.draw(seed, only=frozenset((group,)))
+            check_all(program)
+            assert fuzz_options.draw_group(seed, frozenset(), frozenset((group,))) == group
+        if fuzz_options.draw_group(seed, frozenset()) is None:
+            assert fuzz_draw.draw(seed) == fuzz_draw.draw(seed, frozenset(fuzz_options.GROUPS))
 
 
 def test_the_reference_gives_what_ddp_gives() -> None:
@@ -55,7 +70,9 @@ def test_a_fixed_sample_of_programs_is_right() -> None:
 )
 def test_a_planted_fault_is_found_and_made_small(fault: str, kinds: set[str], option: str) -> None:
     # where ranks differ, the fault is most often a wait until patience ends: slow, and no wrong number
-    without = frozenset((*fuzz_draw.OPEN, "differ", "aot_eager", "inductor", "offload", "overlap_gather"))
+    without = frozenset(
+        (*fuzz_draw.OPEN, "differ", "aot_eager", "inductor", "offload", "overlap_gather", *fuzz_options.GROUPS)
+    )
     programs = [fuzz_draw.draw(seed, without) for seed in range(12)]
     prepare = f"fuzz_faults.{fault}"
     wrong = [(programs[k], v) for k, v in sorted(verdicts(programs, prepare=prepare)) if not v.is_fine]

@@ -11,7 +11,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zc import torch_private
@@ -35,6 +37,8 @@ class AbsentParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.autograd.grad:
+            return _grad(*args, **(kwargs or {}))
         if func not in _ALLOWED:
             _need(func, [a for a in torch_private.tensors_in((args, kwargs)) if isinstance(a, AbsentParameter)])
         with torch_private.without_torch_function():
@@ -48,6 +52,18 @@ class AbsentParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         _need("pickling", [self])
         return nn.Parameter.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
+
+
+def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool, **others: Any) -> tuple[Tensor | None, ...]:
+    """torch.autograd.grad, which reads no element of its inputs. It gets their edges of the graph instead: with
+    `without_torch_function` around it, eager code of the backward would read parameters that have no bytes."""
+    _need(torch.autograd.grad, [each for each in outputs if isinstance(each, AbsentParameter)])
+    with torch_private.without_torch_function():
+        edges = [get_gradient_edge(each) if isinstance(each, Tensor) else each for each in inputs]
+    grads: tuple[Tensor | None, ...] = torch.autograd.grad(outputs, edges, **others)
+    with torch_private.without_torch_function():
+        pairs = zip(inputs, grads, strict=True)
+        return tuple(torch.zeros_like(p) if grad is None and materialize_grads else grad for p, grad in pairs)
 
 
 def _need(what: Any, params: list[AbsentParameter]) -> None:
@@ -71,9 +87,9 @@ class Absent:
         self._params: list[nn.Parameter] = []
 
     def leave(self, params: Iterable[nn.Parameter]) -> None:
-        """From here on a read of one of these is refused, or gets its bytes."""
+        """From here on a read of one of these is refused, or gets its bytes. One without elements has all it needs."""
         for param in params:
-            if type(param) is nn.Parameter:
+            if type(param) is nn.Parameter and param.numel() > 0:
                 param.__class__ = AbsentParameter
                 self._params.append(param)
                 _OWNERS[param] = self
