@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_the_bits_of_stage_2_for_every_cap(world_size: int, backend: str) -> Non
 def reads(rank: int, world_size: int) -> list[str]:
     """Job: what reads of parameters outside of forward and backward say, and what a write to whole ones does."""
     net, optimizer = compiled(3, "aot_eager")
-    param, said = next(net.parameters()), []
+    param, said = net.tokens.weight, []
     for read in (lambda: param.norm(), lambda: param.data, lambda: param.fill_(0.0), lambda: copy.deepcopy(net)):
         with pytest.raises(zc.ZcError, match=r"zc\.whole_parameters"):
             read()
@@ -112,8 +113,26 @@ def test_a_parameter_without_bytes_names_the_way_out() -> None:
     assert run_ranks(reads, 2, timeout=120.0) == [[], []]
 
 
+def resumed(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Job: a checkpoint of stage 3 goes on in stages 2 and 3."""
+    net, optimizer = compiled(3, "eager")
+    train(net, optimizer, rank)
+    zc.save(folder / "ck", net, optimizer)
+    wanted, said = train(net, optimizer, rank), []
+    for stage in (2, 3):
+        fresh, its = compiled(stage, "eager")
+        zc.load(folder / "ck", fresh, its)
+        if train(fresh, its, rank) != wanted:
+            said.append(f"loaded in stage {stage}")
+    return said
+
+
+def test_a_checkpoint_goes_on_in_other_stages(tmp_path: Path) -> None:
+    assert run_ranks(resumed, 2, tmp_path, timeout=120.0) == [[], []]
+
+
 def test_a_cap_that_is_too_small_is_refused_with_the_smallest_one() -> None:
     net = Net()
     with pytest.raises(zc.PlanError, match="at least weight_nbytes=2048 is needed"):
         zc.compile(net, torch.optim.SGD(net.parameters()), stage=3, bucket_nbytes=2048, weight_nbytes=1024)
-    assert next(net.parameters()).norm() > 0
+    assert net.tokens.weight.norm() > 0

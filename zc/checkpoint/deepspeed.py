@@ -36,7 +36,7 @@ def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) ->
         raise CheckpointError(f"{path} is no universal checkpoint: it has no folder zero")
     mine = owned(held)
     names = {file.parent.relative_to(folder).as_posix() for file in folder.rglob("fp32.pt")}
-    missing, extra = sorted(set(mine) - names), sorted(names - set(mine) - set(model.state_dict()))
+    missing, extra = sorted(set(mine) - names), sorted(names - set(mine) - set(model.state_dict(keep_vars=True)))
     if missing or extra:
         raise CheckpointError(f"{path} is of another model: missing {missing[:5]}, extra {extra[:5]}")
     weights: dict[str, Any] = dict(others(model, held))

@@ -138,7 +138,9 @@ def _room(entry: TensorStorageMetadata) -> Tensor:
 def check_names(model: nn.Module, held: ShardedModel, names_there: set[str], where: str) -> None:
     wanted = set(owned(held)) | set(others(model, held))
     missing = sorted(wanted - names_there)
-    extra = sorted(names_there - wanted - set(model.state_dict()))  # a tied weight's second name may be there
+    extra = sorted(
+        names_there - wanted - set(model.state_dict(keep_vars=True))
+    )  # a tied weight's second name may be there
     if missing or extra:
         parts = [
             f"{len(names)} {kind} ({_some(names)})" for kind, names in (("missing", missing), ("extra", extra)) if names
