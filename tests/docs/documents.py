@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 _DIFF = re.compile(r"(<!-- diff: (\S+) (\S+) -->\n).*?(<!-- end -->)", flags=re.S)
 _BLOCK = re.compile(r"(?:^<!-- run(?:: (\w+))? -->\n)?^( *)```python\n(.*?)^\2```$", flags=re.S | re.M)
 

@@ -13,7 +13,7 @@ from torch import nn
 import zc
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 SOURCES = [p for top in ("zc", "passes", "kernels", "tests", "bench") for p in sorted((ROOT / top).rglob("*.py"))]
 pytestmark = pytest.mark.check
 
