@@ -26,8 +26,9 @@ from zc.optim.one_rank import one_rank
 from zc.passes.verify import Verdict, verify
 from zc.recompile import recompile
 from zc.registry import persistent_nbytes
-from zc.report.estimate import Estimate, plan
+from zc.report.estimate import Estimate
 from zc.report.explain import explain
+from zc.report.prediction import plan
 from zc.uneven import join
 from zc.version import __version__
 from zc.whole import full_state_dict, whole_parameters

@@ -209,12 +209,63 @@ def _in_turn(path: Path, chosen: Mapping[str, str], head: str, last_of: Callable
     return f"{markdown([*TURNS_HEAD[:-1], head], lines)}\n\n{about}{last['commit']}, {last['time'][:10]}."
 
 
+def _all_rows(path: Path, chosen: Mapping[str, str]) -> list[Row]:
+    """The good rows of all sessions whose columns equal ``chosen``."""
+    fitting = [r for r in read(path) if all(r[k].replace(" ", "_") == v for k, v in chosen.items())]
+    return [r for r in fitting if r["status"] == "ok"]
+
+
+def cases(path: Path, chosen: Mapping[str, str]) -> str:
+    """The last session of each case in which zc and at least three others ran, one line each: zc's step and memory, and
+    the other providers' steps relative to zc's."""
+    rows = _all_rows(path, chosen)
+    lines, names = [], dict[str, None]()
+    by_case: dict[str, list[Row]] = {}
+    for case, session in dict.fromkeys((r["case"], r["session"]) for r in sorted(rows, key=lambda r: r["time"])):
+        own = [r for r in rows if (r["case"], r["session"]) == (case, session)]
+        if len({r["provider"] for r in own}) > 3 and any(r["provider"] == BASE for r in own):
+            by_case[case] = own
+    for own in by_case.values():
+        names |= dict.fromkeys(r["provider"] for r in own if r["provider"].endswith("compile"))
+    names |= {"zc stage 1": None}
+    for case, own in by_case.items():
+        base = [r for r in own if r["provider"] == BASE]
+        line = [case, *(_show(median_of(base, c), ",.0f") for c in ("p50_ms", "peak_steady_mb"))]
+        line += [_show(ratio(own, name, BASE), ".3f") for name in names]
+        lines.append([*line, own[-1]["commit"]])
+    return markdown(["case", f"{BASE}, ms", "peak MB", *names, "commit"], lines)
+
+
+def ratios(path: Path, chosen: Mapping[str, str]) -> str:
+    """Several cases of bench.turns, one line each: the base's step, and the other providers' ratios to it."""
+    rows = _all_rows(path, chosen)
+    if not rows:
+        return f"No rows yet in {path.name} with {dict(chosen)}."
+    (base,) = {r["base"] for r in rows}
+    others = list(dict.fromkeys(r["provider"] for r in rows if r["provider"] != base))
+    lines = []
+    for case in dict.fromkeys(r["case"] for r in rows):
+        by_provider = {r["provider"]: r for r in rows if r["case"] == case}
+        line = [case, *(f"{float(by_provider[base][c]):.4g}" for c in ("p50_ms", "cpu_ms"))]
+        for name in others:
+            r = by_provider.get(name)
+            middle, low, high = (float(r[c]) for c in ("ratio", "ratio_p20", "ratio_p80")) if r else (0.0, 0.0, 0.0)
+            line.append(f"{middle:.3f} ({low:.2f} to {high:.2f})" if r else "")
+        lines.append(line)
+    last = rows[-1]
+    about = f"Ratios to {base} (p20 to p80). {last['device']}, torch {last['torch']}, commit {last['commit']}, "
+    head = ["case", f"{base}, ms", "its CPU ms", *others]
+    return f"{markdown(head, lines)}\n\n{about}{last['time'][:10]}."
+
+
 TABLES: dict[str, Callable[[Path, Mapping[str, str]], str]] = {
     "run": run,
     "scale": scale,
     "gpu": paced,
     "paced": paced,
     "turns": turns,
+    "cases": cases,
+    "ratios": ratios,
     "hosts": hosts,
 }
 
@@ -227,7 +278,8 @@ def fill(text: str, results: Path = RESULTS) -> str:
         if name not in TABLES:
             raise ValueError(f"no table is named {name!r}; there are {sorted(TABLES)}")
         chosen = dict(pair.split("=", 1) for pair in pairs.split())
-        return f"{opening}{TABLES[name](results / f'{name}.csv', chosen)}\n{closing}"
+        file = {"ratios": "turns", "cases": "run"}.get(name, name)
+        return f"{opening}{TABLES[name](results / f'{file}.csv', chosen)}\n{closing}"
 
     return MARKED.sub(made, text)
 

@@ -36,7 +36,14 @@ def test_bytes_of_a_model_without_padding() -> None:
     assert not plain.host and plain.device_nbytes == 10 * numel
     assert dict(plain.wire) == {"gradients": 2 * numel * 3 // 4, "parameters": 2 * numel * 3 // 4}
     assert sum(plain.bus.values()) == 0 and plain.update_nbytes == 28 * numel // 4
-    assert plain.peers == {"DDP, fp32": (16 * numel, 6 * numel), "FSDP2": (4 * numel, 6 * numel * 3 // 4)}
+    # stage 1: full-size fp32 gradients and recv, no ring; stage 3: a shard of the weights, an arena for two buckets,
+    # and a gather for the forward and for the backward
+    assert plain.peers == {
+        "zc, stage 1": (13 * numel, 4 * numel * 3 // 4 + 2 * numel * 3 // 4),
+        "zc, stage 3": (numel // 2 + plain.device_nbytes - 2 * numel + 4 * numel, 3 * 2 * numel * 3 // 4),
+        "DDP, fp32": (16 * numel, 6 * numel),
+        "FSDP2": (4 * numel, 6 * numel * 3 // 4),
+    }
     first = "4 ranks, stage 2, 1 microbatch: 41.9 MB per rank; DDP, fp32 67.1 MB; 12.6 MB sent per step."
     assert str(plain).splitlines()[0] == first
     offloaded = zc.plan(meta_linear(), world_size=ranks, param_dtype=BF16, offload="cpu", microbatches=3)
@@ -49,6 +56,22 @@ def test_bytes_of_a_model_without_padding() -> None:
     # three microbatches: the sum goes down three times, comes up twice, and the weights once
     assert dict(offloaded.bus) == {"to host": 3 * numel, "to device": 2 * numel + numel // 2}
     assert offloaded.wire["gradients"] == 3 * plain.wire["gradients"]
+
+
+def test_options_left_out_are_those_of_zc_compile() -> None:
+    """Of a compiled model: its stage, dtype, bucket size and optimizer. Of microbatches the first line has stage 1."""
+    model = mlp()
+    with pytest.raises(PlanError, match=r"world_size is not given.*zc\.plan\(model, world_size=8\)"):
+        zc.plan(model)
+    options: dict[str, Any] = {"stage": 1, "param_dtype": BF16, "bucket_nbytes": 256}
+    model, _ = zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager", **options)
+    asked = zc.plan(model, world_size=4)
+    assert asked == zc.plan(mlp(), world_size=4, optimizer="SGD", **options) and asked.stage == 1
+    assert asked.num_buckets > 1 and asked != zc.plan(mlp(), world_size=4)
+    assert zc.plan(model, world_size=4, stage=2).stage == 2 and zc.plan(model).world_size == 1
+    zc.close(model)
+    line, *_ = str(zc.plan(meta_linear(), world_size=4, microbatches=8)).splitlines()
+    assert line.endswith("113.2 MB sent per step. Stage 1: 58.7 MB per rank, 25.2 MB sent."), line
 
 
 def test_state_on_a_disk() -> None:

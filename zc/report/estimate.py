@@ -1,4 +1,4 @@
-"""`zc.plan`: predicts what a rank would hold, send and copy, without processes, GPUs or memory for it.
+"""What `zc.plan` returns: bytes and seconds of one rank, counted from a plan.
 
 It counts bytes from the buckets that `zc.compile` would make. The floor of a step's time is the longest of its parts,
 each at full speed and all at once: a lower bound, not a prediction. (The ring's wire
@@ -7,27 +7,15 @@ bytes: Thakur et al., 2005; ZeRO's volumes: arXiv:1910.02054, section 7.)
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import torch
-from torch import nn
-
-from zc.checks import check_encodings, check_replicas, trainable
-from zc.config import Config
-from zc.errors import PlanError
-from zc.planning.blocks import find_kinds
-from zc.planning.layout import Rule, own_strides
 from zc.planning.nbytes import STATES, copied, heaviest, resident, sent, sent_between_hosts
-from zc.planning.plan import ParamSpec, Plan, make_plan
-from zc.planning.topology import Topology, flat, usable
+from zc.planning.plan import Plan
+from zc.planning.topology import Topology
 from zc.report.peers import Peer, peers
 from zc.report.summary import megabytes
-
-MAX_WORLD_SIZE = 4096
-RULES = {"Muon": Rule(whole=True, cost="newton_schulz")}  # of the others: equal shards
 
 
 @dataclass(frozen=True)
@@ -36,7 +24,7 @@ class Estimate:
 
     ``wire`` is what a rank sends in a step and receives as well, or what is read of its memory; ``host_wire`` what
     leaves a host, of all its ranks; ``bus`` what goes each way between device and host.
-    ``peers``: what DDP and FSDP2 would hold and send.
+    ``peers``: what DDP, FSDP2 and the other stages of zc would hold and send.
     ``floor_seconds`` has a part only where its bandwidth was given; ``step_floor`` is the largest.
     """
 
@@ -77,7 +65,9 @@ class Estimate:
         where = f", offload to {self.offload}" if self.offload is not None else ""
         ddp = "".join(f"; {name} {megabytes(peer.held)}" for name, peer in self.peers.items() if name.startswith("DDP"))
         head = f"{ranks}, stage {self.stage}, {batches}{where}: {megabytes(self.device_nbytes)} per rank{ddp}"
-        lines = [f"{head}; {megabytes(sum(self.wire.values()))} sent per step."]
+        less = self.peers.get("zc, stage 1") if self.microbatches > 1 else None  # which reduces once per update
+        hint = "" if less is None else f" Stage 1: {megabytes(less.held)} per rank, {megabytes(less.sent)} sent."
+        lines = [f"{head}; {megabytes(sum(self.wire.values()))} sent per step.{hint}"]
         lines.append(f"{self.num_params:,} parameters in {self.num_buckets} buckets; bytes per rank:")
         groups = {"device": self.device, "host": self.host, "disk": self.disk,
                   "wire, a step": self.wire, "leaves a host": self.host_wire, "bus, a step": self.bus}  # fmt: skip
@@ -92,131 +82,6 @@ class Estimate:
         if self.step_floor is not None:
             lines.append(f"{'floor':>14} | {'step':<16} {self.step_floor * 1e3:>17.3f} ms")
         return "\n".join(lines)
-
-
-def plan(
-    model: nn.Module,
-    *,
-    world_size: int,
-    stage: int = 2,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    gather_dtype: torch.dtype | str | None = None,
-    reduce: str = "exact",
-    bucket_nbytes: int | None = None,
-    num_buffers: int = 2,
-    ranks_per_host: int | None = None,
-    num_replicas: int = 1,
-    offload: str | None = None,
-    offload_accumulate: str = "cpu",
-    optimizer: str | Mapping[str, str] = "AdamW",
-    microbatches: int = 1,
-    compute_seconds: float | None = None,
-    bus_bandwidth: float | None = None,
-    wire_bandwidth: float | None = None,
-    net_bandwidth: float | None = None,
-    host_bandwidth: float | None = None,
-    device_bandwidth: float | None = None,
-    disk_bandwidth: float | None = None,
-) -> Estimate:
-    """What `zc.compile` with these options would hold, send and copy on each of ``world_size`` ranks (up to 4,096).
-
-    Needs no process group, GPU or memory: the model may be on the meta device. Nothing is changed.
-
-    Args:
-        ranks_per_host: of each host; None: every rank on its own.
-        num_replicas: the first size of a mesh of two dimensions, (replicate, shard), of ``world_size`` ranks.
-        optimizer: class name of a torch optimizer, for the size of its state and the layout that it asks for. Several:
-            names of parameters, or patterns of them as of files (``"*.weight"``), to class names; the first that fits
-            counts: ``{"embed*": "AdamW", "*norm*": "AdamW", "*.weight": "Muon", "*": "AdamW"}``.
-        microbatches: backwards an update, all but the last declared with `zc.no_sync`.
-        compute_seconds: forward and backward of all microbatches, without communication.
-        bus_bandwidth: bytes/s between device and pinned host memory, each way.
-        wire_bandwidth: bytes/s that a rank sends while it receives as much.
-        net_bandwidth: bytes/s that leave a host while as many come in.
-        host_bandwidth: bytes/s of a rank's share of the host's memory, for an update with offload.
-        device_bandwidth: bytes/s of the device's memory, for an update without offload.
-        disk_bandwidth: bytes/s, read and written together, of a rank's share of the disk (offload="disk").
-
-    Raises:
-        PlanError (a ValueError): an option, a bandwidth or the world size is out of range. TypeError: no module.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    config = Config(
-        stage=stage, param_dtype=param_dtype, reduce_dtype=reduce_dtype, gather_dtype=gather_dtype, reduce=reduce,
-        bucket_nbytes=bucket_nbytes,
-        num_buffers=num_buffers, offload=offload, offload_accumulate=offload_accumulate,
-        offload_dir="." if offload == "disk" else None,
-    )  # fmt: skip
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise PlanError(f"world_size must be a whole number from 1 to {MAX_WORLD_SIZE}, got {world_size!r}")
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise PlanError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
-    rates = {"bus_bandwidth": bus_bandwidth, "wire_bandwidth": wire_bandwidth, "net_bandwidth": net_bandwidth,
-             "host_bandwidth": host_bandwidth,
-             "device_bandwidth": device_bandwidth, "disk_bandwidth": disk_bandwidth,
-             "compute_seconds": compute_seconds}  # fmt: skip
-    for name, rate in rates.items():
-        if rate is not None and not rate > 0:
-            raise PlanError(f"{name} must be above 0, got {rate!r}")
-    hosts = flat(world_size)
-    if ranks_per_host is not None:
-        if isinstance(ranks_per_host, bool) or not isinstance(ranks_per_host, int) or ranks_per_host < 1:
-            raise PlanError(f"ranks_per_host must be a whole number of at least 1, got {ranks_per_host!r}")
-        if world_size % ranks_per_host:
-            raise PlanError(f"{world_size} ranks are no whole number of hosts of {ranks_per_host}")
-        hosts = Topology(world_size // ranks_per_host, ranks_per_host)
-    is_number = isinstance(num_replicas, int) and not isinstance(num_replicas, bool)
-    if not is_number or num_replicas < 1 or world_size % num_replicas:
-        raise PlanError(f"num_replicas must be a whole number and divide the {world_size} ranks, got {num_replicas!r}")
-    check_replicas(config, num_replicas)
-    params = trainable(model)
-    if not params:
-        raise PlanError(f"{type(model).__name__} has no trainable parameter (requires_grad is False for all)")
-    classes, owners = _optimizers(params, optimizer)
-    specs = [
-        ParamSpec(n, tuple(p.shape), param_dtype or p.dtype, p.device, owners[n], own_strides(p.shape, p.stride()))
-        for n, p in params.items()
-    ]
-    rules = [RULES.get(name, Rule()) for name in classes]
-    check_encodings(config, {spec.name: spec.dtype for spec in specs}, rules)
-    used = replace(hosts, reads_memory=ranks_per_host is not None)
-    if num_replicas > 1:  # as `zc.ranks.comm.Group.split` has it
-        shard = world_size // num_replicas
-        is_inside = ranks_per_host is not None and ranks_per_host % shard == 0
-        used = Topology(1, shard, reads_memory=True) if is_inside else flat(shard)
-    used = usable(used, reduce, {s.device.type for s in specs})
-    made = make_plan(
-        specs, world_size=used.world_size, num_replicas=num_replicas, placement=config.placement, reduce=reduce,
-        reduce_dtype=reduce_dtype, gather_dtype=gather_dtype, topology=used, bucket_nbytes=bucket_nbytes,
-        num_buffers=num_buffers, overlap=True,
-        offload=config.host, rules=rules, kinds=find_kinds(model),
-    )  # fmt: skip
-    return estimate(made, classes, microbatches, offload, rates, hosts)
-
-
-def _optimizers(
-    params: Mapping[str, nn.Parameter], optimizer: str | Mapping[str, str]
-) -> tuple[list[str], dict[str, int]]:
-    """The class names, and which of them each parameter has."""
-    by_pattern = {"*": optimizer} if isinstance(optimizer, str) else dict(optimizer)
-    for name in by_pattern.values():
-        if name not in STATES:
-            raise PlanError(f"optimizer must be one of {', '.join(STATES)}, got {name!r}")
-    classes = list(dict.fromkeys(by_pattern.values()))
-    owners: dict[str, int] = {}
-    for name, param in params.items():
-        pattern = next((p for p in by_pattern if p == name or fnmatch.fnmatchcase(name, p)), None)
-        if pattern is None:
-            raise PlanError(f'parameter {name} fits none of the patterns {", ".join(by_pattern)}: add "*" as the last')
-        if by_pattern[pattern] == "Muon" and param.dim() != 2:
-            raise PlanError(
-                f"torch.optim.Muon takes matrices, and {name} is {tuple(param.shape)} (pattern {pattern!r}): give it "
-                f'to another one, as in optimizer={{"{name}": "AdamW", ..., "*": "Muon"}}'
-            )
-        owners[name] = classes.index(by_pattern[pattern])
-    return classes, owners
 
 
 def estimate(

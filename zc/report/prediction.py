@@ -1,0 +1,191 @@
+"""`zc.plan`: predicts what a rank would hold, send and copy, without processes, GPUs or memory for it."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zc.checks import check_encodings, check_replicas, trainable
+from zc.config import Config
+from zc.errors import PlanError
+from zc.planning.blocks import find_kinds
+from zc.planning.layout import Rule, own_strides
+from zc.planning.nbytes import STATES
+from zc.planning.placement import PLACEMENTS
+from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.topology import Topology, flat, usable
+from zc.registry import COMPILED
+from zc.report.estimate import Estimate, estimate
+from zc.report.peers import Peer
+
+if TYPE_CHECKING:
+    from zc.optim.model import ShardedModel
+
+MAX_WORLD_SIZE = 4096
+RULES = {"Muon": Rule(whole=True, cost="newton_schulz")}  # of the others: equal shards
+
+
+def plan(
+    model: nn.Module,
+    *,
+    world_size: int | None = None,
+    stage: int | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    gather_dtype: torch.dtype | str | None = None,
+    reduce: str | None = None,
+    bucket_nbytes: int | None = None,
+    num_buffers: int | None = None,
+    ranks_per_host: int | None = None,
+    num_replicas: int = 1,
+    offload: str | None = None,
+    offload_accumulate: str | None = None,
+    optimizer: str | Mapping[str, str] | None = None,
+    microbatches: int = 1,
+    compute_seconds: float | None = None,
+    bus_bandwidth: float | None = None,
+    wire_bandwidth: float | None = None,
+    net_bandwidth: float | None = None,
+    host_bandwidth: float | None = None,
+    device_bandwidth: float | None = None,
+    disk_bandwidth: float | None = None,
+) -> Estimate:
+    """What `zc.compile` with these options would hold, send and copy on each of ``world_size`` ranks (up to 4,096).
+
+    Needs no process group, GPU or memory: the model may be on the meta device. Nothing is changed. Of a model that
+    `zc.compile` was called for, options that you leave out (None) are those of that call. Of any other model they are
+    `zc.compile`'s defaults, and the optimizer is AdamW.
+
+    Args:
+        world_size: None: of the process group, if there is one.
+        ranks_per_host: of each host; None: every rank on its own.
+        num_replicas: the first size of a mesh of two dimensions, (replicate, shard), of ``world_size`` ranks.
+        optimizer: class name of a torch optimizer, for the size of its state and the layout that it asks for. Several:
+            names of parameters, or patterns of them as of files (``"*.weight"``), to class names; the first that fits
+            counts: ``{"embed*": "AdamW", "*norm*": "AdamW", "*.weight": "Muon", "*": "AdamW"}``.
+        microbatches: backwards an update, all but the last declared with `zc.no_sync`.
+        compute_seconds: forward and backward of all microbatches, without communication.
+        bus_bandwidth: bytes/s between device and pinned host memory, each way.
+        wire_bandwidth: bytes/s that a rank sends while it receives as much.
+        net_bandwidth: bytes/s that leave a host while as many come in.
+        host_bandwidth: bytes/s of a rank's share of the host's memory, for an update with offload.
+        device_bandwidth: bytes/s of the device's memory, for an update without offload.
+        disk_bandwidth: bytes/s, read and written together, of a rank's share of the disk (offload="disk").
+
+    Raises:
+        PlanError (a ValueError): an option, a bandwidth or the world size is out of range. TypeError: no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    compiled = COMPILED.get(model)
+    asked = Config() if compiled is None else compiled.runtime.config
+    options = {
+        "stage": stage, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "gather_dtype": gather_dtype,
+        "reduce": reduce, "bucket_nbytes": bucket_nbytes, "num_buffers": num_buffers, "offload": offload,
+        "offload_accumulate": offload_accumulate, "offload_dir": "." if offload == "disk" else None,
+    }  # fmt: skip
+    config = replace(asked, **{name: value for name, value in options.items() if value is not None})  # type: ignore[arg-type]
+    if world_size is None:
+        world_size = _world_size(compiled)
+    if optimizer is None:
+        optimizer = "AdamW" if compiled is None else _optimizers_of(compiled)
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise PlanError(f"world_size must be a whole number from 1 to {MAX_WORLD_SIZE}, got {world_size!r}")
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise PlanError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
+    rates = {"bus_bandwidth": bus_bandwidth, "wire_bandwidth": wire_bandwidth, "net_bandwidth": net_bandwidth,
+             "host_bandwidth": host_bandwidth,
+             "device_bandwidth": device_bandwidth, "disk_bandwidth": disk_bandwidth,
+             "compute_seconds": compute_seconds}  # fmt: skip
+    for name, rate in rates.items():
+        if rate is not None and not rate > 0:
+            raise PlanError(f"{name} must be above 0, got {rate!r}")
+    hosts = flat(world_size)
+    if ranks_per_host is not None:
+        if isinstance(ranks_per_host, bool) or not isinstance(ranks_per_host, int) or ranks_per_host < 1:
+            raise PlanError(f"ranks_per_host must be a whole number of at least 1, got {ranks_per_host!r}")
+        if world_size % ranks_per_host:
+            raise PlanError(f"{world_size} ranks are no whole number of hosts of {ranks_per_host}")
+        hosts = Topology(world_size // ranks_per_host, ranks_per_host)
+    is_number = isinstance(num_replicas, int) and not isinstance(num_replicas, bool)
+    if not is_number or num_replicas < 1 or world_size % num_replicas:
+        raise PlanError(f"num_replicas must be a whole number and divide the {world_size} ranks, got {num_replicas!r}")
+    check_replicas(config, num_replicas)
+    params = trainable(model)
+    if not params:
+        raise PlanError(f"{type(model).__name__} has no trainable parameter (requires_grad is False for all)")
+    classes, owners = _optimizers(params, optimizer)
+    dtype = config.param_dtype
+    specs = [
+        ParamSpec(n, tuple(p.shape), dtype or p.dtype, p.device, owners[n], own_strides(p.shape, p.stride()))
+        for n, p in params.items()
+    ]
+    rules = [RULES.get(name, Rule()) for name in classes]
+    check_encodings(config, {spec.name: spec.dtype for spec in specs}, rules)
+    used = replace(hosts, reads_memory=ranks_per_host is not None)
+    if num_replicas > 1:  # as `zc.ranks.comm.Group.split` has it
+        shard = world_size // num_replicas
+        is_inside = ranks_per_host is not None and ranks_per_host % shard == 0
+        used = Topology(1, shard, reads_memory=True) if is_inside else flat(shard)
+    used = usable(used, config.reduce, {s.device.type for s in specs})
+
+    def of_stage(number: int) -> Plan:
+        return make_plan(
+            specs, world_size=used.world_size, num_replicas=num_replicas, placement=PLACEMENTS[number],
+            reduce=config.reduce, reduce_dtype=config.reduce_dtype, gather_dtype=config.gather_dtype, topology=used,
+            bucket_nbytes=config.bucket_nbytes, num_buffers=config.num_buffers, overlap=True, offload=config.host,
+            rules=rules, kinds=find_kinds(model),
+        )  # fmt: skip
+
+    chosen = estimate(of_stage(config.stage), classes, microbatches, config.offload, rates, hosts)
+    others: dict[str, Peer] = {}
+    for number, placement in PLACEMENTS.items():
+        # zc.compile refuses these with stage 3
+        refused = placement.shards_weights and (config.offload is not None or config.encodings)
+        if number != config.stage and not refused:
+            other = estimate(of_stage(number), classes, microbatches, config.offload, rates, hosts)
+            others[f"zc, stage {number}"] = Peer(other.device_nbytes, sum(other.wire.values()))
+    return replace(chosen, peers={**others, **chosen.peers})
+
+
+def _world_size(compiled: ShardedModel | None) -> int:
+    if compiled is not None:
+        return compiled.runtime.plan.num_ranks
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    raise PlanError("world_size is not given, and there is no process group: zc.plan(model, world_size=8)")
+
+
+def _optimizers_of(compiled: ShardedModel) -> dict[str, str]:
+    """Class names by parameter, of the optimizers that `zc.compile` was given."""
+    names = [type(each.optimizer).__name__ for each in compiled.optimizers]
+    return {slot.name: names[b.optimizer] for b in compiled.runtime.plan.buckets for slot in b.slots}
+
+
+def _optimizers(
+    params: Mapping[str, nn.Parameter], optimizer: str | Mapping[str, str]
+) -> tuple[list[str], dict[str, int]]:
+    """The class names, and which of them each parameter has."""
+    by_pattern = {"*": optimizer} if isinstance(optimizer, str) else dict(optimizer)
+    for name in by_pattern.values():
+        if name not in STATES:
+            raise PlanError(f"optimizer must be one of {', '.join(STATES)}, got {name!r}")
+    classes = list(dict.fromkeys(by_pattern.values()))
+    owners: dict[str, int] = {}
+    for name, param in params.items():
+        pattern = next((p for p in by_pattern if p == name or fnmatch.fnmatchcase(name, p)), None)
+        if pattern is None:
+            raise PlanError(f'parameter {name} fits none of the patterns {", ".join(by_pattern)}: add "*" as the last')
+        if by_pattern[pattern] == "Muon" and param.dim() != 2:
+            raise PlanError(
+                f"torch.optim.Muon takes matrices, and {name} is {tuple(param.shape)} (pattern {pattern!r}): give it "
+                f'to another one, as in optimizer={{"{name}": "AdamW", ..., "*": "Muon"}}'
+            )
+        owners[name] = classes.index(by_pattern[pattern])
+    return classes, owners
