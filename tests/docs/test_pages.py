@@ -202,7 +202,8 @@ def test_the_figures_of_the_readme_are_measured() -> None:
         if name is None:
             assert column == 0
             continue
-        figures = " ".join([*(cell for row in measured if row[0] == name for cell in row[1:]), *column_of(measured, name)])
+        rows = [cell for row in measured if row[0] == name for cell in row[1:]]
+        figures = " ".join([*rows, *column_of(measured, name)])
         for cell in cells[2:]:
             for number in re.findall(r"\d[\d,.]*\d|\d", cell):
                 assert re.search(rf"(?<![\d,.]){re.escape(number)}(?![\d,.]*\d)", figures), f"{name}: {number}"
