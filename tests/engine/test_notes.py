@@ -1,0 +1,63 @@
+"""Notes of `zc.compile` that need several hosts or a GPU to arise: what they say, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from models import mlp
+from training_runs import adamw
+
+from zc.config import Config
+from zc.planning.plan import ParamSpec, make_plan
+from zc.planning.topology import Topology
+from zc.prepare import Request, assign, notes_of
+
+
+@dataclass
+class Ranks:
+    """What notes ask of a group."""
+
+    topology: Topology
+    note: str | None = None
+
+    @property
+    def shard(self) -> Ranks:
+        return self
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.world_size
+
+
+def notes(topology: Topology, device: str = "cuda", **options: Any) -> str:
+    model, config = mlp(), Config(backend="eager", **options)
+    plan = make_plan(
+        [ParamSpec(n, tuple(p.shape), p.dtype, torch.device(device), 0, None) for n, p in model.named_parameters()],
+        world_size=topology.world_size, placement=config.placement, reduce=config.reduce, reduce_dtype=None,
+        bucket_nbytes=None, num_buffers=2, overlap=config.overlap,
+    )  # fmt: skip
+    ranks: Any = Ranks(topology)
+    return "\n".join(notes_of(Request(model, config, assign(model, adamw(model)), plan, None), ranks))
+
+
+def test_what_an_exact_reduction_sends_between_hosts_of_gpus() -> None:
+    """It leaves each host as often as the host has devices."""
+    words = "4 times as many bytes leave a host as must"
+    assert f"3 hosts of 4 devices: every device sends to every other one, so {words}" in notes(Topology(3, 4))
+    for topology, options in [(Topology(1, 4), {}), (Topology(4, 1), {}), (Topology(3, 4), {"reduce": "native"})]:
+        assert words not in notes(topology, **options)
+    assert words not in notes(Topology(3, 4), device="cpu")
+
+
+def test_one_hardware_queue_for_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "CUDA_DEVICE_MAX_CONNECTIONS=1"
+    assert words not in notes(Topology(1, 2))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert f"{words}: all streams share one hardware queue" in notes(Topology(1, 2))
+    assert words not in notes(Topology(1, 1)) and words not in notes(Topology(1, 2), overlap=False)
+    assert words not in notes(Topology(1, 2), device="cpu")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert words not in notes(Topology(1, 2))
