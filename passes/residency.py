@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from zc.planning.layout import ALIGN_NBYTES
-from zc.planning.plan import Plan
+from zc.planning.plan import MOVED, Plan
 from zc.schedule.buffer import MAIN, Buffer
 from zc.schedule.nodes import is_schedule_node, item_of, op_of, ops, results, stream_of
 from zc.schedule.spec import Cast, Deposit, FreeWeights, GatherWeights, ReadWeights, Segment, TakeWeights
@@ -75,7 +75,7 @@ class _Arena:
         if op.start < 0 or op.start % ALIGN_NBYTES:
             self.faults.append(f"{node.name} gathers {place}, which starts at no multiple of {ALIGN_NBYTES} bytes")
         if self.plan is not None:
-            nbytes, cap = self.plan.buckets[op.bucket].nbytes, self.plan.weight_cap
+            nbytes, cap = self.plan.bucket(op.bucket).nbytes, self.plan.weight_cap
             if op.stop - op.start != nbytes:
                 self.faults.append(f"{node.name} gathers {place}, and its weights have {nbytes} bytes")
             if op.stop > cap:
@@ -147,8 +147,9 @@ class _Windows:
                 self.faults.append(f"%{item.name} is item {item_of(item)} of {node.name}, which has {len(op.places)}")
         if plan is None:
             return
+        names = {b.index: [s.name for s in b.slots] for b in plan.with_weights}
         for bucket, slot in op.places:
-            if not (0 <= bucket < len(plan.buckets) and 0 <= slot < len(plan.buckets[bucket].slots)):
+            if not (bucket in names and 0 <= slot < len(names[bucket]) and names[bucket][slot] != MOVED):
                 self.faults.append(f"{node.name} takes bucket {bucket}, slot {slot}: the plan has no such parameter")
 
     def _check_inputs(self, node: fx.Node, params: dict[fx.Node, tuple[int, int]]) -> None:

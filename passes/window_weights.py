@@ -26,7 +26,7 @@ FSDP (arXiv:2304.11277).
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -78,7 +78,7 @@ def _is_size(node: fx.Node) -> bool:
 
 def _windows(reads: Sequence[Sequence[Place]], plan: Plan) -> list[int]:
     """The number of the window in which each node stands."""
-    nbytes = [align_up(bucket.nbytes, ALIGN_NBYTES) for bucket in plan.buckets]
+    nbytes = {bucket.index: align_up(bucket.nbytes, ALIGN_NBYTES) for bucket in plan.with_weights}
     limit = max((_nbytes(_buckets(places), nbytes) for places in reads), default=0)
     limit = max(limit, plan.weight_cap // 2)
     numbers: list[int] = []
@@ -96,7 +96,7 @@ def _buckets(places: Sequence[Place]) -> set[int]:
     return {bucket for bucket, _ in places}
 
 
-def _nbytes(buckets: set[int], nbytes: Sequence[int]) -> int:
+def _nbytes(buckets: set[int], nbytes: Mapping[int, int]) -> int:
     return sum(nbytes[bucket] for bucket in buckets)
 
 

@@ -165,8 +165,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             runtime = _make_runtime(request, ranks)
             call = _compiled_call(model, runtime)
         _undo_on_failure(undo, request, runtime)
-        broadcast_rest(model, runtime.params, ranks)
-        fill(runtime, request.plan.buckets)
+        broadcast_rest(model, runtime.placed, ranks)
+        fill(runtime, request.plan.with_weights)
         compiled = ShardedModel(runtime, request.assignment, request.state_file)
         _install(model, compiled, call)
         undo.pop_all()  # nothing failed
@@ -183,6 +183,8 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
     buffers, params = Buffers(plan, ranks.shard.rank), dict(request.assignment.params)
     runtime = Runtime(request.config, plan, buffers, ranks, make_streams(device), params)
     runtime.frozen = {n: p for n, p in request.model.named_parameters() if n not in params}
+    in_buckets = plan.slot_of()
+    runtime.placed.update({n: p for n, p in runtime.frozen.items() if n in in_buckets})
     for note in notes_of(request, ranks):
         runtime.say_once(note)
     return runtime
@@ -207,7 +209,7 @@ def _compiled_call(model: nn.Module, runtime: Runtime) -> Callable[..., Any] | N
 
 def _undo_on_failure(undo: contextlib.ExitStack, request: Request, runtime: Runtime) -> None:
     """From here on the model changes. If anything fails, out of memory for example, the caller gets it back."""
-    dtypes = {name: param.dtype for name, param in runtime.params.items()}
+    dtypes = {name: param.dtype for name, param in runtime.placed.items()}
     close_streams = getattr(runtime.streams, "close", None)
     if close_streams is not None:
         undo.callback(close_streams)

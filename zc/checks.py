@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,10 @@ _WRAPPERS = {
     "OptimizedModule": "zc compiles the module itself, so pass the one you gave to torch.compile, model._orig_mod",
     "_FabricModule": "pass the module that you gave to Fabric, model.module",
 }
+
+
+# of frozen parameters in shards: what every process group can gather
+_GATHERED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -134,13 +139,36 @@ def _check_storages(params: dict[str, nn.Parameter]) -> None:
         low = int(param.storage_offset()) * param.element_size()
         extent = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
         high = low + int(extent + 1) * param.element_size()
-        for other_low, other_high, other in spans.setdefault(param.untyped_storage().data_ptr(), []):
+        storage = _storage_of(param)
+        for other_low, other_high, other in spans.setdefault(storage, []):
             if low < other_high and other_low < high:
                 raise PlanError(
                     f"parameters {other} and {name} share a part of one storage (bytes {other_low}:{other_high} and "
                     f"{low}:{high}); tie weights by assigning the same Parameter to both modules"
                 )
-        spans[param.untyped_storage().data_ptr()].append((low, high, name))
+        spans[storage].append((low, high, name))
+
+
+def shardable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The frozen parameters of ``model`` that can lie in shards: plain dense ones on the device of ``params``, which
+    train, with a storage that no other parameter has a part of. The rest stays whole on every rank."""
+    device = next(iter(params.values())).device
+    plain = {
+        name: param
+        for name, param in model.named_parameters()
+        if type(param.data) is torch.Tensor and param.layout == torch.strided
+    }
+    num_owners = Counter(_storage_of(param) for param in plain.values())
+    return {
+        name: param
+        for name, param in plain.items()
+        if name not in params and not param.requires_grad and type(param) is nn.Parameter
+        if param.dtype in _GATHERED and param.numel() and param.device == device and num_owners[_storage_of(param)] == 1
+    }
+
+
+def _storage_of(param: nn.Parameter) -> int:
+    return param.untyped_storage().data_ptr() or torch_private.storage_number(param)  # one without bytes has no address
 
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:

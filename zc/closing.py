@@ -50,7 +50,7 @@ def close(model: nn.Module) -> None:
             runtime.streams.synchronize()
             runtime.weights.synchronize()
             if isinstance(runtime.weights, ShardedWeights):
-                runtime.weights.make_whole(range(len(runtime.plan.buckets)))
+                runtime.weights.make_whole([bucket.index for bucket in runtime.plan.with_weights])
         runtime.group.close()
     finally:
         _hand_back(model, held)
@@ -66,7 +66,7 @@ def _hand_back(model: nn.Module, held: ShardedModel) -> None:
         handle.remove()
     if isinstance(runtime.weights, ShardedWeights):
         runtime.weights.let_go()
-    for param in runtime.params.values():
+    for param in runtime.placed.values():
         param.grad = None
         param.data = param.data.clone()
     held.let_go()

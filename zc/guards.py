@@ -61,7 +61,7 @@ def _apply(
     assert model is not None
     if runtime is None:
         return torch_private.plain_apply(model, function, recurse)
-    places = {id(param) for param in runtime.params.values()}
+    places = {id(param) for param in runtime.placed.values()}
     if isinstance(runtime.weights, ShardedWeights):
         with runtime.weights.named_plainly():
             return torch_private.plain_apply(model, _refusing_moves(places, function), recurse)

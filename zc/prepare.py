@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zc import kernels, torch_private
-from zc.checks import check, check_encodings, check_module, check_optimizers, check_replicas, owners_of
+from zc.checks import check, check_encodings, check_module, check_optimizers, check_replicas, owners_of, shardable
 from zc.config import Config
 from zc.engine import param_grads
 from zc.engine.memory_order import flattened, in_shape
@@ -23,6 +23,7 @@ from zc.optim.assignment import Assignment, listed
 from zc.optim.kinds import ELEMENTWISE, is_elementwise, note_of, rule_of, try_out
 from zc.optim.param_writes import note_of_shared
 from zc.planning.blocks import find_kinds
+from zc.planning.frozen import with_frozen
 from zc.planning.layout import ALIGN_NBYTES, align_up, own_strides
 from zc.planning.nbytes import STATES, resident
 from zc.planning.plan import Bucket, ParamSpec, Plan, make_plan
@@ -135,7 +136,7 @@ def plan_of(
         for name, p in params.items()
     ]
     check_encodings(config, {spec.name: spec.dtype for spec in specs}, assignment.rules)
-    return make_plan(
+    plan = make_plan(
         specs,
         world_size=ranks.shard.world_size,
         placement=config.placement,
@@ -154,6 +155,8 @@ def plan_of(
         num_replicas=ranks.num_replicas,
         kinds=after.kinds if after is not None else find_kinds(model) if config.compiles_blocks else (),
     )
+    is_frozen_too = after is None and config.placement.shards_weights
+    return with_frozen(plan, shardable(model, params), config.bucket_nbytes) if is_frozen_too else plan
 
 
 def check_wire(plan: Plan) -> None:
@@ -176,7 +179,7 @@ def check_weights(plan: Plan) -> None:
         return
     if plan.offload is not None:
         raise PlanError("stage=3 and offload: masters in host memory work in stages 1 and 2; leave one of them out")
-    largest = max(plan.buckets, key=lambda b: b.nbytes)
+    largest = max(plan.with_weights, key=lambda b: b.nbytes)
     if plan.weight_cap < (least := align_up(largest.nbytes, ALIGN_NBYTES)):
         raise PlanError(
             f"weight_nbytes={plan.weight_cap} is too small: the largest bucket ({largest.slots[0].name}, ...) has "
@@ -231,7 +234,7 @@ def fingerprint(model: nn.Module, config: Config, assignment: Assignment) -> lis
 
 @torch.no_grad()
 def broadcast_rest(model: nn.Module, params: Mapping[str, nn.Parameter], ranks: Group) -> None:
-    """Gives all ranks rank 0's frozen parameters and buffers, which the plan leaves out."""
+    """Gives all ranks rank 0's buffers and parameters that are in no bucket."""
     planned = {id(p) for p in params.values()}
     for tensor in [*(p for p in model.parameters() if id(p) not in planned), *model.buffers()]:
         values = tensor.detach().contiguous()
@@ -246,23 +249,23 @@ def fill(runtime: Runtime, buckets: Sequence[Bucket]) -> None:
     ranks, rank, buffers = runtime.group, runtime.group.shard.rank, runtime.buffers
     for bucket in buckets:
         buffers.add(bucket)
-        flat, master = buffers.flat_param[bucket.index], buffers.master_shard[bucket.index]
-        start, _ = bucket.layout.owned_range(rank)
         for slot in bucket.slots:
-            param = runtime.params[slot.name]
+            param = runtime.placed[slot.name]
             values = flattened(param.detach(), slot)
             ranks.broadcast_(values)
-            first, stop = bucket.layout.owned(slot, rank)
-            if buffers.has_own_master(bucket):
+            if not bucket.is_frozen and buffers.has_own_master(bucket):
+                start, _ = bucket.layout.owned_range(rank)
+                first, stop = bucket.layout.owned(slot, rank)
+                master = buffers.master_shard[bucket.index]
                 master[first - start : stop - start] = values[first - slot.offset : stop - slot.offset]
             if runtime.plan.placement.shards_weights:
                 low, high = bucket.layout.in_shard(slot, rank)
-                shard, begin = buffers.weight[bucket.index], bucket.layout.shard_range(rank)[0]
+                shard, begin = buffers.weight_shard(bucket.index), bucket.layout.shard_range(rank)[0]
                 shard[low - begin : high - begin] = values[low - slot.offset : high - slot.offset]
                 del values
                 param.data = without_bytes(param, bucket.param_dtype)
                 continue
-            place = flat[slot.offset : slot.stop]
+            place = buffers.flat_param[bucket.index][slot.offset : slot.stop]
             place.copy_(values)
             del values
             param.data = in_shape(torch_private.own_storage(place), slot)
@@ -296,9 +299,9 @@ def empty(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> None:
         handle.remove()
     if isinstance(runtime.weights, ShardedWeights):
         if runtime.plan.world_size == 1:
-            runtime.weights.make_whole(range(len(runtime.buffers.weight)))
+            runtime.weights.make_whole(runtime.buffers.filled)
         runtime.weights.let_go()
     runtime.buffers.close()
-    for name, param in runtime.params.items():
+    for name, param in runtime.placed.items():
         param.grad = None
         param.data = param.data.to(dtypes[name], copy=True, memory_format=torch.preserve_format)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from zc.checks import check_added, owners_of, trainable
+from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import PlanError
 from zc.optim.assignment import Assignment
+from zc.planning.frozen import without_moved
 from zc.planning.plan import Plan
 from zc.prepare import check_wire, fill, fingerprint, on_all_ranks, plan_of
 from zc.ranks.comm import Group
@@ -17,6 +20,7 @@ from zc.registry import sharded
 
 if TYPE_CHECKING:
     from zc.config import Config
+    from zc.optim.model import ShardedModel
 
 
 def recompile(model: nn.Module) -> None:
@@ -31,6 +35,12 @@ def recompile(model: nn.Module) -> None:
         PlanError, TypeError: as `compile`; nothing has changed. RankMismatchError: ranks differ in what is trainable.
     """
     compiled = sharded(model)
+    weights = compiled.runtime.weights
+    with weights.named_plainly() if isinstance(weights, ShardedWeights) else nullcontext():
+        _recompile(model, compiled)
+
+
+def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     runtime, config, ranks = compiled.runtime, compiled.runtime.config, compiled.runtime.group
     with on_all_ranks(ranks):
         if config.offload is not None:
@@ -51,8 +61,10 @@ def recompile(model: nn.Module) -> None:
     if not params:
         return
     buckets = plan.buckets[len(runtime.plan.buckets) :]
-    runtime.grow(plan, params)
-    fill(runtime, buckets)
+    weights = runtime.weights
+    with weights.leaving(params) if isinstance(weights, ShardedWeights) else nullcontext():
+        runtime.grow(plan, params)
+        fill(runtime, buckets)
     compiled.adopt(buckets)
     if plan.overlap_gather:
         runtime.weights.count_sharing()
@@ -67,4 +79,4 @@ def _extended(model: nn.Module, plan: Plan, added: Assignment, config: Config, r
     longer = plan_of(model, added, config, ranks, plan)
     check_wire(longer)
     moved = (replace(b, index=b.index + len(plan.buckets)) for b in longer.buckets)
-    return replace(plan, buckets=(*plan.buckets, *moved))
+    return replace(without_moved(plan, frozenset(added.params)), buckets=(*plan.buckets, *moved))

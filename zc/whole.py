@@ -41,11 +41,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     held = sharded(model)
     runtime, weights = held.runtime, held.runtime.weights
-    names = {id(param): name for name, param in runtime.params.items()}
+    names = {id(param): name for name, param in runtime.placed.items()}
     whole: dict[str, Tensor] = {}
     is_first = runtime.group.rank == 0
     if isinstance(weights, ShardedWeights):
-        for bucket in runtime.plan.buckets:
+        for bucket in runtime.plan.with_weights:
             flat = weights.gathered_once(bucket.index)
             for slot in bucket.slots if is_first else ():
                 part = in_shape(flat[slot.offset : slot.stop], slot)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zc.checkpoint.save_load import load_state_dict, settled
-from zc.checkpoint.state import groups_of, others, owned
+from zc.checkpoint.state import groups_of, others, owned, trained
 from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers
 
@@ -34,12 +34,13 @@ def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) ->
     held, folder = settled(model, optimizer), Path(path) / "zero"
     if not folder.is_dir():
         raise CheckpointError(f"{path} is no universal checkpoint: it has no folder zero")
-    mine = owned(held)
+    mine = trained(held)
     names = {file.parent.relative_to(folder).as_posix() for file in folder.rglob("fp32.pt")}
     missing, extra = sorted(set(mine) - names), sorted(names - set(mine) - set(model.state_dict(keep_vars=True)))
     if missing or extra:
         raise CheckpointError(f"{path} is of another model: missing {missing[:5]}, extra {extra[:5]}")
-    weights: dict[str, Any] = dict(others(model, held))
+    frozen = {name: own.now for name, own in owned(held).items() if own.optimizer is None}
+    weights: dict[str, Any] = {**others(model, held), **frozen}
     states: dict[str, dict[str, Any]] = {}
     for name, own in mine.items():
         for file in sorted((folder / name).glob("*.pt")):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zc.checkpoint import other_state
 from zc.checkpoint.shards import ReadOnly, ShardOf
-from zc.checkpoint.state import Owned, groups_of, groups_of_one, others, owned
+from zc.checkpoint.state import Owned, groups_of, groups_of_one, others, owned, trained
 from zc.checkpoint.target import Target, check_groups, check_names, flat_items
 from zc.checkpoint.together import KEY
 from zc.errors import CheckpointError
@@ -109,7 +109,7 @@ def optimizer_part(
     optimizers. Raises CheckpointError if the state belongs to other parameters."""
     groups = _named_groups(groups_of(held) if one is None else groups_of_one(one), state["param_groups"], where)
     numbered = {k: name for group in groups for k, name in zip(group.pop("numbers"), group["params"], strict=True)}
-    mine = {name: own for name, own in owned(held).items() if one is None or own.optimizer is one}
+    mine = {name: own for name, own in trained(held).items() if one is None or own.optimizer is one}
     frozen = {name for each in (held.optimizers if one is None else [one]) for name in other_state.frozen_of(each)}
     has_numbers = all(isinstance(key, int) for key in numbered) and (one is not None or len(held.optimizers) == 1)
     by_string: dict[str, Any] = {}
@@ -127,6 +127,7 @@ def optimizer_part(
             raise CheckpointError(f"{where} has optimizer state for {name}, which is in no parameter group here")
         own = mine[name]
         names.append(name)
+        assert own.optimizer is not None
         cuts = not own.optimizer.keeps_whole and held.runtime.group.shard.world_size > 1
         for option, value in values.items():
             whole = isinstance(value, Tensor) and tuple(value.shape) == own.slot.shape

@@ -15,6 +15,7 @@ from zc.checkpoint.together import KEY, note_of, together
 from zc.engine.memory_order import flattened
 from zc.errors import CheckpointError
 from zc.planning.layout import Slot
+from zc.planning.plan import MOVED
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -24,43 +25,61 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Owned:
-    """This rank owns elements [start, start + numel) of ``slot``, in its memory order. They are in ``slice``, a
-    parameter of ``optimizer``, if there are any."""
+    """This rank owns elements [start, start + numel) of ``slot``, in its memory order. They are in ``slice``, if there
+    are any: a parameter of ``optimizer``; or, of a frozen parameter in shards, a part of the shard."""
 
-    optimizer: ShardedOptimizer
+    optimizer: ShardedOptimizer | None
     slot: Slot
     start: int
     numel: int
-    slice: nn.Parameter | None
+    slice: Tensor | None
     dtype: torch.dtype
 
     def part(self, local: Tensor) -> ShardOf:
         """``local``: these elements in the slot's order; or, if they are the whole parameter, in its shape."""
         return ShardOf(self.slot.shape, flattened(local, self.slot), self.start, self.slot.order)
 
+    @property
+    def now(self) -> ShardOf:
+        """The elements as they are, not a copy."""
+        return self.part(self.slice.detach() if self.slice is not None else torch.empty(0, dtype=self.dtype))
+
     def part_of(self, whole: Tensor) -> Tensor:
         return flattened(whole, self.slot)[self.start : self.start + self.numel]
 
 
 def owned(held: ShardedModel) -> dict[str, Owned]:
-    """By name, for every trainable parameter, in order of registration."""
+    """By name, for every parameter in a bucket: those that train in order of registration, then frozen ones."""
     by_name: dict[str, Owned] = {}
-    runtime = held.runtime
+    runtime, rank = held.runtime, held.runtime.group.shard.rank
     for bucket in runtime.plan.buckets:
         optimizer = held.optimizer_of(bucket)
         for slot in bucket.slots:
-            first, stop = bucket.layout.owned(slot, runtime.group.shard.rank)
+            first, stop = bucket.layout.owned(slot, rank)
             start = first - slot.offset if stop > first else 0
             # a rank that owns nothing saves the state of its empty slice only for elementwise optimizers
             has_part = slot.name in optimizer.slices and (stop > first or not slot.numel or not optimizer.keeps_whole)
             own = optimizer.slices[slot.name] if has_part else None
             by_name[slot.name] = Owned(optimizer, slot, start, stop - first, own, bucket.acc_dtype)
-    return {name: by_name[name] for name in runtime.params}
+    for bucket in runtime.plan.frozen:
+        shard, (begin, _) = runtime.buffers.weight_shard(bucket.index), bucket.layout.shard_range(rank)
+        for slot in bucket.slots:
+            first, stop = bucket.layout.in_shard(slot, rank)
+            start = first - slot.offset if stop > first else 0
+            part = shard[first - begin : stop - begin] if stop > first else None
+            if slot.name != MOVED:
+                by_name[slot.name] = Owned(None, slot, start, stop - first, part, bucket.param_dtype)
+    return {name: by_name[name] for name in runtime.placed}
+
+
+def trained(held: ShardedModel) -> dict[str, Owned]:
+    """Those of `owned` that an optimizer updates."""
+    return {name: own for name, own in owned(held).items() if own.optimizer is not None}
 
 
 def others(model: nn.Module, held: ShardedModel) -> dict[str, Any]:
-    """The untrained part of ``model.state_dict()``: frozen parameters, buffers, extra states; each tensor once."""
-    seen = {id(param) for param in held.runtime.params.values()}
+    """What of ``model.state_dict()`` is in no bucket: frozen parameters, buffers, extra states; each tensor once."""
+    seen = {id(param) for param in held.runtime.placed.values()}
     untrained: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
@@ -85,6 +104,8 @@ def state_of(model: nn.Module, held: ShardedModel) -> dict[str, Any]:
             weights[name] = mine.part(torch.empty(0, dtype=mine.dtype))
             continue
         weights[name] = mine.part(mine.slice.detach())
+        if mine.optimizer is None:
+            continue
         state = mine.optimizer.optimizer.state.get(mine.slice, {})
         if state:
             _check_parts(name, mine, state)

@@ -30,7 +30,7 @@ from zc.checkpoint.other_state import states_of_frozen
 from zc.checkpoint.plain_state import from_optimizer_state
 from zc.checkpoint.save_load import copied, settled, take
 from zc.checkpoint.saving import channel_of
-from zc.checkpoint.state import owned, state_of
+from zc.checkpoint.state import state_of, trained
 from zc.checkpoint.together import refuse_together
 from zc.errors import CheckpointError, PlanError
 from zc.registry import COMPILED
@@ -132,8 +132,8 @@ def _first_states(held: ShardedModel) -> dict[str, dict[str, Any]]:
     with gradients of zero."""
     refuse_together(held, held.optimizers, "the state of an optimizer that has made no update")
     states: dict[str, dict[str, Any]] = {}
-    for name, own in owned(held).items():
-        if own.slice is None or not own.slot.numel:
+    for name, own in trained(held).items():
+        if own.slice is None or own.optimizer is None or not own.slot.numel:
             continue
         optimizer, like = own.optimizer.optimizer, nn.Parameter(own.slice.detach().clone())
         like.grad = torch.zeros_like(like)

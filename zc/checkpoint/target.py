@@ -89,7 +89,7 @@ def make_target(model: nn.Module, held: ShardedModel, metadata: Metadata, where:
         is_tensor = isinstance(entry, TensorStorageMetadata)
         if path[0] == "model" and path[1] in mine:
             own = mine[path[1]]
-            _check_tensor(path, entry, own.slot.shape, torch.float32, where)
+            _check_tensor(path, entry, own.slot.shape, own.dtype, where)
             if own.slot.numel:
                 target.add(path, own.part(torch.empty(own.numel, dtype=own.dtype)))
         elif path[0] == "model" and path[1] in rest:
@@ -109,6 +109,8 @@ def make_target(model: nn.Module, held: ShardedModel, metadata: Metadata, where:
             if path[2] not in mine:
                 raise CheckpointError(f"{where} has optimizer state for {path[2]}, which is in no parameter group here")
             own = mine[path[2]]
+            if own.optimizer is None:
+                raise CheckpointError(f"{where} has optimizer state for {path[2]}, which is in no parameter group here")
             target.with_state.add(path[2])
             if own.slice is None:
                 continue
@@ -138,9 +140,8 @@ def _room(entry: TensorStorageMetadata) -> Tensor:
 def check_names(model: nn.Module, held: ShardedModel, names_there: set[str], where: str) -> None:
     wanted = set(owned(held)) | set(others(model, held))
     missing = sorted(wanted - names_there)
-    extra = sorted(
-        names_there - wanted - set(model.state_dict(keep_vars=True))
-    )  # a tied weight's second name may be there
+    seconds = set(model.state_dict(keep_vars=True))  # a tied weight's second name may be there
+    extra = sorted(names_there - wanted - seconds)
     if missing or extra:
         parts = [
             f"{len(names)} {kind} ({_some(names)})" for kind, names in (("missing", missing), ("extra", extra)) if names
@@ -204,7 +205,7 @@ def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
     for path, value in target.under("optimizer", "state"):
         _set(states, path, value)
     for name, own in mine.items():
-        if own.slice is None:
+        if own.slice is None or own.optimizer is None:
             continue
         optimizer = own.optimizer.optimizer
         optimizer.state.pop(own.slice, None)

@@ -50,7 +50,7 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None, kind: int | Non
         if not runtime.ledger.graphs and runtime.config.backend == "inductor" and runtime.group.rank == 0:
             tell("compiles in the first step; ZC_LOG=info in the environment says what, ZC_LOG=error nothing")
         runtime.ledger.graphs.append(torch_private.compile_id())
-        name_of = {id(param): name for name, param in runtime.params.items()}  # zc.recompile may have added some
+        name_of = {id(param): name for name, param in runtime.placed.items()}  # zc.recompile may have added some
         names = [name_of.get(id(value)) for value in inputs]
         nonlocal num_shared
         inside = _one_block(blocks, names) if blocks is not None and num_shared < MAX_SHARED else None

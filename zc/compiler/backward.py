@@ -147,7 +147,7 @@ def for_block(template: Program, block: str, names: Mapping[str, str], turn: int
 
 
 def own_inputs(gm: fx.GraphModule, names: Sequence[str | None], inside: Member | None) -> list[int]:
-    """Positions among a backward graph's inputs of its block's trainable parameters."""
+    """Positions among a backward graph's inputs of its block's parameters in buckets."""
     if inside is None:
         return []
     found: list[int] = []
@@ -181,7 +181,7 @@ def _annotate(gm: fx.GraphModule, names: Sequence[str | None]) -> fx.Graph:
 
 
 def mark_weights(graph: fx.Graph, names: Sequence[str | None]) -> list[str]:
-    """``meta["param"]`` of each input that is a trainable parameter: its name. Returns these names.
+    """``meta["param"]`` of each input that is a parameter in a bucket: its name. Returns these names.
 
     Relies on AOTAutograd's descriptors of inputs, forward and backward: ``placeholder.meta["desc"]`` is
     ``PlainAOTInput(idx)`` (torch >= 2.9).

@@ -21,6 +21,7 @@ from zc.planning.blocks import BlockKind, block_of, split_name
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
+    from zc.planning.plan import Plan
 
 
 class Blocks:
@@ -30,7 +31,8 @@ class Blocks:
         self.kinds = tuple(kinds)
         self.positions = block_of(kinds)
         self._runtime = runtime
-        self._names: dict[int, str] = {}  # storage of a trainable parameter -> its name; `zc.recompile` adds some
+        self._plan: Plan | None = None  # of `_names`
+        self._names: dict[int, str] = {}  # storage of a parameter in a bucket -> its name; `zc.recompile` adds some
 
     def split(self, name: str | None) -> tuple[str, str] | None:
         """A parameter's name as (member, name in it); None: it is outside of blocks."""
@@ -39,8 +41,9 @@ class Blocks:
     def member_of(self, params: Sequence[object]) -> str | None:
         """The one block of these parameters, or of tensors that share their memory (checkpointing detaches what a
         forward saves); None: of none, or of several."""
-        if len(self._names) != len(self._runtime.params):
-            self._names = {torch_private.storage_number(p): name for name, p in self._runtime.params.items()}
+        if self._plan is not self._runtime.plan:
+            self._plan = self._runtime.plan
+            self._names = {torch_private.storage_number(p): name for name, p in self._runtime.placed.items()}
         members = set()
         for param in params:
             name = self._names.get(torch_private.storage_number(param)) if isinstance(param, Tensor) else None

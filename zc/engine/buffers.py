@@ -6,6 +6,7 @@ to the ``zero_grad`` that sets gradients to None, the others always::
     flat_param    P * param_dtype    the parameters' own memory, whole on every rank
                                      (stage 3: nothing; parameters have bytes while they are read)
     weight        S * param_dtype    stage 3: this rank's shard of the weights; the master too, if as wide
+    frozen        S * param_dtype    stage 3: the same of frozen parameters
     arena         Plan.weight_cap    stage 3, at most, while a forward or backward runs: gathered weights
     master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype; of an optimizer that reads whole
                                      parameters those that the rank owns, as its optimizer state (`zc.planning.layout`)
@@ -36,7 +37,7 @@ import torch
 from torch import Tensor
 
 from zc.engine.host_memory import HostMemory
-from zc.planning.plan import NUM_HOST_SUMS, Bucket, Plan
+from zc.planning.plan import FIRST_FROZEN, NUM_HOST_SUMS, Bucket, Plan
 from zc.schedule.buffer import Buffer
 
 
@@ -62,7 +63,9 @@ class Buffers:
         self.plan, self.rank = plan, rank
         self.flat_param: list[Tensor] = []
         self.weight: list[Tensor] = []
+        self.frozen: list[Tensor] = []
         self.arena: list[Tensor] = []
+        self.whole: dict[int, Tensor] = {}  # stage 3: [P] each, while a bucket is gathered into memory of its own
         self.master_shard: list[Tensor] = []
         self.acc: list[Tensor] = []
         self.host: list[Tensor] = []
@@ -81,6 +84,10 @@ class Buffers:
 
     def add(self, bucket: Bucket) -> None:
         """Allocates what stays of the next bucket of the plan."""
+        if bucket.is_frozen:
+            assert bucket.index == FIRST_FROZEN + len(self.frozen)
+            self.frozen.append(torch.zeros(bucket.layout.numel_shard, dtype=bucket.param_dtype, device=bucket.device))
+            return
         assert bucket.index == len(self.flat_param)
         start, stop = bucket.layout.owned_range(self.rank)
         if self.plan.placement.shards_weights:
@@ -115,6 +122,15 @@ class Buffers:
         if self.plan.offload is None or not self.plan.offload.accumulates_on_host:
             self.acc.append(_room(0, bucket.acc_dtype, bucket.device))
 
+    def weight_shard(self, index: int) -> Tensor:
+        """[S]: stage 3, this rank's shard of the weights of a bucket, frozen or not."""
+        return self.weight[index] if index < FIRST_FROZEN else self.frozen[index - FIRST_FROZEN]
+
+    @property
+    def filled(self) -> list[int]:
+        """Stage 3: the buckets that have been added, by number."""
+        return [*range(len(self.weight)), *range(FIRST_FROZEN, FIRST_FROZEN + len(self.frozen))]
+
     def has_own_master(self, bucket: Bucket) -> bool:
         """Whether the masters are apart from what the parameters have, or in stage 3 from this rank's shard of it."""
         is_apart = bucket.has_master or self.plan.offload is not None
@@ -129,11 +145,11 @@ class Buffers:
         self.arena.clear()
 
     def gathered(self, name: str, bucket: Bucket, start: int) -> Tensor:
-        """[P]: the whole weights of a bucket, which begin at byte ``start`` of the arena; or are its flat_param, while
-        that is whole."""
+        """[P]: the whole weights of a bucket, which begin at byte ``start`` of the arena; or which are gathered
+        into memory of their own."""
         buffer = Buffer.named(name)
         if buffer.kind == "flat_param":
-            return self.flat_param[buffer.index]
+            return self.whole[buffer.index]
         return self.arena[buffer.index][start : start + bucket.nbytes].view(bucket.param_dtype)
 
     def hold(self, bucket: Bucket) -> None:
@@ -174,7 +190,9 @@ class Buffers:
 
     def grow(self, plan: Plan) -> None:
         """Takes in ``plan``, whose first buckets are the present ones, for which nothing moves; the others are to be
-        added. Nothing may be using the ring. Not with offload."""
+        added. Frozen buckets that ``plan`` lacks go. Nothing may be using the ring. Not with offload."""
+        for index in {bucket.index for bucket in self.plan.frozen} - {bucket.index for bucket in plan.frozen}:
+            self.frozen[index - FIRST_FROZEN] = self.frozen[index - FIRST_FROZEN].new_empty(0)
         self.plan = plan
         self._drop_ring()  # the next one has room for the largest bucket of all
 
@@ -201,8 +219,9 @@ class Buffers:
     def all_tensors(self) -> tuple[list[Tensor], ...]:
         """Everything that is allocated, now and later: the same lists for as long as this object lives."""
         return (
-            self.flat_param, self.weight, self.arena, self.master_shard, self.acc, self.host, self._staging,
-            self._param, self._flat_grad, self._recv, self._host_sum, self._wire, self._update, self.published,
+            self.flat_param, self.weight, self.frozen, self.arena, self.master_shard, self.acc, self.host,
+            self._staging, self._param, self._flat_grad, self._recv, self._host_sum, self._wire, self._update,
+            self.published,
         )  # fmt: skip
 
     def _drop_ring(self) -> None:
@@ -283,7 +302,7 @@ class Buffers:
             case Buffer("acc", index):
                 return self.acc[index]
             case Buffer("weight", index):
-                return self.weight[index]
+                return self.weight_shard(index)
             case Buffer("host", index):
                 return self.host[index]
             case Buffer("master", index):
@@ -340,6 +359,8 @@ class Buffers:
         if self.plan.placement.shards_weights:
             found["weight"] = _nbytes(self.weight)
             found["arena"] = self.plan.weight_cap
+            if self.plan.frozen:
+                found["frozen"] = _nbytes(self.frozen)
         if host_sum:
             found["host_sum"] = host_sum * NUM_HOST_SUMS
         if wire:

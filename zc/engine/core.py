@@ -72,8 +72,9 @@ class Core:
     ) -> None:
         self.config, self.plan, self.buffers, self.group, self.streams = config, plan, buffers, group, streams
         weakref.finalize(buffers, streams.leave, buffers.all_tensors).atexit = False  # it holds the memory until then
-        self.params = params  # in the plan, by name
-        self.frozen: dict[str, nn.Parameter] = {}  # not in the plan; one that asks for a gradient needs zc.recompile
+        self.params = params  # that train, by name
+        self.placed = dict(params)  # in a bucket of the plan: these, and with stage 3 frozen ones
+        self.frozen: dict[str, nn.Parameter] = {}  # that do not train; one that asks for a gradient needs zc.recompile
         self.shown: dict[str, Tensor] = {}  # what each of params has as .grad while it has a gradient, by name
         self.accumulators = Accumulators(plan, buffers, group)
         self.bind = partial(Operations, self.accumulators)  # for `zc.engine.program.build`

@@ -194,14 +194,14 @@ def _exchange(buffer: str) -> str:
 
 
 def signal_full(accs: Accumulators, bucket: int, buffer: str) -> None:
-    record, what = accs.plan.buckets[bucket], _exchange(buffer)
+    record, what = accs.plan.bucket(bucket), _exchange(buffer)
     if what == REDUCE:
         sent = accs.buffers.named(buffer, record)
         accs.start_reduction(bucket, sent)
     else:
         log.debug("bucket %d: its weights are gathered", bucket)
         if accs.plan.placement.shards_weights:
-            sent = accs.buffers.weight[bucket]
+            sent = accs.buffers.weight_shard(bucket)
         else:
             sent = accs.buffers.flat_param[bucket][slice(*record.layout.host_range(accs.group.rank))]
     accs.group.signal_full(what, bucket, sent)
@@ -280,8 +280,8 @@ def publish(accs: Accumulators, bucket: int, buffer: str) -> None:
 
 
 def gather_weights(accs: Accumulators, bucket: int, dst: str, src: str, start: int, stop: int) -> None:
-    record = accs.plan.buckets[bucket]
-    out, shard, layout = accs.buffers.gathered(dst, record, start), accs.buffers.weight[bucket], record.layout
+    record = accs.plan.bucket(bucket)
+    out, shard, layout = accs.buffers.gathered(dst, record, start), accs.buffers.weight_shard(bucket), record.layout
     if accs.plan.world_size == 1:
         out.copy_(shard)
     elif accs.plan.reads_weights:

@@ -99,6 +99,7 @@ class Runtime(Core):
         if self.group.journal is not None:
             self.group.journal.describe = plan.describe_exchange
         self.params.update(params)
+        self.placed.update(params)
         self._install_hooks(added)
 
     # --- gradients come in ---

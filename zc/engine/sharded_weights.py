@@ -38,6 +38,8 @@ from zc.errors import ZcError
 from zc.kernels import adopt_writes
 from zc.passes import insert_events, place_on_streams, signal_peers, verify
 from zc.passes.weights_schedule import build_weights_schedule
+from zc.planning.layout import Slot
+from zc.planning.plan import MOVED, Bucket
 from zc.planning.residency import Extent, Residency, plan_residency
 from zc.schedule.buffer import Buffer
 from zc.schedule.codegen import Run, load_pieces
@@ -80,6 +82,9 @@ class ShardedWeights:
         self._step: Step | None = None
         self._position = 0
         self._whole: set[int] = set()
+        # bucket and slot of parameters that were frozen -> those of now. Dynamo does not compile a graph without
+        # gradients again when a parameter begins to ask for one
+        self._moved: dict[tuple[int, int], tuple[int, int]] = {}
         self._whole_programs: dict[int, Program] = {}
         self._task = -1  # autograd's number of the backward that runs
         self._depth = 0  # forwards of the model inside one another
@@ -95,17 +100,19 @@ class ShardedWeights:
     def take(self, places: Sequence[tuple[int, int]]) -> list[Tensor]:
         """The next window of a compiled graph: its parameters, [shape] each, until the window after it."""
         core = self._found()
+        if self._moved:
+            places = [self._moved.get(place, place) for place in places]
         buckets = tuple(sorted({bucket for bucket, _ in places} - self._whole))
         at = {extent.bucket: extent.start for extent in self._use(core, buckets)}
-        flat = {b: core.buffers.gathered("arena[0]", core.plan.buckets[b], at[b]) for b in buckets}
+        flat = {b: core.buffers.gathered("arena[0]", core.plan.bucket(b), at[b]) for b in buckets}
         taken = []
         for bucket, number in places:
-            slot = core.plan.buckets[bucket].slots[number]
+            slot = core.plan.bucket(bucket).slots[number]
             if bucket in flat:
                 taken.append(in_shape(flat[bucket][slot.offset : slot.stop], slot))
             else:
                 with torch_private.without_torch_function():
-                    taken.append(core.params[slot.name].detach())
+                    taken.append(core.placed[slot.name].detach())
         return taken
 
     def _use(self, core: Core, buckets: tuple[int, ...]) -> Sequence[Extent]:
@@ -132,7 +139,8 @@ class ShardedWeights:
     def _start(self, core: Core, uses: Uses, steps: dict[Uses, Step]) -> None:
         if uses not in steps:
             plan = core.plan
-            residency = plan_residency(uses, [bucket.nbytes for bucket in plan.buckets], plan.weight_cap)
+            nbytes = {bucket.index: bucket.nbytes for bucket in plan.with_weights}
+            residency = plan_residency(uses, nbytes, plan.weight_cap)
             graph = build_weights_schedule(plan, residency, verify=core.config.verify)
             steps[uses] = Step(uses, residency, graph, load_pieces(graph))
         self._step, self._position = steps[uses], 0
@@ -182,7 +190,7 @@ class ShardedWeights:
             if self.is_one_graph:
                 if self.may_break:
                     self._is_trial = True
-                    self.make_whole(range(len(core.plan.buckets)))
+                    self.make_whole(self._every(core))
                 self.absent.release()
         before, has_grad = set(self._whole), torch.is_grad_enabled()
         self._depth += 1
@@ -227,7 +235,7 @@ class ShardedWeights:
             self._leave(self._found())
 
     def _leave(self, core: Core) -> None:
-        self.absent.leave(core.params.values())
+        self.absent.leave(core.placed.values())
 
     @contextmanager
     def plain(self, places: Sequence[tuple[dict[str, Any], str, nn.Parameter]]) -> Iterator[None]:
@@ -238,6 +246,20 @@ class ShardedWeights:
         finally:
             for param in lent:
                 self.absent.take_back(param)
+
+    @contextmanager
+    def leaving(self, names: Iterable[str]) -> Iterator[None]:
+        """Those of these parameters that are frozen are whole inside, where they move to buckets that train."""
+        core = self._found()
+        where = core.plan.slot_of()
+        before = {name: where[name] for name in names if name in where}
+        buckets = {bucket for bucket, _ in before.values()}
+        self.make_whole(buckets)
+        yield
+        where = core.plan.slot_of()
+        self._moved.update({place: where[name] for name, place in before.items()})
+        self._free(core, [bucket.index for bucket in core.plan.frozen])
+        self._whole -= buckets
 
     @contextmanager
     def named_plainly(self) -> Iterator[None]:
@@ -258,8 +280,7 @@ class ShardedWeights:
         for index in sorted(set(buckets) - self._whole):
             flat = self.gathered_once(index)
             with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
-                for slot in core.plan.buckets[index].slots:
-                    param = core.params[slot.name]
+                for slot, param in _params_in(core, core.plan.bucket(index)):
                     param.untyped_storage().resize_(slot.numel * param.element_size())
                     param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
             self._whole.add(index)
@@ -267,18 +288,16 @@ class ShardedWeights:
     def gathered_once(self, index: int) -> Tensor:
         """[P]: the whole weights of one bucket, in memory of their own. All ranks call it."""
         core = self._found()
-        bucket = core.plan.buckets[index]
+        bucket = core.plan.bucket(index)
         with torch.inference_mode(False), torch.no_grad():
-            flat = torch.empty(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
-            core.buffers.flat_param[index] = flat
+            core.buffers.whole[index] = torch.empty(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
             self._whole_program(core, index)([], core.streams)
-            core.buffers.flat_param[index] = torch.empty(0, dtype=bucket.param_dtype, device=bucket.device)
-        return flat
+        return core.buffers.whole.pop(index)
 
     def _whole_program(self, core: Core, index: int) -> Program:
         if index not in self._whole_programs:
             plan, graph, whole = core.plan, fx.Graph(), Buffer("flat_param", index)
-            put(graph, GatherWeights(index, whole, Buffer("weight", index), 0, plan.buckets[index].nbytes))
+            put(graph, GatherWeights(index, whole, Buffer("weight", index), 0, plan.bucket(index).nbytes))
             put(graph, Publish(index, whole))
             graph.output(())
             passes = [p._replace(requires=frozenset()) for p in _WHOLE if core.config.verify or p.name != "verify"]
@@ -288,9 +307,9 @@ class ShardedWeights:
     def _free(self, core: Core, buckets: Iterable[int]) -> None:
         """The parameters of those of ``buckets`` that are whole have no bytes any more."""
         for index in self._whole.intersection(buckets):
-            for slot in core.plan.buckets[index].slots:
+            for _, param in _params_in(core, core.plan.bucket(index)):
                 with torch_private.without_torch_function():
-                    core.params[slot.name].untyped_storage().resize_(0)
+                    param.untyped_storage().resize_(0)
             self._whole.discard(index)
 
     def _read_by_eager_code(self, params: Iterable[nn.Parameter]) -> bool:
@@ -305,11 +324,11 @@ class ShardedWeights:
     def _make_params_whole(self, params: Iterable[nn.Parameter]) -> None:
         core = self._found()
         where = core.plan.slot_of()
-        names = {id(param): name for name, param in core.params.items()}
+        names = {id(param): name for name, param in core.placed.items()}
         buckets = {where[names[id(param)]][0] for param in params if id(param) in names} - self._whole
         if buckets:
-            nbytes = sum(core.plan.buckets[b].nbytes for b in buckets)
-            first = core.plan.buckets[min(buckets)].slots[0].name
+            nbytes = sum(core.plan.bucket(b).nbytes for b in buckets)
+            first = next(slot.name for slot, _ in _params_in(core, core.plan.bucket(min(buckets))))
             core.say_once(
                 f"stage 3: code that is not compiled reads {first} and others: these buckets, {nbytes:,} bytes, are "
                 "whole on every rank from there to the update, beside weight_nbytes"
@@ -340,7 +359,7 @@ class ShardedWeights:
             yield
             return
         self.synchronize()
-        self.make_whole(range(len(core.plan.buckets)))
+        self.make_whole(self._every(core))
         self.absent.release()
         self._is_exposed = True
         try:
@@ -348,7 +367,7 @@ class ShardedWeights:
         finally:
             self._is_exposed = False
             self._take_over(core)
-            self._free(core, range(len(core.plan.buckets)))
+            self._free(core, self._every(core))
             self._leave(core)
 
     @torch.no_grad()
@@ -356,12 +375,12 @@ class ShardedWeights:
         """The shards, and the masters of the elements that were written, from the whole parameters."""
         core.streams.join_main()  # the other ranks have read this rank's shards
         rank = core.group.shard.rank
-        for bucket in core.plan.buckets:
+        for bucket in core.plan.with_weights:
             flat = torch.zeros(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
-            for slot in bucket.slots:
-                flat[slot.offset : slot.stop] = flattened(core.params[slot.name].detach(), slot)
-            core.buffers.weight[bucket.index].copy_(flat[slice(*bucket.layout.shard_range(rank))])
-            if core.buffers.has_own_master(bucket):
+            for slot, param in _params_in(core, bucket):
+                flat[slot.offset : slot.stop] = flattened(param.detach(), slot)
+            core.buffers.weight_shard(bucket.index).copy_(flat[slice(*bucket.layout.shard_range(rank))])
+            if not bucket.is_frozen and core.buffers.has_own_master(bucket):
                 master = core.buffers.master_shard[bucket.index].detach()
                 adopt_writes(master, flat[slice(*bucket.layout.owned_range(rank))].to(master.device))
 
@@ -384,7 +403,11 @@ class ShardedWeights:
         self._num_passes, self._is_trial = 0, False
         slots = [slot for index in buckets for slot in core.plan.buckets[index].slots]
         torch.autograd.graph.increment_version([core.params[slot.name] for slot in slots])
-        self._free(core, buckets)  # a backward through a forward of before fails by these versions, as in PyTorch
+        frozen = [bucket.index for bucket in core.plan.frozen if bucket.index in self._whole]
+        eager = [param for index in frozen for _, param in _params_in(core, core.plan.bucket(index))]
+        torch.autograd.graph.increment_version(eager)
+        # a backward through a forward of before fails by these versions, as in PyTorch
+        self._free(core, [*buckets, *frozen])
 
     def synchronize(self) -> None:
         """Before an update, a save, or the end: no gather is on its way, and nothing is gathered."""
@@ -412,9 +435,8 @@ class ShardedWeights:
         shards are lost."""
         core = self._found()
         self.absent.release()
-        for bucket in core.plan.buckets:
-            for slot in bucket.slots:
-                param = core.params[slot.name]
+        for bucket in core.plan.with_weights:
+            for slot, param in _params_in(core, bucket):
                 if param.untyped_storage().nbytes() < slot.numel * param.element_size():
                     param.untyped_storage().resize_(slot.numel * param.element_size())
                     param.data.fill_(float("nan"))
@@ -438,10 +460,21 @@ class ShardedWeights:
         """Those planned so far, for explain."""
         return list(self._steps.values())
 
+    @staticmethod
+    def _every(core: Core) -> list[int]:
+        return [bucket.index for bucket in core.plan.with_weights]
+
     def _found(self) -> Core:
         core = self._core()
         assert core is not None, "the model of these parameters is gone"
         return core
+
+
+def _params_in(core: Core, bucket: Bucket) -> Iterator[tuple[Slot, nn.Parameter]]:
+    """The parameters that lie in a bucket, without those that have moved to another one."""
+    for slot in bucket.slots:
+        if slot.name != MOVED:
+            yield slot, core.placed[slot.name]
 
 
 def without_bytes(param: nn.Parameter, slot_dtype: torch.dtype) -> Tensor:

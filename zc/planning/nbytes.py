@@ -42,6 +42,8 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
     if in_shards:
         device["weight"] = total("S", "param_dtype")
         device["arena"] = plan.weight_cap
+        if plan.frozen:
+            device["frozen"] = sum(b.layout.numel_shard * b.param_dtype.itemsize for b in plan.frozen)
         if plan.offload is None:  # a shard that is not cast is the master
             device["master_shard"] = heaviest(plan, cast, lambda b: b.acc_dtype.itemsize)
     if host_sum:

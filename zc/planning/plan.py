@@ -29,6 +29,9 @@ from zc.planning.wire import BITS, BLOCK, largest
 
 NUM_HOST_SUMS = 2  # the first of two reductions writes one while the second sends the other
 
+FIRST_FROZEN = 100_000  # the number of the first bucket of frozen parameters (`zc.planning.frozen`)
+MOVED = ""  # the name of a slot there whose parameter trains now, and is in another bucket
+
 LOADED = "load_state_dict"  # in a rank's journal: what the optimizer was given, 1: taken, 0: refused
 
 
@@ -78,6 +81,11 @@ class Bucket:
         return self.numel * self.param_dtype.itemsize
 
     @property
+    def is_frozen(self) -> bool:
+        """Its parameters get no gradient, and have no master."""
+        return self.index >= FIRST_FROZEN
+
+    @property
     def has_master(self) -> bool:
         """False where the parameters are as wide as the accumulator, and equal their masters after each update: the
         master is then a slice of flat_param."""
@@ -104,6 +112,7 @@ class Plan:
     topology: Topology = ALONE
     num_replicas: int = 1
     kinds: tuple[BlockKind, ...] = ()
+    frozen: tuple[Bucket, ...] = ()  # stage 3: of parameters that do not train, ascending in their numbers
     weight_nbytes: int | None = None  # stage 3: the most bytes of gathered weights at any time; None: `weight_cap`
     reduce_bits: int = 0  # of gradients where they leave a host, of differences of weights (`zc.planning.wire`);
     gather_bits: int = 0  # 0: they travel as they are
@@ -115,7 +124,20 @@ class Plan:
 
     def slot_of(self) -> dict[str, tuple[int, int]]:
         """Parameter name -> (bucket, index of its slot)."""
-        return {slot.name: (bucket.index, k) for bucket in self.buckets for k, slot in enumerate(bucket.slots)}
+        return {slot.name: (bucket.index, k) for bucket in self.with_weights for k, slot in enumerate(bucket.slots)}
+
+    @property
+    def with_weights(self) -> tuple[Bucket, ...]:
+        """All buckets, those of frozen parameters included."""
+        return (*self.buckets, *self.frozen)
+
+    def bucket(self, index: int) -> Bucket:
+        """The one with this number."""
+        return self.buckets[index] if index < FIRST_FROZEN else self._frozen_by_index[index]
+
+    @cached_property
+    def _frozen_by_index(self) -> dict[int, Bucket]:
+        return {bucket.index: bucket for bucket in self.frozen}
 
     def of_optimizer(self, number: int | None) -> tuple[Bucket, ...]:
         """The buckets of one optimizer; None: of all."""
@@ -189,8 +211,9 @@ class Plan:
             return f"optimizer.load_state_dict, {'taken' if index else 'refused'}"
         if kind in ("sum", "largest"):
             return f"the {kind} over ranks of {index} values (norms of gradients, or whether any is infinite)"
-        slots = self.buckets[index].slots
-        return f"{kind} of bucket {index} ({slots[0].name} ... {slots[-1].name}, {self.buckets[index].numel} elements)"
+        bucket = self.bucket(index)
+        first, last = bucket.slots[0].name, bucket.slots[-1].name
+        return f"{kind} of bucket {index} ({first} ... {last}, {bucket.numel} elements)"
 
     def weights_buffer(self, bucket: int) -> str:
         """flat_param[bucket] in a schedule: another name where its gather outlives the schedule that launches it."""
@@ -202,7 +225,7 @@ class Plan:
         next one as large."""
         if self.weight_nbytes is not None:
             return self.weight_nbytes
-        return 2 * max((align_up(b.nbytes, ALIGN_NBYTES) for b in self.buckets), default=0)
+        return 2 * max((align_up(b.nbytes, ALIGN_NBYTES) for b in self.with_weights), default=0)
 
     def microbatch(self) -> Plan:
         return replace(self, is_boundary=False)
@@ -226,7 +249,8 @@ class Plan:
             f"bucket {b.index}: {len(b.slots)} parameters, P={b.numel} S={b.layout.numel_shard} "
             f"padding={b.layout.numel_padding} {b.param_dtype}->{b.reduce_dtype}->{b.acc_dtype} {b.device}"
             + (f" updated by ranks {', '.join(map(str, b.layout.runs))}" if b.layout.owners is not None else "")
-            for b in self.buckets
+            + (" frozen" if b.is_frozen else "")
+            for b in self.with_weights
         ]
         return "\n".join([f"stage {self.placement.stage}, W={self.world_size}, reduce={self.reduce}", *rows])
 

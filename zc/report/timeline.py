@@ -236,7 +236,7 @@ def detail(node: fx.Node, plan: Plan | None, program: Program | None = None) -> 
         made = f"; computes the gradients of {_some(names)}" if names else ""
         return f"{words} {op.key}{made}"
     if isinstance(op, BufferOp | Deposit) and plan is not None:
-        bucket = plan.buckets[op.bucket]
+        bucket = plan.bucket(op.bucket)
         nbytes = bucket.numel * bucket.reduce_dtype.itemsize
         return f"{words}, bucket {op.bucket} ({nbytes / 1e6:,.1f} MB): {_some([s.name for s in bucket.slots])}"
     return words

@@ -103,7 +103,7 @@ def shown_name(node: fx.Node, op: Op, plan: Plan) -> str:
     bucket = getattr(op, "bucket", None)
     if isinstance(op, Segment):
         return f"{name} {op.key}"
-    return name if bucket is None else f"{name} bucket {bucket} ({plan.buckets[bucket].slots[0].name}, ...)"
+    return name if bucket is None else f"{name} bucket {bucket} ({plan.bucket(bucket).slots[0].name}, ...)"
 
 
 def _put(values: dict[str, Any], names: Sequence[str | None], results: Sequence[Any]) -> None:

@@ -115,7 +115,7 @@ def estimate(plan: Plan | None) -> Cost:
             return 0.0
         if plan is None:
             return 50.0 if isinstance(op, LaunchReduce | ReduceRows) else 2 * c.us_launch
-        bucket = plan.buckets[op.bucket]
+        bucket = plan.bucket(op.bucket)
         if isinstance(op, LaunchReduce):
             is_between_replicas = plan.num_replicas > 1 and (plan.world_size == 1 or op.src.kind == "host_sum")
             return replicas_us(bucket, plan) if is_between_replicas else exchange_us(bucket, plan)

@@ -47,7 +47,7 @@ def shifts(plan: Plan, names: Mapping[str, str]) -> dict[int, Shift] | None:
         if old not in where or new not in where:
             return None
         (bucket, slot), (to_bucket, to_slot) = where[old], where[new]
-        own, its = plan.buckets[bucket].slots[slot], plan.buckets[to_bucket].slots[to_slot]
+        own, its = plan.bucket(bucket).slots[slot], plan.bucket(to_bucket).slots[to_slot]
         shift = Shift(to_bucket, to_slot - slot, its.offset - own.offset)
         if found.setdefault(bucket, shift) != shift or (own.shape, own.strides) != (its.shape, its.strides):
             return None
@@ -55,7 +55,7 @@ def shifts(plan: Plan, names: Mapping[str, str]) -> dict[int, Shift] | None:
     if len({shift.bucket for shift in found.values()}) < len(found):
         return None
     for bucket, shift in found.items():
-        here, there = plan.buckets[bucket], plan.buckets[shift.bucket]
+        here, there = plan.bucket(bucket), plan.bucket(shift.bucket)
         is_whole = counts[bucket] == len(here.slots)
         if is_whole != (counts[bucket] == len(there.slots)) or _dtypes(here) != _dtypes(there):
             return None

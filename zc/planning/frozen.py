@@ -1,0 +1,54 @@
+"""Buckets of frozen parameters (stage 3): sharded and gathered like the others, without gradients, masters or states.
+
+They are numbered from `FIRST_FROZEN` on, so that the buckets that `zc.recompile` adds can follow those of `make_plan`.
+A parameter that becomes trainable moves to a bucket of its own, and leaves a slot without a name::
+
+    buckets      0: adapters                            1: what zc.recompile has added, embed.weight
+    frozen       100000: (moved), norm.weight           100001: layers.0.weight ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from zc.planning.blocks import default_nbytes, nbytes_of, split_at_blocks
+from zc.planning.layout import ALIGN_NBYTES, flat_layout, own_strides
+from zc.planning.plan import FIRST_FROZEN, MOVED, Bucket, ParamSpec, Plan
+
+
+def with_frozen(plan: Plan, params: Mapping[str, nn.Parameter], bucket_nbytes: int | None) -> Plan:
+    """``plan`` with buckets for the frozen ``params`` (in order of registration), packed as `make_plan` packs others,
+    each in its own dtype."""
+    groups: dict[torch.dtype, list[ParamSpec]] = {}
+    device = plan.buckets[0].device
+    for name, p in reversed(list(params.items())):
+        spec = ParamSpec(name, tuple(p.shape), p.dtype, device, strides=own_strides(p.shape, p.stride()))
+        groups.setdefault(spec.dtype, []).append(spec)
+    buckets: list[Bucket] = []
+    num_hosts = plan.topology.num_hosts if plan.has_levels else 1
+    for dtype, specs in groups.items():
+        nbytes = bucket_nbytes or default_nbytes([nbytes_of(spec) for spec in specs])
+        if bucket_nbytes is None and plan.weight_nbytes is not None:  # room for one bucket and the next
+            nbytes = min(nbytes, max(plan.weight_nbytes // 2, 1))
+        align = ALIGN_NBYTES // dtype.itemsize
+        for members in split_at_blocks(specs, nbytes, plan.kinds, is_default=bucket_nbytes is None):
+            shapes = [(spec.name, spec.shape) for spec in members]
+            layout = flat_layout(shapes, plan.world_size, align, num_hosts, plan.num_replicas)
+            strides = {spec.name: spec.strides for spec in members}
+            layout = replace(layout, slots=tuple(replace(s, strides=strides[s.name]) for s in layout.slots))
+            buckets.append(Bucket(FIRST_FROZEN + len(buckets), layout, dtype, dtype, dtype, device, net_dtype=dtype))
+    return replace(plan, frozen=tuple(buckets))
+
+
+def without_moved(plan: Plan, names: frozenset[str]) -> Plan:
+    """``plan`` after the parameters ``names`` have left its frozen buckets. A bucket of which nothing is left goes."""
+    buckets = []
+    for bucket in plan.frozen:
+        slots = tuple(replace(s, name=MOVED) if s.name in names else s for s in bucket.layout.slots)
+        if any(slot.name != MOVED for slot in slots):
+            buckets.append(replace(bucket, layout=replace(bucket.layout, slots=slots)))
+    return replace(plan, frozen=tuple(buckets))
