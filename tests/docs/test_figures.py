@@ -177,14 +177,17 @@ def test_limits_are_those_of_the_code(page: str, pattern: str, limit: Any) -> No
     assert match[1] == str(limit)
 
 
-def test_the_stated_timeout_is_the_group_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages that name ZC_RANK_TIMEOUT with a default name the group's, and no number of seconds."""
+def test_the_stated_timeout_is_the_group_s() -> None:
+    """Wherever a page says what holds without ZC_RANK_TIMEOUT, it is the group's timeout."""
+    checked = 0
     for page in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]):
         if page.name in ("changelog.md", "decisions.md"):
             continue
-        for match in re.finditer(r"`ZC_RANK_TIMEOUT`[^|]{0,200}", page.read_text()):
-            if "default" in match[0] or "not set" in match[0]:
-                assert "group's timeout" in match[0].replace("\n", " "), f"{page.name}: {match[0]}"
+        for match in re.finditer(r"`ZC_RANK_TIMEOUT`(.{0,120})", page.read_text().replace("\n", " ")):
+            if re.search(r"default|not set", match[1]):
+                checked += 1
+                assert re.search(r"group's\s+timeout", match[1]), f"{page.name}: {match[0]}"
+    assert checked >= 4
 
 
 def test_options_of_the_pages_exist() -> None:
