@@ -20,7 +20,7 @@ import torch
 LONGEST_REASON = 160  # characters of an error that a row keeps
 LINES_OF_A_TAIL = 30  # of a failed run's output that are shown
 # For every system alike, as PyTorch's tuning guide asks for an allocator that keeps memory: glibc's gives the top of
-# its heap back between steps or does not, by what happens to lie there (docs/benchmarks.md has what that costs).
+# its heap back between steps or does not, by what happens to lie there (docs/decisions.md says what that costs).
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
 ROOT = Path(__file__).resolve().parent.parent
 

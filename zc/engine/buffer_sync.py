@@ -1,21 +1,18 @@
-"""Buffers are rank 0's on every rank, when and where DDP makes them so (``broadcast_buffers``,
-torch/nn/parallel/distributed.py).
+"""Gives every rank the buffers of rank 0 whenever DDP would (``broadcast_buffers``, torch/nn/parallel/distributed.py).
 
-DDP broadcasts all buffers at the start of a forward, if the forward before it was one whose backward reduces: gradients
-enabled, not under no_sync. Here the same is done at the latest at the boundary of an update, where all ranks come
-anyway: values are the same, and a forward between two updates (an evaluation, perhaps on one rank alone) waits for
-nobody.
+DDP broadcasts all buffers at the start of a forward, if the backward of the forward before it reduces: with gradients
+enabled, outside of no_sync. zc does so at the boundary of an update at the latest, which all ranks reach anyway. The
+values are the same, and a forward between two updates (an evaluation, perhaps on one rank alone) waits for no rank.
 
-Rank 0 never waits for another rank. It sends a copy, in host memory, to each other rank. The last message of an update
-says that it is the last, so ranks that call the model more often than rank 0 go on with what they have until the next
-update, and those that call it less often catch up at the boundary; DDP hangs there. An update without a forward on
-rank 0 may mean that its data is out: its buffers go to the ranks that have trained, and a rank without a forward keeps
-its own.
+Rank 0 never waits for another rank. It sends a copy, in host memory, to each of them. Its last message before an update
+is marked as the last. So ranks that call the model more often than rank 0 keep their buffers until the next update, and
+ranks that call it less often catch up at the boundary; DDP hangs in these cases. If rank 0 had no forward in an update,
+its data may have ended: then its buffers go to the ranks that have trained, and a rank without a forward keeps its own.
 
-Buffers on a GPU go with the last message by a broadcast of the group that carries the weights. All ranks issue it after
-the meeting and after the reductions that the meeting asks for: collectives of one communicator have one order on all
-ranks. A further forward of the same update, outside of no_sync, sends them through host memory, and rank 0 waits for
-its device there.
+Buffers on a GPU travel after the last message, by a broadcast in the group that carries the weights. All ranks issue it
+after the boundary's announcement and reductions, since collectives of one communicator need one order on all ranks. A
+further forward of the same update, outside of no_sync, sends them through host memory; rank 0 waits for its device
+then.
 """
 
 from __future__ import annotations
@@ -42,20 +39,20 @@ def has_buffers(model: nn.Module) -> bool:
 
 
 class BufferSync(Listener):
-    """Of one model on one rank; made once all ranks have the same buffers. The runtime holds it."""
+    """For one model on one rank. Create it when all ranks have the same buffers; the runtime keeps it."""
 
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self._model, self._runtime = weakref.ref(model), weakref.ref(runtime)
         runtime.listeners.append(self)
         self._shapes = {name: (tuple(b.shape), b.dtype) for name, b in model.named_buffers()}
-        self._is_due = False  # DDP would broadcast before the next forward
-        self._has_trained = False  # a forward with gradients, in this update
-        self._has_ended = False  # rank 0 is at the boundary of this update
-        self._for_whom = _NOBODY  # the buffers that came with its last message
-        # lifetime of what rank 0 sends: until it has arrived. What was sent before a meeting the others take right
-        # behind it, so at the next one nobody has to be waited for.
+        self._is_due = False  # whether DDP would broadcast before the next forward
+        self._has_trained = False  # whether this update had a forward with gradients
+        self._has_ended = False  # whether rank 0 has reached the boundary of this update
+        self._for_whom = _NOBODY  # the ranks that the buffers of rank 0's last message are for
+        # Messages of rank 0 and their tensors, until they have arrived. The other ranks receive those from before a
+        # boundary right after it, so at the next boundary they have arrived.
         self._sent: list[tuple[Work, list[Tensor]]] = []
-        self._taken: list[tuple[Work, list[Tensor]]] = []
+        self._sent_before: list[tuple[Work, list[Tensor]]] = []
 
     def before_forward(self) -> None:
         runtime = self._runtime()
@@ -67,32 +64,32 @@ class BufferSync(Listener):
         self._has_trained |= torch.is_grad_enabled()
 
     def before_meeting(self) -> None:
-        """Rank 0 is at the boundary of an update, and has waited for nobody there."""
+        """Called at the boundary of an update, before rank 0 has waited for any rank."""
         runtime = self._runtime()
-        assert runtime is not None, "who calls this lives"
+        assert runtime is not None, "the runtime calls this"
         if runtime.group.rank == 0:
-            while self._taken:
-                self._taken.pop()[0].wait()
+            while self._sent_before:
+                self._sent_before.pop()[0].wait()
             self._exchange(runtime, is_last=True)
 
     def after_meeting(self) -> None:
-        """All ranks are there: what rank 0 has sent is taken to its end."""
+        """Called when all ranks are at the boundary: receives rank 0's messages up to the last one."""
         runtime = self._runtime()
-        assert runtime is not None, "who calls this lives"
+        assert runtime is not None, "the runtime calls this"
         while not self._has_ended:
             self._exchange(runtime, is_last=True)
         for device, buffers in self._by_device().items() if self._for_whom != _NOBODY else ():
-            if device.type != "cpu":  # those of host memory came with the message
+            if device.type != "cpu":  # buffers in host memory came with the message
                 packed = _pack(buffers)
                 runtime.group.broadcast_(packed)
                 self._take(packed, buffers)
         self._has_ended = self._is_due = self._has_trained = False
         self._for_whom = _NOBODY
-        self._taken, self._sent = self._sent, []
+        self._sent_before, self._sent = self._sent, []
 
     def _by_device(self) -> dict[torch.device, list[Tensor]]:
-        """The model's buffers, in one order on all ranks; the widest first, so that each begins at a multiple of its
-        element."""
+        """The model's buffers by device, in one order on all ranks. The widest elements come first, so each buffer is
+        aligned to its element size."""
         model = self._model()
         by_device: dict[torch.device, list[Tensor]] = {}
         for buffer in sorted(model.buffers() if model is not None else (), key=lambda b: -b.element_size()):
@@ -101,7 +98,8 @@ class BufferSync(Listener):
 
     @torch.no_grad()
     def _exchange(self, runtime: Runtime, *, is_last: bool) -> None:
-        """One message of rank 0: buffers, if DDP would broadcast them, and whether it is the last of this update."""
+        """Sends or receives one message of rank 0: whether it is the update's last, and buffers if DDP would send
+        them."""
         group, by_device = runtime.group, self._by_device()
         nbytes = sum(b.nbytes for buffers in by_device.values() for b in buffers)
         for_whom = _EVERY_RANK if self._is_due else _NOBODY if self._has_trained else _WHO_HAS_TRAINED
@@ -133,7 +131,7 @@ class BufferSync(Listener):
             _unpack(packed, buffers)
 
     def _in_message(self, by_device: dict[torch.device, list[Tensor]], head: Tensor) -> list[list[Tensor]]:
-        """Those that come with the message of this head: the last one leaves a GPU's to `after_meeting`."""
+        """The buffers in the message with this head. After the last message, `after_meeting` sends those on a GPU."""
         is_last, for_whom, _ = head.tolist()
         return [buffers for device, buffers in by_device.items() if for_whom and (device.type == "cpu" or not is_last)]
 
@@ -147,11 +145,11 @@ class BufferSync(Listener):
 
 
 def _pack(buffers: list[Tensor]) -> Tensor:
-    """Their bytes, one after another: gloo knows no bool, and nothing is computed."""
+    """The bytes of all buffers, concatenated as uint8, since gloo has no bool."""
     return torch.cat([b.detach().contiguous().view(-1).view(torch.uint8) for b in buffers])
 
 
 def _unpack(packed: Tensor, buffers: list[Tensor]) -> None:
-    """Into the buffers, unseen by autograd as in DDP: a backward may still need one whose version it knows."""
+    """Copies the bytes into the buffers through ``.data``, as DDP does: a backward may still need their versions."""
     for buffer, part in zip(buffers, torch.split(packed, [b.nbytes for b in buffers]), strict=True):
         buffer.data.copy_(part.view(buffer.dtype).view(buffer.shape))

@@ -1,30 +1,30 @@
-"""The parameters after an update: every rank's shards into flat_param, as a proved schedule of its own.
+"""Gathers the new weights after an update: all ranks' shards into flat_param, by a proved schedule.
 
-As a rule ``optimizer.step()`` ends with all of it done::
+By default ``optimizer.step()`` returns after the gathers::
 
        comm | gather(1, "flat_param[1]")
        comm | gather(0, "flat_param[0]")
     compute | publish(1, "flat_param[1]")
     compute | publish(0, "flat_param[0]")
 
-With ``overlap_gather`` it ends with the gathers launched, in the order in which modules were registered, and the next
-forward, a schedule as well, waits for each bucket where it first reads it (PyTorch FSDP's and Megatron's
-overlap_param_gather have the idea; megatron-lm#950 is what a forgotten wait does)::
+With ``overlap_gather`` it returns after launching them, in the order in which modules were registered. The next forward
+is a schedule, too, and waits for each bucket before it first reads it. (The idea is that of PyTorch's FSDP and
+Megatron's overlap_param_gather; megatron-lm#950 shows what a missing wait does.) ::
 
        comm | gather(1, "gathered[1]")                  compute | wait_event("done/gathered[1]")
        comm | record_event("done/gathered[1]")    ...   compute | segment("segment_0", %primals_1, %primals_9)
        comm | gather(0, "gathered[0]")                  compute | wait_event("done/gathered[0]")
        comm | record_event("done/gathered[0]")          compute | segment("segment_1", %getitem_2, %primals_2)
 
-Where weights leave a host as differences (`zc.planning.wire`), what is gathered is not the weights::
+Where weights leave a host as differences (`zc.planning.wire`), ranks gather the differences::
 
        comm | encode_update(0, "update[0]", "flat_param[0]")
        comm | exchange_updates(0, "update[0]")
        comm | apply_update(0, "flat_param[0]", "update[0]")
 
-``gathered[b]`` is flat_param[b] under the name that carries an event from schedule to schedule. The end of a compiled
-forward graph publishes every bucket, so that backward, loss and whatever the caller does next may read them all; and so
-does `WeightGather.synchronize`, which hooks call before anything of the module's own that is not compiled.
+``gathered[b]`` is flat_param[b]; its name carries an event from schedule to schedule. The end of a compiled forward
+graph publishes every bucket, so the loss, the backward and the caller may read them all. `WeightGather.synchronize`
+does the same. Hooks call it before any code of the module that is not compiled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _FORWARD = (cut_forward.PASS, outline_segments.PASS, *_GATHER)
 
 
 def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
-    """Gathers these buckets, the last of the plan (the first that a forward reads) first."""
+    """Gathers these buckets in the order in which a forward reads them: the plan's last bucket first."""
     graph = fx.Graph()
     order = sorted(buckets, reverse=True)
     for bucket in order if plan.world_size > 1 else ():
@@ -63,7 +63,7 @@ def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
             put(graph, Spread(bucket, Buffer.named(plan.weights_buffer(bucket))))
         weights = Buffer.named(plan.weights_buffer(bucket))
         if plan.gather_bits:
-            update = Buffer("update", 0)  # one is enough: these three follow each other on one stream
+            update = Buffer("update", 0)  # one suffices: these three nodes run in order on one stream
             put(graph, EncodeUpdate(bucket, update, weights))
             put(graph, ExchangeUpdates(bucket, update))
             put(graph, ApplyUpdate(bucket, weights, update))
@@ -78,7 +78,7 @@ def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
 
 
 def publish_graph(plan: Plan) -> fx.Graph:
-    """The main stream may read all parameters."""
+    """Lets the main stream read all parameters."""
     graph = fx.Graph()
     for bucket in plan.buckets:
         put(graph, Publish(bucket.index, Buffer.named(plan.weights_buffer(bucket.index))))
@@ -92,11 +92,11 @@ class WeightGather:
     def __init__(self, core: Core) -> None:
         self._core = weakref.ref(core)
         self._programs: dict[tuple[int, ...], Program] = {}
-        self._is_open = False  # a gather may be in flight that the main stream has not waited for
+        self._is_open = False  # whether a gather may be in flight for which the main stream has not waited
         self._pending = Pending(self.synchronize)
-        self._num_sharing: dict[str, int] = {}  # of each parameter's storage: the parameter alone
+        self._num_sharing: dict[str, int] = {}  # by parameter: tensors that share its storage, when its bucket was made
         self.hooks: list[RemovableHandle] = []  # on modules
-        self._unseen: str | None = None  # why a read after the present update might not be noticed
+        self._unseen: str | None = None  # why zc could miss a read of the new weights; None: it can't
 
     @property
     def programs(self) -> list[Program]:
@@ -104,11 +104,11 @@ class WeightGather:
         return list(self._programs.values())
 
     def publish(self, buckets: Sequence[int], *, is_exact: bool = False) -> None:
-        """flat_param <- all ranks' masters of ``buckets``, cast to param_dtype; afterwards the main stream may read
-        them, or, with overlap_gather, what has waited for them may. Differences that travel encoded bring it close to
-        the masters; ``is_exact``: equal to them in that case too."""
-        core = self._found()
-        if core.plan.overlap_gather:  # now, since a gather that is on its way holds views of its own
+        """Fills flat_param of ``buckets`` from all ranks' masters, cast to param_dtype. Then the main stream may read
+        it, or with overlap_gather whoever has waited for it. Encoded differences bring the weights close to the
+        masters; with ``is_exact`` they become equal."""
+        core = self._core_alive()
+        if core.plan.overlap_gather:  # before the gathers are launched, since they have views of their own
             self._unseen = self._why_unseen(core)
         for index in buckets:
             bucket = core.plan.buckets[index]
@@ -118,23 +118,23 @@ class WeightGather:
                 core.buffers.remember_shard(bucket)
         self._program(tuple(buckets), is_exact=is_exact and core.plan.gather_bits > 0)([], core.streams)
         self._is_open = core.plan.overlap_gather
-        # the parameters changed behind autograd's back (their memory is flat_param): a backward through a forward from
-        # before this step must fail as it does in PyTorch
+        # The gather wrote the parameters' memory, unseen by autograd. A backward through a forward from before this
+        # step must fail, as in PyTorch.
         slots = (slot for index in buckets for slot in core.plan.buckets[index].slots)
         torch.autograd.graph.increment_version([core.params[slot.name] for slot in slots])
 
     def count_sharing(self) -> None:
-        """New buckets are ready: their parameters' storages are new, and nobody but the parameters can hold them."""
-        for name, param in self._found().params.items():
+        """Counts what shares the storages of new buckets' parameters: they are new, so only the parameters do."""
+        for name, param in self._core_alive().params.items():
             if name not in self._num_sharing:
                 self._num_sharing[name] = torch_private.num_sharing(param)
 
     def watch(self) -> None:
-        """The step is over: who reads a parameter before the next forward waits for all gathers. Where a read could not
-        be seen, the step itself waits, and says so."""
+        """Called at the end of a step. A read of a parameter before the next forward waits for all gathers. If zc could
+        miss such a read, the step waits itself, and says so once."""
         if not self._is_open:
             return
-        core = self._found()
+        core = self._core_alive()
         if self._unseen is None:
             self._pending.leave(core.params.values())
         else:
@@ -142,12 +142,12 @@ class WeightGather:
             self.synchronize()
 
     def _why_unseen(self, core: Core) -> str | None:
-        """Through what new weights might be read unseen, and which; None: nothing."""
+        """What may read new weights without zc noticing; None: nothing."""
         others = sorted({type(p).__name__ for p in core.params.values() if not can_be_watched(p)})
         if others:
             return f"parameters of class {', '.join(others)} can't be watched"
-        for name, known in self._num_sharing.items():
-            if torch_private.num_sharing(core.params[name]) > known:
+        for name, num_sharing in self._num_sharing.items():
+            if torch_private.num_sharing(core.params[name]) > num_sharing:
                 return (
                     f"something other than the parameter holds the memory of {name} (a view, p.data, p.detach() or an "
                     "array kept from before the step), and may be read unseen"
@@ -155,21 +155,21 @@ class WeightGather:
         return None
 
     def let_read(self) -> None:
-        """A compiled forward begins: its schedule waits for what it reads."""
+        """Called when a compiled forward begins: its schedule waits for each bucket that it reads."""
         self._pending.release()
 
     def synchronize(self) -> None:
-        """Whoever comes next on the main stream may read every parameter. No host synchronisation on CUDA."""
+        """Makes the main stream wait for all gathers. On CUDA the host does not wait."""
         self._pending.release()
         if self._is_open:
-            self._program(None)([], self._found().streams)
+            self._program(None)([], self._core_alive().streams)
             self._is_open = False
 
     def compile_forward(
         self, graph: fx.Graph, compile_segment: Callable[[fx.GraphModule], Segment]
     ) -> Callable[[list[Any]], tuple[Any, ...]]:
         """A forward graph as a schedule. Its parameters' placeholders name their buffer in ``meta["buffer"]``."""
-        core = self._found()
+        core = self._core_alive()
         program = build(
             graph,
             core.plan,
@@ -180,32 +180,32 @@ class WeightGather:
             dump_dir=core.config.dump_dir,
         )
         core.forwards.append(program)
-        # weak: Dynamo keeps ``run``, see `zc.compiler.backend.make_backend`
-        this, known = weakref.proxy(self), weakref.proxy(program)
+        # weak references: Dynamo keeps ``run``, see `zc.compiler.backend.make_backend`
+        gather, schedule = weakref.proxy(self), weakref.proxy(program)
 
         def run(args: list[Any]) -> tuple[Any, ...]:
-            core = this._found()
-            outputs = known(args, core.streams)
-            # its last nodes publish every bucket of its plan, which zc.recompile may have extended since
-            this._is_open = this._is_open and known.plan is not core.plan
+            core = gather._core_alive()
+            outputs = schedule(args, core.streams)
+            # its last nodes publish every bucket of its own plan; zc.recompile may have added more since
+            gather._is_open = gather._is_open and schedule.plan is not core.plan
             return outputs
 
         return run
 
     def grow(self) -> None:
-        """The plan is about to get more buckets: what publishes all has to be built anew."""
+        """Called before the plan gets more buckets: schedules that publish all buckets are then built anew."""
         self.synchronize()
         self._programs.clear()
 
     def install_hooks(self, model: nn.Module) -> None:
-        """What reads parameters outside of a compiled forward waits first: a module that runs eagerly, state_dict and
-        load_state_dict of the model or of a part."""
-        known = weakref.ref(self)
+        """Installs hooks that wait before parameters are read outside of a compiled forward: by modules that run
+        eagerly, and by state_dict and load_state_dict of the model or of a submodule."""
+        gather = weakref.ref(self)
 
         def synchronize(*_: object) -> None:
-            found = known()
-            if found is not None:
-                found.synchronize()
+            alive = gather()
+            if alive is not None:
+                alive.synchronize()
 
         wait = torch_private.only_eager(synchronize)
         for module in model.modules():
@@ -216,10 +216,10 @@ class WeightGather:
             ]
 
     def _program(self, buckets: tuple[int, ...] | None, *, is_exact: bool = False) -> Program:
-        """Gathers these buckets; None: publishes all."""
+        """The schedule that gathers these buckets; None: the one that publishes all."""
         key = (-1,) if buckets is None else (*buckets, *((-2,) if is_exact else ()))
         if key not in self._programs:
-            core = self._found()
+            core = self._core_alive()
             plan = core.plan.exact_gathers() if is_exact else core.plan
             graph = publish_graph(plan) if buckets is None else gather_graph(plan, buckets)
             name = "publish" if buckets is None else f"gather_{len(self._programs)}"
@@ -227,10 +227,10 @@ class WeightGather:
         return self._programs[key]
 
     def _proved(self, passes: Sequence[Pass]) -> list[Pass]:
-        chosen = [p for p in passes if self._found().config.verify or p.name != "verify"]
+        chosen = [p for p in passes if self._core_alive().config.verify or p.name != "verify"]
         return [p._replace(requires=frozenset()) for p in chosen]
 
-    def _found(self) -> Core:
+    def _core_alive(self) -> Core:
         core = self._core()
         assert core is not None, "the model of these parameters is gone"
         return core

@@ -1,4 +1,4 @@
-"""Checks ``param.grad`` and the hooks on parameters for what the caller may have changed."""
+"""Checks whether the caller has changed ``param.grad`` or the hooks on parameters."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def refuse_accumulate_hooks(params: Mapping[str, nn.Parameter]) -> None:
     for name, param in params.items():
         if torch_private.num_accumulate_hooks(param) > 1:  # one is ours
             raise ZcError(
-                f"{name} has a post-accumulate-grad hook: it would find no gradient, which has left for its bucket "
-                "by then. Use register_hook for this rank's gradient, or read param.grad after the backward"
+                f"{name} has a post-accumulate-grad hook: it would find no gradient, since zc has moved it to its "
+                "bucket. Use register_hook for this rank's gradient, or read param.grad after the backward"
             )
 
 
-def check(params: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter], shown: Mapping[str, Tensor]) -> None:
-    """Raises UncoveredGradientError if a ``.grad`` is not the one in ``shown``, ZcError if a parameter of ``frozen``
+def check(params: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]) -> None:
+    """Raises UncoveredGradientError if a ``.grad`` is not the one that zc has set, and ZcError if a frozen parameter
     requires a gradient."""
     for name, param in params.items():
-        if (grad := param.grad) is not None and grad is not shown.get(name):
+        if (grad := param.grad) is not None and grad is not grads.get(name):
             raise UncoveredGradientError(
                 f"{name}.grad holds a full gradient that did not come through a backward of this model; zc trains "
                 "from its own shards. Don't assign param.grad by hand: torch.autograd.backward(parameters, gradients) "
@@ -34,30 +34,30 @@ def check(params: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter]
     for name, param in frozen.items():
         if param.requires_grad:
             raise ZcError(
-                f"parameter {name} asks for a gradient, and had none to get when the model was compiled: no bucket "
-                "has a place for it. Call zc.recompile(model) after requires_grad_; the state of all others is kept"
+                f"parameter {name} requires a gradient now, and did not when the model was compiled, so no bucket has "
+                "a place for it. Call zc.recompile(model) after requires_grad_; all other parameters keep their state"
             )
 
 
-def cleared(plan: Plan, known: Sequence[Sequence[bool]], params: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
-    """(bucket, slot) of the gradients in ``known`` whose ``param.grad`` the caller has set to None, by hand or by the
-    stock model.zero_grad()."""
+def cleared(plan: Plan, flags: Sequence[Sequence[bool]], params: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
+    """(bucket, slot) of the gradients, True in ``flags``, whose ``param.grad`` the caller has set to None: by hand, or
+    by torch's own model.zero_grad()."""
     return [
         (bucket.index, k)
-        for bucket, flags in zip(plan.buckets, known, strict=True)
+        for bucket, of_bucket in zip(plan.buckets, flags, strict=True)
         for k, slot in enumerate(bucket.slots)
-        if flags[k] and params[slot.name].grad is None
+        if of_bucket[k] and params[slot.name].grad is None
     ]
 
 
-def shown_apart(plan: Plan, shown: Sequence[Sequence[bool]], known: Sequence[Sequence[bool]]) -> str:
-    """The error of a loop over ``param.grad`` where ranks have one on different parameters. ``shown``: those of this
-    rank; ``known``: those of all ranks together."""
+def grads_differ(plan: Plan, own: Sequence[Sequence[bool]], of_any: Sequence[Sequence[bool]]) -> str:
+    """The error for a loop over ``param.grad`` if ranks have one on different parameters. ``own``: whether this rank
+    has it; ``of_any``: whether any rank does."""
     lacking = [
         slot.name
-        for bucket, here, there in zip(plan.buckets, shown, known, strict=True)
-        for slot, is_shown, is_known in zip(bucket.slots, here, there, strict=True)
-        if is_known and not is_shown
+        for bucket, here, there in zip(plan.buckets, own, of_any, strict=True)
+        for slot, is_here, is_anywhere in zip(bucket.slots, here, there, strict=True)
+        if is_anywhere and not is_here
     ]
     where = f"here {', '.join(lacking[:5])} has none" if lacking else "here all have one, on another rank some lack it"
     return (

@@ -1,14 +1,13 @@
-"""Parameters whose new values may still be on their way: whoever reads one waits (overlap_gather).
+"""Makes reads of parameters wait while their new values may still be in flight (overlap_gather).
 
-Between ``optimizer.step()`` and the next forward each parameter is of a class whose ``__torch_function__`` waits for
-the gathers, gives every parameter its own class back, and then does what was asked. So ``p.norm()``, an average of the
-weights, a clamp or a copy right after the step see the update, as without overlap. What asks for no value (``p.grad``,
-``p.shape``) does not wait. The class of a tensor is changed as torch's own lazy parameters change theirs.
+Between ``optimizer.step()`` and the next forward, parameters have a class whose ``__torch_function__`` waits for the
+gathers, gives all parameters their own class back, and then calls the function. So ``p.norm()``, an average of the
+weights, a clamp or a copy right after the step sees the update, as without overlap. Functions that read no element
+(``p.grad``, ``p.shape``) do not wait. torch's lazy parameters change their class in the same way.
 
-Memory may be reached without the parameter, through a ``p.data``, a view or an array that was kept from before the
-step: while such a thing lives, `zc.engine.overlap_gather` lets the step wait. Not seen: an address, a DLPack capsule or
-a storage object that was kept, and a C++ extension that takes parameters past torch's dispatch; `zc.synchronize` is for
-those.
+A ``p.data``, view or array from before the step reaches the memory without the parameter. While one exists,
+`zc.engine.overlap_gather` makes the step wait. zc can't see an address, a DLPack capsule or a storage object, nor a C++
+extension that bypasses torch's dispatch: call `zc.synchronize` before you use these.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from zc import torch_private
 
 _WAITING: weakref.WeakSet[Pending] = weakref.WeakSet()
 
-# What asks a parameter for no element of it
+# functions that read no element of a parameter
 NO_VALUE = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in (
@@ -42,10 +41,10 @@ NO_VALUE = frozenset(
 
 
 class PendingParameter(nn.Parameter):
-    """A parameter while its value may be on its way."""
+    """The class of a parameter while its new value may be in flight."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
-        """Who makes another one by ``type(param)(...)`` means a parameter."""
+        """``type(param)(...)`` is meant to make an ordinary parameter."""
         return nn.Parameter(*args, **kwargs)
 
     @classmethod
@@ -56,10 +55,10 @@ class PendingParameter(nn.Parameter):
             with torch_private.without_torch_function():
                 return func(*args, **(kwargs or {}))
         _arrive()
-        return func(*args, **(kwargs or {}))  # of plain parameters by now
+        return func(*args, **(kwargs or {}))  # the parameters have their own class again
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """nn.Parameter's looks at the class first, then at the value."""
+        """nn.Parameter's own method checks the class before it reads the value, so this one waits first."""
         _arrive()
         copied: nn.Parameter = self.__deepcopy__(memo)
         return copied
@@ -77,12 +76,12 @@ def _make_plain(params: list[nn.Parameter]) -> None:
 
 
 def can_be_watched(param: nn.Parameter) -> bool:
-    """Whether it is of torch's own class: another one can't be exchanged."""
+    """Whether the parameter has torch's own class, which is the only one that zc exchanges."""
     return type(param) is nn.Parameter
 
 
 class Pending:
-    """The parameters of one model. ``wait``: a method, held weakly, that does what must be done before one is read."""
+    """The parameters of one model. ``wait`` is called before one is read; it is a method, referenced weakly."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = weakref.WeakMethod(wait)
@@ -90,19 +89,19 @@ class Pending:
         weakref.finalize(self, _make_plain, self._params).atexit = False
 
     def leave(self, params: Iterable[nn.Parameter]) -> None:
-        """From here on a read of one of these, which `can_be_watched`, waits."""
+        """Makes reads of these parameters wait from now on. All must pass `can_be_watched`."""
         for param in params:
             param.__class__ = PendingParameter
             self._params.append(param)
         _WAITING.add(self)
 
     def release(self) -> None:
-        """Plain parameters again: who reads them now knows what to wait for."""
+        """Gives the parameters their own class back, without waiting."""
         _make_plain(self._params)
         _WAITING.discard(self)
 
     def arrive(self) -> None:
-        """Somebody reads."""
+        """Called at a read: waits for the gathers."""
         self.release()
         wait = self._wait()
         if wait is not None:

@@ -277,7 +277,7 @@ class Runtime(Core):
         own_grads = [list(flags) for flags in self.announcements.has_grad]
         boundary = self.announcements.meet(unreduced, by_grad=by_grad)
         if boundary.is_asked and not boundary.show_same:
-            raise ZcError(param_grads.shown_apart(self.plan, own_grads, self.announcements.has_grad))
+            raise ZcError(param_grads.grads_differ(self.plan, own_grads, self.announcements.has_grad))
         self.accumulators.set_touched(boundary.touched)
         self._reduce_kept(boundary.buckets, is_final=True)
         self.streams.join_main()

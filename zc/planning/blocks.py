@@ -1,4 +1,4 @@
-"""Kinds of blocks: the children of one container that one compiled graph can serve, such as a decoder's layers.
+"""Finds kinds of blocks: children of one container that share a compiled graph, such as a decoder's layers.
 
     GPT
       tokens: Embedding                       outside of blocks
@@ -9,8 +9,8 @@
       norm: LayerNorm                         outside of blocks
 
 Members of a kind have the same class and the same parameters: relative name, shape, dtype, device and requires_grad.
-Buckets follow them (`zc.planning.plan`): a bucket holds whole blocks, or the same part of each block. The idea of
-compiling a repeated block once: PyTorch's regional compilation, and FSDP2's wrapping of each block.
+Buckets follow them (`zc.planning.plan`): a bucket has whole blocks, or the same part of each block. PyTorch's regional
+compilation also compiles a repeated block once, and FSDP2 wraps each block.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import nn
 if TYPE_CHECKING:
     from zc.planning.plan import ParamSpec
 
-MIN_MEMBERS = 4  # fewer blocks are compiled with the rest of the model: one schedule costs a step less than several
+MIN_MEMBERS = 4  # fewer blocks are compiled with the rest of the model, since one schedule runs faster than several
 
 
 @dataclass(frozen=True)
 class BlockKind:
-    """``name``: of the class. ``members``: the blocks' fully qualified names, in order of registration."""
+    """``name`` of the class, and the blocks' fully qualified names in order of registration."""
 
     name: str
     members: tuple[str, ...]
@@ -43,16 +43,16 @@ class BlockKind:
 def find_kinds(model: nn.Module) -> tuple[BlockKind, ...]:
     """The kinds of blocks of ``model``, outermost first: the children of a block belong to it.
 
-    A block is no leaf, and has a matrix: elementwise work gains more from the graph around it. It shares no parameter
-    with the rest of the model: its compiled graph runs for any member, told by the parameters that it gets.
+    A block has children and a matrix; elementwise work gains more from the graph around it. It shares no parameter with
+    the rest of the model, because its compiled graph tells members apart by their parameters.
     """
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     return tuple(_walk(model, "", uses, set()))
 
 
 def find_singles(model: nn.Module, kinds: Sequence[BlockKind]) -> list[str]:
-    """The modules outside of blocks that are compiled on their own where blocks are: the outermost ones that have
-    parameters and contain no block. A model without blocks has none: it is one graph."""
+    """The modules outside of blocks that are compiled on their own: the outermost ones that have parameters and contain
+    no block. Empty for a model without blocks, which is one graph."""
     blocks = {member for kind in kinds for member in kind.members}
     holders = {name[:k] for name in blocks for k in range(len(name)) if name[k] == "."} | {""}
     singles: dict[int, str] = {}
@@ -83,7 +83,7 @@ def _walk(module: nn.Module, prefix: str, uses: Counter[int], seen: set[int]) ->
     groups: dict[object, list[str]] = {}
     names = {}
     for name, child in module.named_children():
-        if id(child) in seen:  # the same object at two places
+        if id(child) in seen:  # registered twice
             continue
         seen.add(id(child))
         path = f"{prefix}{name}"
@@ -106,7 +106,7 @@ def _can_be_block(module: nn.Module, uses: Counter[int]) -> bool:
 
 
 def _signature(module: nn.Module) -> object:
-    """Equal for blocks that one graph can serve, as far as parameters say."""
+    """Equal for blocks that can share a graph, judging by class and parameters."""
     first: dict[int, str] = {}
     rows = []
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -117,17 +117,18 @@ def _signature(module: nn.Module) -> object:
 
 # --- buckets follow blocks ---
 
-# What a bucket takes by default: PyTorch DDP's 25 MiB, which overlaps well; more where that would make more than some
-# 32 buckets, each of which costs the host a write, a reduction and their events in every backward
+# The default is that of PyTorch's DDP, which overlaps well. It is larger where there would be more buckets than
+# ENOUGH_BUCKETS, since each costs the host a write, a reduction and their events in every backward.
 DEFAULT_NBYTES = 25 * 2**20
 ENOUGH_BUCKETS = 32
-# between hosts of CPUs: on a slow link a step waits for the last bucket's reduction, a layer for its bucket's gather
+# between hosts of CPUs: on a slow link, a step waits for the last bucket's reduction, and a layer for its gather
 BETWEEN_HOSTS_NBYTES = 8 * 2**20
 
 
 def default_nbytes(sizes: Sequence[int], least: int = DEFAULT_NBYTES) -> int:
-    """Of a bucket, for parameters of these ``sizes`` in bytes: enough for some 32 buckets, but no more than the largest
-    parameter, which is a bucket whatever the limit and so sizes the ring: fewer buckets cost no memory."""
+    """The default size of a bucket for parameters of these ``sizes`` in bytes: enough for ENOUGH_BUCKETS, but at most
+    the largest parameter. That one is a bucket in any case and decides the ring's size, so larger buckets cost no
+    memory."""
     return max(least, min(max(sizes), sum(sizes) // ENOUGH_BUCKETS))
 
 
@@ -138,9 +139,9 @@ def nbytes_of(spec: ParamSpec) -> int:
 def split_at_blocks(
     specs: Sequence[ParamSpec], bucket_nbytes: int, kinds: Sequence[BlockKind], *, is_default: bool
 ) -> list[list[ParamSpec]]:
-    """A bucket has whole blocks of one kind, as many in each as `bucket_nbytes` allows, or the same part of each
-    block, or parameters outside of blocks. With the default size a block of a quarter of it has a bucket of its own:
-    its compiled graph then fills that bucket by itself."""
+    """Splits parameters into buckets: whole blocks of one kind, as many as ``bucket_nbytes`` allows, the same part of
+    each block, or parameters outside of blocks. With the default size, a block of at least a quarter of it gets its own
+    bucket, which its compiled graph fills alone."""
     positions = block_of(kinds)
     outside: list[ParamSpec] = []
     blocks: dict[tuple[int, int], list[ParamSpec]] = {}
@@ -164,8 +165,7 @@ def split_at_blocks(
 
 
 def _split(specs: Sequence[ParamSpec], bucket_nbytes: int) -> list[list[ParamSpec]]:
-    """No bucket is larger than ``bucket_nbytes``, unless one parameter is: the ring is as large as the largest
-    bucket."""
+    """Splits in order, so that no bucket is larger than ``bucket_nbytes`` unless one parameter is."""
     chunks: list[list[ParamSpec]] = [[]]
     filled = 0
     for spec in specs:

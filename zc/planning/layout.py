@@ -1,15 +1,15 @@
-"""Where each parameter lies in a flat buffer: offsets and padding in elements, decided once, no tensors.
+"""Decides where each parameter lies in a flat buffer: offsets and padding in elements, without tensors.
 
-A layout of W = 2 ranks (S = P / W), ``a`` and ``b`` parameters, ``.`` padding::
+A layout for W = 2 ranks (S = P / W), with parameters ``a`` and ``b``, and padding ``.``::
 
     |<---------------- P = numel_padded ---------------->|
     |aaaaaaaaaaaa..|bbbbbbbbbbbbbbbbbbbbbbbbbbb..........|
     |<----- rank 0 owns S ----->|<---- rank 1 owns S --->|
 
-`flat_layout` packs tightly: a shard's edge may cut a parameter, which elementwise optimizers never notice, and each
-rank updates its shard. `whole_layout` is for optimizers that read a whole matrix (Muon): gradients are
-reduced into the same equal shards, but a rank updates a run of whole parameters, of any length or none. What of a run
-lies in other ranks' shards goes to its owner before an update, and back after it::
+`flat_layout` packs tightly, and each rank updates its shard. A shard's edge may cut a parameter, which an elementwise
+optimizer does not notice. `whole_layout` is for optimizers that read a whole matrix (Muon). It reduces gradients into
+the same equal shards, but a rank updates a *run* of whole parameters, of any length or none. Elements of a run that lie
+in other ranks' shards travel to its owner before an update, and back after it::
 
     |aaaaaaaaaaaa.|bbbbbbbbbbbb.|cccccccccccccccccccccccc|
     |<------ rank 0 ----->|<------ rank 1 ----->|  2  ...    shards of equal length: what is reduced where
@@ -30,11 +30,11 @@ ALIGN_NBYTES = 128  # a GPU's memory transaction; also keeps 16-byte vector acce
 
 @dataclass(frozen=True)
 class Rule:
-    """What an optimizer's update allows of the layout of its parameters.
+    """What an optimizer requires of its parameters' layout.
 
-    ``whole``: it may read whole parameters, so each has one owner; what its update costs is an entry of
-    `zc.planning.ownership.COSTS`. Else a cut may stand at any multiple of ``block`` elements: those of a block share
-    something, as the scale of 8-bit state does.
+    ``whole``: its update may read whole parameters, so each has one owner; ``cost`` names an entry of
+    `zc.planning.ownership.COSTS`. Otherwise a shard may cut a parameter at any multiple of ``block`` elements, which
+    share something, such as the scale of 8-bit state.
     """
 
     whole: bool = False
@@ -46,8 +46,8 @@ class Rule:
 class Slot:
     """One parameter's place in a bucket: elements [offset, offset + numel) of the flat buffer.
 
-    ``strides``: the parameter's, where they are not those of a row-major one (`own_strides`): its elements then lie in
-    the slot in the order of its own memory, as channels_last has it.
+    ``strides``: the parameter's own, if it is not row-major (`own_strides`). Its elements then lie in the slot in the
+    order of its own memory, for example channels_last.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Slot:
 
     @cached_property
     def order(self) -> tuple[int, ...] | None:
-        """The dimensions from the outermost to the innermost in the slot; None: as they are numbered."""
+        """The dimensions in the slot, outermost first; None: in the order of their numbers."""
         if self.strides is None:
             return None
         strides = self.strides
@@ -78,15 +78,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Slots of one bucket, ascending in offset, and the padded size P = ``numel_padded``, a multiple of W slots.
-    ``owners``: where each rank updates whole parameters, which rank each slot's is, ascending; None: each rank updates
-    its shard."""
+    """The slots of one bucket, ascending in offset, and the padded size P = ``numel_padded``, a multiple of W.
+    ``owners``: the rank that updates each slot's whole parameter, ascending; None: each rank updates its shard."""
 
     slots: tuple[Slot, ...]
     numel_padded: int
     world_size: int
     owners: tuple[int, ...] | None = None
-    num_hosts: int = 1  # more than one: shards of the ranks that have one number on their hosts follow each other
+    num_hosts: int = 1  # more than one: the l-th ranks of all hosts have adjacent shards
 
     @property
     def numel_shard(self) -> int:
@@ -98,13 +97,13 @@ class FlatLayout:
         return self.numel_padded - sum(slot.numel for slot in self.slots)
 
     def shard_of(self, rank: int) -> int:
-        """Which shard is the rank's. Of H hosts of L ranks, rank h L + l has shard l H + h: what the hosts' l-th ranks
-        reduce between them is one piece, the l-th of L."""
+        """The rank's shard. With H hosts of L ranks, rank h L + l has shard l H + h, so the l-th ranks of all hosts
+        reduce one contiguous piece, the l-th of L."""
         per_host = self.world_size // self.num_hosts
         return rank % per_host * self.num_hosts + rank // per_host
 
     def rank_of(self, shard: int) -> int:
-        """Whose shard it is."""
+        """The rank that has this shard."""
         return shard % self.num_hosts * (self.world_size // self.num_hosts) + shard // self.num_hosts
 
     def shard_range(self, rank: int) -> tuple[int, int]:
@@ -114,18 +113,18 @@ class FlatLayout:
 
     @property
     def order(self) -> list[int] | None:
-        """Of each rank, which shard is its; None: that of its own number."""
+        """Each rank's shard; None: rank r has shard r."""
         return None if self.num_hosts == 1 else [self.shard_of(rank) for rank in range(self.world_size)]
 
     def host_range(self, rank: int) -> tuple[int, int]:
-        """Elements [start, stop) that the ranks of one number reduce between hosts: H shards."""
+        """Elements [start, stop) that the l-th ranks of all hosts reduce with each other: H shards."""
         start = self.shard_of(rank) // self.num_hosts * self.num_hosts * self.numel_shard
         return start, start + self.num_hosts * self.numel_shard
 
     @cached_property
     def runs(self) -> dict[int, tuple[int, int]]:
-        """By rank that owns something, ascending: elements [start, stop) of its parameters, alignment counted. They
-        follow each other from element 0 on."""
+        """Elements [start, stop) of each owner's parameters with their alignment, by ascending rank. Runs are adjacent
+        and begin at element 0."""
         assert self.owners is not None
         starts: dict[int, int] = {}
         for slot, rank in zip(self.slots, self.owners, strict=True):
@@ -139,29 +138,28 @@ class FlatLayout:
         return self.shard_range(rank) if self.owners is None else self.runs.get(rank, (0, 0))
 
     def owned(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """The part of ``slot`` that ``rank`` updates, as [start, stop) inside the flat buffer; empty where start ==
-        stop."""
+        """The part of ``slot`` that ``rank`` updates, as [start, stop) of the flat buffer; empty if start == stop."""
         return _within(slot, *self.owned_range(rank))
 
     def in_shard(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """The part of ``slot`` in the shard of ``rank``, in the same way."""
+        """The part of ``slot`` in the shard of ``rank``, as [start, stop) of the flat buffer."""
         return _within(slot, *self.shard_range(rank))
 
     def of_shard(self, rank: int) -> list[tuple[int, int, int]]:
-        """(owner, start, stop): whose the elements of ``rank``'s shard are, ascending; padding at the end has none."""
+        """(owner, start, stop) of the elements of ``rank``'s shard, ascending, without padding at the end."""
         start, stop = self.shard_range(rank)
         return [(owner, *common) for owner, run in self.runs.items() if (common := _overlap(run, (start, stop)))]
 
     def of_run(self, rank: int) -> list[tuple[int, int, int]]:
-        """(rank of the shard, start, stop): where the gradients of what ``rank`` updates are reduced, ascending."""
+        """(rank of the shard, start, stop): the ranks that reduce the gradients of this rank's run, ascending."""
         start, stop = self.runs.get(rank, (0, 0))
         size, shards = self.numel_shard, range(start // self.numel_shard, -(-stop // self.numel_shard))
         return [(self.rank_of(k), max(start, k * size), min(stop, (k + 1) * size)) for k in shards]
 
 
 def own_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """``strides`` in elements, where such a tensor fills its memory without a hole or an overlap and is not row-major;
-    None for all others."""
+    """``strides``, in elements, of a tensor that fills its memory without holes or overlaps and is not row-major; None
+    for all others."""
     dims = sorted(_long(shape), key=lambda d: strides[d])
     expected = [math.prod(shape[d] for d in dims[:k]) for k in range(len(dims))]
     is_dense = math.prod(shape) > 0 and [strides[d] for d in dims] == expected
@@ -170,7 +168,7 @@ def own_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]
 
 
 def _long(shape: Sequence[int]) -> list[int]:
-    """The dimensions of more than one element: the stride of another one means nothing."""
+    """The dimensions with more than one element; the strides of others mean nothing."""
     return [d for d, size in enumerate(shape) if size > 1]
 
 
@@ -195,8 +193,8 @@ def flat_layout(
     num_hosts: int = 1,
     num_replicas: int = 1,
 ) -> FlatLayout:
-    """Packs parameters one after another, each slot at a multiple of ``align`` elements, P a multiple of W * align, and
-    each shard of as many pieces of ``align`` as it has replicas."""
+    """Packs parameters in order, each slot at a multiple of ``align`` elements. P is a multiple of W * align, and a
+    shard has a multiple of ``num_replicas`` pieces of ``align``."""
     slots, offset = [], 0
     for name, shape in shapes:
         slot = Slot(name, tuple(shape), offset)
@@ -215,7 +213,7 @@ def layout_of(
     num_hosts: int = 1,
     num_replicas: int = 1,
 ) -> FlatLayout:
-    """The layout of one bucket under ``rule``. ``align``: elements; ``owners``: of parameters that stay whole."""
+    """The layout of one bucket under ``rule``. ``align`` is in elements; ``owners``: of whole parameters."""
     if rule.whole:
         return whole_layout(shapes, world_size, align, owners, num_hosts, num_replicas)
     return flat_layout(shapes, world_size, math.lcm(align, rule.block), num_hosts, num_replicas)
@@ -229,7 +227,7 @@ def whole_layout(
     num_hosts: int = 1,
     num_replicas: int = 1,
 ) -> FlatLayout:
-    """The same, one rank's parameters after another's, in the order of the ranks; ``owners`` says whose each is."""
+    """Like `flat_layout`, with parameters sorted by the rank that owns them."""
     ordered = sorted(shapes, key=lambda item: owners[item[0]])
     packed = flat_layout(ordered, world_size, align, num_hosts, num_replicas)
     return replace(packed, owners=tuple(owners[slot.name] for slot in packed.slots))

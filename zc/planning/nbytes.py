@@ -1,4 +1,4 @@
-"""Bytes of a plan, by kind: what a rank holds, sends and copies."""
+"""Counts the bytes that a rank keeps, sends and copies under a plan, by kind."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from zc.planning.plan import NUM_HOST_SUMS, Bucket, Plan
 from zc.planning.wire import num_rows, row_nbytes
 
-# fp32 tensors of the parameter's size that torch's optimizers keep; another one is taken as Adam
+# how many fp32 tensors of the parameter's size each of torch's optimizers keeps; others count as Adam
 STATES = {"Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2,
           "ASGD": 1, "Rprop": 2, "SGD": 0, "Muon": 1}  # fmt: skip
 
 
 def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Bytes (device, host, disk) of a rank by kind: as `zc.engine.buffers.Buffers`, without making any. State is
-    counted with the shard's padding, of which it has none. ``num_states``: of each optimizer, the tensors of a
-    parameter's size that it keeps. Of what ranks own in unequal parts (whole parameters), the largest part."""
+    """Bytes (device, host, disk) of a rank by kind, as `zc.engine.buffers.Buffers` allocates them. State counts with
+    the shard's padding, although it has none. ``num_states``: how many tensors of a parameter's size each optimizer
+    keeps. If ranks own unequal parts (whole parameters), the largest counts."""
 
     def total(numel_of: str, dtype_of: str) -> int:
         sizes = {"P": [b.numel for b in plan.buckets], "S": [b.layout.numel_shard for b in plan.buckets]}[numel_of]
@@ -71,12 +71,12 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
 
 
 def total_of(buckets: Sequence[Bucket]) -> int:
-    """Of the masters of these buckets' shards."""
+    """Bytes of the masters of one shard of each of these buckets."""
     return sum(b.layout.numel_shard * b.acc_dtype.itemsize for b in buckets)
 
 
 def heaviest(plan: Plan, buckets: Sequence[Bucket], nbytes: Callable[[Bucket], int]) -> int:
-    """The largest sum over ``buckets`` that a rank has of what it updates, at ``nbytes`` an element."""
+    """The most bytes that any rank has of elements that it updates in ``buckets``, at ``nbytes`` per element."""
     equal = sum(b.layout.numel_shard * nbytes(b) for b in buckets if b.layout.owners is None)
     return equal + max(_by_rank((b for b in buckets if b.layout.owners is not None), nbytes).values(), default=0)
 
@@ -90,13 +90,13 @@ def _by_rank(buckets: Iterable[Bucket], nbytes: Callable[[Bucket], int]) -> dict
 
 
 def moved(plan: Plan, dtype_of: str) -> tuple[int, int]:
-    """Bytes that a rank sends of what it has reduced to those that update it, and of what it has updated back to the
-    shards: of each the most that one rank sends."""
+    """Bytes that a rank sends for whole parameters: reduced gradients to their owners, and updated weights back to the
+    shards. Each is the most that any rank sends."""
     whole = [b for b in plan.buckets if b.layout.owners is not None]
     if not whole or plan.world_size == 1:
         return 0, 0
     owned = _by_rank(whole, lambda b: getattr(b, dtype_of).itemsize)
-    own: dict[int, int] = {}  # a rank's own elements in its own shard
+    own: dict[int, int] = {}  # bytes of a rank's own elements in its own shard
     for bucket in whole:
         for rank, (start, stop) in bucket.layout.runs.items():
             low, high = bucket.layout.shard_range(rank)
@@ -111,9 +111,12 @@ def moved(plan: Plan, dtype_of: str) -> tuple[int, int]:
 
 
 def sent(plan: Plan, microbatches: int) -> dict[str, int]:
-    """Bytes that a rank sends in a step, or others read of it: W - 1 of W parts of each bucket, for each reduction and
-    for the gather (with two levels L - 1 of L in the host, and H - 1 of H of that to the other hosts; with R replicas
-    R - 1 of R of a shard to these, twice); and what goes to the owners of whole parameters and back."""
+    """Bytes that a rank sends in a step, or that others read from it.
+
+    Each reduction and the gather send W - 1 of W parts of each bucket. With two levels they send L - 1 of L inside the
+    host, and H - 1 of H of that to other hosts. With R replicas, R - 1 of R of a shard go to these, twice. Gradients
+    and weights of whole parameters travel to their owners and back.
+    """
     num = microbatches if plan.placement.shards_gradients else 1
     others, world_size, hosts = plan.world_size - 1, plan.world_size, plan.topology
     inside, between = hosts.ranks_per_host - 1, hosts.num_hosts - 1
@@ -139,22 +142,22 @@ def sent(plan: Plan, microbatches: int) -> dict[str, int]:
 
 
 def most_encoded(plan: Plan, bucket: Bucket, bits: int) -> tuple[int, int]:
-    """Bytes that a rank sends of encoded rows, the most of any rank: of those for others, and of its own one to all."""
+    """The most bytes of encoded rows that any rank sends: of rows for the others, and of its own row to all."""
     count, rows = num_rows(plan), row_nbytes(bucket.layout, bits)
     together = [rows[first : first + count] for first in range(0, len(rows), count)]
     return max(sum(group) - min(group) for group in together), (count - 1) * max(rows)
 
 
 def sent_to_replicas(plan: Plan, bucket: Bucket) -> int:
-    """Bytes that a rank sends to its replicas in a reduction: pieces of its shard, and the sum of its own one."""
+    """Bytes that a rank sends to its replicas in a reduction: pieces of its shard, and the sum of its own piece."""
     wire = bucket.net_dtype if plan.reduces_twice else bucket.reduce_dtype
     piece = bucket.layout.numel_shard // plan.num_replicas
     return piece * (plan.num_replicas - 1) * (wire.itemsize + bucket.acc_dtype.itemsize)
 
 
 def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> dict[str, int]:
-    """Bytes that leave a host in a step, of all its ranks; what the owners of whole parameters exchange is not counted.
-    Of two levels the least that there is, 2 (H - 1) / H of the model with one backward; of one, L times that."""
+    """Bytes that leave a host in a step, from all its ranks, without the exchanges of whole parameters' owners. Two
+    levels send the least possible, 2 (H - 1) / H of the model with one backward; one level sends L times that."""
     num = microbatches if plan.placement.shards_gradients else 1
     others, copies = _pairs_between_hosts(plan, ranks_per_host)
     if plan.has_levels:
@@ -172,13 +175,13 @@ def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> di
 
 
 def _encoded_between_hosts(plan: Plan, bucket: Bucket, bits: int, num_shards: int) -> int:
-    """Bytes of ``num_shards`` rows that leave a host; as an average over shards, since rows have unequal lengths."""
+    """Bytes of ``num_shards`` rows that leave a host: an average over shards, since rows differ in length."""
     return num_shards * sum(row_nbytes(bucket.layout, bits)) // plan.world_size
 
 
 def _pairs_between_hosts(plan: Plan, ranks_per_host: int) -> tuple[int, int]:
-    """Pairs of a rank of one host and a rank elsewhere that messages go between: with shards of one whole, and with the
-    same shard; of the host that has most. Rank r has shard r % W of replica r // W."""
+    """How many pairs of ranks on different hosts exchange messages: inside a replica, and with the same shard of two
+    replicas. Counts the host with the most. Rank r has shard r % W of replica r // W."""
     pairs = []
     for first in range(0, plan.num_ranks, ranks_per_host):
         here = range(first, first + ranks_per_host)
@@ -189,7 +192,7 @@ def _pairs_between_hosts(plan: Plan, ranks_per_host: int) -> tuple[int, int]:
 
 
 def copied(plan: Plan, microbatches: int) -> dict[str, int]:
-    """Bytes over the bus in a step, by direction; what the owners of whole parameters exchange is not counted."""
+    """Bytes over the bus in a step, by direction, without the exchanges of whole parameters' owners."""
     if plan.offload is None:
         return {"to host": 0, "to device": 0}
     up = heaviest(plan, plan.buckets, lambda b: b.param_dtype.itemsize)

@@ -1,8 +1,8 @@
-"""Which rank updates which parameter, where an optimizer reads whole ones: decided once over the whole model.
+"""Decides which rank updates which parameter, for optimizers that read whole ones, over the whole model.
 
-Largest first onto the least loaded rank (LPT; Graham, 1969), by what an update costs, as long as a rank's elements
-stay below 1.1 of their mean: state is memory. Neighbours of one shape go to different ranks, so most of a bucket's
-gradients are reduced where they are wanted. With more ranks than parameters some own nothing.
+The most expensive update goes first, to the least loaded rank (LPT; Graham, 1969), while that rank's elements stay
+below 1.1 times their mean, since state takes memory. Neighbours of one shape go to different ranks, so most of a
+bucket's gradients are reduced on their owner. With more ranks than parameters, some own nothing.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 Shape = tuple[int, ...]
-ROOM = 1.1  # of the mean number of elements a rank, if no parameter is larger
+ROOM = 1.1  # times the mean number of elements per rank, unless one parameter is larger
 
 
 def elements(shape: Shape) -> float:
-    """An elementwise update, or one that nothing is known of."""
+    """The cost of an elementwise update, or of an unknown one."""
     return float(math.prod(shape))
 
 
 def newton_schulz(shape: Shape) -> float:
-    """FLOPs of one of Muon's iterations on [m, n], m <= n: the Gram matrix and its product with it, 2 m m n each, and
-    the Gram matrix squared, 2 m m m (Jordan et al., Muon, 2024). What is no matrix counts as its first dimension by
-    the rest."""
+    """FLOPs of one of Muon's iterations on [m, n], m <= n: the Gram matrix and its product with the matrix, 2 m m n
+    each, and the Gram matrix squared, 2 m m m (Jordan et al., Muon, 2024). A tensor with more dimensions counts as a
+    matrix of its first dimension by the others."""
     if len(shape) < 2 or 0 in shape:
         return float(math.prod(shape))
     m, n = sorted((shape[0], math.prod(shape[1:])))
@@ -37,18 +37,18 @@ def assign(
     shapes: Sequence[tuple[str, Shape]],
     cost: Callable[[Shape], float],
     world_size: int,
-    taken: Mapping[int, tuple[float, int]],
+    assigned: Mapping[int, tuple[float, int]],
 ) -> dict[str, int]:
-    """Parameter -> the rank that updates it. ``taken``: cost and elements that ranks have already.
+    """The rank that updates each parameter. ``assigned``: cost and elements that ranks have already.
 
-    Takes as long for 4,096 ranks as for as many ranks as there are parameters: no more can own one.
+    Considers at most one new rank per parameter, so 4,096 ranks take no longer than a few.
     """
     numel = {name: math.prod(shape) for name, shape in shapes}
-    total = sum(numel.values()) + sum(count for _, count in taken.values())
+    total = sum(numel.values()) + sum(count for _, count in assigned.values())
     limit = max(ROOM * total / world_size, float(max(numel.values(), default=0)))
-    loads = dict(taken)
+    loads = dict(assigned)
     for rank in range(world_size):
-        if len(loads) >= len(taken) + len(shapes):
+        if len(loads) >= len(assigned) + len(shapes):
             break
         loads.setdefault(rank, (0.0, 0))
     heap = [(load, count, rank) for rank, (load, count) in loads.items()]
@@ -58,7 +58,7 @@ def assign(
         passed = []
         while heap and heap[0][1] + numel[name] > limit:
             passed.append(heapq.heappop(heap))
-        # where it fits nowhere, onto the rank with the fewest elements
+        # if it fits nowhere, the rank with the fewest elements gets it
         chosen = heapq.heappop(heap) if heap else min(passed, key=lambda item: (item[1], item[0], item[2]))
         if chosen in passed:
             passed.remove(chosen)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 class Topology:
     """H = ``num_hosts`` hosts of L = ``ranks_per_host`` ranks each; rank r is number r % L on host r // L.
 
-    ``reads_memory``: ranks of one host read each other's memory, and copy nothing through sockets. Where hosts are not
-    known, or have different numbers of ranks, every rank is a host of its own.
+    ``reads_memory``: ranks of one host read each other's memory instead of sending messages. If hosts are unknown or
+    have different numbers of ranks, every rank counts as its own host.
     """
 
     num_hosts: int = 1
@@ -23,11 +23,11 @@ class Topology:
 
     @property
     def has_levels(self) -> bool:
-        """Exchanges go in two levels: in memory inside of a host, by messages between hosts."""
+        """Whether exchanges have two levels: memory inside a host, messages between hosts."""
         return self.num_hosts > 1 and self.ranks_per_host > 1 and self.reads_memory
 
     def across(self, rank: int) -> tuple[int, ...]:
-        """The ranks of its number on all hosts, itself among them, in the hosts' order."""
+        """The ranks with the same number on each host, this one included, in the order of hosts."""
         return tuple(h * self.ranks_per_host + rank % self.ranks_per_host for h in range(self.num_hosts))
 
     def host_of(self, rank: int) -> int:
@@ -47,12 +47,12 @@ ALONE = Topology()
 
 
 def flat(world_size: int) -> Topology:
-    """Every rank on its own."""
+    """Each rank as its own host."""
     return Topology(world_size, 1)
 
 
 def usable(topology: Topology, reduce: str, device_types: set[str]) -> Topology:
-    """What exchanges can make of it: memory is read on a CPU, and two levels need that and the exact reduction."""
+    """The topology that exchanges can use: only CPUs read memory, and two levels also need the exact reduction."""
     if device_types != {"cpu"}:
         topology = replace(topology, reads_memory=False)
     is_one_host = topology.num_hosts == 1

@@ -1,7 +1,7 @@
-"""A timeline as one SVG element: a lane per stream, all to one scale, and memory below it.
+"""Draws a timeline as one SVG element: one lane per stream, all to one scale, and memory below them.
 
-No charting library: those that fit in one file weigh megabytes, and know neither lanes nor the waits between them. The
-colors are classes, which the page or the picture itself defines for light and dark (`STYLE`).
+It uses no charting library: those that fit in one file have megabytes, and draw neither lanes nor waits between them.
+Colors are CSS classes, which the page or the picture defines for light and dark (`STYLE`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from zc.report.timeline import Arrow, Box, Timeline, color_class, lanes
 
 WIDTH, LANE, BOX, LEFT, MEMORY = 1160, 34, 22, 90, 70  # pixels
 
-LEAST_NBYTES = 2**20  # a step that adds less has no picture of its memory
+LEAST_NBYTES = 2**20  # memory is drawn only if the step adds at least as many bytes
 
 _COLORS = {  # class: what it is, light, dark
     "loop": ("the caller's loop", "#e4e4e0", "#3b3b38"),
@@ -44,7 +44,7 @@ svg.timeline path.memory {{ fill: var(--compute); stroke: var(--dim); }}
 
 
 def draw(timeline: Timeline, *, is_alone: bool = False) -> str:
-    """The SVG element; ``is_alone``: a file of its own, with its style and a legend inside."""
+    """The SVG element. With ``is_alone`` it has its style and a legend inside, as a file of its own needs."""
     rows = {lane: k for k, lane in enumerate(lanes(timeline))}
     scale = (WIDTH - LEFT - 10) / max(timeline.stop, 1e-9)
     height = LANE * len(rows) + 24
@@ -72,7 +72,7 @@ def caption(timeline: Timeline) -> str:
     how = "measured" if timeline.is_measured else "estimated"
     return (
         f"{_ms(timeline.stop)} {how}; communication that no computation hides: {_ms(timeline.exposed())}; "
-        "red lines: a stream stood still until the event"
+        "red lines: a stream was idle until the event"
     )
 
 
@@ -103,7 +103,7 @@ def _arrow(arrow: Arrow, rows: dict[str, int], scale: float) -> str:
 
 
 def _memory(timeline: Timeline, scale: float, top: int) -> str:
-    """What the process has in memory over the step, above its least."""
+    """The process's memory over the step, above its minimum."""
     least, most = (f(n for _, n in timeline.memory) for f in (min, max))
     bottom = top + MEMORY
     points = [(LEFT + t * scale, bottom - (n - least) / (most - least) * (MEMORY - 8)) for t, n in timeline.memory]
@@ -128,6 +128,6 @@ def _legend(timeline: Timeline, top: int) -> tuple[str, int]:
 
 
 def legend() -> str:
-    """The same for a page."""
+    """The legend for a page."""
     entries = (f'<span class="key {name}"></span>{what}' for name, (what, *_) in _COLORS.items())
     return f'<p class="legend">{" ".join(f"<span>{entry}</span>" for entry in entries)}</p>'

@@ -1,5 +1,5 @@
-"""`zc.explain`: where each parameter went, how buckets are filled and reduced, what stayed empty and why, what was
-compiled and what was not, each schedule with its proof, and what it costs."""
+"""`zc.explain` reports on a compiled model: its buckets and how they are filled and reduced, what was compiled, each
+fallback with its reason, and each schedule with its proof and costs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LONGEST_LIST = 30  # lines of a section that `str` shows
 
 
 class Explanation:
-    """What `explain` returns. ``str()`` of it is the report, with ``summary`` as its first sentence and long lists
-    folded; ``sections`` has all of it by name, and ``path`` is the page that was written."""
+    """What `explain` returns. ``str()`` gives the report: first one sentence, ``summary``, then sections with long
+    lists cut short. ``sections`` has them whole, by name. ``path`` is the page that was written, if any."""
 
     def __init__(self, first: summary.Summary, sections: dict[str, str], path: Path | None = None) -> None:
         self.summary, self.sections, self.path = first, sections, path
@@ -114,7 +114,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
 
 
 def _folded(name: str, body: str) -> str:
-    """A list's first lines; schedules are whole."""
+    """The first lines of a long list; schedules stay whole."""
     lines = body.splitlines()
     if name.startswith("schedule") or len(lines) <= LONGEST_LIST:
         return body
@@ -134,7 +134,7 @@ def _bar(runtime: Runtime, bucket: Bucket) -> BucketBar:
 
 
 def _ways(plan: Plan) -> str:
-    """Which way each exchange takes."""
+    """How each exchange travels: by messages, or by reading memory."""
     if plan.num_ranks == 1:
         return "one rank: nothing is exchanged"
     ways = {True: "read from the other ranks' memory", False: "messages"}

@@ -1,6 +1,6 @@
-"""`zc.explain(model, format="html")`: the report as one page that needs nothing beside it and no network.
+"""`zc.explain(model, format="html")`: the report as one self-contained page, without network.
 
-First what matters, then the step that was clocked, the buckets, and all sections of the text, folded away.
+It begins with the main figures. Then come the clocked step, the buckets, and all sections of the text, folded.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ addEventListener('beforeprint', () => document.querySelectorAll('details').forEa
 
 @dataclass(frozen=True)
 class BucketBar:
-    """``state``: how the last step filled it: "compiled", "hooks" or "empty"."""
+    """``state``: how the last step filled the bucket: "compiled", "hooks" or "empty"."""
 
     index: int
     nbytes: int
@@ -71,7 +71,7 @@ class BucketBar:
 
 @dataclass(frozen=True)
 class Report:
-    """``step``: the one that was clocked; None: none was. ``estimates``: of schedules, by the section's name."""
+    """``step``: the clocked step, if there is one. ``estimates``: of schedules, by the section's name."""
 
     title: str
     summary: Summary
@@ -113,14 +113,14 @@ def _card(label: str, value: str, said: str, look: bool = False) -> str:
 def _cards(report: Report) -> str:
     summary, step = report.summary, report.step
     share = summary.nbytes / summary.ddp_nbytes if summary.ddp_nbytes else 0.0
-    cards = [_card("held by this rank", megabytes(summary.nbytes),
-                   f"{share:.2f} of the {megabytes(summary.ddp_nbytes)} that DDP holds in fp32")]  # fmt: skip
+    cards = [_card("memory of this rank", megabytes(summary.nbytes),
+                   f"{share:.2f} of the {megabytes(summary.ddp_nbytes)} that DDP takes in fp32")]  # fmt: skip
     if step is not None and step.memory:
         least, most = (f(n for _, n in step.memory) for f in (min, max))
         cards.append(_card("peak of the step", f"+{megabytes(most - least)}", f"to {megabytes(most)} of this process"))
     if step is not None:
         exposed = step.exposed() / step.stop if step.stop else 0.0
-        said = f"of a step of {step.stop / 1e3:,.1f} ms went by waiting for other ranks"
+        said = f"of a step of {step.stop / 1e3:,.1f} ms is communication that no computation hides"
         cards.append(_card("exposed communication", f"{exposed:.0%}", said))
     proved = summary.num_schedules - summary.num_unproved
     said = "schedules are proved free of races" if not summary.num_unproved else "the others run without their proof"

@@ -1,5 +1,4 @@
-"""What the last step of a compiled model was: what filled each bucket, what stayed empty, what was sent, and how long
-was waited."""
+"""Reports on the last step of a compiled model: what filled each bucket, what was sent, and how long it waited."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def last_step(runtime: Runtime) -> str:
 
 
 def _advice(num_page_faults: int) -> str:
-    """How to avoid page faults; docs/benchmarks.md has what they cost."""
+    """How to avoid page faults; docs/decisions.md says what they cost."""
     if num_page_faults < MANY_PAGE_FAULTS or "MALLOC_TRIM_THRESHOLD_" in os.environ:
         return ""
     return (

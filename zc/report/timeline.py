@@ -1,9 +1,9 @@
-"""A step on a line of time: one lane per stream, one box per operation, an arrow for each wait that an event satisfies.
+"""Timelines of a step: one lane per stream, one box per operation, one arrow per wait.
 
-`measured` takes a step that was clocked (`zc.engine.clock`). `simulate` gives every node of one schedule a start and a
-stop by the rules of streams: a node starts when its stream is free and what it waits for is done; an exchange runs
-beside its stream from launch to completion. Its times are estimates in microseconds (`zc.schedule.cost`), or the
-caller's (``costs``). `zc.report.drawing` draws either.
+`measured` makes one of a clocked step (`zc.engine.clock`). `simulate` makes one of a schedule by the rules of streams:
+a node starts when its stream is free and its waits are done, and an exchange runs beside its stream from launch to
+completion. Times are estimates in microseconds (`zc.schedule.cost`), or the caller's ``costs``. `zc.report.drawing`
+draws both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOOP, IN_FLIGHT = "loop", "in flight"
 
 @dataclass(frozen=True)
 class Box:
-    """One operation on its lane, in microseconds from the start; ``node`` None: a phase of the caller's loop."""
+    """One operation on its lane, in microseconds from the start. ``node`` is None for a phase of the caller's loop."""
 
     node: fx.Node | None
     lane: str
@@ -55,7 +55,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """From a recorded event to the wait for it. ``delayed``: whoever waited stood still until the event."""
+    """From a recorded event to a wait for it. ``delayed``: the waiting stream was idle until the event."""
 
     source: str
     start: float
@@ -80,7 +80,7 @@ class Timeline:
         return max((box.stop for box in self.boxes), default=0.0)
 
     def exposed(self) -> float:
-        """Microseconds of communication during which neither a compute stream nor the caller's forward works."""
+        """Microseconds of communication during which neither a compute stream nor the caller's forward runs."""
         if self.exposed_on_host is not None:
             return self.exposed_on_host
         busy = (b for b in self.boxes if b.lane.startswith(COMPUTE) or (b.lane == LOOP and b.label == "forward"))
@@ -101,9 +101,9 @@ def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def measured(step: ClockedStep, programs: Iterable[Program]) -> Timeline:
-    """A clocked step; a schedule that ran several times in it, once per microbatch, is there as often."""
+    """The timeline of a clocked step. A schedule that ran several times, once per microbatch, appears as often."""
     by_name = {program.name: program for program in programs}
-    runs: dict[tuple[str, int], dict[str, tuple[float, float]]] = {}  # (program, its how manieth run) -> spans by node
+    runs: dict[tuple[str, int], dict[str, tuple[float, float]]] = {}  # (program, number of the run) -> spans by node
     times: Counter[tuple[str, str]] = Counter()
     for span in step.spans:
         number = times[span.program, span.name]
@@ -125,7 +125,7 @@ def _place(
     boxes: list[Box],
     arrows: list[Arrow],
 ) -> None:
-    """One run of a schedule. ``free``: when each lane ended its last operation."""
+    """Adds one run of a schedule. ``free``: when each lane finished its last operation."""
     events: dict[str, tuple[str, float]] = {}
     waits: dict[str, list[tuple[str, float, str]]] = {}
     for node, op in ops(program.graph):
@@ -146,7 +146,7 @@ def _place(
 
 
 def simulate(graph: fx.Graph, plan: Plan | None = None, costs: Mapping[str, float] | None = None) -> Timeline:
-    """The schedule run by the rules of streams. ``costs``: microseconds by node name, in place of the estimate."""
+    """Runs the schedule by the rules of streams. ``costs``: microseconds by node name, instead of estimates."""
     cost, own = estimate(plan), dict(costs or {})
     free: dict[str, float] = {}
     events: dict[str, tuple[str, float]] = {}
@@ -167,7 +167,7 @@ def simulate(graph: fx.Graph, plan: Plan | None = None, costs: Mapping[str, floa
             continue
         took = own.get(node.name, cost(node))
         if isinstance(op, LaunchReduce):
-            # exchanges of one group follow each other, whoever launched them
+            # exchanges of one group run one after another, whatever stream launched them
             start = max(now, *(b.stop for b in boxes if isinstance(b.op, LaunchReduce)), 0.0)
             arrival[node] = start + took
             boxes.append(Box(node, IN_FLIGHT, start, start + took, label(node, plan), detail(node, plan)))
@@ -185,7 +185,7 @@ _CLASSES = {Role.COMPUTE: "compute", Role.WRITE: "write", Role.REDUCTION: "reduc
 
 
 def color_class(box: Box) -> str:
-    """What a box's color says: the role of its operation."""
+    """The CSS class of a box: the role of its operation."""
     op = box.op
     return "loop" if box.node is None else _CLASSES.get(op.role, "signal") if op is not None else "signal"
 
@@ -210,7 +210,7 @@ def gradients_of(segment: fx.Node, plan: Plan) -> list[str]:
 
 
 def module_of(names: list[str]) -> str:
-    """The innermost module that has all of these parameters; of several, the first and the last."""
+    """The innermost module that contains all of these parameters; otherwise the first and the last module."""
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
     split = [module.split(".") for module in modules]
     common = [parts[0] for parts in zip(*split, strict=False) if len(set(parts)) == 1]
@@ -218,7 +218,7 @@ def module_of(names: list[str]) -> str:
 
 
 def label(node: fx.Node, plan: Plan | None) -> str:
-    """A few words for the box itself: a segment's module, or the kind and the bucket."""
+    """A few words inside the box: a segment's module, or the operation and its bucket."""
     op = op_of(node)
     if isinstance(op, Segment):
         names = gradients_of(node, plan) if plan is not None else []
@@ -227,7 +227,7 @@ def label(node: fx.Node, plan: Plan | None) -> str:
 
 
 def detail(node: fx.Node, plan: Plan | None, program: Program | None = None) -> str:
-    """What is said of a box when it is pointed at."""
+    """The text for a box under the pointer."""
     op, words = op_of(node), f"{stream_of(node)}: {kind_of(node)}"
     if program is not None:
         words = f"{program.name}, {words}"
