@@ -58,7 +58,7 @@ def collapse(grad: Tensor) -> tuple[list[int], list[int]]:
 def launch(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float, *, add: bool) -> None:
     """Fills (or adds into) the slots of ``flat``; without ``add`` also writes zeros wherever no gradient goes."""
     rows: list[list[int]] = []
-    kept: list[Tensor] = []  # copies of gradients: alive until the launch is queued, then stream order protects them
+    copies: list[Tensor] = []  # copies of gradients: alive until the launch is queued, then stream order protects them
     num_programs, stop = 0, 0
 
     def append(ptr: int, offset: int, numel: int, kind: int, sizes: Sequence[int], strides: Sequence[int]) -> None:
@@ -74,7 +74,7 @@ def launch(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale:
         sizes, strides = collapse(grad)
         if len(sizes) > 4 or (grad.numel() >= 2**31 and strides != [1]):  # the kernel's index has 4 digits of 32 bits
             grad = grad.contiguous()
-            kept.append(grad)
+            copies.append(grad)
             sizes, strides = collapse(grad)
         kind = _DTYPE_KINDS[grad.dtype]
         if len(sizes) > 1 or strides not in ([], [1]):

@@ -186,8 +186,8 @@ class Order:
                     touches[access.buffer] = self._entry(access.buffer)
                 self._oblige(k, touches[access.buffer], access, is_write)
             for access, is_write in mine:
-                made = _Touch(access, is_write, stream, position, 0, node)
-                touches[access.buffer] = [t for t in touches[access.buffer] if not _replaces(made, t)] + [made]
+                touch = _Touch(access, is_write, stream, position, 0, node)
+                touches[access.buffer] = [t for t in touches[access.buffer] if not _replaces(touch, t)] + [touch]
         owned = sorted(b for b in touches if isinstance(b, Buffer))
         lasting = {buffer.carrier for buffer in owned}
         self._oblige_end(lasting)

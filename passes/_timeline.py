@@ -103,11 +103,11 @@ class Timeline:
     def nodes_on(self, stream: str) -> list[fx.Node]:
         return [self.nodes[stream, k] for k in range(1, self.length(stream) + 1)]
 
-    def uses(self, made: fx.Node, *, with_maker: bool = False) -> list[Point]:
+    def uses(self, value: fx.Node, *, with_maker: bool = False) -> list[Point]:
         """Where a value is used, and with ``with_maker`` where it was made."""
-        users = [self._points[u] for u in made.users if u in self._points]
-        if with_maker and maker(made) in self._points:
-            users.append(self._points[maker(made)])
+        users = [self._points[u] for u in value.users if u in self._points]
+        if with_maker and maker(value) in self._points:
+            users.append(self._points[maker(value)])
         return users
 
     def is_after(self, node: fx.Node, points: list[Point]) -> bool:

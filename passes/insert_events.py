@@ -72,9 +72,9 @@ def _refuse_in_flight(node: fx.Node, op: Op, in_flight: dict[fx.Node, LaunchRedu
         in_flight.pop(op.work, None)
     reads, writes = accesses(node)
     for launch, flying in in_flight.items():
-        taken = {a.buffer for a in reads} & {flying.dst} or {a.buffer for a in writes} & {flying.dst, flying.src}
-        if taken:
-            raise PassError(f"{node.name} touches {min(map(str, taken))} while {launch.name} is in flight")
+        touched = {a.buffer for a in reads} & {flying.dst} or {a.buffer for a in writes} & {flying.dst, flying.src}
+        if touched:
+            raise PassError(f"{node.name} touches {min(map(str, touched))} while {launch.name} is in flight")
     if isinstance(op, LaunchReduce):
         in_flight[node] = op
 
@@ -111,13 +111,13 @@ def _release_early(
     the values that have no such place."""
     late: list[fx.Node] = []
     nodes = timeline.nodes_on(stream)
-    for made in values:
-        uses = timeline.uses(made)
+    for value in values:
+        uses = timeline.uses(value)
         k = bisect.bisect_left(nodes, True, key=lambda n: timeline.is_after(n, uses))
         if k == len(nodes):
-            late.append(made)
+            late.append(value)
         else:
-            early.setdefault(nodes[k], []).append(made)
+            early.setdefault(nodes[k], []).append(value)
     return late
 
 

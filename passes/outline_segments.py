@@ -157,11 +157,11 @@ def _outline(
     body = _canonical(outer, nodes, list(inputs), outputs, donated)
     call = put(outer, Segment(key, tuple(where[n] for n in inputs)), name=key)
     call.meta["segment"] = body
-    made: dict[fx.Node, fx.Node] = {}
+    items: dict[fx.Node, fx.Node] = {}
     for k, node in enumerate(outputs):
-        made[node] = outer.call_function(operator.getitem, (call, k))
-        made[node].meta = {k: node.meta[k] for k in _OUTER_META if k in node.meta}
-    return made
+        items[node] = outer.call_function(operator.getitem, (call, k))
+        items[node].meta = {k: node.meta[k] for k in _OUTER_META if k in node.meta}
+    return items
 
 
 def _canonical(

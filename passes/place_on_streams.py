@@ -66,11 +66,11 @@ def _may_move(node: fx.Node, op: Op) -> bool:
     body = node.meta.get("segment")
     if body is not None and body.meta.get("donated"):
         return False
-    made = results(node)
-    storages = {n.meta.get("storage") for n in made} - {None}
+    values = results(node)
+    storages = {n.meta.get("storage") for n in values} - {None}
     if storages & {n.meta.get("storage") for n in op.inputs}:
         return False
-    return not any(user.op == "output" or isinstance(op_of(user), spec.Deposit) for n in made for user in n.users)
+    return not any(user.op == "output" or isinstance(op_of(user), spec.Deposit) for n in values for user in n.users)
 
 
 def spread_producers(num: int) -> Pass:

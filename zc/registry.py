@@ -19,10 +19,10 @@ COMPILED: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDi
 
 def sharded(model: nn.Module) -> ShardedModel:
     """What zc keeps for a compiled model; raises where ``model`` is none."""
-    found = COMPILED.get(model)
-    if found is None:
+    sharded_model = COMPILED.get(model)
+    if sharded_model is None:
         raise PlanError(f"this {type(model).__name__} was not compiled: call zc.compile(model, optimizer) first")
-    return found
+    return sharded_model
 
 
 def persistent_nbytes(model: nn.Module) -> dict[str, int]:
@@ -30,9 +30,9 @@ def persistent_nbytes(model: nn.Module) -> dict[str, int]:
 
     Those of gradients (acc, flat_grad, recv) it holds from a backward until they are set to None.
     """
-    found = sharded(model)
-    nbytes = found.runtime.buffers.nbytes()
-    kept = [state for held in found.optimizers for state in held.optimizer.state.values()]
-    states = [v for state in kept if isinstance(state, dict) for v in state.values() if isinstance(v, Tensor)]
+    sharded_model = sharded(model)
+    nbytes = sharded_model.runtime.buffers.nbytes()
+    by_param = [state for optimizer in sharded_model.optimizers for state in optimizer.optimizer.state.values()]
+    states = [v for state in by_param if isinstance(state, dict) for v in state.values() if isinstance(v, Tensor)]
     nbytes["optimizer_state"] = sum(v.nbytes for v in states if v.dim() > 0)
     return nbytes

@@ -52,7 +52,7 @@ def life(folder: Path, snapshot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def trusted(folder: Path) -> tuple[float, list[float]] | None:
     """What a restart would take up."""
     file = StateFile(folder, 0, 1, place(SIZES), ["plan"])
-    return None if file.found is None else (file.found["update"], content(file))
+    return None if file.mark is None else (file.mark["update"], content(file))
 
 
 @pytest.mark.parametrize("broken", [None, "the mark is kept", "the mark is first"])

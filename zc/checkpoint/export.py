@@ -136,29 +136,32 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
     optimizer's original order. Every rank calls it. Rank 0 needs memory for the whole state, which it receives one
     tensor at a time.
     """
-    held = sharded(model)
-    alone = [each for each in held.optimizers if each.optimizer is optimizer]
-    settled(model, held.container if alone else optimizer)
-    refuse_together(held, alone or held.optimizers, "zc.full_optimizer_state")
-    channel = channel_of(held)
-    state: dict[str, dict[str, Any]] = state_of(model, held)["optimizer"]["state"]
+    sharded_model = sharded(model)
+    alone = [each for each in sharded_model.optimizers if each.optimizer is optimizer]
+    settled(model, sharded_model.container if alone else optimizer)
+    refuse_together(sharded_model, alone or sharded_model.optimizers, "zc.full_optimizer_state")
+    channel = channel_of(sharded_model)
+    state: dict[str, dict[str, Any]] = state_of(model, sharded_model)["optimizer"]["state"]
     parts = []
-    for one in alone or held.optimizers:
+    for one in alone or sharded_model.optimizers:
         numbers, groups = _numbered(one)
-        whole = channel.call("gathering the whole optimizer state", partial(gathered, held, one, state))
+        whole = channel.call("gathering the whole optimizer state", partial(gathered, sharded_model, one, state))
         whole |= copied(states_of_frozen(one))
         by_number = {numbers[name]: values for name, values in whole.items()}
         parts.append({"state": {**by_number, **copied(state_by_string(one))}, "param_groups": groups})
-    return shaped(optimizer, parts) if held.runtime.group.rank == 0 else None
+    return shaped(optimizer, parts) if sharded_model.runtime.group.rank == 0 else None
 
 
-def gathered(held: ShardedModel, one: ShardedOptimizer, state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def gathered(
+    sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
     """Gathers whole states by parameter name on rank 0 of the first replica. Collective within a replica."""
-    group, rank, replicas = held.runtime.group.shard, held.runtime.group.shard.rank, held.runtime.group.replicas
+    ranks = sharded_model.runtime.group
+    group, rank, replicas = ranks.shard, ranks.shard.rank, ranks.replicas
     whole: dict[str, dict[str, Any]] = {}
     if replicas is not None and replicas.rank > 0:
         return whole
-    for name, own in owned(held).items():
+    for name, own in owned(sharded_model).items():
         if own.optimizer is not one:
             continue
         mine = state.get(name, {})
@@ -187,12 +190,12 @@ def gathered(held: ShardedModel, one: ShardedOptimizer, state: dict[str, dict[st
     return whole
 
 
-def _numbered(held: ShardedOptimizer) -> tuple[dict[str, int], list[dict[str, Any]]]:
+def _numbered(sharded_optimizer: ShardedOptimizer) -> tuple[dict[str, int], list[dict[str, Any]]]:
     """Numbers the parameters across all groups, as a plain optimizer's state_dict does."""
     numbers: dict[str, int] = {}
     groups: list[dict[str, Any]] = []
     count = 0
-    for group in groups_of_one(held):
+    for group in groups_of_one(sharded_optimizer):
         names = group["params"]
         numbers.update({name: count + k for k, name in enumerate(names)})
         groups.append({**group, "params": list(range(count, count + len(names)))})

@@ -215,12 +215,12 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _check(found: object) -> None:
+def _check(metadata: object) -> None:
     """Raises unless the unpickled object is consistent metadata: DCP and zc rely on all of this."""
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-        raise TypeError(f"it holds a {type(found).__name__}")
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise TypeError(f"it holds a {type(metadata).__name__}")
     wanted: list[tuple[str, torch.Size | None]] = []
-    for key, entry in found.state_dict_metadata.items():
+    for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             wanted.append((key, None))
             continue
@@ -234,8 +234,8 @@ def _check(found: object) -> None:
         if sum(math.prod(chunk.sizes) for chunk in entry.chunks) < math.prod(entry.size):
             raise ValueError(f"{key}: its parts are not all of its shape {tuple(entry.size)}")
     for key, offsets in wanted:
-        info = found.storage_data[MetadataIndex(key, offsets)]
+        info = metadata.storage_data[MetadataIndex(key, offsets)]
         if not isinstance(info.relative_path, str) or info.offset < 0 or info.length < 0:
             raise ValueError(f"{key} is at {info}")
-    if found.planner_data and not found.planner_data.keys() >= found.state_dict_metadata.keys():
+    if metadata.planner_data and not metadata.planner_data.keys() >= metadata.state_dict_metadata.keys():
         raise ValueError("keys have no paths")

@@ -64,11 +64,11 @@ def load_state_dict(model: nn.Module, optimizer: Optimizers, state: Mapping[str,
     Raises:
         CheckpointError: names what is missing, extra or has another shape. Nothing is changed.
     """
-    held = settled(model, optimizer)
-    take(model, held, lambda: from_plain(model, held, state))
+    sharded_model = settled(model, optimizer)
+    take(model, sharded_model, lambda: from_plain(model, sharded_model, state))
 
 
-def take(model: nn.Module, held: ShardedModel, make: Callable[[], Target]) -> None:
+def take(model: nn.Module, sharded_model: ShardedModel, make: Callable[[], Target]) -> None:
     """Loads the target that ``make`` returns, unless ``make`` fails on some rank."""
     target: Target | None = None
     failure: Exception | None = None
@@ -76,9 +76,9 @@ def take(model: nn.Module, held: ShardedModel, make: Callable[[], Target]) -> No
         target = make()
     except (CheckpointError, TypeError, ValueError, KeyError) as error:
         failure = error
-    channel_of(held).agree("loading a state", failure)
+    channel_of(sharded_model).agree("loading a state", failure)
     assert target is not None
-    commit(model, held, target)
+    commit(model, sharded_model, target)
 
 
 def save(
@@ -112,8 +112,8 @@ def save(
         RankLostError: a rank is gone, or stands still.
     """
     path = Path(path).absolute()
-    held = settled(model, optimizer)
-    channel = channel_of(held)
+    sharded_model = settled(model, optimizer)
+    channel = channel_of(sharded_model)
     channel.finish_pending()
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be a whole number of at least 1, or None, got {keep!r}")
@@ -122,7 +122,7 @@ def save(
     folder: Unfinished | None = None
     failure: Exception | None = None
     try:
-        tree = state_of(model, held)
+        tree = state_of(model, sharded_model)
         tree["extra"] = {f"rank_{rank}": _encoded(extra)}
         if asynchronous:
             tree = copied(tree)
@@ -169,14 +169,14 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
             parameters. The state is unchanged.
     """
     path = Path(path).absolute()
-    held = settled(model, optimizer)
-    channel = channel_of(held)
+    sharded_model = settled(model, optimizer)
+    channel = channel_of(sharded_model)
     channel.finish_pending()
     target: Target | None = None
     failure: Exception | None = None
     what, reader = f"loading {path}", Reader(path)
     try:
-        target = make_target(model, held, reader.read_metadata(), str(path))
+        target = make_target(model, sharded_model, reader.read_metadata(), str(path))
     except Exception as error:  # noqa: BLE001  (a damaged checkpoint raises anything)
         failure = cause_of(what, error)
     channel.agree(what, failure)
@@ -187,12 +187,12 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
     extra: Any = None
     try:
         read.result()
-        check_groups(held, target)
+        check_groups(sharded_model, target)
         extra = target.extra()
     except BaseException as error:  # noqa: BLE001  (DCP's error is not an Exception, and pickle raises anything)
         failure = cause_of(what, error)
     channel.agree(what, failure)
-    commit(model, held, target)
+    commit(model, sharded_model, target)
     return extra
 
 
@@ -206,19 +206,19 @@ class _Planner(DefaultLoadPlanner):
 
 def settled(model: nn.Module, optimizer: Optimizers) -> ShardedModel:
     """The sharded model, after everything that reads or writes masters or states has finished."""
-    held = sharded(model)
+    sharded_model = sharded(model)
     optimizers = listed(optimizer)
-    if [id(one) for one in optimizers] != [id(each.optimizer) for each in held.optimizers]:
+    if [id(one) for one in optimizers] != [id(each.optimizer) for each in sharded_model.optimizers]:
         names = " and ".join(type(one).__name__ for one in optimizers)
-        ours = ", ".join(type(each.optimizer).__name__ for each in held.optimizers)
+        ours = ", ".join(type(each.optimizer).__name__ for each in sharded_model.optimizers)
         raise PlanError(
             f"this {names} is not what {type(model).__name__} was compiled with: give the same {ours}"
-            f"{' in that order, as zc.compile was given them' if len(held.optimizers) > 1 else ''}"
+            f"{' in that order, as zc.compile was given them' if len(sharded_model.optimizers) > 1 else ''}"
         )
-    runtime = held.runtime
+    runtime = sharded_model.runtime
     runtime.weights.synchronize()  # overlap_gather: gathers that step() started may still read the masters
     runtime.streams.synchronize()  # the host reads and writes masters and states, in any thread
-    return held
+    return sharded_model
 
 
 def _encoded(extra: Mapping[str, Any] | None) -> Tensor:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Channel:
     """A process group only for checkpoints, because a save may run during training; and the pending save."""
 
-    def __init__(self, held: ShardedModel) -> None:
-        self.group, self._device = held.runtime.group, held.runtime.plan.buckets[0].device
+    def __init__(self, sharded_model: ShardedModel) -> None:
+        self.group, self._device = sharded_model.runtime.group, sharded_model.runtime.plan.buckets[0].device
         self.pending: Saving | None = None  # until every rank knows its outcome
         what = "the first zc.save, zc.load or zc.full_optimizer_state of this model"
         self.data = self.group.new_group(what) if self.group.world_size > 1 else None
@@ -86,12 +86,12 @@ _CHANNELS: weakref.WeakKeyDictionary[ShardedModel, Channel] = weakref.WeakKeyDic
 _UNDER_WAY: set[Saving] = set()  # lifetime: until somebody has waited, even if the model is dropped before
 
 
-def channel_of(held: ShardedModel) -> Channel:
-    if held not in _CHANNELS:
-        _CHANNELS[held] = Channel(held)
+def channel_of(sharded_model: ShardedModel) -> Channel:
+    if sharded_model not in _CHANNELS:
+        _CHANNELS[sharded_model] = Channel(sharded_model)
         atexit.unregister(_finish)  # the last to be registered is called first: before the ranks' watch ends
         atexit.register(_finish)
-    return _CHANNELS[held]
+    return _CHANNELS[sharded_model]
 
 
 def _finish() -> None:

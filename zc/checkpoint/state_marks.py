@@ -37,20 +37,20 @@ if TYPE_CHECKING:
     from zc.optim.optimizer import ShardedOptimizer
 
 
-def install(held: ShardedModel) -> None:
+def install(sharded_model: ShardedModel) -> None:
     """Registers hooks on the caller's optimizers, for as long as these live."""
-    for one in held.optimizers:
-        _install(held, one)
+    for one in sharded_model.optimizers:
+        _install(sharded_model, one)
 
 
-def _install(held: ShardedModel, one: ShardedOptimizer) -> None:
+def _install(sharded_model: ShardedModel, one: ShardedOptimizer) -> None:
 
     def mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
-        runtime = held.runtime
+        runtime = sharded_model.runtime
         runtime.wait_for_host_memory()  # offload: an update may be running, and the caller saves this next
         ranks = runtime.group.shard
         if ranks.world_size > 1:
-            state[PART_KEY] = _mark(held)
+            state[PART_KEY] = _mark(sharded_model)
             runtime.say_once(
                 f"optimizer.state_dict() is this rank's part of {ranks.world_size}, and only this rank "
                 f"{'and its replicas ' if runtime.group.replicas is not None else ''}can load it again. For a whole "
@@ -58,30 +58,30 @@ def _install(held: ShardedModel, one: ShardedOptimizer) -> None:
             )
 
     def take(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        journal = held.runtime.group.journal
-        held.runtime.streams.synchronize()  # so that launched work precedes this entry in every rank's journal
-        taken = False
+        journal = sharded_model.runtime.group.journal
+        sharded_model.runtime.streams.synchronize()  # so that launched work precedes this entry in every rank's journal
+        is_accepted = False
         try:
-            fitting = _fitting(held, one, state)
-            taken = True
+            fitting = _fitting(sharded_model, one, state)
+            is_accepted = True
         finally:
             if journal is not None:
-                journal.enter(LOADED, int(taken))
+                journal.enter(LOADED, int(is_accepted))
         return fitting
 
     one.optimizer.register_state_dict_post_hook(mark)
     one.optimizer.register_load_state_dict_pre_hook(take)
 
 
-def _fitting(held: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+def _fitting(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any] | None:
     """The state that torch should load instead of ``state``; None: ``state`` itself."""
-    mark, own = state.get(PART_KEY), _mark(held)
+    mark, own = state.get(PART_KEY), _mark(sharded_model)
     if mark == own:
         return None
     if mark is None:
         both = (state["param_groups"], one.optimizer.param_groups)
         sizes, ours = ([len(group["params"]) for group in groups] for groups in both)
-        return None if own["world_size"] == 1 and sizes == ours else _cut(held, one, state)
+        return None if own["world_size"] == 1 and sizes == ours else _cut(sharded_model, one, state)
     if isinstance(mark, dict) and {**mark, "rank": own["rank"]} == own:
         why = f"and this is rank {own['rank']}"
     else:
@@ -89,19 +89,19 @@ def _fitting(held: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -
     raise CheckpointError(f"the given optimizer state is {shown_mark(mark)}, {why}. Nothing is changed: {WAYS}")
 
 
-def _cut(held: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
+def _cut(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Cuts a whole state to the part that this rank's optimizer would have saved."""
     where = "the given optimizer state"
-    states, _, names, by_string = optimizer_part(held, state, where, one)
+    states, _, names, by_string = optimizer_part(sharded_model, state, where, one)
     check_together(one, members_of(one) if by_string else names, {}, where)
     numbers: dict[int, int] = {}
     groups: list[dict[str, Any]] = []
-    for given, group in zip(state["param_groups"], one.optimizer.param_groups, strict=True):
+    for saved, group in zip(state["param_groups"], one.optimizer.param_groups, strict=True):
         first = len(numbers)
         numbers.update({id(param): first + k for k, param in enumerate(group["params"])})
-        groups.append({**given, "params": list(range(first, len(numbers)))})
+        groups.append({**saved, "params": list(range(first, len(numbers)))})
     local: dict[Any, Any] = dict(by_string)
-    mine, frozen = owned(held), frozen_of(one)
+    mine, frozen = owned(sharded_model), frozen_of(one)
     for name, values in states.items():
         local[numbers[id(frozen[name] if name in frozen else one.slices[name])]] = {
             key: in_shape(value.local, mine[name].slot) if isinstance(value, ShardOf) else value
@@ -110,9 +110,9 @@ def _cut(held: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> di
     return {**state, "state": local, "param_groups": groups}
 
 
-def _mark(held: ShardedModel) -> dict[str, Any]:
-    group = held.runtime.group.shard
-    return {"rank": group.rank, "world_size": group.world_size, "plan": _digest(held.runtime.plan)}
+def _mark(sharded_model: ShardedModel) -> dict[str, Any]:
+    group = sharded_model.runtime.group.shard
+    return {"rank": group.rank, "world_size": group.world_size, "plan": _digest(sharded_model.runtime.plan)}
 
 
 def _digest(plan: Plan) -> str:

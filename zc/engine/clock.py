@@ -76,9 +76,9 @@ class Clock:
         """What the code of a schedule wraps its tasks in: a name in traces, and the time while the clock is on."""
         spans, memory = (self._spans, self._memory) if self.is_on else (None, None)
 
-        def wrap(node: str, stream: str, shown: str, task: Task) -> Task:
+        def wrap(node: str, stream: str, label: str, task: Task) -> Task:
             def run() -> object:
-                with record_function(shown):
+                with record_function(label):
                     if spans is None or memory is None:
                         return task()
                     start = self._now()

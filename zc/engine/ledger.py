@@ -82,5 +82,5 @@ class Ledger:
         self._named.update(fresh)
         if not fresh:
             return None
-        shown = ", ".join(fresh[:5]) + (f" and {len(fresh) - 5} more" if len(fresh) > 5 else "")
-        return f"took part in no backward since the last step, on any rank, and was not updated: {shown}"
+        first = ", ".join(fresh[:5]) + (f" and {len(fresh) - 5} more" if len(fresh) > 5 else "")
+        return f"took part in no backward since the last step, on any rank, and was not updated: {first}"

@@ -111,22 +111,22 @@ def _check(accelerator: Any, model: nn.Module, optimizer: Container) -> None:
 def _keep_state(accelerator: Any, model: nn.Module, optimizer: Container, pointers: list[PointsBeside]) -> None:
     """Registers hooks for ``save_state`` and ``load_state``. The accelerator keeps them as long as it lives, and the
     model may be dropped before (``free_memory``)."""
-    known = weakref.ref(model)
+    model_ref = weakref.ref(model)
 
     def name_in(models: list[Any]) -> str | None:
-        own_model = known()
+        own_model = model_ref()
         numbers = [k for k, one in enumerate(models) if one is own_model]
         return ("zc" if numbers[0] == 0 else f"zc_{numbers[0]}") if numbers else None
 
     def save_hook(models: list[Any], weights: list[Any], output_dir: str) -> None:
-        model, name = known(), name_in(models)
+        model, name = model_ref(), name_in(models)
         if model is not None and name is not None:
             save_beside(output_dir, name, model, optimizer)
             for pointer in pointers:
                 pointer.saved(name)
 
     def load_hook(models: list[Any], input_dir: str) -> None:
-        model, name = known(), name_in(models)
+        model, name = model_ref(), name_in(models)
         if model is not None and name is not None:
             # accelerate then loads equal weights in the parameters' dtype, which leaves the masters as they are
             load_beside(input_dir, name, model, optimizer)

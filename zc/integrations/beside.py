@@ -37,10 +37,10 @@ def save_beside(folder: str | Path, name: str, model: nn.Module, optimizers: Opt
 
 def load_beside(folder: str | Path, name: str, model: nn.Module, optimizers: Optimizers) -> bool:
     """Loads on all ranks. Returns False if a program without zc wrote the folder."""
-    found = latest(Path(folder).absolute() / name)
-    if found is not None:
-        load(found, model, optimizers)
-    return found is not None
+    newest = latest(Path(folder).absolute() / name)
+    if newest is not None:
+        load(newest, model, optimizers)
+    return newest is not None
 
 
 class PointsBeside:

@@ -53,22 +53,22 @@ _OF_DDP = (
 _OF_WRAPPER = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "ddp_comm_hook")
 
 
-def _split(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits options into DDPStrategy's and `zc.compile`'s."""
     for name in _OF_WRAPPER:
-        if name in given:
+        if name in options:
             raise PlanError(f"{name} is an option of DistributedDataParallel, which zc replaces: leave it out")
-    own = {name: given[name] for name in _OF_DDP if name in given}
-    return own, {name: value for name, value in given.items() if name not in own}
+    own = {name: options[name] for name in _OF_DDP if name in options}
+    return own, {name: value for name, value in options.items() if name not in own}
 
 
 def _params_of(model: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
     """The model's parameters that ``optimizer`` updates; the optimizer itself has slices of them."""
-    found = sharded(model)
-    number = next(one.number for one in found.optimizers if one.optimizer is optimizer)
-    slots = [slot.name for bucket in found.runtime.plan.of_optimizer(number) for slot in bucket.slots]
+    sharded_model = sharded(model)
+    number = next(one.number for one in sharded_model.optimizers if one.optimizer is optimizer)
+    slots = [slot.name for bucket in sharded_model.runtime.plan.of_optimizer(number) for slot in bucket.slots]
     names = set(slots)
-    return [param for name, param in found.runtime.params.items() if name in names]
+    return [param for name, param in sharded_model.runtime.params.items() if name in names]
 
 
 class ZcStrategy(_TrainerDDP):
@@ -78,8 +78,8 @@ class ZcStrategy(_TrainerDDP):
     has a ``forward``, else each module that is an attribute of it.
     """
 
-    def __init__(self, **given: Any) -> None:
-        own, self._options = _split(given)
+    def __init__(self, **options: Any) -> None:
+        own, self._options = _split(options)
         super().__init__(**own)
         self._masters: Mapping[str, Tensor] = {}  # of a checkpoint, until the model is compiled
 
@@ -136,8 +136,8 @@ class ZcFabricStrategy(_FabricDDP):
     """For lightning.fabric.Fabric: ``model, optimizer = fabric.setup(model, optimizer)``, both in one call. Takes the
     options of `zc.compile`, and DDPStrategy's options for processes."""
 
-    def __init__(self, **given: Any) -> None:
-        own, self._options = _split(given)
+    def __init__(self, **options: Any) -> None:
+        own, self._options = _split(options)
         super().__init__(**own)
         self._backward_sync_control = _NoSync()
 
@@ -178,9 +178,9 @@ class ZcFabricStrategy(_FabricDDP):
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(module, dict(state_dict), strict=strict)
-        held = COMPILED.get(module)
-        if held is not None and any(bucket.has_master for bucket in held.runtime.plan.buckets):
-            load_state_dict(module, held.container, {"model": state_dict})
+        sharded_model = COMPILED.get(module)
+        if sharded_model is not None and any(bucket.has_master for bucket in sharded_model.runtime.plan.buckets):
+            load_state_dict(module, sharded_model.container, {"model": state_dict})
 
     def clip_gradients_norm(
         self,
@@ -203,12 +203,12 @@ def _store_groups(
 ) -> None:
     """Replaces ``callback._store``, which BaseFinetuning calls at the start of each epoch, after it has unfrozen
     layers. The callback saves names of the module's parameters, but the optimizer's groups contain slices."""
-    held, params = sharded(module), dict(module.named_parameters())
-    if any(param.requires_grad and name not in held.runtime.params for name, param in params.items()):
+    sharded_model, params = sharded(module), dict(module.named_parameters())
+    if any(param.requires_grad and name not in sharded_model.runtime.params for name, param in params.items()):
         recompile(module)
     whole = [
         {**group, "params": [params[member] if isinstance(member, str) else member for member in members]}
-        for group, members in zip(groups, held.optimizers[number].members, strict=True)
+        for group, members in zip(groups, sharded_model.optimizers[number].members, strict=True)
     ]
     getattr(type(callback), _STORE)(callback, module, number, num_groups, whole)
 
@@ -221,15 +221,15 @@ class _NoSync:
 
 
 def _model_of(optimizer: Optimizer) -> nn.Module:
-    for model, held in COMPILED.items():
-        if any(one.optimizer is optimizer for one in held.optimizers):
+    for model, sharded_model in COMPILED.items():
+        if any(one.optimizer is optimizer for one in sharded_model.optimizers):
             return model
     raise PlanError(f"this {type(optimizer).__name__} was not set up: call fabric.setup(model, optimizer) first")
 
 
 def _bare(optimizer: Any) -> Optimizer:
-    found: Optimizer = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
-    return found
+    own: Optimizer = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
+    return own
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
@@ -242,13 +242,13 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _compile_children(module: nn.Module) -> None:
-    held = sharded(module)
-    config = held.runtime.config
+    sharded_model = sharded(module)
+    config = sharded_model.runtime.config
     if config.backend == "eager":
         return
-    before = held.runtime.weights.let_read if config.overlap_gather else None
+    before = sharded_model.runtime.weights.let_read if config.overlap_gather else None
     for child in _called(module):
         call = torch_private.compiled_call(
-            child, make_backend(held.runtime), before, dynamic=config.dynamic, fullgraph=config.fullgraph
+            child, make_backend(sharded_model.runtime), before, dynamic=config.dynamic, fullgraph=config.fullgraph
         )
         torch_private.call_instead(child, call)

@@ -97,7 +97,7 @@ def _check(trainer: Any) -> None:
     }
     for name, why in refused.items():
         if getattr(args, name, None):
-            given = f"{name}={getattr(args, name)!r}"
-            raise PlanError(f"TrainingArguments({given}) does not go with zc: {why}. Leave it out")
+            option = f"{name}={getattr(args, name)!r}"
+            raise PlanError(f"TrainingArguments({option}) does not go with zc: {why}. Leave it out")
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise PlanError("the model was sharded when it was loaded (distributed_config): load it whole")

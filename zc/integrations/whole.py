@@ -17,15 +17,16 @@ from zc.registry import COMPILED
 def whole_weights(model: nn.Module) -> dict[str, Any]:
     """``model.state_dict()``; on rank 0 with fp32 masters instead of narrower parameters. Every rank calls it."""
     state: dict[str, Any] = model.state_dict()
-    held = COMPILED.get(model)
-    if held is None or not any(bucket.has_master for bucket in held.runtime.plan.buckets):
+    sharded_model = COMPILED.get(model)
+    if sharded_model is None or not any(bucket.has_master for bucket in sharded_model.runtime.plan.buckets):
         return state
-    settled(model, held.container)
-    shards = {name: {"master": shard} for name, shard in state_of(model, held)["model"].items()}
+    settled(model, sharded_model.container)
+    shards = {name: {"master": shard} for name, shard in state_of(model, sharded_model)["model"].items()}
     masters: dict[str, Tensor] = {}
-    for one in held.optimizers:
-        found = channel_of(held).call("gathering the fp32 masters", partial(gathered, held, one, shards))
-        masters.update({name: values["master"] for name, values in found.items()})
+    for one in sharded_model.optimizers:
+        gather = partial(gathered, sharded_model, one, shards)
+        whole = channel_of(sharded_model).call("gathering the fp32 masters", gather)
+        masters.update({name: values["master"] for name, values in whole.items()})
     firsts = {id(param): name for name, param in model.named_parameters()}  # a tied weight has one master
     names = {name: firsts[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
     return {key: masters.get(names.get(key, ""), value) for key, value in state.items()}

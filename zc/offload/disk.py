@@ -75,11 +75,11 @@ def open_file(
     slots = [f"{slot} of bucket {b.index}" for b in plan.buckets for slot in b.slots]
     lines = [f"optimizer {type(optimizer).__name__} with {', '.join(keys) or 'no state'}", *slots]
     file = StateFile(Path(folder), rank, plan.world_size, regions_of(plan, keys), lines)
-    if file.found is not None and rank == 0:
+    if file.mark is not None and rank == 0:
         dtypes = {s.name: b.param_dtype for b in plan.buckets for s in b.slots}
-        for name, wanted in file.found["weights"].items():
+        for name, wanted in file.mark["weights"].items():
             if checksum(params[name], dtypes[name]) != wanted:
-                path, number = file.path, file.found["num_updates"]
+                path, number = file.path, file.mark["num_updates"]
                 file.discard()
                 raise PlanError(
                     f"{path} holds the state of other weights ({name} differs), those of update "
@@ -117,11 +117,11 @@ class DiskState:
 
     def _take_up(self) -> None:
         """Loads the state that an earlier run flushed, on all ranks or on none."""
-        mark, group = self.file.found, self.core.group
+        mark, group = self.file.mark, self.core.group
         number = mark["flush"] if mark is not None else -1
         low, high = group.max_on_host([-number, number])
         if mark is None or -low != high:
-            self.file.found = None
+            self.file.mark = None
             if self.file.was_left or -low != high:
                 why = "on some ranks it is not complete" if -low != high else "it is not complete"
                 self.core.say_once(f"offload_dir: {why}, so state of an earlier run in it is not used")

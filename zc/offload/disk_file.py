@@ -67,7 +67,7 @@ def place(sizes: Mapping[str, tuple[int, torch.dtype]]) -> tuple[Region, ...]:
 class StateFile:
     """The file of one rank in ``folder``: open, locked, and at its final size.
 
-    ``found`` is the mark of an earlier run, checked against ``regions`` and ``lines``; None: there is no valid state.
+    ``mark`` is that of an earlier run, checked against ``regions`` and ``lines``; None: there is no valid state.
 
     Raises:
         PlanError: the folder does not exist, is not writable, or lacks the space (both figures); another process uses
@@ -86,11 +86,11 @@ class StateFile:
         self.lines = [*lines, *(f"{r.name}: {r.numel} {r.dtype} at {r.offset}" for r in regions)]
         self.was_left = self.path.exists()
         self._remedy = f"to start without that state, remove {self.path.stem}.*"
-        self.found: dict[str, Any] | None = None
+        self.mark: dict[str, Any] | None = None
         self._fd = self._open()
         try:
-            self.found = self._read_mark()
-            if self.found is None:
+            self.mark = self._read_mark()
+            if self.mark is None:
                 self._reserve()
             self._map = mmap.mmap(self._fd, self.nbytes)
         except BaseException:
@@ -177,7 +177,7 @@ class StateFile:
 
     def begin_update(self) -> None:
         """Call it before any write: from here on a restart finds no mark."""
-        self.found = None
+        self.mark = None
         if self.mark_path.exists():
             self.mark_path.unlink()
             sync_folder(self.folder)

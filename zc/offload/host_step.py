@@ -185,9 +185,9 @@ class HostStep:
         mine = {id(p) for p in self._slices[bucket]}
         groups: list[dict[str, Any]] = []
         for group in self.optimizer.param_groups:  # anew each time: schedulers write into them
-            kept = [p for p in group["params"] if id(p) in mine]
-            if kept:
-                groups.append({**group, "params": kept})
+            members = [p for p in group["params"] if id(p) in mine]
+            if members:
+                groups.append({**group, "params": members})
         shadow.param_groups = groups
         if self.disk is not None and bucket in self._next:
             self.disk.prefetch(self._next[bucket])

@@ -182,7 +182,7 @@ class GradShards:
         self.changed()
         device = self.runtime.plan.buckets[0].device
         before = found_inf.to(device, copy=True)  # with offload it is on the CPU, and NCCL takes no CPU tensor
-        found = before.clone()
+        infinite = before.clone()
         copies: dict[torch.device, list[Tensor]] = {}
         for name in names:
             for copy in self.copies(name) if self._is_touched(name) else ():
@@ -190,12 +190,12 @@ class GradShards:
         for where, grads in copies.items():  # host memory and, with offload_accumulate="device", the device
             own = found_inf.to(where, copy=True)
             torch_private.unscale_(grads, own, inverse.to(where))
-            torch.maximum(found, own.to(device), out=found)
-        self.runtime.group.max_(found)
-        found_inf.copy_(found)
+            torch.maximum(infinite, own.to(device), out=infinite)
+        self.runtime.group.max_(infinite)
+        found_inf.copy_(infinite)
         if self._num_skipped is None:
-            self._num_skipped = torch.zeros_like(found)
-        self._num_skipped += found - before  # it is called once for each dtype, with one ``found_inf``
+            self._num_skipped = torch.zeros_like(infinite)
+        self._num_skipped += infinite - before  # it is called once for each dtype, with one ``found_inf``
 
     def say_skipped(self) -> None:
         """Notes that a GradScaler left out steps, if it did. The host waits for the device."""

@@ -33,7 +33,7 @@ def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, *, reads_
         elif mesh.shape[0] > 1:
             rows = mesh.get_group(1), mesh.get_group(0)
     ranks = Group(group, reads_memory=reads_memory)
-    shape = "none" if mesh is None else f"({_shown(mesh)}) of the ranks {mesh.mesh.tolist()}"
+    shape = "none" if mesh is None else f"({_describe(mesh)}) of the ranks {mesh.mesh.tolist()}"
     # before more groups are made: ranks with different meshes would make different groups and wait for each other
     ranks.same_everywhere("what zc.compile was given as mesh", [shape], "Give all ranks the same one")
     if rows is not None:
@@ -43,34 +43,36 @@ def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, *, reads_
 
 def check_mesh(mesh: DeviceMesh) -> None:
     """Raises PlanError for a mesh that does not fit; the error names its shape and the reason."""
-    world_size, ranks, shown = dist.get_world_size(), mesh.mesh, f"mesh ({_shown(mesh)})"
+    world_size, ranks, described = dist.get_world_size(), mesh.mesh, f"mesh ({_describe(mesh)})"
     if mesh.ndim > 2:
         raise PlanError(
-            f"{shown} has {mesh.ndim} dimensions, and zc takes one, of the ranks that share the state, or two "
+            f"{described} has {mesh.ndim} dimensions, and zc takes one, of the ranks that share the state, or two "
             f"(replicate, shard), of all {world_size} ranks: give the part of it that data parallelism has, or a mesh "
             f"of shape (replicas, {world_size} / replicas)"
         )
     if mesh.ndim == 2 and ranks.numel() != world_size:
         raise PlanError(
-            f"{shown} has {ranks.numel()} ranks, and the default group has {world_size}: a mesh of two dimensions "
+            f"{described} has {ranks.numel()} ranks, and the default group has {world_size}: a mesh of two dimensions "
             f"(replicate, shard) is one of all ranks, of shape (replicas, {world_size} / replicas). For some ranks "
             "give a mesh of one dimension"
         )
     if mesh.get_coordinate() is None:
         raise PlanError(
-            f"rank {dist.get_rank()} of {world_size} is not in {shown} of the ranks {ranks.tolist()}: only its ranks "
-            "call zc.compile"
+            f"rank {dist.get_rank()} of {world_size} is not in {described} of the ranks {ranks.tolist()}: only its "
+            "ranks call zc.compile"
         )
     names = mesh.mesh_dim_names
     if mesh.ndim == 2 and names is not None and ("shard" in names[0] or "replicate" in names[1]):
-        raise PlanError(f"{shown}: its dimensions are taken as (replicate, shard), in this order, as FSDP2 takes them")
+        raise PlanError(
+            f"{described}: its dimensions are taken as (replicate, shard), in this order, as FSDP2 takes them"
+        )
     if mesh.ndim == 2 and any(bool((torch.diff(ranks, dim=d) <= 0).any()) for d in (0, 1)):
         raise PlanError(
-            f"{shown} of the ranks {ranks.tolist()}: ranks must ascend along each dimension, as "
+            f"{described} of the ranks {ranks.tolist()}: ranks must ascend along each dimension, as "
             "torch.distributed.device_mesh.init_device_mesh numbers them"
         )
 
 
-def _shown(mesh: DeviceMesh) -> str:
+def _describe(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or "?" * mesh.ndim
     return ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))

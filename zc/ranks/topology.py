@@ -53,8 +53,8 @@ def host() -> tuple[str, str]:
 def find(rank: int, world_size: int, gather: Gather, reads_memory: bool = True) -> Found:
     """Every rank calls it. ``ZC_HOST_MEMORY=0`` in one rank's environment turns reading off on all ranks. Without
     ``reads_memory``, ranks of one host still exchange small messages directly, and there is no note."""
-    found = _find(rank, world_size, gather, reads_memory)
-    return found if reads_memory else replace(found, note=None)
+    topology = _find(rank, world_size, gather, reads_memory)
+    return topology if reads_memory else replace(topology, note=None)
 
 
 def _find(rank: int, world_size: int, gather: Gather, reads_memory: bool) -> Found:

@@ -241,5 +241,5 @@ def _verdict(program: Program) -> str:
     verdict = "races 0, redundant 0" if summary.is_proved(program) else "NOT VERIFIED"
     seconds = sum(r.seconds for r in program.records)
     in_place, total = nbytes_in_place(program.graph, program.plan)
-    made = f"gradients made in place: {in_place:,} of {total:,} bytes"
-    return f"run {program.num_runs} times; {counts}; {verdict}; passes took {seconds * 1e3:.1f} ms; {made}"
+    share = f"gradients made in place: {in_place:,} of {total:,} bytes"
+    return f"run {program.num_runs} times; {counts}; {verdict}; passes took {seconds * 1e3:.1f} ms; {share}"

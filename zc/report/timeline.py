@@ -233,8 +233,8 @@ def detail(node: fx.Node, plan: Plan | None, program: Program | None = None) -> 
         words = f"{program.name}, {words}"
     if isinstance(op, Segment):
         names = gradients_of(node, plan) if plan is not None else []
-        made = f"; computes the gradients of {_some(names)}" if names else ""
-        return f"{words} {op.key}{made}"
+        grads = f"; computes the gradients of {_some(names)}" if names else ""
+        return f"{words} {op.key}{grads}"
     if isinstance(op, BufferOp | Deposit) and plan is not None:
         bucket = plan.bucket(op.bucket)
         nbytes = bucket.numel * bucket.reduce_dtype.itemsize
