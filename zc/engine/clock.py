@@ -1,7 +1,7 @@
 """Clocks one step: when each operation of its schedules ran, for `zc.explain(model, format="html")`.
 
-Between two updates the runtime says how many graphs were compiled so far. The first step that is at least the third
-one after the last compilation is clocked, and no other: a clocked operation costs a few microseconds more.
+Between two updates the runtime passes the number of graphs compiled so far. Only the third step after the last
+compilation is clocked, since a clocked operation costs a few more microseconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ClockedStep(NamedTuple):
 
 
 class Clock:
-    """On a GPU events on the streams on which operations run, on a CPU the threads' own clock."""
+    """Uses events on the operations' own streams on a GPU, and the threads' clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_on = False
@@ -66,14 +66,14 @@ class Clock:
             self.phase("forward")
 
     def phase(self, name: str) -> None:
-        """From now on the caller's loop is in this phase."""
+        """The caller's loop enters this phase."""
         if self.is_on and (not self._phases or self._phases[-1][0] != name):
             now = self._now()
             self._phases.append((name, now))
             self._memory.append((now, self._nbytes()))
 
     def named(self, program: str) -> Named:
-        """What the code of a schedule wraps its tasks in: a name in traces, and the time while the clock is on."""
+        """A wrapper for the tasks of a schedule: it names them in traces, and clocks them while the clock is on."""
         spans, memory = (self._spans, self._memory) if self.is_on else (None, None)
 
         def wrap(node: str, stream: str, label: str, task: Task) -> Task:

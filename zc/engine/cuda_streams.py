@@ -1,9 +1,9 @@
-"""Streams on CUDA: torch.cuda streams and events; the host waits for no device in forward or backward.
+"""Streams on CUDA: torch.cuda streams and events. The host waits for no device in a forward or backward.
 
-With several ranks it waits for the *hosts* of the others: the calling thread issues comm's tasks, so it waits there for
-the answer that a reduction needs (`zc.engine.announcements`), once per backward. `zc.explain` counts these waits.
+With several ranks it waits for the *hosts* of other ranks, once per backward: the calling thread issues comm's tasks,
+and a reduction needs their announcements first (`zc.engine.announcements`). `zc.explain` counts these waits.
 
-Not run here yet: no GPU was at hand when it was written (tests/gpu stands ready).
+It has not run on a GPU yet; tests/gpu has its tests.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from zc.schedule.buffer import COMM, HOST, MAIN
 
 
 class CudaStreams:
-    """The main stream is whatever stream is current where the schedule runs, in autograd's device thread for instance;
-    the others are made when first used. Only comm has high priority, so that a reduction's kernels are not queued
-    behind compute.
+    """The main stream is the current stream where the schedule runs, for instance in autograd's device thread. Others
+    are made when first used. Only comm has high priority, so that a reduction's kernels do not queue behind compute.
 
-    The caching allocator is told nothing of the others: what crosses streams lives as long as the plan, or is made by
-    the main stream before others see it and dropped after it has joined them (`zc.engine.buffers`), or has a
-    ``release`` in the schedule. It is told where main is another stream than the one that has allocated (`take`): of a
-    forward and its backward, an update, or a zero_grad that are on different ones. An event object is made once a name:
-    a wait captures the record before it, so recording it again later is safe.
+    Side streams need no record_stream. Memory that crosses streams lives as long as the plan, or the main stream makes
+    it before others use it and drops it after it has joined them (`zc.engine.buffers`), or the schedule has a
+    ``release`` for it. `take` calls record_stream when the main stream differs from the allocating one, for example if
+    a forward and its backward run on different streams. There is one event object per name: a wait captures the record
+    before it, so recording the event again later is safe.
 
-    The host stream is the calling thread: its tasks run at once, a wait on it blocks until the event has happened, and
-    what it records has happened already. Kernels that were issued before go on meanwhile.
+    The host stream is the calling thread: its tasks run at once, and a wait on it blocks until the event has happened.
+    Kernels issued before continue meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +50,7 @@ class CudaStreams:
 
     def record(self, event: str, stream: str) -> None:
         if stream == HOST:
-            self._events.pop(event, None)  # it has happened: whoever waits for it has nothing to wait for
+            self._events.pop(event, None)  # it has happened already, so a wait for it does nothing
             return
         if event not in self._events:
             self._events[event] = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -74,7 +73,7 @@ class CudaStreams:
 
     def mark(self) -> torch.cuda.Event | None:
         stream = torch.cuda.current_stream(self._device)
-        return None if stream == self._last_main else stream.record_event()  # a later main comes after the last one
+        return None if stream == self._last_main else stream.record_event()  # main runs after its predecessor
 
     def take(self, tensors: Iterable[object], marks: Iterable[Any] = ()) -> None:
         main = self._stream(MAIN)
@@ -83,7 +82,7 @@ class CudaStreams:
                 main.wait_event(mark)
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device.type:
-                tensor.record_stream(main)  # the allocator leaves this away where the memory is of this stream
+                tensor.record_stream(main)  # the allocator ignores it if this stream allocated the memory
 
     def leave(self, memory: Iterable[list[torch.Tensor]]) -> None:
         streams = [*self._sides.values(), *([self._last_main] if self._last_main is not None else [])]
@@ -96,7 +95,7 @@ class CudaStreams:
         if name == MAIN:
             main = torch.cuda.current_stream(self._device)
             if self._last_main is not None and self._last_main != main:
-                # a program may run its steps on other streams: program order goes on over the change
+                # a program may change its stream between steps: keep program order
                 main.wait_stream(self._last_main)
             self._last_main = main
             return main

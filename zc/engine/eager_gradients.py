@@ -1,15 +1,14 @@
-"""Gradients from outside of compiled graphs: they wait here for their bucket, and a schedule for it alone writes them.
+"""Collects gradients from outside of compiled graphs until their bucket is complete, then writes the bucket.
 
-Hooks bring the gradients of eager code one by one. Each waits, by reference, until all slots of its bucket have one; a
-slot that gets two has their sum. Hooks may bring the gradients of one bucket on several streams, since eager branches
-run their backward on the stream of their forward. Each gradient keeps a mark of the stream that made it, and its reader
-waits for that mark first.
+Hooks bring the gradients of eager code one by one. Each is kept by reference until all slots of its bucket have one. A
+slot that gets two keeps their sum. Hooks may run on several streams, since eager branches run their backward on the
+stream of their forward. So each gradient keeps a mark of its stream, and its reader waits for that mark first.
 
-A bucket is written, or reduced, by a schedule for it alone. The passes that make every schedule make it when it is
-first needed, and the same verify proves it.
+Each bucket has a schedule of its own that writes or reduces it. The usual passes make it when it is first needed, and
+verify proves it.
 
-A backward ends with autograd's final callback. The engine owns the callback, and lets go of it where the backward
-raises: a weak reference tells the two apart. Backwards may stand inside one another (reentrant checkpointing)::
+A backward ends with autograd's final callback. Autograd owns the callback and drops it if the backward raises, so a
+weak reference tells whether it did. Backwards may be nested (reentrant checkpointing)::
 
             enter                    the outermost one ends
     NONE ----------> RUNNING ------------------------------> NONE
@@ -44,11 +43,11 @@ if TYPE_CHECKING:
 
 
 class Backward(enum.Enum):
-    """Of autograd, through this model."""
+    """The state of autograd's backwards through this model."""
 
     NONE = "none runs"
     RUNNING = "one runs, perhaps with others inside it"
-    RAISED = "one has raised, and what it has left here was not dropped yet"
+    RAISED = "one has raised, and its gradients here have not been dropped yet"
 
 
 class _Deposit(NamedTuple):
@@ -57,10 +56,11 @@ class _Deposit(NamedTuple):
 
 
 class EagerGradients:
-    """Of one model. Only the thread that issues schedules uses it: autograd's in a backward, the caller's between two.
+    """The eager gradients of one model. Only the thread that issues schedules uses it: autograd's during a backward,
+    the caller's otherwise.
 
-    Lifetime of a gradient: until its bucket is reduced, or written into a partial sum, at the end of the backward; at
-    the latest until the boundary, where ranks differ (zc/engine/announcements.py).
+    A gradient lives until its bucket is reduced, or written into a partial sum, at the end of the backward. If ranks
+    differ, it lives until the boundary at the latest (zc/engine/announcements.py).
     """
 
     def __init__(self, streams: Streams, passes: Sequence[Pass], bind: Bind) -> None:
@@ -85,7 +85,7 @@ class EagerGradients:
         return callback is not None and callback() is not None
 
     def enter(self, end: Callable[[], None]) -> None:
-        """A backward has begun. Calls ``end`` when the outermost one has ended."""
+        """Called when a backward begins. Calls ``end`` when the outermost one has ended."""
         task = torch_private.current_graph_task()
         callback = partial(self._leave, task, end)
         self._open[task] = weakref.ref(callback)
@@ -97,7 +97,7 @@ class EagerGradients:
             end()
 
     def drop_failed(self) -> Backward:
-        """Forgets the backwards that have raised; if no other one runs, all gradients that wait as well."""
+        """Forgets backwards that have raised. If no other one runs, drops all gradients that wait."""
         self._open = {task: callback for task, callback in self._open.items() if callback() is not None}
         if not self._open:
             self._waiting.clear()
@@ -112,21 +112,21 @@ class EagerGradients:
 
     @property
     def buckets(self) -> set[int]:
-        """Those that have a gradient here."""
+        """The buckets that have a gradient here."""
         return set(self._waiting)
 
     def add(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """Called on the stream that made ``grad``."""
         deposits = self._waiting.setdefault(bucket.index, {})
         grad = grad.detach()
-        if slot in deposits:  # in fp32: a second part must not be rounded to the first one's dtype
+        if slot in deposits:  # the sum is in fp32, so that the second gradient is not rounded
             first = deposits[slot]
             self._order([first])
             grad = first.grad.to(bucket.acc_dtype) + grad
         deposits[slot] = _Deposit(grad, self.streams.mark())
 
     def ready(self, plan: Plan) -> list[int]:
-        """Buckets whose gradients are all here, up to the first that lacks one: all ranks have this order."""
+        """Complete buckets in plan order, up to the first incomplete one: the same order on all ranks."""
         ready = []
         for bucket in plan.buckets:
             if bucket.index in self.done:
@@ -137,19 +137,19 @@ class EagerGradients:
         return ready
 
     def own(self) -> None:
-        """Copies what stays longer than its backward: it may be the caller's (``backward(gradient=...)``)."""
+        """Copies gradients that outlive their backward: one may be the caller's own (``backward(gradient=...)``)."""
         for deposits in self._waiting.values():
             self._order(deposits.values())
             for slot, deposit in deposits.items():
                 deposits[slot] = _Deposit(deposit.grad.clone(), self.streams.mark())
 
     def _order(self, deposits: Iterable[_Deposit]) -> None:
-        """The caller's current stream may read these from here on."""
+        """Makes the caller's current stream wait until it may read these."""
         deposits = list(deposits)
         self.streams.take([d.grad for d in deposits], [d.mark for d in deposits])
 
     def drop(self, bucket: int, slot: int | None = None, *, set_to_none: bool = False) -> None:
-        """One slot's gradient, or all of a bucket's. The bucket still waits, to be reduced with zeros, unless
+        """Drops the gradient of one slot, or of a whole bucket. The bucket is still reduced, with zeros, unless
         ``set_to_none``."""
         if slot is not None:
             self._waiting.get(bucket, {}).pop(slot, None)
@@ -162,11 +162,11 @@ class EagerGradients:
 
     @property
     def programs(self) -> list[Program]:
-        """Those that were needed so far, for explain."""
+        """The schedules needed so far, for explain."""
         return list(self._programs.values())
 
     def write(self, plan: Plan, index: int, *, is_final: bool, may_reduce: MayReduce | None) -> None:
-        """The gradients that wait for one bucket go into its schedule: one per slot, None where nothing came."""
+        """Runs the schedule of one bucket with its gradients, one per slot; None for a slot without one."""
         bucket, deposits = plan.buckets[index], self._waiting.pop(index, {})
         self._order(deposits.values())
         grads = [deposits[slot].grad if slot in deposits else None for slot in range(len(bucket.slots))]
@@ -182,7 +182,7 @@ class EagerGradients:
         self._program("land", plan, index, True)([], self.streams)
 
     def _program(self, kind: str, plan: Plan, index: int, is_final: bool) -> Program:
-        """Not ``is_final``: of a microbatch that others follow."""
+        """The schedule. ``is_final`` is False for a microbatch that is not the last."""
         key = (kind, index, is_final)
         if key not in self._programs:
             plan = plan if is_final else plan.microbatch()
@@ -196,7 +196,7 @@ class EagerGradients:
 
 
 def _gradients(plan: Plan, index: int) -> fx.Graph:
-    """All gradients of one bucket, as they came in: a backward graph that computes nothing."""
+    """A backward graph that computes nothing and returns all gradients of one bucket."""
     graph, bucket = fx.Graph(), plan.buckets[index]
     grads = [graph.placeholder(f"grad_{k}") for k in range(len(bucket.slots))]
     for grad, slot in zip(grads, bucket.slots, strict=True):
@@ -206,8 +206,8 @@ def _gradients(plan: Plan, index: int) -> fx.Graph:
 
 
 def _reduction_only(plan: Plan, index: int) -> fx.Graph:
-    """The reduction of the partial sum in acc_flat. Adding no gradient makes it zeros where this rank has no sum; what
-    a reduction has left there moves aside (zc/engine/accumulators.py)."""
+    """The reduction of the partial sum in acc_flat. It first adds no gradient, which makes zeros if this rank has no
+    sum, and moves an earlier reduction's result aside (zc/engine/accumulators.py)."""
     graph = fx.Graph()
     nothing = put(graph, AccumulateCast(index, Buffer("acc", index), (), ()))
     graph.output(()).meta["debt"] = Debt(sums=frozenset({index}))
@@ -216,7 +216,7 @@ def _reduction_only(plan: Plan, index: int) -> fx.Graph:
 
 
 def _landing_only(plan: Plan, index: int) -> fx.Graph:
-    """The way to host memory of what is reduced already."""
+    """The copy of a reduced gradient to host memory."""
     graph = fx.Graph()
     last = graph.output(())
     last.meta["debt"] = Debt(totals=frozenset({index}))

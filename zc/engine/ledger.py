@@ -1,6 +1,6 @@
-"""What happened since the last update: which schedules ran, which hooks fired, what was sent, how long was waited.
+"""Counts events since the last update: schedules that ran, hooks that fired, bytes sent, time waited.
 
-Counting is all that the hot path does, one addition a schedule or hook; `zc.explain` works out the rest.
+The hot path only counts, with one addition per schedule or hook. `zc.explain` derives the rest.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Where = tuple[int, int]  # bucket, slot
 
 @dataclass
 class Step:
-    """Of one update. ``runs``: schedule -> times; ``hooks``: (bucket, slot) -> gradients that came in outside of
-    compiled graphs; bytes by kind of exchange, sent by this rank; seconds that the calling thread stood still for
-    them, and each of its waits for what ranks announce; page faults of this process (on a CPU)."""
+    """Counts of one update. ``runs``: how often each schedule ran. ``hooks``: gradients from outside of compiled
+    graphs, by (bucket, slot). ``nbytes_sent`` by this rank, by kind of exchange. ``exposed_s``: how long the calling
+    thread waited for exchanges; ``waits``: its waits for announcements. Page faults are this process's, on a CPU."""
 
     runs: Counter[str] = field(default_factory=Counter)
     hooks: Counter[Where] = field(default_factory=Counter)
@@ -35,18 +35,18 @@ class Step:
 
 
 class Ledger:
-    """The current step and the last one, and which parameters have been warned of."""
+    """The current step, the last one, and the parameters that a warning has named."""
 
     def __init__(self) -> None:
         self.step, self.last = Step(), Step()
         self.num_steps = 0
         self._faults_before = num_page_faults()
-        self.graphs: list[str] = []  # Dynamo's id of each graph that was compiled: frame / how often
+        self.graphs: list[str] = []  # Dynamo's id of each compiled graph: frame / compilation
         self.breaks_before: dict[str, int] = {}  # graph breaks in this process before this model was compiled
         self._named: set[str] = set()
 
     def arrived(self, programs: Iterable[Program], step: Step) -> dict[Where, Counter[str]]:
-        """(bucket, slot) -> where its gradients came from in ``step``, and how many times."""
+        """How often each schedule, or its hook, brought the gradient of each (bucket, slot) in ``step``."""
         sources: dict[Where, Counter[str]] = {}
         for program in programs:
             times = step.runs[program.name]
@@ -69,8 +69,8 @@ class Ledger:
     def unused(
         self, programs: Iterable[Program], buckets: Sequence[Bucket], touched: Sequence[Sequence[bool]]
     ) -> str | None:
-        """The parameters of ``buckets`` that no backward of this step has reached, on any rank, each named once:
-        deepspeed#7579 ran on for days like that. ``touched``: by bucket and slot, whether some rank has a gradient."""
+        """A warning for the parameters of ``buckets`` that no backward of this step has reached on any rank, each named
+        once (deepspeed#7579). ``touched``: whether some rank has a gradient, by bucket and slot."""
         if all(all(touched[bucket.index]) for bucket in buckets):
             return None
         arrived = self.arrived(programs, self.step)

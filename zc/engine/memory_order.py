@@ -1,5 +1,5 @@
-"""Between a parameter, or what has its shape, and its slot, where the elements lie in the order of the parameter's own
-memory: row-major as a rule, the channels last where the caller has laid them so (`zc.planning.layout.Slot`)."""
+"""Views between a parameter's shape and its slot, where elements lie in the order of the parameter's own memory:
+row-major by default, or channels_last if the caller chose that (`zc.planning.layout.Slot`)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from zc.planning.layout import Slot
 
 
 def in_order(whole: Tensor, slot: Slot) -> Tensor:
-    """A view of ``whole``, of the slot's shape, whose elements come row by row as they lie in the slot."""
+    """A view of ``whole``, which has the slot's shape, with dimensions in the order of the slot."""
     return whole if slot.order is None else whole.permute(slot.order)
 
 
 def flattened(tensor: Tensor, slot: Slot) -> Tensor:
-    """[n]: what has the slot's shape, in the slot's order; a view where it lies so already. What is 1-D is a part of
-    the slot, or all of it, and stays as it is."""
+    """[n]: a tensor of the slot's shape, flattened in the slot's order; a view if it already lies so. A 1-D tensor is a
+    part of the slot, or all of it, and is returned unchanged."""
     return tensor if tensor.dim() == 1 else in_order(tensor, slot).reshape(-1)
 
 
 def in_shape(flat: Tensor, slot: Slot) -> Tensor:
-    """A view of ``flat`` [n], with the slot's shape where it has all of its elements. (A whole parameter keeps its
-    shape: optimizers and their options may look at it.)"""
+    """A view of ``flat`` [n], with the slot's shape if it has all elements of the slot. A whole parameter keeps its
+    shape because optimizers and their options may read it."""
     if flat.numel() != slot.numel or len(slot.shape) == 1:
         return flat
     return flat.view(slot.shape) if slot.strides is None else flat.as_strided(slot.shape, slot.strides)

@@ -1,7 +1,7 @@
-"""Whole parameters between the ranks that reduce their gradients and the rank that updates them (`zc.planning.layout`).
+"""Moves whole parameters between the ranks that reduce their gradients and their owner (`zc.planning.layout`).
 
-Both exchanges send an element once at most: before an update reduced gradients go to their owners (`gather_whole`), and
-behind it new weights go to the shards that they lie in (`spread`), from where they are gathered as all others are.
+Before an update `gather_whole` sends reduced gradients to their owners. After it `spread` sends new weights to the
+shards that they lie in, which are then gathered like all others. Both send each element at most once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def gather_whole(plan: Plan, buffers: Buffers, group: Group, buckets: Sequence[int]) -> dict[int, Tensor]:
-    """By bucket, [elements of this rank's run]: the gradients of the parameters that it updates, in the accumulator's
-    dtype, in host memory where the update is done there. They are finished, all streams are joined, and all ranks call
-    it for the same buckets."""
+    """Gathers the gradients of the parameters that this rank updates. Returns by bucket [elements of its run], in the
+    accumulator's dtype, in host memory with offload. All ranks call it for the same buckets, after all gradients are
+    finished and all streams are joined."""
     rank, whole_grads, works = group.rank, dict[int, Tensor](), []
     for index in buckets:
         bucket = plan.buckets[index]
@@ -31,7 +31,7 @@ def gather_whole(plan: Plan, buffers: Buffers, group: Group, buckets: Sequence[i
         shard, whole = shard.to(bucket.device), buffers.room_for_whole(bucket)
         received = _pieces(whole, bucket.layout.owned_range(rank)[0], bucket.layout.of_run(rank))
         sent = _pieces(shard, bucket.layout.shard_range(rank)[0], bucket.layout.of_shard(rank))
-        works.append((group.exchange(received, sent, "to owners", index), sent))  # lifetime of what is sent: the wait
+        works.append((group.exchange(received, sent, "to owners", index), sent))  # ``sent`` must live until the wait
         whole_grads[index] = whole
     for work, _ in works:
         work.wait()
@@ -40,16 +40,15 @@ def gather_whole(plan: Plan, buffers: Buffers, group: Group, buckets: Sequence[i
 
 
 def spread(buffers: Buffers, group: Group, bucket: Bucket) -> None:
-    """Of flat_param: what this rank has updated goes to the ranks in whose shards it lies, theirs come into its shard.
-    On the current stream."""
+    """Sends this rank's updated weights to the ranks whose shards they lie in, and receives its own shard, all in
+    flat_param and on the current stream."""
     flat, layout = buffers.flat_param[bucket.index], bucket.layout
     received, sent = _pieces(flat, 0, layout.of_shard(group.rank)), _pieces(flat, 0, layout.of_run(group.rank))
     group.exchange(received, sent, "from owners", bucket.index).wait()
 
 
 def spread_shards(buffers: Buffers, group: Group, bucket: Bucket) -> None:
-    """The same in stage 3, where no rank has the whole: of the masters that this rank owns into all ranks' shards of
-    the weights."""
+    """The same in stage 3, where no rank has whole weights: from this rank's masters into all ranks' shards."""
     layout, shard = bucket.layout, buffers.weight[bucket.index]
     run = buffers.master_shard[bucket.index].detach().to(device=bucket.device, dtype=bucket.param_dtype)
     if group.world_size == 1:
@@ -61,5 +60,5 @@ def spread_shards(buffers: Buffers, group: Group, bucket: Bucket) -> None:
 
 
 def _pieces(flat: Tensor, first: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, Tensor]]:
-    """(rank, view) of elements [start, stop) of a bucket, of which ``flat`` has those from ``first`` on."""
+    """(rank, view) for elements [start, stop) of a bucket. ``flat`` begins at the bucket's element ``first``."""
     return [(rank, flat[start - first : stop - first]) for rank, start, stop in pieces]

@@ -1,7 +1,7 @@
-"""Streams: one protocol, and the threads that stand for streams on a CPU.
+"""The protocol of streams, and its implementation with threads for CPUs.
 
-A stream runs its tasks in order; an event, recorded on one stream and waited for on another, is the only order
-between two. `zc.engine.cuda_streams` has the same over torch.cuda.
+A stream runs its tasks in order. Only an event, recorded on one stream and waited for on another, orders two streams.
+`zc.engine.cuda_streams` implements the protocol with torch.cuda.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Task = Callable[[], object]
 
 
 class Streams(Protocol):
-    """What a schedule runs on. Waiting for an event that was never recorded is no wait (as in CUDA)."""
+    """The streams that schedules run on. As in CUDA, a wait for an event that was never recorded does nothing."""
 
     clock: Clock
 
@@ -31,19 +31,19 @@ class Streams(Protocol):
         """Issues ``task`` on ``stream``."""
 
     def record(self, event: str, stream: str) -> None:
-        """``event`` now stands for all that was issued on ``stream`` so far."""
+        """Records ``event`` after all tasks issued on ``stream`` so far."""
 
     def wait(self, event: str, stream: str) -> None:
-        """What is issued on ``stream`` from now on starts after ``event``'s latest record."""
+        """Makes later tasks of ``stream`` start after the latest record of ``event``."""
 
     def join_main(self) -> None:
-        """The main stream waits for all that was issued on the others."""
+        """Makes the main stream wait for all tasks issued on other streams."""
 
     def synchronize(self) -> None:
-        """The host waits for everything, and raises the first error of any stream."""
+        """Makes the host wait for all tasks, and raises the first error of any stream."""
 
     def mark(self) -> object:
-        """The work issued so far on the caller's current stream, for `take`. None: main comes after it anyway."""
+        """Marks the work issued so far on the caller's current stream, for `take`. None: main runs after it anyway."""
 
     def take(self, tensors: Iterable[object], marks: Iterable[object] = ()) -> None:
         """Makes the caller's current stream the main stream, after all work issued on the previous one and after
@@ -51,12 +51,12 @@ class Streams(Protocol):
         before main is done."""
 
     def leave(self, memory: Iterable[list[torch.Tensor]]) -> None:
-        """These tensors, which were used on the streams, are dropped: their memory is free for others when the streams
-        have done what was issued so far. Called by the collector, in any thread; it issues nothing."""
+        """Gives back tensors that the streams have used: others may reuse their memory after the tasks issued so far.
+        The garbage collector calls it, in any thread, so it issues nothing."""
 
 
 class Lane:
-    """One worker thread: a stream on a CPU. After an error it runs nothing more until the error was raised."""
+    """A worker thread: one stream on a CPU. After an error it runs no task until the error has been raised."""
 
     def __init__(self, name: str) -> None:
         self.error: BaseException | None = None
@@ -82,9 +82,9 @@ _LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
 
 @atexit.register
 def _end_lanes(timeout: float = 10.0) -> None:
-    """A thread that comes back from C++ (a collective, a kernel) while the interpreter is being torn down is unwound
-    there, and std::terminate ends the process: a run that had done all its work would fail. So its last tasks, gathers
-    that no forward waits for, are done first. A lane that hangs in a collective does not hold up the exit for ever."""
+    """Lets lanes finish before the interpreter exits. A thread that returns from C++ (a collective, a kernel) during
+    shutdown is unwound, and std::terminate ends the process: a complete run would fail. The last tasks are gathers that
+    no forward waits for. The timeout is for a lane that hangs in a collective."""
     for lane in list(_LANES):
         lane.end(timeout)
 
@@ -104,7 +104,7 @@ def _work(lane: weakref.ref[Lane], tasks: queue.SimpleQueue[Task | None]) -> Non
 
 
 class _Fence:
-    """An event's record: set when the lane reaches it, also after an error, so that nobody waits for ever."""
+    """An event's record. The lane sets it also after an error, so that no wait lasts for ever."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -114,10 +114,9 @@ class _Fence:
 
 
 class ThreadStreams:
-    """CPU streams: the main stream is the calling thread, every other one a worker thread, made when first used.
+    """CPU streams: the main stream is the calling thread, and every other one is a worker thread, made when first used.
 
-    ``delays``: seconds that a stream sleeps before each of its tasks; for tests, which so take each stream in turn to
-    its last moment.
+    ``delays``: seconds that a stream sleeps before each of its tasks. Tests use it to make each stream late in turn.
     """
 
     def __init__(self, delays: Mapping[str, float] | None = None) -> None:
