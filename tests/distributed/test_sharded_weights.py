@@ -136,3 +136,34 @@ def test_a_cap_that_is_too_small_is_refused_with_the_smallest_one() -> None:
     with pytest.raises(zc.PlanError, match="at least weight_nbytes=2048 is needed"):
         zc.compile(net, torch.optim.SGD(net.parameters()), stage=3, bucket_nbytes=2048, weight_nbytes=1024)
     assert net.tokens.weight.norm() > 0
+
+
+def thawed_and_frozen(net: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool) -> None:
+    """The third update runs the graph of the first one, for which the frozen layer was no parameter of the plan."""
+    for update in range(4):
+        if update == 1:
+            net[1].requires_grad_(True)
+            if compiled:
+                zc.recompile(net)
+        if update == 2:
+            net[1].requires_grad_(False)
+        net(torch.randn(4, 6, generator=seeded(0, update)).double()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            net(torch.ones(2, 6).double())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_parameter_that_is_frozen_again_after_recompile(backend: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)).double()
+    net[1].requires_grad_(False)
+    twin = copy.deepcopy(net)
+    thawed_and_frozen(twin, torch.optim.SGD(twin.parameters(), lr=0.1), compiled=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    zc.compile(net, optimizer, stage=3, backend=backend, bucket_nbytes=1)
+    thawed_and_frozen(net, optimizer, compiled=True)
+    for name, value in zc.full_state_dict(net).items():
+        torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-12, atol=1e-12)
