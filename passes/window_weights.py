@@ -15,9 +15,10 @@ backward, so the graph returns it::
                                               output (%mm_1, %p)
 
 A window gets one more bucket as long as its bytes leave room for the next window's under `Plan.weight_cap`, so a block
-whose buckets fit is one window and one segment. What is made of parameters alone (views, casts) is made anew in each
-window that reads it. A view of a weight that leaves its window, as an output or a gradient, is copied. The pass leaves
-alone a graph that reads no parameter.
+whose buckets fit is one window and one segment. What one module reads comes in one window where it fits: ranks that
+exchange messages gather in one order, and may run different graphs (an addmm of one row is a product and a sum). What
+is made of parameters alone (views, casts) is made anew in each window that reads it. A view of a weight that leaves its
+window, as an output or a gradient, is copied. The pass leaves alone a graph that reads no parameter.
 
 The idea of gathering each weight before its use and freeing it after: ZeRO-3 (arXiv:1910.02054, section 5.3) and
 FSDP (arXiv:2304.11277).
@@ -44,7 +45,7 @@ Place = tuple[int, int]  # bucket, slot
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     reads = _Reads(graph)
-    windows = _windows(list(reads.by_node.values()), plan)
+    windows = _windows(_by_module(list(reads.by_node.values()), plan), plan)
     return _Rewrite(graph, reads, dict(zip(reads.by_node, windows, strict=True))).graph
 
 
@@ -76,15 +77,29 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt)
 
 
-def _windows(reads: Sequence[Sequence[Place]], plan: Plan) -> list[int]:
-    """The number of the window in which each node stands."""
-    nbytes = {bucket.index: align_up(bucket.nbytes, ALIGN_NBYTES) for bucket in plan.with_weights}
-    limit = max((_nbytes(_buckets(places), nbytes) for places in reads), default=0)
+def _by_module(reads: Sequence[Sequence[Place]], plan: Plan) -> list[set[int]]:
+    """The buckets of each node, and those of what other nodes read of the same modules, if all of it fits."""
+    nbytes = _aligned(plan)
+    module_of = {(b, k): plan.bucket(b).slots[k].name.rpartition(".")[0] for places in reads for b, k in places}
+    buckets_of: dict[str, set[int]] = {}
+    for (bucket, _), module in module_of.items():
+        buckets_of.setdefault(module, set()).add(bucket)
+    wanted = []
+    for places in reads:
+        own = {bucket for bucket, _ in places}
+        more = own.union(*(buckets_of[module_of[place]] for place in places))
+        wanted.append(more if _nbytes(more, nbytes) <= plan.weight_cap else own)
+    return wanted
+
+
+def _windows(reads: Sequence[set[int]], plan: Plan) -> list[int]:
+    """The number of the window in which each node stands, for the buckets that it reads."""
+    nbytes = _aligned(plan)
+    limit = max((_nbytes(own, nbytes) for own in reads), default=0)
     limit = max(limit, plan.weight_cap // 2)
     numbers: list[int] = []
     number, open_buckets = 0, set[int]()
-    for places in reads:
-        own = _buckets(places)
+    for own in reads:
         if _nbytes(open_buckets | own, nbytes) > limit:
             number, open_buckets = number + 1, set()
         open_buckets |= own
@@ -92,8 +107,8 @@ def _windows(reads: Sequence[Sequence[Place]], plan: Plan) -> list[int]:
     return numbers
 
 
-def _buckets(places: Sequence[Place]) -> set[int]:
-    return {bucket for bucket, _ in places}
+def _aligned(plan: Plan) -> dict[int, int]:
+    return {bucket.index: align_up(bucket.nbytes, ALIGN_NBYTES) for bucket in plan.with_weights}
 
 
 def _nbytes(buckets: set[int], nbytes: Mapping[int, int]) -> int:

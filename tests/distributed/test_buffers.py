@@ -4,8 +4,11 @@ rank."""
 from __future__ import annotations
 
 import contextlib
+import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import zc
+from zc.engine.buffer_sync import BufferSync
 
 
 class Codebook(nn.Module):
@@ -158,6 +162,35 @@ def test_nobody_waits_for_a_forward_that_another_rank_does_not_run() -> None:
     torch.testing.assert_close((first_1, second_1), (first, second), rtol=0, atol=0)
     assert [int(found["calls"]) for found in (first, second)] == [10, 4], "rank 0's own"
     assert not torch.equal(own, own_1), "broadcast_buffers=False leaves each rank its own"
+
+
+def _dropped(rank: int, world_size: int) -> float:
+    """Job: rank 0 drops its model after its last update, before rank 1 begins to receive the buffers."""
+    model = batch_norm()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, stage=3, backend="eager")
+    held = zc.registry.sharded(model)
+    (sync,) = (each for each in held.runtime.listeners if isinstance(each, BufferSync))
+    receive = sync.after_meeting
+
+    def late() -> None:
+        if rank == 1:
+            time.sleep(0.5)
+        receive()
+
+    with patch.object(sync, "after_meeting", late):
+        F.mse_loss(model(_batch(rank, 0, 0)[0]), torch.ones(4, 16)).backward()
+        optimizer.step()
+    mean = float(model.get_buffer("1.running_mean").sum())
+    if rank == 0:
+        del model, optimizer, held, sync, receive, late
+        gc.collect()
+    return mean
+
+
+def test_a_model_that_rank_0_drops_has_sent_its_buffers() -> None:
+    first, second = run_ranks(_dropped, 2, timeout=60.0)
+    assert first == second
 
 
 def _other_shapes(rank: int, world_size: int) -> str:

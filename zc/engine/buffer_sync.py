@@ -4,10 +4,12 @@ DDP broadcasts all buffers at the start of a forward, if the backward of the for
 enabled, outside of no_sync. zc does so at the boundary of an update at the latest, which all ranks reach anyway. The
 values are the same, and a forward between two updates (an evaluation, perhaps on one rank alone) waits for no rank.
 
-Rank 0 never waits for another rank. It sends a copy, in host memory, to each of them. Its last message before an update
-is marked as the last. So ranks that call the model more often than rank 0 keep their buffers until the next update, and
-ranks that call it less often catch up at the boundary; DDP hangs in these cases. If rank 0 had no forward in an update,
-its data may have ended: then its buffers go to the ranks that have trained, and a rank without a forward keeps its own.
+Rank 0 waits for other ranks at the boundary alone, until its messages have arrived: it may drop its model next, and
+gloo drops a message that the receiver has not asked for. It sends a copy, in host memory, to each of them. Its last
+message before an update is marked as the last. So ranks that call the model more often than rank 0 keep their buffers
+until the next update, and ranks that call it less often catch up at the boundary; DDP hangs in these cases. If rank 0
+had no forward in an update, its data may have ended: then its buffers go to the ranks that have trained, and a rank
+without a forward keeps its own.
 
 Buffers on a GPU travel after the last message, by a broadcast in the group that carries the weights. All ranks issue it
 after the boundary's announcement and reductions, since collectives of one communicator need one order on all ranks. A
@@ -49,10 +51,7 @@ class BufferSync(Listener):
         self._has_trained = False  # whether this update had a forward with gradients
         self._has_ended = False  # whether rank 0 has reached the boundary of this update
         self._for_whom = _NOBODY  # the ranks that the buffers of rank 0's last message are for
-        # Messages of rank 0 and their tensors, until they have arrived. The other ranks receive those from before a
-        # boundary right after it, so at the next boundary they have arrived.
-        self._sent: list[tuple[Work, list[Tensor]]] = []
-        self._sent_before: list[tuple[Work, list[Tensor]]] = []
+        self._sent: list[tuple[Work, list[Tensor]]] = []  # messages of rank 0 and their tensors, until they arrive
 
     def before_forward(self) -> None:
         runtime = self._runtime()
@@ -68,8 +67,6 @@ class BufferSync(Listener):
         runtime = self._runtime()
         assert runtime is not None, "the runtime calls this"
         if runtime.group.rank == 0:
-            while self._sent_before:
-                self._sent_before.pop()[0].wait()
             self._exchange(runtime, is_last=True)
 
     def after_meeting(self) -> None:
@@ -85,7 +82,8 @@ class BufferSync(Listener):
                 self._take(packed, buffers)
         self._has_ended = self._is_due = self._has_trained = False
         self._for_whom = _NOBODY
-        self._sent_before, self._sent = self._sent, []
+        while self._sent:
+            self._sent.pop(0)[0].wait()
 
     def _by_device(self) -> dict[torch.device, list[Tensor]]:
         """The model's buffers by device, in one order on all ranks. The widest elements come first, so each buffer is
