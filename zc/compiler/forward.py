@@ -12,7 +12,6 @@ from zc.compiler.backward import for_block, mark_storages, mark_weights, own_inp
 from zc.compiler.blocks import Member
 from zc.compiler.segments import segment_compiler
 from zc.engine.program import Program, build
-from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import ZcError
 from zc.passes import insert_events, outline_segments, place_on_streams, verify, window_weights
 from zc.passes.base import copy_graph
@@ -40,9 +39,6 @@ class CompiledForward:
         self._graph.owning_module = gm
         mark_storages(self._graph, donated=())
         self._read = mark_weights(self._graph, names)
-        inputs = [node for node in self._graph.nodes if node.op == "placeholder"]
-        self._others = [number for number, node in enumerate(inputs) if "param" not in node.meta]
-        self._num_buckets = len(runtime.plan.buckets)
         self._own = own_inputs(gm, names, inside)
         # by block; owned by runtime.forwards, since Dynamo keeps this object
         self._programs: WeakValueDictionary[str | None, Program] = WeakValueDictionary()
@@ -51,24 +47,12 @@ class CompiledForward:
 
     def program(self, args: Sequence[Any]) -> Program:
         """The one for the block whose parameters are among ``args``."""
-        if len(self.runtime.plan.buckets) > self._num_buckets:
-            self._bring_added(args)
         if self.inside is None:
             return self._get(None)
         member = self.inside.blocks.member_of([args[position] for position in self._own])
         if member is None:
             raise ZcError(f"a forward of a block like {self.inside.name} got parameters of several blocks")
         return self._get(member)
-
-    def _bring_added(self, args: Sequence[Any]) -> None:
-        """A graph that is older than zc.recompile reads parameters that this has added, if they are frozen again. It
-        has no windows for them, so they are whole to the update, as for code that is not compiled."""
-        runtime = self.runtime
-        where = runtime.plan.slot_of()
-        names = {id(param): name for name, param in runtime.params.items()}
-        numbers = {where[names[id(args[k])]][0] for k in self._others if id(args[k]) in names}
-        assert isinstance(runtime.weights, ShardedWeights)
-        runtime.weights.make_whole(numbers)
 
     def _get(self, member: str | None) -> Program:
         program = self._programs.get(member)
