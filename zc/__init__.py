@@ -7,6 +7,8 @@ __path__ = extend_path(__path__, __name__)  # Zope's zc.lockfile, zc.buildout an
 from zc.api import compile, flush_state, no_sync, synchronize  # noqa: A004
 from zc.checkpoint.deepspeed import load_universal
 from zc.checkpoint.export import export, full_optimizer_state
+from zc.checkpoint.first_values import initialize
+from zc.checkpoint.pretrained import load_pretrained
 from zc.checkpoint.save_load import Saving, latest, load, load_state_dict, save, state_dict
 from zc.closing import close
 from zc.errors import (
@@ -59,9 +61,11 @@ __all__ = [
     "full_optimizer_state",
     "full_state_dict",
     "grads_are_finite",
+    "initialize",
     "join",
     "latest",
     "load",
+    "load_pretrained",
     "load_state_dict",
     "load_universal",
     "no_sync",

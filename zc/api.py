@@ -27,6 +27,7 @@ from zc.engine.runtime import Runtime
 from zc.engine.sharded_weights import ShardedWeights, forward_of
 from zc.engine.streams import Streams, make_streams
 from zc.errors import PlanError
+from zc.meta import place
 from zc.optim.assignment import Container
 from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer
@@ -61,6 +62,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     overlap: bool = True,
     overlap_gather: bool = False,
     weight_nbytes: int | None = None,
+    device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     backend: str = "inductor",
@@ -122,6 +124,9 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         weight_nbytes: the most bytes of gathered weights at any time. None: room for the largest bucket and for the
             next one. With more, buckets stay from the forward to the backward, and are gathered once less.
 
+        device: where parameters and buffers go that are on the meta device. `load_pretrained`, `load` or `initialize`
+            brings their values, and no rank ever holds the whole model. Optimizers may be made before.
+
     Offload:
         offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there;
             "disk" keeps the state in files under ``offload_dir`` (see `flush_state`).
@@ -150,9 +155,11 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     """
     arguments = {name: value for name, value in locals().items() if name in _OPTIONS}
     check_initialized()
-    ranks = ranks_of(mesh, group, reads_memory=is_on_cpu(model))
+    is_near = is_on_cpu(model) if device is None else torch.device(device).type == "cpu"
+    ranks = ranks_of(mesh, group, reads_memory=is_near)
     with contextlib.ExitStack() as undo:
         with on_all_ranks(ranks):
+            placed = place(model, device, stage, undo)
             request = resolve(model, optimizer, arguments, ranks)
             undo.callback(request.discard)
             stock_state.install()  # of a library that all models share: before anything of this model changes
@@ -166,7 +173,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             call = _compiled_call(model, runtime)
         _undo_on_failure(undo, request, runtime)
         broadcast_rest(model, runtime.placed, ranks)
-        fill(runtime, request.plan.with_weights)
+        fill(runtime, request.plan.with_weights, placed.params)
+        runtime.unset = placed.unset()
         compiled = ShardedModel(runtime, request.assignment, request.state_file)
         _install(model, compiled, call)
         undo.pop_all()  # nothing failed

@@ -35,6 +35,11 @@ def install(model: nn.Module, runtime: Runtime) -> None:
     torch_private.tell_ddp(model, NotForDDP())
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = NoSync(partial(_no_sync, known))
+    weights = runtime.weights
+    if isinstance(weights, ShardedWeights):
+        for module in model.modules():
+            pickled = partial(_pickled, weakref.ref(weights), weakref.ref(module))
+            vars(module)["__getstate__"] = Instead(module, "__getstate__", pickled)
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             call: Any = torch.compiler.disable(partial(_leave_weights, known, name))  # type: ignore[no-untyped-call]
@@ -66,6 +71,18 @@ def _apply(
         with runtime.weights.named_plainly():
             return torch_private.plain_apply(model, _refusing_moves(places, function), recurse)
     return torch_private.plain_apply(model, _keeping(places, function), recurse)
+
+
+def _pickled(known: weakref.ref[ShardedWeights], of_module: weakref.ref[nn.Module]) -> dict[str, Any]:
+    """The state of a module for ``torch.save(model)`` and copies (stage 3)."""
+    weights, module = known(), of_module()
+    assert module is not None
+    if weights is not None:
+        weights.refuse_without_bytes("pickling or copying the model", module)
+    hooks = {handle.id for handle in weights.hooks} if weights is not None else set()
+    state = torch_private.state_to_pickle(module, hooks)
+    del state["__getstate__"]
+    return state
 
 
 def _keeping(places: set[int], function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

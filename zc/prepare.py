@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,10 @@ from zc import kernels, torch_private
 from zc.checks import check, check_encodings, check_module, check_optimizers, check_replicas, owners_of, shardable
 from zc.config import Config
 from zc.engine import param_grads
+from zc.engine.buffers import Buffers
 from zc.engine.memory_order import flattened, in_shape
 from zc.engine.sharded_weights import ShardedWeights, without_bytes
+from zc.engine.unset import poison
 from zc.errors import PlanError
 from zc.machine import available_nbytes, check_room, note_of_connections, ranks_on_this_host
 from zc.offload.disk import open_file, state_keys
@@ -24,7 +26,7 @@ from zc.optim.kinds import ELEMENTWISE, is_elementwise, note_of, rule_of, try_ou
 from zc.optim.param_writes import note_of_shared
 from zc.planning.blocks import find_kinds
 from zc.planning.frozen import with_frozen
-from zc.planning.layout import ALIGN_NBYTES, align_up, own_strides
+from zc.planning.layout import ALIGN_NBYTES, Slot, align_up, own_strides
 from zc.planning.nbytes import STATES, resident
 from zc.planning.plan import Bucket, ParamSpec, Plan, make_plan
 from zc.planning.topology import usable
@@ -243,13 +245,17 @@ def broadcast_rest(model: nn.Module, params: Mapping[str, nn.Parameter], ranks: 
 
 
 @torch.no_grad()
-def fill(runtime: Runtime, buckets: Sequence[Bucket]) -> None:
+def fill(runtime: Runtime, buckets: Sequence[Bucket], unset: Collection[str] = ()) -> None:
     """Broadcasts the weights from rank 0, takes the masters from them, and makes flat_param the parameters' memory. It
-    frees what the parameters of a bucket had before it allocates the next bucket."""
+    frees what the parameters of a bucket had before it allocates the next bucket. ``unset``: names of parameters that
+    have no bytes, and no value."""
     ranks, rank, buffers = runtime.group, runtime.group.shard.rank, runtime.buffers
     for bucket in buckets:
         buffers.add(bucket)
         for slot in bucket.slots:
+            if slot.name in unset:
+                _poison_part(buffers, bucket, slot, rank)
+                continue
             param = runtime.placed[slot.name]
             values = flattened(param.detach(), slot)
             ranks.broadcast_(values)
@@ -273,6 +279,17 @@ def fill(runtime: Runtime, buckets: Sequence[Bucket]) -> None:
     buffers.add_staging()
     if buffers.note is not None:
         runtime.say_once(buffers.note)
+
+
+def _poison_part(buffers: Buffers, bucket: Bucket, slot: Slot, rank: int) -> None:
+    """This rank's elements of a parameter that has no value yet."""
+    low, high = bucket.layout.in_shard(slot, rank)
+    begin, _ = bucket.layout.shard_range(rank)
+    poison(buffers.weight_shard(bucket.index)[low - begin : high - begin])
+    if not bucket.is_frozen and buffers.has_own_master(bucket):
+        first, stop = bucket.layout.owned(slot, rank)
+        start, _ = bucket.layout.owned_range(rank)
+        poison(buffers.master_shard[bucket.index][first - start : stop - start])
 
 
 def snapshot(objects: Sequence[Any]) -> Callable[[], None]:

@@ -14,7 +14,7 @@ import itertools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -84,7 +84,7 @@ def is_inside_another_backward() -> bool:
     return depth > 0
 
 
-def version(param: torch.nn.Parameter) -> int:
+def version(param: torch.Tensor) -> int:
     """How often autograd has seen ``param`` written in place. (``Tensor._version``, since torch 0.4.)"""
     return int(param._version)
 
@@ -388,6 +388,15 @@ def only_eager(action: Callable[[nn.Module], None]) -> Callable[..., None]:
             act(module)
 
     return not_compiled_alone(hook)
+
+
+def state_to_pickle(module: nn.Module, hooks: Collection[int]) -> dict[str, Any]:
+    """What pickling takes of ``module``, without the hooks of these handles. (``Module.__getstate__``, and
+    ``RemovableHandle.id``, the key of a hook in the module's dicts of them; 2.11 to 2.15.)"""
+    state: dict[str, Any] = type(module).__getstate__(module)  # type: ignore[no-untyped-call]
+    for name in ("_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"):
+        state[name] = type(state[name])((key, hook) for key, hook in state[name].items() if key not in hooks)
+    return state
 
 
 def plain_call(model: nn.Module) -> Callable[..., Any]:

@@ -122,6 +122,7 @@ def save(
     folder: Unfinished | None = None
     failure: Exception | None = None
     try:
+        sharded_model.runtime.unset.check("zc.save")
         tree = state_of(model, sharded_model)
         tree["extra"] = {f"rank_{rank}": _encoded(extra)}
         if asynchronous:

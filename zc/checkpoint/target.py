@@ -199,6 +199,7 @@ def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
             _set(plain, (name, *deeper), value)
     if plain:
         model.load_state_dict(plain, strict=False)  # extra states of modules
+    held.runtime.unset.params.difference_update(mine)
     held.publish_all()
 
     states: dict[str, dict[str, Any]] = {}

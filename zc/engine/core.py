@@ -21,6 +21,7 @@ from zc.engine.buffers import Buffers
 from zc.engine.ledger import Ledger
 from zc.engine.program import Program
 from zc.engine.streams import Streams
+from zc.engine.unset import Unset
 from zc.passes.pipeline import pipeline
 from zc.planning.plan import Plan
 from zc.ranks.comm import Group
@@ -75,6 +76,7 @@ class Core:
         self.params = params  # that train, by name
         self.placed = dict(params)  # in a bucket of the plan: these, and with stage 3 frozen ones
         self.frozen: dict[str, nn.Parameter] = {}  # that do not train; one that asks for a gradient needs zc.recompile
+        self.unset = Unset()  # what has no value yet, of a model that was made on meta
         self.shown: dict[str, Tensor] = {}  # what each of params has as .grad while it has a gradient, by name
         self.accumulators = Accumulators(plan, buffers, group)
         self.bind = partial(Operations, self.accumulators)  # for `zc.engine.program.build`

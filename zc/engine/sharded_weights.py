@@ -20,7 +20,7 @@ gradients they go at its end.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 Uses = tuple[tuple[int, ...], ...]
 _WHOLE = (signal_peers.PASS, place_on_streams.PASS, insert_events.PASS, verify.PASS)
+MANY_EVALUATED = 32
 MAX_ORDERS = 16  # of passes, planned ahead; further ones gather as they come
 
 
@@ -78,6 +79,7 @@ class ShardedWeights:
         self._order: list[tuple[int, ...]] = []  # uses of the pass so far
         self._expected: dict[int, Uses] = {}  # by the number of the pass in its update; -1: without gradients
         self._number = 0  # of the pass that runs
+        self._num_evaluated = 0  # forwards without gradients, in a row
         self._num_passes = 0  # with gradients, since the last update
         self._step: Step | None = None
         self._position = 0
@@ -168,6 +170,12 @@ class ShardedWeights:
     def _begin_pass(self, core: Core) -> None:
         self._end_pass(core)
         self._number = self._num_passes if torch.is_grad_enabled() else -1
+        self._num_evaluated = 0 if torch.is_grad_enabled() else self._num_evaluated + 1
+        if self._num_evaluated == MANY_EVALUATED:
+            core.say_once(
+                f"stage 3: {MANY_EVALUATED} forwards without gradients in a row, such as those of generate(), have "
+                "gathered all weights each. Inside `with zc.whole_parameters(model):` they are gathered once"
+            )
         self._num_passes += torch.is_grad_enabled()
         expected = self._expected.get(self._number) or self._expected.get(self._number - 1 if self._number > 0 else 0)
         if expected is not None and (expected in self._steps or len(self._steps) < MAX_ORDERS):
@@ -186,6 +194,7 @@ class ShardedWeights:
         is_outer = self._depth == 0 and not self._is_exposed
         breaks = torch_private.graph_breaks()
         if is_outer:
+            core.unset.check("a forward of stage 3")
             self._begin_pass(core)
             if self.is_one_graph:
                 if self.may_break:
@@ -245,6 +254,19 @@ class ShardedWeights:
             yield
         finally:
             for param in lent:
+                self.absent.take_back(param)
+
+    @contextmanager
+    def with_bytes(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
+        """These parameters have memory of their own inside, on this rank, and nothing defined is in it."""
+        lent = [param for param in params if self.absent.lend(param)]
+        try:
+            for param in lent:
+                param.untyped_storage().resize_(param.numel() * param.element_size())
+            yield
+        finally:
+            for param in lent:
+                param.untyped_storage().resize_(0)
                 self.absent.take_back(param)
 
     @contextmanager
@@ -345,9 +367,35 @@ class ShardedWeights:
             if found is not None and own and not found._is_exposed:
                 found._make_params_whole(own)
 
+        def refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            found = known()
+            if found is not None and not keep_vars:  # else the caller gets the parameters themselves
+                found.refuse_without_bytes("state_dict()", module)
+
+        def refuse_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+            found, own = known(), module.named_parameters(recurse=False)
+            if found is not None and any(prefix + name in state for name, _ in own):
+                found.refuse_without_bytes("load_state_dict()", module)
+
         hook = torch_private.only_eager(get_bytes)
-        self.hooks += [module.register_forward_pre_hook(hook) for module in model.modules()]
+        for module in model.modules():
+            self.hooks += [
+                module.register_forward_pre_hook(hook),
+                module.register_state_dict_pre_hook(refuse_state),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(refuse_load),  # type: ignore[no-untyped-call]
+            ]
         self._leave(self._found())
+
+    def refuse_without_bytes(self, what: str, module: nn.Module) -> None:
+        """Raises ZcError if parameters of ``module`` have no bytes."""
+        if not self._is_exposed and next(module.parameters(), None) is not None:
+            raise ZcError(
+                f"{what} with stage=3: a rank has flat shards, which cut across parameters, so neither a whole tensor "
+                "nor a DTensor can show them. zc.full_state_dict(model) gives whole tensors on rank 0, "
+                "zc.state_dict(model, optimizer) each rank's parts for torch.distributed.checkpoint, "
+                "zc.load_state_dict and zc.load_pretrained load; all of them on all ranks. Inside "
+                "`with zc.whole_parameters(model):` it works as for a plain model"
+            )
 
     # --- whole parameters for the caller ---
 
@@ -379,6 +427,8 @@ class ShardedWeights:
             flat = torch.zeros(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
             for slot, param in _params_in(core, bucket):
                 flat[slot.offset : slot.stop] = flattened(param.detach(), slot)
+                if slot.name in core.unset.params and not param.isnan().any():  # its first value
+                    core.unset.params.discard(slot.name)
             core.buffers.weight_shard(bucket.index).copy_(flat[slice(*bucket.layout.shard_range(rank))])
             if not bucket.is_frozen and core.buffers.has_own_master(bucket):
                 master = core.buffers.master_shard[bucket.index].detach()

@@ -1,0 +1,85 @@
+"""Stage 3: state that leaves or enters through PyTorch's own doors is whole, or the error names the way out."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_model
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+import zc
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def compiled() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.BatchNorm1d(8), nn.Tanh()), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    zc.compile(net, optimizer, stage=3, backend="eager")
+    return net, optimizer
+
+
+def saved(model: nn.Module) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file
+
+
+def test_outside_of_whole_parameters_each_door_names_the_way_out(tmp_path: Path) -> None:
+    net, _ = compiled()
+    doors: dict[str, Any] = {
+        "torch.save": lambda: saved(net),
+        "torch.save of a part": lambda: saved(net[1]),
+        "copy.deepcopy": lambda: copy.deepcopy(net),
+        "copy.copy": lambda: copy.copy(net),
+        "state_dict": net.state_dict,
+        "state_dict of a part": net[0].state_dict,
+        "load_state_dict": lambda: net.load_state_dict({"0.weight": torch.ones(8, 8)}, strict=False),
+        "safetensors": lambda: save_model(net, str(tmp_path / "model.safetensors")),
+        "torch.distributed.checkpoint": lambda: get_model_state_dict(net),
+    }
+    for name, door in doors.items():
+        with pytest.raises(zc.ZcError, match=r"zc\.whole_parameters"):
+            pytest.fail(f"{name} gave {door()}")
+    zc.close(net)
+
+
+def test_inside_of_whole_parameters_they_work(tmp_path: Path) -> None:
+    net, _ = compiled()
+    state = zc.full_state_dict(net)
+    with zc.whole_parameters(net):
+        wanted = net.eval()(X)
+        with pytest.warns(UserWarning, match="is a plain module now"):
+            loaded = torch.load(saved(net), weights_only=False)
+        save_model(net, str(tmp_path / "model.safetensors"))
+        copies = [loaded, copy.deepcopy(net)]
+        assert all(value.equal(state[key]) for key, value in net.state_dict().items())
+        net.load_state_dict({key: value + 1 for key, value in state.items()})
+    assert all(value.equal(state[key]) for key, value in load_file(tmp_path / "model.safetensors").items())
+    for model in copies:
+        assert torch.equal(model.eval()(X), wanted)
+        assert not model.state_dict().keys() ^ state.keys()
+        saved(model)
+    assert zc.full_state_dict(net)["0.weight"].equal(state["0.weight"] + 1)
+    zc.close(net)
+    assert net.state_dict()["0.weight"].equal(state["0.weight"] + 1)
+    assert "__getstate__" not in vars(net)
+
+
+def test_many_forwards_without_gradients_name_the_faster_way() -> None:
+    net, _ = compiled()
+    with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(80):
+            net(X)
+    assert sum("such as those of generate()" in str(each.message) for each in said) == 1
+    zc.close(net)

@@ -1,0 +1,78 @@
+"""Models on the meta device (stage 3): they get a device, without bytes, and their values unit by unit.
+
+`compile` gives each parameter its place in a shard. A value then comes from a checkpoint (`zc.load`), from a folder of
+safetensors (`zc.load_pretrained`), or from the modules themselves (`zc.initialize`). No rank ever holds more than its
+shards and one module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import nn
+
+from zc.engine.sharded_weights import without_bytes
+from zc.engine.unset import Unset, poison
+from zc.errors import PlanError
+
+
+class Placed:
+    """What `place` has done: the names of parameters and the places of buffers that have no value."""
+
+    def __init__(self) -> None:
+        self.params: list[str] = []
+        self.buffers: list[tuple[str, nn.Module, str]] = []
+
+    def unset(self) -> Unset:
+        return Unset(self.params, self.buffers)
+
+
+def place(model: object, device: torch.device | str | None, stage: int, undo: contextlib.ExitStack) -> Placed:
+    """Gives what ``model`` has on meta a place on ``device``: parameters without bytes, whole buffers without values.
+
+    Each parameter stays the object that optimizers hold. Raises PlanError if ``device`` is missing, or the stage keeps
+    whole weights; nothing has changed then."""
+    placed = Placed()
+    if not isinstance(model, nn.Module):
+        return placed
+    params = {name: param for name, param in model.named_parameters() if param.is_meta}
+    where = _device(device) if device is not None else None
+    for name, param in model.named_parameters() if where is not None else ():
+        if not param.is_meta and param.device != where:
+            raise PlanError(f"device={device!r} is for what is on meta, and parameter {name} is on {param.device}")
+    if params and (where is None or stage != 3):
+        first = next(iter(params))
+        raise PlanError(
+            f"parameter {first} is on the meta device: materialise the model before zc.compile, or give stage=3 and "
+            f"device= (here stage={stage}, device={device!r}), and load or initialise the values afterwards"
+        )
+    if where is None:
+        return placed
+    for name, param in params.items():
+        empty = nn.Parameter(_empty(param, where), requires_grad=param.requires_grad)
+        vars(empty).update(vars(param))
+        torch.utils.swap_tensors(param, empty)  # type: ignore[no-untyped-call]
+        undo.callback(torch.utils.swap_tensors, param, empty)
+        placed.params.append(name)
+    for prefix, module in model.named_modules():
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                unset = torch.empty_like(buffer, device=where)
+                poison(unset)
+                setattr(module, key, unset)
+                undo.callback(setattr, module, key, buffer)
+                placed.buffers.append((f"{prefix}.{key}".lstrip("."), module, key))
+    return placed
+
+
+def _device(device: torch.device | str) -> torch.device:
+    where = torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return where
+
+
+def _empty(param: nn.Parameter, device: torch.device) -> torch.Tensor:
+    whole = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
+    return without_bytes(nn.Parameter(whole, requires_grad=False), param.dtype)
