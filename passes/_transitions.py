@@ -35,8 +35,7 @@ AT_ENTRY = {  # all others: NOTHING
 }  # fmt: skip
 AT_EXIT = {  # all others: NOTHING
     "acc": (SUM, GRADIENT, TOTAL, LANDED), "host": (SUM, LANDED), "master": (OLD, CAST),
-    "flat_param": (OLD, PUBLISHED), "gathered": (OLD, GATHERED, PUBLISHED),
-    "weight": (OLD, OPEN),
+    "flat_param": (OLD, PUBLISHED), "gathered": (OLD, GATHERED, PUBLISHED), "weight": (OLD,),
 }  # fmt: skip
 
 
@@ -110,11 +109,10 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "flat_param", (OLD,), OFFERED, "device whole"),
         Row("buffer", "gathered", (OLD,), OFFERED, "whole"),
         Row("buffer", "flat_param gathered", (NEW,), OFFERED, "differs levels"),
-        Row("buffer", "weight", (OLD,), OFFERED),
     ),
-    spec.AwaitFull: (Row("buffer", "flat_grad acc staging flat_param gathered weight", (OFFERED,), OPEN),),
+    spec.AwaitFull: (Row("buffer", "flat_grad acc staging flat_param gathered", (OFFERED,), OPEN),),
     spec.SignalFree: (
-        Row("buffer", "flat_grad flat_param gathered weight", (READ,), RETURNED),
+        Row("buffer", "flat_grad flat_param gathered", (READ,), RETURNED),
         Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
         Row("buffer", "acc staging", (SENT,), SENT, "partial twice"),
     ),
@@ -123,7 +121,6 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
         Row("buffer", "acc staging", (SENT,), SENT, "partial twice"),
         Row("buffer", "flat_param gathered", (RETURNED,), GATHERED),
-        Row("buffer", "weight", (RETURNED,), OPEN),  # nobody writes it before the pass is over
     ),
     spec.StageShard: (
         Row("src", "acc", (TOTAL, SUM), LANDED),
@@ -170,8 +167,7 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "gathered", (OLD, GATHERED), PUBLISHED),
     ),
     spec.GatherWeights: (
-        Row("src", "weight", (OPEN,), READ, "memory"),
-        Row("src", "weight", (OLD,), OLD, "messages"),
+        Row("src", "weight", (OLD,), OLD),
         Row("dst", "flat_param", (OLD,), GATHERED),
         Row("dst", "arena", (NOTHING,), NOTHING),  # `residency` knows what its extents hold
     ),

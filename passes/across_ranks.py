@@ -11,8 +11,7 @@ by a signal and the wait that it ends, the k-th of one kind on a buffer with the
 A read also needs the wait on its own buffer because it learns from it where the others' is. That signals of other
 buffers may happen to order the same is not counted. ``->`` is the happens-before of one rank (`zc.passes._order`).
 
-Before the schedule all may have been written, after it all may be: both stand for a ``w``. A schedule that runs piece
-by piece (stage 3) may end after any piece, so the signals of one come before its end. A rank's own shard of a sum
+Before the schedule all may have been written, after it all may be: both stand for a ``w``. A rank's own shard of a sum
 is read by nobody else, nor are the weights of others that it has gathered, so what ``a`` itself writes is no conflict.
 
 No rank waits for ever, because each signal is issued before the wait of its number: then all edges, those between ranks
@@ -28,7 +27,7 @@ from torch import fx
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer, Place
 from zc.schedule.nodes import accesses, kind_of, read_of_peers
-from zc.schedule.spec import AwaitFree, AwaitFull, Op, ReadWeights, Signal, SignalFree, SignalFull
+from zc.schedule.spec import AwaitFree, AwaitFull, Op, Signal, SignalFree, SignalFull
 
 if TYPE_CHECKING:
     from zc.passes._order import Order
@@ -51,12 +50,12 @@ def check(order: Order, plan: Plan | None) -> tuple[list[str], list[str]]:
     if faults:
         return faults, []
     races, needed = [], set[Pair]()
-    writes, end = _writes(order), _ends(order)
+    writes = _writes(order)
     for a, buffer in reads:
         full, free = pairs.get((SignalFull, buffer), []), pairs.get((SignalFree, buffer), [])
         for w in (_PAST, *(w for w in writes.get(buffer, ()) if w != a), _FUTURE):
             ways = [p for p in full if _before(order, w, p.signal) and _before(order, p.wait, a)]
-            ways += [p for p in free if _before(order, a, p.signal) and _before(order, p.wait, w) and p.wait < end[a]]
+            ways += [p for p in free if _before(order, a, p.signal) and _before(order, p.wait, w)]
             if not ways:
                 races.append(_race(order, buffer, w, a))
             elif len(ways) == 1:
@@ -108,15 +107,6 @@ def _writes(order: Order) -> dict[Place, list[int]]:
         for place in {access.buffer for access in accesses(node)[1]} if node.op != "output" else ():
             writes.setdefault(place, []).append(k)
     return writes
-
-
-def _ends(order: Order) -> list[int]:
-    """For each position the end of its piece."""
-    ends, end = [0] * len(order.nodes), len(order.nodes)
-    for k in reversed(range(len(order.nodes))):
-        end = k if isinstance(order.ops[k], ReadWeights) else end
-        ends[k] = end
-    return ends
 
 
 def _before(order: Order, one: int, other: int) -> bool:

@@ -12,8 +12,8 @@ They run on the stream of the read. So whoever waits until that stream has finis
 a later one, also comes after the other ranks. The pass leaves exchanges by messages alone. `zc.passes.across_ranks` has
 the proof.
 
-Nobody writes a shard of the weights (stage 3) while a pass gathers it, so one signal_full is enough for all its
-gathers. Each has its own signal_free, because a pass may end before the next one.
+Nobody writes a shard of the weights (stage 3) between two updates, so its gathers need no signals in a schedule
+(`zc.engine.shard_reads`).
 """
 
 from __future__ import annotations
@@ -22,26 +22,21 @@ from torch import fx
 
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
-from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import op_of, ops, put, read_of_peers
-from zc.schedule.spec import AwaitFree, AwaitFull, BufferOp, GatherWeights, SignalFree, SignalFull
+from zc.schedule.spec import AwaitFree, AwaitFull, BufferOp, SignalFree, SignalFull
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new, _ = copy_graph(graph)
-    is_open = set[Buffer]()
     for node, op in list(ops(new)):
         buffer = read_of_peers(op, plan)
         if buffer is None or isinstance(op_of(node.next), SignalFree):
             continue
         assert isinstance(op, BufferOp)
         bucket = op.bucket
-        if buffer not in is_open:
-            with new.inserting_before(node):
-                put(new, SignalFull(bucket, buffer))
-                put(new, AwaitFull(bucket, buffer))
-        if isinstance(op, GatherWeights):
-            is_open.add(buffer)
+        with new.inserting_before(node):
+            put(new, SignalFull(bucket, buffer))
+            put(new, AwaitFull(bucket, buffer))
         with new.inserting_after(node):
             put(new, AwaitFree(bucket, buffer))
         with new.inserting_after(node):

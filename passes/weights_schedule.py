@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch import fx
 
-from zc.passes import insert_events, place_on_streams, signal_peers, verify
+from zc.passes import insert_events, place_on_streams, verify
 from zc.passes.base import Pass
 from zc.passes.runner import run_passes
 from zc.planning.plan import Plan
@@ -30,7 +30,7 @@ from zc.schedule.nodes import put
 from zc.schedule.spec import FreeWeights, GatherWeights, ReadWeights
 
 ARENA = Buffer("arena", 0)
-_PASSES = (signal_peers.PASS, place_on_streams.PASS, insert_events.with_prefix("w"), verify.PASS)
+_PASSES = (place_on_streams.PASS, insert_events.with_prefix("w"), verify.PASS)
 
 
 def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
@@ -51,6 +51,6 @@ def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
 def build_weights_schedule(
     plan: Plan, residency: Residency, *, verify: bool, dump_dir: str | Path | None = None, name: str = "weights"
 ) -> fx.Graph:
-    """The finished schedule, with its signals, streams and events. `zc.schedule.codegen.load_pieces` loads it."""
+    """The finished schedule, with its streams and events. `zc.schedule.codegen.load_pieces` loads it."""
     chosen: list[Pass] = [p for p in _PASSES if verify or p.name != "verify"]
     return run_passes(weights_graph(plan, residency), plan, chosen, dump_dir=dump_dir, name=name)[0]

@@ -118,7 +118,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         overlap_gather: step() returns with the all-gathers launched, and the next compiled forward waits for each
             bucket where it first reads it; whoever reads a parameter before that waits for all (`zc.engine.pending`).
             While a view, ``p.data`` or array of one is kept, step() waits as without. Opt-in: a C++ extension that
-            takes tensors past torch's dispatch is not seen; call `synchronize` before such a read.
+            takes tensors past torch's dispatch is not seen; call `synchronize` before such a read. Stage 3 gathers
+            while forward and backward run, with or without it.
 
     Stage 3:
         weight_nbytes: the most bytes of gathered weights at any time. None: room for the largest bucket and for the

@@ -72,11 +72,8 @@ class Config:
                 "its files, and nothing else takes one"
             )
         self._check_compiler_options()
-        if self.placement.shards_weights and self.overlap_gather:
-            raise PlanError(
-                "overlap_gather=True and stage=3: stage 3 gathers weights while the forward and the backward run, "
-                "whatever overlap_gather says; leave it out"
-            )
+        if self.placement.shards_weights:  # its gathers overlap in any case
+            object.__setattr__(self, "overlap_gather", False)
         if self.weight_nbytes is not None and not self.placement.shards_weights:
             raise PlanError(f"weight_nbytes={self.weight_nbytes} and stage={self.stage}: only stage 3 gathers weights")
         self.check_wire()

@@ -277,6 +277,8 @@ def fill(runtime: Runtime, buckets: Sequence[Bucket], unset: Collection[str] = (
             param.data = in_shape(torch_private.own_storage(place), slot)
         buffers.remember_shard(bucket)
     buffers.add_staging()
+    if isinstance(runtime.weights, ShardedWeights):
+        runtime.weights.may_be_read()
     if buffers.note is not None:
         runtime.say_once(buffers.note)
 

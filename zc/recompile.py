@@ -66,6 +66,8 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
         runtime.grow(plan, params)
         fill(runtime, buckets)
     compiled.adopt(buckets)
+    if plan.placement.shards_weights:
+        runtime.weights.install_hooks(model)
     if plan.overlap_gather:
         runtime.weights.count_sharing()
     for name in params:

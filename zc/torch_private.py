@@ -166,11 +166,13 @@ def tensors_in(values: object) -> list[Any]:
 def hook_attributes() -> frozenset[Any]:
     """What ``__torch_function__`` gets when hooks of a tensor are read or set, and when it is asked what it is.
     (``Tensor._backward_hooks``, ``Tensor._post_accumulate_grad_hooks`` and others, 2.11 to 2.15.)"""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse", "is_meta", "is_nested", "retains_grad")
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse", "is_meta", "is_nested", "retains_grad",
+             "output_nr", "is_quantized", "is_mkldnn")  # fmt: skip
     of_class: Any = torch.Tensor
     attributes = [getattr(of_class, name) for name in names]
     setters = [a.__set__ for a in attributes[:2]]
-    functions = [of_class.register_hook, of_class.register_post_accumulate_grad_hook, of_class.__hash__]
+    functions = [of_class.register_hook, of_class.register_post_accumulate_grad_hook, of_class.__hash__,
+                 of_class._is_view, of_class.is_inference, torch.is_same_size]  # fmt: skip
     return frozenset([*(a.__get__ for a in attributes), *setters, *functions])
 
 
@@ -290,6 +292,35 @@ def graph_breaks() -> dict[str, int]:
     if frames["total"] > frames["ok"]:
         found["skipped frames"] = int(frames["total"] - frames["ok"])
     return found
+
+
+@contextlib.contextmanager
+def before_compiling(call: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``call()`` runs before Dynamo compiles a frame, in any thread, and ``after()`` after it, before that code
+    runs.
+
+    Relies on ``torch._dynamo.callback``, whose callbacks run around the compilation of a frame, also one that fails
+    (2.11 to 2.15).
+    """
+    from torch._dynamo.callback import callback_handler
+
+    first = callback_handler.register_start_callback(lambda _: call())
+    last = callback_handler.register_end_callback(lambda _: after())
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(first)
+        callback_handler.remove_end_callback(last)
+
+
+def saved_tensors_are_copied() -> bool:
+    """Whether hooks of the caller's may read what autograd saves now. Those of activation checkpointing read nothing.
+
+    Relies on ``torch._C._autograd._top_saved_tensors_default_hooks``, of which autograd applies the innermost pair
+    alone, and on checkpointing's hooks being defined in ``torch.utils.checkpoint`` (2.11 to 2.15).
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint"
 
 
 def compiled_call(
@@ -498,6 +529,19 @@ def donated_inputs() -> list[int]:
 
     context = TracingContext.try_get()
     return list(context.fw_metadata.bw_donated_idxs or ()) if context is not None and context.fw_metadata else []
+
+
+def written_inputs() -> list[int]:
+    """Positions among the inputs of a backend's graph that the graph writes in place, inside an inner compiler.
+
+    Relies on ``TracingContext.fw_metadata.input_info[i].mutates_data``, whose inputs are in the order of
+    ``PlainAOTInput`` (2.11 to 2.15).
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata: Any = context.fw_metadata if context is not None else None
+    return [] if metadata is None else [k for k, info in enumerate(metadata.input_info) if info.mutates_data]
 
 
 @contextlib.contextmanager

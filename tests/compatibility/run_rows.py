@@ -41,6 +41,7 @@ from rows import BACKENDS, ROWS, STAGES, Row, Script, make_plain, plain, sgd
 from torch import Tensor, nn
 
 import zc
+from zc.registry import COMPILED
 
 TABLE = (
     rows_tasks, rows_updates, rows_clearing, rows_backward, rows_structure, rows_several_models, rows_conv,
@@ -159,17 +160,20 @@ def _cell(rank: int, world_size: int, row: Row, backend: str, stage: int) -> See
             zc.compile(model, optimizer, stage=stage, backend=backend, **options)
             script = Script(model, optimizer, rank, world_size, torch.float32, is_zc=True, backend=backend)
             row.loop(script)
-            script.synchronize()  # the weights are read below
+            if model in COMPILED:
+                script.synchronize()  # the weights are read below
     except Exception as error:  # noqa: BLE001  (the table says which are expected)
         text = f"{type(error).__name__}: {error}"
         if row.error(backend, stage) is None:
             text += f"\n{traceback.format_exc()}"
         return Seen(text, 0.0, "", "")
-    got = {**weights(model), **script.seen}
+    with zc.whole_parameters(model) if model in COMPILED else contextlib.nullcontext():
+        trained = weights(model)
+    got = {**trained, **script.seen}
     if row.name not in _REFERENCES:
         _REFERENCES[row.name] = _reference(rank, world_size, row)
     difference, where = worst(got, _REFERENCES[row.name])
-    digest = hashlib.sha256(b"".join(w.float().numpy().tobytes() for w in weights(model).values())).hexdigest()
+    digest = hashlib.sha256(b"".join(w.float().numpy().tobytes() for w in trained.values())).hexdigest()
     return Seen("", difference, where, digest)
 
 

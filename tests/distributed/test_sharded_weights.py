@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from harness import run_ranks
 from models import seeded
@@ -167,3 +170,105 @@ def test_a_parameter_that_is_frozen_again_after_recompile(backend: str) -> None:
     thawed_and_frozen(net, optimizer, compiled=True)
     for name, value in zc.full_state_dict(net).items():
         torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-12, atol=1e-12)
+
+
+class Branching(nn.Module):
+    """Without blocks. From the third update on its forward leaves the graph and reads another module's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.num_calls = 0
+
+    def forward(self, x: Tensor, leaves: bool) -> Tensor:
+        y = torch.tanh(self.first(x))
+        if leaves:
+            torch._dynamo.graph_break()
+            y = y + outside(self.last.weight)
+        logits: Tensor = self.last(y)
+        return logits
+
+
+@torch._dynamo.disable
+def outside(weight: Tensor) -> Tensor:
+    return weight.sum(0)
+
+
+def reads_past_the_graph(rank: int, world_size: int, copies: bool) -> list[list[float]]:
+    """Job: losses in stage 2 and in stage 3."""
+    losses: list[list[float]] = []
+    for stage in (2, 3):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = Branching()
+        net, optimizer = zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.1), stage=stage, backend="aot_eager")
+        losses.append([])
+        for update in range(5):
+            x = torch.randn(4, DIM, generator=seeded(rank, update))
+            hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone) if copies else nullcontext()
+            with hooks:
+                loss = net(x, update >= 2 and not copies).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+        if stage == 3:
+            why = "hooks on what autograd saves" if copies else "code that Dynamo compiles anew"
+            assert any(why in note for note in zc.registry.sharded(net).runtime.notes)
+        zc.close(net)
+    return losses
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["a graph that breaks later", "saved tensors are copied"])
+def test_code_that_reads_parameters_past_the_graph_finds_them_whole(copies: bool) -> None:
+    for in_stage_2, in_stage_3 in run_ranks(reads_past_the_graph, 2, copies, timeout=120.0):
+        assert in_stage_3 == in_stage_2
+
+
+def one_alone(rank: int, world_size: int, backend: str) -> list[float]:
+    """Job: rank 0 evaluates between the updates, and rank 1 does not."""
+    net, optimizer = compiled(3, backend)
+    values = []
+    for update in range(3):
+        x = torch.randint(0, VOCABULARY, (3, 8), generator=seeded(rank, update))
+        F.cross_entropy(net(x).flatten(0, 1), x.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            for _ in range(2):
+                with torch.no_grad():
+                    values.append(net(x).sum().item())
+    zc.close(net)
+    with torch.no_grad():
+        return [*values, net(x).sum().item()] if rank == 0 else []
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_rank_may_evaluate_alone_where_ranks_read_memory(backend: str) -> None:
+    values, _ = run_ranks(one_alone, 2, backend, timeout=120.0)
+    assert values[0] == values[1] != values[2] and values[-1] == pytest.approx(values[-2], rel=1e-5)
+
+
+def dropped(rank: int, world_size: int) -> bool:
+    """Job: rank 1 drops its model, and uses as much memory anew, while rank 0 may still read its shards."""
+    net, optimizer = compiled(3, "eager")
+    x = torch.zeros(1, 2, dtype=torch.long)
+    net(x).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        before = net(x)
+    dist.barrier()
+    if rank == 1:
+        del net, optimizer
+        gc.collect()
+        gc.collect()  # what the model alone held
+        junk = [torch.full((numel,), float("nan")) for numel in range(32, 640, 8) for _ in range(50)]
+        dist.barrier()
+        return len(junk) > 0
+    dist.barrier()
+    with torch.no_grad():
+        return bool(net(x).equal(before))
+
+
+def test_a_dropped_model_keeps_what_other_ranks_read() -> None:
+    assert run_ranks(dropped, 2, timeout=120.0) == [True, True]

@@ -3,7 +3,8 @@
 It shares no code with zc: it reads the names and arguments of a graph's nodes, and knows from the test which buckets
 each use reads. The arena is a list of cells. A gather first makes its cells poison, and fills them later; a use looks
 at its cells when it starts and when it ends; a free makes them poison. Between two passes each rank writes its shards,
-as soon as its own main stream has ended and the shard's carried event is there; what others do it does not know.
+as soon as its own main stream has ended, the shard's carried event is there, and the others have said that their reads
+are done. A gather of the next pass waits until the others have said that theirs are written.
 """
 
 from __future__ import annotations
@@ -60,7 +61,6 @@ class _Machine:
         self.arena: list[list[object]] = [[POISON] * (-(-self.setting.cap // UNIT)) for _ in ranks]
         self.shards: list[dict[int, int | None]] = [dict.fromkeys(self.setting.nbytes, 0) for _ in ranks]
         self.latest: dict[tuple[int, str], object] = {}  # rank, event -> its latest record
-        self.messages: dict[object, int] = {}
 
     # --- issue ---
 
@@ -86,12 +86,10 @@ class _Machine:
                 self.record(lane, args[0])
             elif name == "wait_event":
                 self.wait(lane, args[0])
-            elif name in ("signal_full", "signal_free", "await_full", "await_free"):
-                self.signal(lane, name, args[0])
             elif name == "gather_weights":
                 bucket, _, src, start, stop = args
                 self.alloc(alive, bucket, start, stop)
-                self.gather(lane, bucket, int(src[len("weight[") : -1]), start, stop)
+                self.gather(lane, bucket, int(src[len("weight[") : -1]), start, stop, epoch)
             elif name == "free_weights":
                 bucket, _, start, stop = args
                 if self.ledger and alive.pop(bucket, None) != (start, stop):
@@ -129,7 +127,7 @@ class _Machine:
             raise Wrong(f"[{start}, {stop}) is no extent of bucket {bucket}")
         alive[bucket] = (start, stop)
 
-    def gather(self, lane: Lane, bucket: int, src: int, start: int, stop: int) -> None:
+    def gather(self, lane: Lane, bucket: int, src: int, start: int, stop: int, epoch: int) -> None:
         rank, ranks = lane[0], range(self.setting.world_size) if self.setting.reads else (lane[0],)
         seen: list[int | None] = []
 
@@ -142,6 +140,8 @@ class _Machine:
             values = POISON if is_torn else tuple(seen)
             self.fill(rank, start, stop, [(src, k, values) for k in range(len(cells(start, stop)))])
 
+        for other in (r for r in ranks if epoch and r != rank):
+            self.put(lane, "wait", ("opened", other, epoch))
         self.put(lane, "run", begin)
         self.put(lane, "run", end)
 
@@ -158,16 +158,6 @@ class _Machine:
                 if there != (bucket, k, versions):
                     raise Wrong(f"rank {rank} reads {there}, not bucket {bucket}, cell {k}, of update {epoch}")
 
-    def signal(self, lane: Lane, name: str, bucket: int) -> None:
-        kind, rank = name[-4:], lane[0]
-        number = self.messages[name, bucket, rank] = self.messages.get((name, bucket, rank), 0) + 1
-        if name.startswith("signal"):
-            self.put(lane, "reach", (kind, bucket, rank, number))
-            return
-        for other in range(self.setting.world_size):
-            if other != rank:
-                self.put(lane, "wait", (kind, bucket, other, number))
-
     def update(self, rank: int, epoch: int, *, joined: bool) -> None:
         """What may come after a pass: its shards are written, its arena is used for something else."""
         main = (rank, "compute")
@@ -175,9 +165,17 @@ class _Machine:
             self.record((rank, "comm"), "join")
             self.wait(main, "join")
         self.record(main, "the end")
+        self.record((rank, "comm"), "gathered")
+        closing = (rank, "later close")
+        self.wait(closing, "the end")
+        self.wait(closing, "gathered")
+        self.put(closing, "reach", ("closed", rank, epoch))
+        others = [r for r in range(self.setting.world_size) if r != rank]
         for b in self.setting.nbytes:
             later = (rank, f"later {b}")
             self.wait(later, "the end")
+            for other in others:
+                self.put(later, "wait", ("closed", other, epoch))
             self.wait(later, f"done/weight[{b}]")
             self.put(later, "run", lambda b=b: self.shards[rank].update({b: None}))
             self.put(later, "run", lambda b=b: self.shards[rank].update({b: epoch + 1}))
@@ -189,6 +187,7 @@ class _Machine:
         self.record(later, "written arena")
         for b in (*self.setting.nbytes, "arena"):
             self.wait(main, f"written {b}")
+        self.put(main, "reach", ("opened", rank, epoch + 1))
 
     # --- run ---
 

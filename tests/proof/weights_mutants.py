@@ -18,7 +18,6 @@ from zc.schedule.spec import (
     ReadWeights,
     RecordEvent,
     Segment,
-    Signal,
     Sync,
     TakeWeights,
     WaitEvent,
@@ -65,7 +64,7 @@ def _places(graph: fx.Graph, num_buckets: int, unit: int) -> Made:
 
 def _order(graph: fx.Graph) -> Made:
     """Nodes at other places, and on other streams."""
-    nodes = [node for node in steps(graph) if not isinstance(op_of(node), Sync | Signal)]
+    nodes = [node for node in steps(graph) if not isinstance(op_of(node), Sync)]
     for k, node in enumerate(nodes):
         op = op_of(node)
         if isinstance(op, FreeWeights):
@@ -104,8 +103,6 @@ def _missing(graph: fx.Graph) -> Made:
             gathered.add(op.bucket)
         elif isinstance(op, FreeWeights | ReadWeights):
             kind = "free forgotten" if isinstance(op, FreeWeights) else "read forgotten"
-        elif isinstance(op, Signal):
-            kind = f"no {node.target.__name__}"  # type: ignore[union-attr]
         elif isinstance(op, WaitEvent):
             kind = "no wait"
         elif isinstance(op, RecordEvent) and carried_by(op.event) is not None:
@@ -114,7 +111,7 @@ def _missing(graph: fx.Graph) -> Made:
             continue
         yield kind, (node.name, lambda g, w, n=node: g.erase_node(w[n]))
         if not isinstance(op, RecordEvent | WaitEvent):
-            name = {GatherWeights: "gather", FreeWeights: "free", ReadWeights: "read"}.get(type(op), "signal")
+            name = {GatherWeights: "gather", FreeWeights: "free", ReadWeights: "read"}[type(op)]
             yield f"{name} doubled", (node.name, lambda g, w, n=node, op=op: _double(g, w[n], op))
 
 

@@ -234,3 +234,19 @@ def test_unscale() -> None:
     with _Watching() as watching:
         scaler.unscale_(optimizer)
     assert aten._amp_foreach_non_finite_check_and_unscale_.default in watching.seen
+
+
+@contract("saved_tensors_are_copied", "torch._C._autograd._top_saved_tensors_default_hooks")
+def test_hooks_on_saved_tensors_are_seen_but_those_of_checkpointing() -> None:
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.saved_tensors_are_copied())
+        return x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    look(x)
+    with torch.autograd.graph.save_on_cpu():
+        look(x)
+        torch.utils.checkpoint.checkpoint(look, x, use_reentrant=False).sum().backward()
+    assert seen == [False, True, False, False]

@@ -17,6 +17,37 @@ from zc import torch_private
 pytestmark = pytest.mark.check
 
 
+@contract("before_compiling", "torch._dynamo.callback")
+def test_callbacks_run_around_the_compilation_of_a_frame() -> None:
+    calls: list[str] = []
+    compiled = torch.compile(lambda x: x + 1, backend=lambda gm, inputs: calls.append("backend") or gm.forward)
+    with torch_private.before_compiling(lambda: calls.append("before"), lambda: calls.append("after")):
+        compiled(torch.ones(2))
+        assert calls == ["before", "backend", "after"]
+        compiled(torch.ones(2))
+    compiled(torch.ones(2, 2, dtype=torch.int))
+    assert calls == ["before", "backend", "after", "backend"]
+
+
+@contract("written_inputs", "TracingContext.fw_metadata.input_info[i].mutates_data")
+def test_inputs_that_a_graph_writes_are_named_to_the_inner_compiler() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    seen: list[list[int]] = []
+
+    def inner(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen.append(torch_private.written_inputs())
+        return gm.forward
+
+    def writes(x: Tensor, y: Tensor) -> Tensor:
+        z = x + 1  # Dynamo numbers inputs as they are used
+        y.mul_(2)
+        return z + y
+
+    torch.compile(writes, backend=aot_autograd(fw_compiler=inner))(torch.ones(2), torch.ones(2))
+    assert seen == [[1]]
+
+
 @contract("graph_breaks", "torch._dynamo.utils.counters")
 def test_graph_breaks_are_counted() -> None:
     def broken(x: Tensor) -> Tensor:

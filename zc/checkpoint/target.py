@@ -185,6 +185,7 @@ def check_groups(held: ShardedModel, target: Target) -> None:
 def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
     """Copies the checked ``target`` into the live state and gathers the weights. Collective."""
     held.zero_grad()
+    held.runtime.weights.before_writes()
     mine, rest = owned(held), others(model, held)
     plain: dict[str, Any] = {}
     for (name, *deeper), value in target.under("model"):

@@ -166,6 +166,13 @@ def _compile_forward(
 def _compile_in_windows(compiling: _Compiling, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
     """A forward graph in stage 3: its weights come while it reads them."""
     runtime = compiling.runtime
+    for index in torch_private.written_inputs():
+        if compiling.names[index] is not None:
+            raise ZcError(
+                f"the forward writes parameter {compiling.names[index]} in place (an embedding with max_norm does), "
+                "and with stage=3 such a write reaches no shard. Write inside `with zc.whole_parameters(model):` on "
+                "all ranks, or train with stage=2"
+            )
     forward = CompiledForward(runtime, compiling.names, gm, kwargs, compiling.inside)
 
     def run(args: list[Any]) -> tuple[Any, ...]:

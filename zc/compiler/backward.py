@@ -54,8 +54,9 @@ class CompiledBackward:
     def program(self, args: Sequence[Any]) -> Program:
         """The one for the backward that runs now. A gradient that autograd has to see or to sum leaves the graph as
         PyTorch has it, and comes back, if at all, through the parameter's own hook. So do all of them where the block
-        can't be told, since hooks on saved tensors have put copies in place of its parameters. And so may any other
-        gradient: a block has at most `MAX_PROGRAMS`, and the two last ones are for all further sets."""
+        can't be told, since hooks on saved tensors have put copies in place of its parameters; stage 3 reads these
+        copies. And so may any other gradient: a block has at most `MAX_PROGRAMS`, and the two last ones are for all
+        further sets."""
         member, written = None, self.written
         if self.inside is not None:
             member = self.inside.blocks.member_of([args[position] for position in self._own])
@@ -115,9 +116,10 @@ class CompiledBackward:
         where = runtime.plan.slot_of()
         for node in graph.nodes:
             name = node.meta.pop("param", None)
-            if name is not None:
-                own = self.inside.in_block(name, member) if self.inside is not None and member is not None else name
-                node.meta["weight"] = where[own]
+            if name is not None and self.inside is None:
+                node.meta["weight"] = where[name]
+            elif name is not None and self.inside is not None and member is not None:
+                node.meta["weight"] = where[self.inside.in_block(name, member)]
         named = output.meta["grad_of"]
         output.meta["grad_of"] = tuple(None if name in visible else name for name in named)
         built = build(

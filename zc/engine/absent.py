@@ -24,6 +24,20 @@ _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its Absent
 
 # What hooks on parameters need, beside what asks for no element
 _ALLOWED = NO_VALUE | torch_private.hook_attributes()
+_VIEWS = frozenset((Tensor.view_as, Tensor.expand_as))
+_DATA: Any = Tensor.data
+_RAW = frozenset(
+    (
+        _DATA.__get__, Tensor.numpy, Tensor.data_ptr, Tensor.untyped_storage, Tensor.__array__, Tensor.__dlpack__,
+        "copy.deepcopy", "pickling",
+    )
+)  # fmt: skip
+_BACKWARD = frozenset((Tensor.backward, torch.autograd.backward))
+_WAY_OUT = (
+    "that has no bytes: with stage=3 it has them only inside the model's forward and backward. Use `with "
+    "zc.whole_parameters(model):` on all ranks to read or write values, zc.full_state_dict(model) for all of them on "
+    "rank 0, zc.save for a checkpoint"
+)
 
 
 class AbsentParameter(nn.Parameter):
@@ -39,10 +53,16 @@ class AbsentParameter(nn.Parameter):
     ) -> Any:
         if func is torch.autograd.grad:
             return _grad(*args, **(kwargs or {}))
-        if func not in _ALLOWED:
-            _need(func, [a for a in torch_private.tensors_in((args, kwargs)) if isinstance(a, AbsentParameter)])
+        params = [a for a in torch_private.tensors_in((args, kwargs)) if isinstance(a, AbsentParameter)]
+        if func in _BACKWARD:
+            return _backward(func, params, args, kwargs or {})
+        if func not in _ALLOWED and func not in _VIEWS:
+            _need(func, params)
         with torch_private.without_torch_function():
-            return func(*args, **(kwargs or {}))
+            output = func(*args, **(kwargs or {}))
+        if func in _VIEWS and type(output) is Tensor:
+            output.__class__ = AbsentView
+        return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         _need("copy.deepcopy", [self])
@@ -52,6 +72,31 @@ class AbsentParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         _need("pickling", [self])
         return nn.Parameter.__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
+
+
+class AbsentView(Tensor):
+    """What view_as and expand_as give of an AbsentParameter. Hooks and DDP-like code take its ``grad_fn``, which leads
+    to the parameter's own node, and read no element."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _ALLOWED:
+            raise ZcError(f"{getattr(func, '__name__', func)} reads a view of a parameter {_WAY_OUT}")
+        with torch_private.without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+
+def _backward(func: Any, params: list[AbsentParameter], args: Any, kwargs: Any) -> Any:
+    """``backward(inputs=params)``, which reads no element of them: they are plain parameters meanwhile. What is eager
+    in that backward has read its parameters in the forward, so they are whole."""
+    lent = [param for param in params if Absent.lend(param)]
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for param in lent:
+            Absent.take_back(param)
 
 
 def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool, **others: Any) -> tuple[Tensor | None, ...]:
@@ -69,20 +114,18 @@ def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool, **others: Any) 
 def _need(what: Any, params: list[AbsentParameter]) -> None:
     for param in params:
         owner = _OWNERS.get(param)
-        if owner is not None and not owner.read(param):
+        if owner is not None and not owner.read(param, what in _RAW):
             name = getattr(what, "__name__", str(what))
             raise ZcError(
-                f"{name} reads a parameter of shape {tuple(param.shape)}, and with stage=3 a parameter has bytes only "
-                "inside the model's forward and backward. Use `with zc.whole_parameters(model):` on all ranks to read "
-                "or write values, zc.full_state_dict(model) for all of them on rank 0, zc.save for a checkpoint"
+                f"{name} reads a parameter of shape {tuple(param.shape)} {_WAY_OUT}"
             )
 
 
 class Absent:
-    """The parameters of one model. ``get_bytes``: a method, held weakly, that makes parameters whole where it can, and
-    says whether they are."""
+    """The parameters of one model. ``get_bytes(param, is_raw)``: a method, held weakly, that makes a parameter whole
+    where it can, and says whether it is; ``is_raw``: somebody may write it without autograd's knowing."""
 
-    def __init__(self, get_bytes: Callable[[Iterable[nn.Parameter]], bool]) -> None:
+    def __init__(self, get_bytes: Callable[[nn.Parameter, bool], bool]) -> None:
         self._get_bytes = weakref.WeakMethod(get_bytes)
         self._params: list[nn.Parameter] = []
 
@@ -112,6 +155,6 @@ class Absent:
     def take_back(param: nn.Parameter) -> None:
         param.__class__ = AbsentParameter
 
-    def read(self, param: nn.Parameter) -> bool:
+    def read(self, param: nn.Parameter, is_raw: bool) -> bool:
         get_bytes = self._get_bytes()
-        return get_bytes is None or get_bytes([param])
+        return get_bytes is None or get_bytes(param, is_raw)

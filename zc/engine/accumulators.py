@@ -104,6 +104,13 @@ class Accumulators:
         out.copy_(tensor, non_blocking=True)
         self.nbytes_moved[way] += out.nbytes
 
+    def weight_places(self, bucket: int) -> dict[int, bytes]:
+        """By rank, where its shard of the weights lies (stage 3). Waits until all of them may be read."""
+        name = f"weight[{bucket}]"
+        if name not in self.places:
+            self.places[name] = self.group.await_full("gather weights", bucket)
+        return self.places[name]
+
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
         """zero_grad. With ``set_to_none`` False the gradients become zeros, which still count as gradients."""
         for bucket in buckets:

@@ -190,7 +190,7 @@ def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
 
 def _exchange(buffer: str) -> str:
     """What ranks exchange when they read this buffer of each other."""
-    return GATHER if Buffer.named(buffer).kind in ("flat_param", "gathered", "weight") else REDUCE
+    return GATHER if Buffer.named(buffer).kind in ("flat_param", "gathered") else REDUCE
 
 
 def signal_full(accs: Accumulators, bucket: int, buffer: str) -> None:
@@ -200,10 +200,7 @@ def signal_full(accs: Accumulators, bucket: int, buffer: str) -> None:
         accs.start_reduction(bucket, sent)
     else:
         log.debug("bucket %d: its weights are gathered", bucket)
-        if accs.plan.placement.shards_weights:
-            sent = accs.buffers.weight_shard(bucket)
-        else:
-            sent = accs.buffers.flat_param[bucket][slice(*record.layout.host_range(accs.group.rank))]
+        sent = accs.buffers.flat_param[bucket][slice(*record.layout.host_range(accs.group.rank))]
     accs.group.signal_full(what, bucket, sent)
 
 
@@ -286,7 +283,7 @@ def gather_weights(accs: Accumulators, bucket: int, dst: str, src: str, start: i
         out.copy_(shard)
     elif accs.plan.reads_weights:
         out[slice(*layout.shard_range(accs.group.rank))] = shard
-        for peer, place in accs.places[src].items():
+        for peer, place in accs.weight_places(bucket).items():
             accs.group.near().read(out[slice(*layout.shard_range(peer))], peer, place)
     else:
         log.debug("bucket %d: its weights are gathered", bucket)

@@ -129,6 +129,10 @@ class WeightGather:
             if name not in self._num_sharing:
                 self._num_sharing[name] = torch_private.num_sharing(param)
 
+    def before_writes(self) -> None:
+        """Before masters are written."""
+        self.synchronize()
+
     def watch(self) -> None:
         """Called at the end of a step. A read of a parameter before the next forward waits for all gathers. If zc could
         miss such a read, the step waits itself, and says so once."""

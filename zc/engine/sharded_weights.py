@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +34,10 @@ from zc.engine.absent import Absent
 from zc.engine.memory_order import flattened, in_shape
 from zc.engine.owners import spread_shards
 from zc.engine.program import Program, build
+from zc.engine.shard_reads import ShardReads
 from zc.errors import ZcError
 from zc.kernels import adopt_writes
-from zc.passes import insert_events, place_on_streams, signal_peers, verify
+from zc.passes import insert_events, place_on_streams, verify
 from zc.passes.weights_schedule import build_weights_schedule
 from zc.planning.layout import Slot
 from zc.planning.plan import MOVED, Bucket
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from zc.engine.core import Core
 
 Uses = tuple[tuple[int, ...], ...]
-_WHOLE = (signal_peers.PASS, place_on_streams.PASS, insert_events.PASS, verify.PASS)
+_WHOLE = (place_on_streams.PASS, insert_events.PASS, verify.PASS)
 MANY_EVALUATED = 32
 MAX_ORDERS = 16  # of passes, planned ahead; further ones gather as they come
 
@@ -72,7 +73,9 @@ class ShardedWeights:
         self._core = weakref.ref(core)
         core.accumulators.on_take = self.take
         self.hooks: list[RemovableHandle] = []  # on modules
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.absent = Absent(self._read_by_eager_code)
+        self._reads = ShardReads()
         self._operations = core.bind({})
         self._singles: dict[Uses, Step] = {}  # of one use each
         self._steps: dict[Uses, Step] = {}  # of whole passes
@@ -87,7 +90,11 @@ class ShardedWeights:
         # bucket and slot of parameters that were frozen -> those of now. Dynamo does not compile a graph without
         # gradients again when a parameter begins to ask for one
         self._moved: dict[tuple[int, int], tuple[int, int]] = {}
+        self._bucket_of: dict[int, int] = {}  # by the parameter's id
+        self._versions: dict[str, int] = {}  # of whole parameters, as they became whole
         self._whole_programs: dict[int, Program] = {}
+        self._reasons: dict[str, set[int]] = {}  # why buckets became whole in this pass
+        self._said: set[str] = set()  # those of earlier passes
         self._task = -1  # autograd's number of the backward that runs
         self._depth = 0  # forwards of the model inside one another
         self._is_exposed = False  # inside zc.whole_parameters
@@ -95,7 +102,9 @@ class ShardedWeights:
         # is between them runs eagerly
         self.is_one_graph = False
         self.may_break = True  # that graph; its first forward shows whether it does
-        self._is_trial = False  # that first one has whole parameters, to the update; what it reads is no order to plan
+        self._is_first = True  # that forward has not run yet
+        # a forward that may break has whole parameters to the update, and what it reads is no order to plan
+        self._is_trial = False
 
     # --- what compiled graphs read ---
 
@@ -104,6 +113,8 @@ class ShardedWeights:
         core = self._found()
         if self._moved:
             places = [self._moved.get(place, place) for place in places]
+        if torch_private.saved_tensors_are_copied():
+            self._make_whole_for("hooks on what autograd saves may read", {bucket for bucket, _ in places})
         buckets = tuple(sorted({bucket for bucket, _ in places} - self._whole))
         at = {extent.bucket: extent.start for extent in self._use(core, buckets)}
         flat = {b: core.buffers.gathered("arena[0]", core.plan.bucket(b), at[b]) for b in buckets}
@@ -169,6 +180,7 @@ class ShardedWeights:
 
     def _begin_pass(self, core: Core) -> None:
         self._end_pass(core)
+        self._reads.open(core)
         self._number = self._num_passes if torch.is_grad_enabled() else -1
         self._num_evaluated = 0 if torch.is_grad_enabled() else self._num_evaluated + 1
         if self._num_evaluated == MANY_EVALUATED:
@@ -186,6 +198,7 @@ class ShardedWeights:
             self._expected[self._number] = tuple(self._order)
         self._order.clear()
         self._close_step(core)
+        self._say_reasons(core)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -204,17 +217,46 @@ class ShardedWeights:
         before, has_grad = set(self._whole), torch.is_grad_enabled()
         self._depth += 1
         try:
-            yield
+            with self._watching_dynamo(core) if is_outer and self.is_one_graph else nullcontext():
+                yield
         finally:
             self._depth -= 1
             if is_outer:
-                if self.is_one_graph and self.may_break and torch_private.graph_breaks() == breaks:
-                    self.may_break = False
+                if self.is_one_graph:
+                    is_broken = torch_private.graph_breaks() != breaks
+                    self.may_break = is_broken or (self.may_break and not self._is_first)
+                    self._is_first = False
                 if not has_grad:
                     self._end_pass(core)
                     self._free(core, self._whole - before)
                     core.buffers.drop_arena()
                 self._leave(core)
+
+    def _watching_dynamo(self, core: Core) -> AbstractContextManager[None]:
+        """Inside, a frame that Dynamo compiles anew may leave code uncompiled, which reads parameters past any hook of
+        ours. Ranks that read each other's memory have whole parameters first. Ranks that exchange messages must do so
+        together, so they wait until Dynamo has broken the graph, as it does on all of them."""
+        if self._is_trial:
+            return nullcontext()
+        everything = set(self._every(core))
+
+        def num_breaks() -> int:
+            return sum(times for why, times in torch_private.graph_breaks().items() if why != "skipped frames")
+
+        known = num_breaks()
+
+        def make_whole() -> None:
+            self._make_whole_for("code that Dynamo compiles anew may read", everything)
+
+        def before() -> None:
+            if core.plan.topology.reads_memory:
+                make_whole()
+
+        def after() -> None:
+            if num_breaks() != known:  # a frame that is being compiled counts as skipped so far
+                make_whole()
+
+        return torch_private.before_compiling(before, after)
 
     def hook_outputs(self, output: object) -> None:
         """A backward through this output of the forward begins with `begin_backward`."""
@@ -305,11 +347,13 @@ class ShardedWeights:
                 for slot, param in _params_in(core, core.plan.bucket(index)):
                     param.untyped_storage().resize_(slot.numel * param.element_size())
                     param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
+                    self._versions[slot.name] = torch_private.version(param)
             self._whole.add(index)
 
     def gathered_once(self, index: int) -> Tensor:
         """[P]: the whole weights of one bucket, in memory of their own. All ranks call it."""
         core = self._found()
+        self._reads.open(core)
         bucket = core.plan.bucket(index)
         with torch.inference_mode(False), torch.no_grad():
             core.buffers.whole[index] = torch.empty(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
@@ -326,6 +370,18 @@ class ShardedWeights:
             self._whole_programs[index] = build(graph, plan, passes, core.bind, name=f"whole_{index}")
         return self._whole_programs[index]
 
+    def _refuse_writes(self, core: Core) -> None:
+        """Before an update: raises ZcError for a whole parameter that the program has written. Nothing has changed."""
+        for index in sorted(self._whole):
+            for slot, param in _params_in(core, core.plan.bucket(index)):
+                if torch_private.version(param) != self._versions[slot.name]:
+                    self._free(core, self._every(core))
+                    raise ZcError(
+                        f"parameter {slot.name} was written in place in a forward or backward, and with stage=3 such a "
+                        "write reaches no shard. Write inside `with zc.whole_parameters(model):` on all ranks, or "
+                        "train with stage=2. The write is lost, and nothing else has changed"
+                    )
+
     def _free(self, core: Core, buckets: Iterable[int]) -> None:
         """The parameters of those of ``buckets`` that are whole have no bytes any more."""
         for index in self._whole.intersection(buckets):
@@ -334,38 +390,54 @@ class ShardedWeights:
                     param.untyped_storage().resize_(0)
             self._whole.discard(index)
 
-    def _read_by_eager_code(self, params: Iterable[nn.Parameter]) -> bool:
-        """Somebody reads parameters outside of compiled code. True: they are whole now; False: they can't be."""
+    def _read_by_eager_code(self, param: nn.Parameter, is_raw: bool) -> bool:
+        """Somebody reads a parameter outside of compiled code. True: it is whole now; False: it can't be. ``is_raw``:
+        what is asked for could be written without autograd's knowing, and such a write would be lost."""
         if self._is_exposed:
             return True
         if self._depth == 0 and torch_private.current_graph_task() == -1:
-            return False
-        self._make_params_whole(params)
+            return not is_raw and self._buckets_of([param]) <= self._whole
+        self._make_params_whole([param])
         return True
 
     def _make_params_whole(self, params: Iterable[nn.Parameter]) -> None:
+        self._make_whole_for("code that is not compiled reads", self._buckets_of(params))
+
+    def _buckets_of(self, params: Iterable[nn.Parameter]) -> set[int]:
         core = self._found()
-        where = core.plan.slot_of()
-        names = {id(param): name for name, param in core.placed.items()}
-        buckets = {where[names[id(param)]][0] for param in params if id(param) in names} - self._whole
-        if buckets:
+        if len(self._bucket_of) != len(core.placed):
+            where = core.plan.slot_of()
+            self._bucket_of = {id(param): where[name][0] for name, param in core.placed.items()}
+        return {self._bucket_of[id(param)] for param in params if id(param) in self._bucket_of}
+
+    def _make_whole_for(self, reason: str, buckets: set[int]) -> None:
+        missing = buckets - self._whole
+        if missing:
+            self.make_whole(missing)
+            self._reasons.setdefault(reason, set()).update(missing)
+
+    def _say_reasons(self, core: Core) -> None:
+        """Once per reason, with the bytes of the first pass that had it."""
+        for reason in self._reasons.keys() - self._said:
+            buckets = self._reasons[reason]
             nbytes = sum(core.plan.bucket(b).nbytes for b in buckets)
             first = next(slot.name for slot, _ in _params_in(core, core.plan.bucket(min(buckets))))
             core.say_once(
-                f"stage 3: code that is not compiled reads {first} and others: these buckets, {nbytes:,} bytes, are "
-                "whole on every rank from there to the update, beside weight_nbytes"
+                f"stage 3: {reason} {first} or its neighbors: {len(buckets)} of {len(core.plan.with_weights)} buckets, "
+                f"{nbytes:,} bytes, are whole on every rank from there to the update, beside weight_nbytes"
             )
-            self.make_whole(buckets)
+        self._said.update(self._reasons)
+        self._reasons.clear()
 
     def install_hooks(self, model: nn.Module) -> None:
-        """A module that runs eagerly has whole parameters first."""
+        """A module that runs eagerly has whole parameters first. Also for modules that came since the last call."""
         known = weakref.ref(self)
 
         def get_bytes(module: nn.Module) -> None:
-            found = known()
+            weights = known()
             own = list(module.parameters(recurse=False))
-            if found is not None and own and not found._is_exposed:
-                found._make_params_whole(own)
+            if weights is not None and own and not weights._is_exposed:
+                weights._make_params_whole(own)
 
         def refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             found = known()
@@ -379,11 +451,13 @@ class ShardedWeights:
 
         hook = torch_private.only_eager(get_bytes)
         for module in model.modules():
-            self.hooks += [
-                module.register_forward_pre_hook(hook),
-                module.register_state_dict_pre_hook(refuse_state),  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_pre_hook(refuse_load),  # type: ignore[no-untyped-call]
-            ]
+            if module not in self._hooked:
+                self._hooked.add(module)
+                self.hooks += [
+                    module.register_forward_pre_hook(hook),
+                    module.register_state_dict_pre_hook(refuse_state),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(refuse_load),  # type: ignore[no-untyped-call]
+                ]
         self._leave(self._found())
 
     def refuse_without_bytes(self, what: str, module: nn.Module) -> None:
@@ -415,13 +489,15 @@ class ShardedWeights:
         finally:
             self._is_exposed = False
             self._take_over(core)
+            self._reads.open(core)
             self._free(core, self._every(core))
             self._leave(core)
 
     @torch.no_grad()
     def _take_over(self, core: Core) -> None:
         """The shards, and the masters of the elements that were written, from the whole parameters."""
-        core.streams.join_main()  # the other ranks have read this rank's shards
+        self.synchronize()
+        self._reads.close(core)
         rank = core.group.shard.rank
         for bucket in core.plan.with_weights:
             flat = torch.zeros(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
@@ -437,7 +513,7 @@ class ShardedWeights:
     # --- updates ---
 
     def publish(self, buckets: Sequence[int], *, is_exact: bool = False) -> None:
-        """weight <- this rank's masters of ``buckets``, cast to param_dtype. All gathers of before are done."""
+        """weight <- this rank's masters of ``buckets``, cast to param_dtype, since `before_writes`."""
         core = self._found()
         if self._is_exposed:
             raise ZcError(
@@ -450,6 +526,7 @@ class ShardedWeights:
                 spread_shards(core.buffers, core.group.shard, bucket)
             elif bucket.has_master:
                 core.buffers.weight[index].copy_(core.buffers.master_shard[index].detach())
+        self._reads.open(core)
         self._num_passes, self._is_trial = 0, False
         slots = [slot for index in buckets for slot in core.plan.buckets[index].slots]
         torch.autograd.graph.increment_version([core.params[slot.name] for slot in slots])
@@ -460,15 +537,27 @@ class ShardedWeights:
         self._free(core, [*buckets, *frozen])
 
     def synchronize(self) -> None:
-        """Before an update, a save, or the end: no gather is on its way, and nothing is gathered."""
+        """Before an update, a save, or the end: no gather of this rank is on its way, and nothing is gathered."""
         core = self._found()
         if self._depth or self._is_exposed:
             return
         if torch_private.current_graph_task() != -1:
             return
         self._end_pass(core)
-        core.streams.join_main()  # others have read this rank's shards
+        core.streams.join_main()
         core.buffers.drop_arena()
+
+    def before_writes(self) -> None:
+        """All ranks call it before masters or shards are written: no rank reads a shard from here on."""
+        core = self._found()
+        self.synchronize()
+        core.streams.join_main()
+        self._refuse_writes(core)
+        self._reads.close(core)
+
+    def may_be_read(self) -> None:
+        """The shards have their first values."""
+        self._reads.open(self._found())
 
     def watch(self) -> None:
         """Nothing is on its way after an update."""
@@ -499,6 +588,7 @@ class ShardedWeights:
         self._steps.clear()
         self._expected.clear()
         self._whole_programs.clear()
+        self._bucket_of.clear()
 
     @property
     def programs(self) -> list[Program]:
@@ -547,4 +637,6 @@ def forward_of(weights: ShardedWeights, call: Callable[..., Any]) -> Callable[..
         found.hook_outputs(output)
         return output
 
-    return run
+    # a caller who compiles more than the model gets a graph break here; the model's own graphs stay as they are
+    disabled: Callable[..., Any] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+    return disabled

@@ -244,6 +244,7 @@ class ShardedOptimizer:
                 "model's parameters"
             )
         self.runtime.finish_gradients()
+        self.runtime.weights.before_writes()
         self._writes.take_over()
         self._install()
         if self.offload is not None:

@@ -135,6 +135,11 @@ class Control:
         group: dist.ProcessGroup = self._call(lambda: groups.new(*options, **more), what)
         return group
 
+    def keep(self, tensor: Tensor) -> None:
+        """Keeps memory that other ranks read until the groups are closed, also if this rank drops the model first."""
+        if self._groups is not None:
+            self._groups.keep(tensor)
+
     def close(self) -> None:
         """Closes zc's own groups. Every rank calls it, when no exchange is pending. If ranks are out of step or gone,
         it waits for nobody, and the groups stay."""

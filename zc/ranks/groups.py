@@ -31,7 +31,8 @@ class Started(Protocol):
 # lifetime: forever. gloo's destructor waits for started collectives, which a lost rank never finishes.
 _ABANDONED: list[dist.ProcessGroup] = []
 
-_Held = dict[int, tuple[dist.ProcessGroup, list[Started]]]  # by number, with collectives that may still run
+# by number, with collectives that may still run, and what other ranks may still read
+_Held = dict[int, tuple[dist.ProcessGroup, list[Started], list[Tensor]]]
 
 
 class _Ranks:
@@ -78,7 +79,7 @@ class Groups:
         group = torch_private.new_group(
             self._ranks, backend or self._backend, name, timeout, high_priority=True, like=like, device=device
         )
-        self._held[self._known.count] = group, []
+        self._held[self._known.count] = group, [], []
         return group
 
     def number_of_model(self) -> int:
@@ -88,13 +89,19 @@ class Groups:
 
     def started(self, group: dist.ProcessGroup | None, work: Started) -> None:
         """Records a collective that possibly nobody waits for."""
-        for own_group, works in self._held.values():
+        for own_group, works, _ in self._held.values():
             if own_group is group:
                 works[:] = [*(w for w in works if not w.is_completed()), work]
 
+    def keep(self, tensor: Tensor) -> None:
+        """Keeps memory that other ranks read: after this rank has dropped the model, until all have."""
+        for _, _, kept in self._held.values():
+            kept.append(tensor)
+            return
+
     def abandon(self) -> None:
         """Keeps all groups open for good, because ranks are out of step or gone."""
-        _ABANDONED.extend(group for group, _ in self._held.values())
+        _ABANDONED.extend(group for group, *_ in self._held.values())
         self._held.clear()
 
     def sweep(self, gather: Callable[[Tensor], Tensor], *, own: bool = False) -> None:
@@ -102,7 +109,7 @@ class Groups:
         of every rank as [W, n]."""
         left = {**self._known.left, **(self._held if own else {})}
         is_kept = torch.ones(self._known.count, dtype=torch.uint8)
-        for number, (_, works) in left.items():
+        for number, (_, works, _) in left.items():
             is_kept[number - 1] = not all(work.is_completed() for work in works)
         if len(is_kept) > 1:  # otherwise the only group is the one that would carry this exchange
             is_kept = gather(is_kept).amax(0)

@@ -167,11 +167,10 @@ def _extent(op: Op, field: str) -> tuple[Access, ...]:
 
 
 def read_of_peers(op: Op | None, plan: Plan | None) -> Buffer | None:
-    """The buffer of other ranks that a node reads where it lies; None for all other nodes."""
+    """The buffer of other ranks that a node reads where it lies, and that schedules write; None for all other nodes.
+    Shards of weights (stage 3) are written between passes alone (`zc.engine.shard_reads`)."""
     if isinstance(op, spec.Gather):
         return op.buffer if plan is not None and plan.reads_weights else None
-    if isinstance(op, spec.GatherWeights):
-        return op.src if plan is not None and plan.reads_weights else None
     return op.src if isinstance(op, spec.ReduceRows) else None
 
 

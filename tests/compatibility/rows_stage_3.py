@@ -1,0 +1,57 @@
+"""What stage 3 refuses of the table's rows: loops that read or write parameters outside of forward and backward, where
+they have no bytes. Each gets the error that names the way out. All other rows are right in stage 3, or refused in every
+stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_BYTES, _OFFLOAD = "ZcError: has no bytes", "PlanError: stage=3 and offload"
+_ERRORS = {
+    _BYTES: (
+        "torch.func.functional_call with other values (a look ahead)",
+        "param.data = other after zc.compile",
+        "fp16 overflow in one element of one rank: no rank steps",
+        "bf16 parameters changed by hand between steps",
+        "bf16 parameters, load_state_dict between steps",
+        "param.data.clamp_ behind each step (WGAN)",
+        "averaged weights swapped in through param.data",
+        "param.data.clamp_ behind each step (WGAN), param_dtype=torch.bfloat16",
+        "averaged weights swapped in through param.data, param_dtype=torch.bfloat16",
+        "an averaged copy (EMA by deepcopy)",
+        "an averaged copy (torch.optim.swa_utils.AveragedModel)",
+        "weights changed by hand between steps (clamped)",
+        "a regulariser on parameters in the loop",
+        "load_state_dict between steps",
+        "a layer initialised anew between steps",
+        "overlap_gather: load_state_dict between steps",
+        "overlap_gather: fp16 overflow in one element of one rank",
+        "overlap_gather: state_dict after every step",
+        "overlap_gather: parameters read right after step()",
+        "overlap_gather: parameters written right after step()",
+        "param.grad assigned by hand",
+        "zc.save and zc.load in the middle, two optimizers",
+        "an optimizer that zc.compile was not given",
+        "sharpness-aware minimisation: weights move up, a second backward, weights move back",
+        "slow weights every second step (lookahead), an average by _foreach_lerp_",
+    ),
+    _OFFLOAD: (
+        "param.data.clamp_ behind each step (WGAN), offload",
+        "averaged weights swapped in through param.data, offload",
+        "two optimizers, offload",
+    ),
+    ": in place": ("an embedding with max_norm, the same tokens on all ranks",),  # of Dynamo's class where it compiles
+    "ZcError: its bytes lie in shards": ("model.to(dtype) after zc.compile",),
+}  # fmt: skip
+# In eager code what the forward has read stays whole to the update
+_COMPILED = (
+    "a norm read before a GradScaler's step that one rank's overflow skips",
+    "losses weighted by learned scalars in the loop",
+    "param.grad: noise added in place",
+)
+_IN_STAGE_3: Mapping[str, str] = {name: error for error, names in _ERRORS.items() for name in names}
+
+
+def error_in_stage_3(row: str, backend: str) -> str | None:
+    """What stage 3 alone raises in this row."""
+    return _BYTES if row in _COMPILED and backend != "eager" else _IN_STAGE_3.get(row)
