@@ -41,7 +41,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add, sizes = parser.add_argument, GPTConfig()
     add("--system", choices=SYSTEMS, default="zc")
     add("--backend", choices=("inductor", "aot_eager", "eager"), default="inductor")
-    add("--stage", type=int, default=2, help="ZeRO stage (zc)")
+    add("--stage", type=int, default=2, help="ZeRO stage (zc, deepspeed; fsdp2: 3 frees weights after a forward)")
     add("--param-dtype", choices=DTYPES, help="dtype of the weights (zc); masters stay fp32")
     add("--bucket-mb", type=float, help="size of a gradient bucket in MiB; without: what zc takes for the model")
     add("--reduce", choices=("exact", "native"), default="exact", help="how gradients are reduced (zc)")

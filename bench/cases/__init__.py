@@ -97,6 +97,8 @@ PROVIDERS = {
     "FSDP2": Provider(("--system", "fsdp2", *EAGER), "zero"),
     "DeepSpeed ZeRO-2": _ds(2, *EAGER),
     "DeepSpeed ZeRO-1": _ds(1, *EAGER),
+    "zc stage 3": _zc(3),
+    "FSDP2, reshard_after_forward + compile": Provider(("--system", "fsdp2", "--stage", "3"), "zero"),
     "zc stage 2, overlap_gather": _zc(2, "--overlap-gather"),
     "zc stage 1, write_in_place": _zc(1, "--write-in-place"),
     "zc stage 2, write_in_place": _zc(2, "--write-in-place", by_default=False),

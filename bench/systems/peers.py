@@ -51,7 +51,8 @@ def zero_redundancy(model: nn.Module, adamw: AdamW, options: Options) -> System:
 
 
 def fsdp2(model: nn.Module, adamw: AdamW, options: Options) -> System:
-    """``fully_shard`` of every block and of the model, weights kept between forward and backward: ZeRO-2.
+    """``fully_shard`` of every block and of the model. ZeRO-2 keeps weights between forward and backward; with stage 3
+    blocks free theirs after the forward (``reshard_after_forward``; the root's stay, as torch's default has it).
 
     bf16 by its own policy (weights gathered in bf16, gradients reduced in fp32). A step's backwards but the last
     neither reduce nor free the gathered weights. Compiled: each block and the loss's head by itself, as torchtitan
@@ -66,7 +67,7 @@ def fsdp2(model: nn.Module, adamw: AdamW, options: Options) -> System:
     for block in model.blocks:  # type: ignore[union-attr]
         if options.backend != "eager":
             block.compile(backend=options.backend)
-        fully_shard(block, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(block, mesh=mesh, reshard_after_forward=options.stage == 3, mp_policy=policy)
     if options.backend != "eager":
         model.head_loss = torch.compile(model.head_loss, backend=options.backend)  # type: ignore
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)

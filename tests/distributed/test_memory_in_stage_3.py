@@ -1,0 +1,90 @@
+"""What stage 3 holds: 12 bytes per parameter over W ranks between steps, and never more gathered weights than the cap.
+
+Counted, not planned: the storages of all live tensors, and every allocation that torch's profiler sees in a pass.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.profiler import ProfilerActivity, profile
+
+import zc
+
+DIM, LAYERS = 128, 8
+LAYER_NBYTES = 4 * DIM * (DIM + 1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def storages() -> dict[int, int]:
+    """Bytes by storage. Stand-ins for gradients and fake tensors have a size and no memory."""
+    gc.collect()
+    nbytes = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for each in gc.get_objects():
+            if type(each) in (Tensor, nn.Parameter) or type(each).__name__ == "AbsentParameter":
+                if not isinstance(each, FakeTensor) and each.device.type == "cpu":
+                    nbytes[each.untyped_storage()._cdata] = each.untyped_storage().nbytes()
+    return nbytes
+
+
+def most_nbytes(prof: profile) -> int:
+    """The most bytes that were allocated and not yet freed, of those allocated inside."""
+    assert prof.profiler is not None and prof.profiler.kineto_results is not None
+    now = most = 0
+    for event in prof.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+def measured(rank: int, world_size: int, backend: str) -> list[tuple[int, int, int, int]]:
+    """Job: (stage, cap, bytes held between steps, most bytes in a pass beside those)."""
+    rows = []
+    for stage, cap in ((2, 0), (3, 4 * LAYER_NBYTES), (3, 2 * LAYER_NBYTES), (3, LAYER_NBYTES + 256)):
+        torch._dynamo.reset()
+        before = storages()
+        net = Net()
+        optimizer = torch.optim.Adam(net.parameters())
+        zc.compile(
+            net, optimizer, stage=stage, weight_nbytes=cap or None, backend=backend, bucket_nbytes=LAYER_NBYTES
+        )
+        x = torch.randn(4, DIM)
+        for _ in range(3):
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        held = sum(nbytes for key, nbytes in storages().items() if key not in before) - 4 * x.numel()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+            net(x).square().mean().backward()
+        rows.append((stage, cap, held, most_nbytes(prof)))
+        optimizer.step()
+        zc.close(net)
+    return rows
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_bytes_between_steps_and_in_a_pass(backend: str) -> None:
+    num_params = LAYERS * LAYER_NBYTES // 4
+    for rows in run_ranks(measured, 2, backend, timeout=200.0):
+        (_, _, _, in_stage_2), *in_stage_3 = rows
+        for _, cap, held, most in in_stage_3:
+            assert 12 * num_params / 2 <= held < 1.01 * 12 * num_params / 2
+            assert most - in_stage_2 <= cap, "beside what stage 2 allocates: gathered weights alone"
+            assert most - in_stage_2 > cap // 2, "the counter sees them"
