@@ -41,7 +41,7 @@ from zc.passes import insert_events, place_on_streams, verify
 from zc.passes.weights_schedule import build_weights_schedule
 from zc.planning.layout import Slot
 from zc.planning.plan import MOVED, Bucket
-from zc.planning.residency import Extent, Residency, plan_residency
+from zc.planning.residency import Extent, Residency, Uses, plan_residency
 from zc.schedule.buffer import Buffer
 from zc.schedule.codegen import Run, load_pieces
 from zc.schedule.nodes import put
@@ -50,7 +50,6 @@ from zc.schedule.spec import GatherWeights, Publish
 if TYPE_CHECKING:
     from zc.engine.core import Core
 
-Uses = tuple[tuple[int, ...], ...]
 _WHOLE = (place_on_streams.PASS, insert_events.PASS, verify.PASS)
 MANY_EVALUATED = 32
 MAX_ORDERS = 16  # of passes, planned ahead; further ones gather as they come

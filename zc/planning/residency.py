@@ -27,6 +27,7 @@ from zc.errors import PlanError
 from zc.planning.layout import ALIGN_NBYTES, align_up
 
 _NEVER = 1 << 60
+Uses = tuple[tuple[int, ...], ...]  # the buckets that each use of a pass reads
 
 
 class Extent(NamedTuple):
@@ -52,7 +53,7 @@ class Residency:
     ``peak``: the most bytes of weights at any time. ``nbytes``: the size of the arena, where the last extent stops."""
 
     pieces: tuple[Piece, ...]
-    uses: tuple[tuple[int, ...], ...]
+    uses: Uses
     peak: int
     nbytes: int
 

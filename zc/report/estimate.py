@@ -44,6 +44,7 @@ class Estimate:
     num_replicas: int = 1
     microbatches: int = 1
     peers: Mapping[str, Peer] = field(default_factory=dict)
+    residency: str = ""  # stage 3: what a forward and backward gather and free, in the order of registration
 
     @property
     def device_nbytes(self) -> int:
@@ -81,7 +82,7 @@ class Estimate:
             lines.append(f"{'floor':>14} | {name:<16} {seconds * 1e3:>17.3f} ms")
         if self.step_floor is not None:
             lines.append(f"{'floor':>14} | {'step':<16} {self.step_floor * 1e3:>17.3f} ms")
-        return "\n".join(lines)
+        return "\n".join([*lines, *([f"\n{self.residency}"] if self.residency else [])])
 
 
 def estimate(

@@ -12,12 +12,13 @@ from torch import nn
 from zc import torch_private
 from zc.engine.accumulators import Acc
 from zc.engine.program import Program
+from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import PlanError
 from zc.passes.write_in_place import nbytes_in_place
 from zc.planning.plan import Bucket, Plan
 from zc.planning.wire import BLOCK, exact_numel
 from zc.registry import persistent_nbytes, sharded
-from zc.report import last_step, summary
+from zc.report import last_step, residency, summary
 from zc.report.html import BucketBar, Report, page
 from zc.report.timeline import measured, simulate
 from zc.schedule.nodes import summary as counts_of
@@ -77,6 +78,9 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     kinds = [type(each.optimizer).__name__ for each in sharded(model).optimizers]
     if len(kinds) > 1 or any(b.layout.owners is not None for b in runtime.plan.buckets):
         sections["optimizers"] = _optimizers(runtime, kinds)
+    if isinstance(runtime.weights, ShardedWeights):
+        for number, step in enumerate(runtime.weights.steps):
+            sections[f"residency of weights, pass {number}"] = residency.table(step.residency, runtime.plan)
     if runtime.plan.offload is not None:
         sections["offload"] = _offload(runtime, on_host)
     single = [p for p in runtime.eager.programs if p.num_runs]

@@ -23,6 +23,7 @@ from zc.planning.topology import Topology, flat, usable
 from zc.registry import COMPILED
 from zc.report.estimate import Estimate, estimate
 from zc.report.peers import Peer
+from zc.report.residency import predicted
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -42,6 +43,7 @@ def plan(
     reduce: str | None = None,
     bucket_nbytes: int | None = None,
     num_buffers: int | None = None,
+    weight_nbytes: int | None = None,
     ranks_per_host: int | None = None,
     num_replicas: int = 1,
     offload: str | None = None,
@@ -88,7 +90,7 @@ def plan(
     options = {
         "stage": stage, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "gather_dtype": gather_dtype,
         "reduce": reduce, "bucket_nbytes": bucket_nbytes, "num_buffers": num_buffers, "offload": offload,
-        "offload_accumulate": offload_accumulate, "offload_dir": "." if offload == "disk" else None,
+        "weight_nbytes": weight_nbytes, "offload_accumulate": offload_accumulate, "offload_dir": "." if offload == "disk" else None,
     }  # fmt: skip
     config = replace(asked, **{name: value for name, value in options.items() if value is not None})  # type: ignore[arg-type]
     if world_size is None:
@@ -141,9 +143,11 @@ def plan(
             reduce=config.reduce, reduce_dtype=config.reduce_dtype, gather_dtype=config.gather_dtype, topology=used,
             bucket_nbytes=config.bucket_nbytes, num_buffers=config.num_buffers, overlap=True, offload=config.host,
             rules=rules, kinds=find_kinds(model),
+            weight_nbytes=config.weight_nbytes if PLACEMENTS[number].shards_weights else None,
         )  # fmt: skip
 
-    chosen = estimate(of_stage(config.stage), classes, microbatches, config.offload, rates, hosts)
+    its_plan = of_stage(config.stage)
+    chosen = estimate(its_plan, classes, microbatches, config.offload, rates, hosts)
     others: dict[str, Peer] = {}
     for number, placement in PLACEMENTS.items():
         # zc.compile refuses these with stage 3
@@ -151,7 +155,8 @@ def plan(
         if number != config.stage and not refused:
             other = estimate(of_stage(number), classes, microbatches, config.offload, rates, hosts)
             others[f"zc, stage {number}"] = Peer(other.device_nbytes, sum(other.wire.values()))
-    return replace(chosen, peers={**others, **chosen.peers})
+    residency = predicted(its_plan) if its_plan.placement.shards_weights else ""
+    return replace(chosen, peers={**others, **chosen.peers}, residency=residency)
 
 
 def _world_size(compiled: ShardedModel | None) -> int:

@@ -1,0 +1,37 @@
+"""Which weights are gathered and freed before each use of a pass (stage 3), as a table with a bar for the bytes."""
+
+from __future__ import annotations
+
+from zc.planning.plan import Plan
+from zc.planning.residency import Residency, Uses, plan_residency
+
+WIDTH = 24  # characters of the bar, for weight_nbytes
+
+
+def table(residency: Residency, plan: Plan) -> str:
+    """One line per use: what it reads, what is gathered and freed before it, and the bytes that are there then."""
+    cap = plan.weight_cap
+    lines = [f"at most {residency.peak:,} bytes of gathered weights at a time; weight_nbytes allows {cap:,}"]
+    lines.append(f"{'use':>5}  {'reads':<14} {'gathered before it':<22} {'freed before it':<18} bytes there")
+    alive = 0
+    for number, piece in enumerate(residency.pieces):
+        alive += sum(e.stop - e.start for e in piece.gathers) - sum(e.stop - e.start for e in piece.frees)
+        reads, gathers, frees = (
+            ", ".join(str(extent.bucket) for extent in extents) or "-"
+            for extents in (piece.reads, piece.gathers, piece.frees)
+        )
+        use = str(number) if number < len(residency.uses) else "end"
+        bar = "#" * -(-alive * WIDTH // max(1, cap))
+        lines.append(f"{use:>5}  {reads:<14} {gathers:<22} {frees:<18} {alive:>13,} |{bar:<{WIDTH}}|")
+    return "\n".join(lines)
+
+
+def expected_uses(plan: Plan) -> Uses:
+    """A forward and backward of a model that is not compiled yet: buckets in the order of registration, and back."""
+    buckets = [(bucket.index,) for bucket in plan.buckets]  # bucket 0 has what was registered last
+    return (*reversed(buckets), *buckets)
+
+
+def predicted(plan: Plan) -> str:
+    """The table of that forward and backward."""
+    return table(plan_residency(expected_uses(plan), [b.nbytes for b in plan.buckets], plan.weight_cap), plan)
