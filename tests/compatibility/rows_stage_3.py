@@ -29,7 +29,6 @@ _ERRORS = {
         "overlap_gather: state_dict after every step",
         "overlap_gather: parameters read right after step()",
         "overlap_gather: parameters written right after step()",
-        "param.grad assigned by hand",
         "zc.save and zc.load in the middle, two optimizers",
         "an optimizer that zc.compile was not given",
         "sharpness-aware minimisation: weights move up, a second backward, weights move back",
@@ -48,6 +47,7 @@ _COMPILED = (
     "a norm read before a GradScaler's step that one rank's overflow skips",
     "losses weighted by learned scalars in the loop",
     "param.grad: noise added in place",
+    "param.grad assigned by hand",
 )
 _IN_STAGE_3: Mapping[str, str] = {name: error for error, names in _ERRORS.items() for name in names}
 

@@ -40,7 +40,8 @@ class CompiledBackward:
     ) -> None:
         self.runtime, self.gm, self.inside = runtime, gm, inside
         self.compile_segment = segment_compiler(runtime, kwargs, is_backward=True)
-        self.graph = _annotate(gm, names)
+        # a frozen parameter that asks for a gradient: it comes through autograd, and zc.recompile is named
+        self.graph = _annotate(gm, [name if name in runtime.params else None for name in names])
         self._read = mark_weights(self.graph, names) if runtime.plan.placement.shards_weights else []
         written = self.graph.output_node().meta["grad_of"]
         self.written = [name for name in written if name is not None]

@@ -32,6 +32,7 @@ _RAW = frozenset(
         "copy.deepcopy", "pickling",
     )
 )  # fmt: skip
+_WRITES = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"))
 _BACKWARD = frozenset((Tensor.backward, torch.autograd.backward))
 _WAY_OUT = (
     "that has no bytes: with stage=3 it has them only inside the model's forward and backward. Use `with "
@@ -111,10 +112,16 @@ def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool, **others: Any) 
         return tuple(torch.zeros_like(p) if grad is None and materialize_grads else grad for p, grad in pairs)
 
 
+def _may_write(what: Any) -> bool:
+    """Whether this function writes its first argument, or gives access to its memory."""
+    name = getattr(what, "__name__", str(what))
+    return what in _RAW or name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
 def _need(what: Any, params: list[AbsentParameter]) -> None:
     for param in params:
         owner = _OWNERS.get(param)
-        if owner is not None and not owner.read(param, what in _RAW):
+        if owner is not None and not owner.read(param, _may_write(what)):
             name = getattr(what, "__name__", str(what))
             raise ZcError(
                 f"{name} reads a parameter of shape {tuple(param.shape)} {_WAY_OUT}"

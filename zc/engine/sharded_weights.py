@@ -376,7 +376,7 @@ class ShardedWeights:
                 if torch_private.version(param) != self._versions[slot.name]:
                     self._free(core, self._every(core))
                     raise ZcError(
-                        f"parameter {slot.name} was written in place in a forward or backward, and with stage=3 such a "
+                        f"parameter {slot.name} was written in place, and with stage=3 such a "
                         "write reaches no shard. Write inside `with zc.whole_parameters(model):` on all ranks, or "
                         "train with stage=2. The write is lost, and nothing else has changed"
                     )
@@ -395,7 +395,7 @@ class ShardedWeights:
         if self._is_exposed:
             return True
         if self._depth == 0 and torch_private.current_graph_task() == -1:
-            return not is_raw and self._buckets_of([param]) <= self._whole
+            return not (is_raw or self._is_trial) and self._buckets_of([param]) <= self._whole
         self._make_params_whole([param])
         return True
 
