@@ -89,6 +89,7 @@ class ShardedWeights:
         # bucket and slot of parameters that were frozen -> those of now. Dynamo does not compile a graph without
         # gradients again when a parameter begins to ask for one
         self._moved: dict[tuple[int, int], tuple[int, int]] = {}
+        self._asked: set[int] = set()  # those that code which is not compiled has read since the last update
         self._bucket_of: dict[int, int] = {}  # by the parameter's id
         self._versions: dict[str, int] = {}  # of whole parameters, as they became whole
         self._whole_programs: dict[int, Program] = {}
@@ -395,7 +396,7 @@ class ShardedWeights:
         if self._is_exposed:
             return True
         if self._depth == 0 and torch_private.current_graph_task() == -1:
-            return not (is_raw or self._is_trial) and self._buckets_of([param]) <= self._whole
+            return not is_raw and self._buckets_of([param]) <= self._asked & self._whole
         self._make_params_whole([param])
         return True
 
@@ -410,6 +411,7 @@ class ShardedWeights:
         return {self._bucket_of[id(param)] for param in params if id(param) in self._bucket_of}
 
     def _make_whole_for(self, reason: str, buckets: set[int]) -> None:
+        self._asked |= buckets
         missing = buckets - self._whole
         if missing:
             self.make_whole(missing)
@@ -527,6 +529,7 @@ class ShardedWeights:
                 core.buffers.weight[index].copy_(core.buffers.master_shard[index].detach())
         self._reads.open(core)
         self._num_passes, self._is_trial = 0, False
+        self._asked.clear()
         slots = [slot for index in buckets for slot in core.plan.buckets[index].slots]
         torch.autograd.graph.increment_version([core.params[slot.name] for slot in slots])
         frozen = [bucket.index for bucket in core.plan.frozen if bucket.index in self._whole]

@@ -79,8 +79,8 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     if len(kinds) > 1 or any(b.layout.owners is not None for b in runtime.plan.buckets):
         sections["optimizers"] = _optimizers(runtime, kinds)
     if isinstance(runtime.weights, ShardedWeights):
-        for number, step in enumerate(runtime.weights.steps):
-            sections[f"residency of weights, pass {number}"] = residency.table(step.residency, runtime.plan)
+        for number, planned in enumerate(runtime.weights.steps):
+            sections[f"residency of weights, pass {number}"] = residency.table(planned.residency, runtime.plan)
     if runtime.plan.offload is not None:
         sections["offload"] = _offload(runtime, on_host)
     single = [p for p in runtime.eager.programs if p.num_runs]

@@ -90,7 +90,8 @@ def plan(
     options = {
         "stage": stage, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "gather_dtype": gather_dtype,
         "reduce": reduce, "bucket_nbytes": bucket_nbytes, "num_buffers": num_buffers, "offload": offload,
-        "weight_nbytes": weight_nbytes, "offload_accumulate": offload_accumulate, "offload_dir": "." if offload == "disk" else None,
+        "weight_nbytes": weight_nbytes, "offload_accumulate": offload_accumulate,
+        "offload_dir": "." if offload == "disk" else None,
     }  # fmt: skip
     config = replace(asked, **{name: value for name, value in options.items() if value is not None})  # type: ignore[arg-type]
     if world_size is None:
