@@ -49,7 +49,7 @@ def fill_modules(
     runtime, weights = sharded_model.runtime, sharded_model.runtime.weights
     if not isinstance(weights, ShardedWeights):
         return
-    weights.synchronize()
+    weights.before_writes()
     mine, unset = owned(sharded_model), runtime.unset
     names = {id(param): name for name, param in runtime.placed.items()}
     for path, module in model.named_modules():
@@ -78,6 +78,7 @@ def fill_modules(
         for buffer in buffers:
             if not any(buffer is left for left in unset.buffers_of(module)):
                 runtime.group.broadcast_(buffer)
+    weights.may_be_read()
 
 
 def _ways(model: nn.Module, path: str, module: nn.Module, init: Init | None) -> Iterator[Callable[[], object]]:

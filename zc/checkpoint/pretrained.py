@@ -91,6 +91,7 @@ def load_pretrained(
     except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
         failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{folder}: {error!r}")
     channel.agree(what, failure)
+    sharded_model.runtime.weights.before_writes()
     try:
         with torch.no_grad():
             for stored, target in sorted(places.values(), key=lambda pair: (str(pair[0].path), pair[0].start)):
