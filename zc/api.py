@@ -35,6 +35,7 @@ from zc.planning.blocks import BlockKind, find_singles
 from zc.prepare import (
     Request,
     broadcast_rest,
+    check_memory,
     empty,
     fill,
     fingerprint,
@@ -163,6 +164,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             placed = place(model, device, stage, undo)
             request = resolve(model, optimizer, arguments, ranks)
             undo.callback(request.discard)
+            if placed.params:
+                check_memory(request.plan)
             stock_state.install()  # of a library that all models share: before anything of this model changes
         ranks.same_everywhere(
             "the model or an option",

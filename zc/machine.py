@@ -72,12 +72,18 @@ def num_threads(world_size: int) -> int:
     return max(1, cores // ranks_on_this_host(world_size))
 
 
-def check_room(needed: Mapping[str, int], num_ranks: int, available: int | None) -> None:
-    """Raises PlanError, with both figures, unless ``num_ranks`` times the bytes ``needed`` by kind fit."""
+OFFLOAD = ("offload", "use more machines, or a smaller part (offload_accumulate='device')")
+
+
+def check_room(
+    needed: Mapping[str, int], num_ranks: int, available: int | None, why: tuple[str, str] = OFFLOAD
+) -> None:
+    """Raises PlanError, with both figures, unless ``num_ranks`` times the bytes ``needed`` by kind fit. ``why``: what
+    needs them, and the way out."""
     total = num_ranks * sum(needed.values())
     if available is not None and total > available:
         kinds = ", ".join(f"{name} {nbytes:,}" for name, nbytes in needed.items() if nbytes)
         raise PlanError(
-            f"offload needs {total:,} bytes of host memory for {num_ranks} rank(s) on this machine ({kinds} for each), "
-            f"and {available:,} are available: use more machines, or a smaller part (offload_accumulate='device')"
+            f"{why[0]} needs {total:,} bytes of memory for {num_ranks} rank(s) here ({kinds} for each), and "
+            f"{available:,} are available: {why[1]}"
         )

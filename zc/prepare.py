@@ -190,6 +190,18 @@ def check_weights(plan: Plan) -> None:
         )
 
 
+def check_memory(plan: Plan) -> None:
+    """What a model on meta becomes must fit: this rank's shards, and the gathered weights of one unit."""
+    device = plan.buckets[0].device
+    kinds, _, _ = resident(plan, [0] * plan.num_optimizers)
+    needed: dict[str, int] = {kind: kinds[kind] for kind in ("weight", "frozen", "master_shard", "arena") if kind in kinds}
+    why = ("stage=3", "use more ranks, a smaller bucket_nbytes or weight_nbytes, or offload")
+    if device.type == "cuda":
+        check_room(needed, 1, torch.cuda.mem_get_info(device)[0], why)
+    elif device.type == "cpu":
+        check_room(needed, ranks_on_this_host(plan.world_size), available_nbytes(), why)
+
+
 def check_host(plan: Plan, assignment: Assignment) -> None:
     """With offload the update runs on the processor, and its memory must fit into the host's."""
     num_states = []

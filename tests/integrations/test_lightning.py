@@ -328,6 +328,7 @@ def test_fabric_is_ddp_s(tmp_path: Path, options: dict[str, Any], precision: str
 
 def _refusals(rank: int, world_size: int) -> list[str]:
     found = [": ".join(message_of(lambda: ZcStrategy(find_unused_parameters=True)))]
+    found.append(": ".join(message_of(lambda: ZcStrategy(stage=3))))
     with torchrun(rank, world_size):
         fabric = lightning.Fabric(accelerator="cpu", devices=world_size, strategy=ZcFabricStrategy(backend="eager"))
         fabric.launch()
@@ -343,6 +344,7 @@ def _refusals(rank: int, world_size: int) -> list[str]:
 def test_what_is_refused() -> None:
     words = [
         "PlanError: find_unused_parameters is an option of DistributedDataParallel",
+        "PlanError: Lightning reads the module's state_dict",
         "PlanError: Sequential was given to Fabric without its optimizer",
         "PlanError: SGD was given to Fabric without its model",
         "PlanError: clip_val is not supported",

@@ -193,6 +193,9 @@ def _refusals(rank: int, world_size: int, folder: str) -> list[str]:
             arguments = _arguments(folder, **PLAIN, **more)
             kind, text = message_of(lambda arguments=arguments: ZcTrainer(_model(), arguments))
             found.append(f"{kind}: {text}")
+    with torchrun(rank, world_size):
+        arguments, options = _arguments(folder, **PLAIN), {"stage": 3}
+        found.append(": ".join(message_of(lambda: ZcTrainer(_model(), arguments, zc_options=options))))
 
     class Renamed(Trainer):
         _save_optimizer_and_scheduler = None  # as if a later version called it something else
@@ -220,6 +223,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "PlanError: TrainingArguments(torch_compile=True) does not go with zc",
         "PlanError: TrainingArguments(auto_find_batch_size=True) does not go with zc",
         "PlanError: TrainingArguments(bf16_full_eval=True) does not go with zc",
+        "PlanError: Trainer asks rank 0 alone for the model's weights",
         "ZcError: Renamed of transformers",
         "TypeError: NoTrainer needs transformers.Trainer among its bases",
     ]

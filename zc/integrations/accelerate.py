@@ -18,6 +18,8 @@ from zc.errors import PlanError
 from zc.integrations.beside import PointsBeside, load_beside, save_beside
 from zc.integrations.packages import needed
 from zc.optim.assignment import Container, listed, shaped
+from zc.registry import COMPILED
+from zc.whole import full_state_dict
 
 accelerate = needed("accelerate", "accelerate")
 
@@ -127,9 +129,22 @@ def _keep_state(accelerator: Any, model: nn.Module, optimizer: Container, pointe
 
     def load_hook(models: list[Any], input_dir: str) -> None:
         model, name = model_ref(), name_in(models)
-        if model is not None and name is not None:
-            # accelerate then loads equal weights in the parameters' dtype, which leaves the masters as they are
-            load_beside(input_dir, name, model, optimizer)
+        is_loaded = model is not None and name is not None and load_beside(input_dir, name, model, optimizer)
+        # accelerate then loads equal weights in the parameters' dtype, which leaves the masters as they are; none into
+        # shards
+        if is_loaded and shards_weights(model):
+            models.remove(model)
 
+    def shards_weights(asked: Any) -> bool:
+        sharded_model = COMPILED.get(asked)
+        return sharded_model is not None and sharded_model.runtime.plan.placement.shards_weights
+
+    plain = accelerator.get_state_dict
+
+    def get_state_dict(asked: nn.Module, unwrap: bool = True) -> Any:
+        """Of stage 3 the whole weights on rank 0, and nothing on the others; all ranks call it, as under FSDP."""
+        return full_state_dict(asked) if shards_weights(asked) else plain(asked, unwrap)
+
+    accelerator.get_state_dict = get_state_dict
     accelerator.register_save_state_pre_hook(save_hook)
     accelerator.register_load_state_pre_hook(load_hook)

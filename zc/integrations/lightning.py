@@ -58,6 +58,11 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     for name in _OF_WRAPPER:
         if name in options:
             raise PlanError(f"{name} is an option of DistributedDataParallel, which zc replaces: leave it out")
+    if options.get("stage") == 3:
+        raise PlanError(
+            "Lightning reads the module's state_dict when it saves and loads, and with stage=3 no rank has the whole "
+            "weights: use stage=2, or Accelerate or a loop of your own with stage=3"
+        )
     own = {name: options[name] for name in _OF_DDP if name in options}
     return own, {name: value for name, value in options.items() if name not in own}
 

@@ -85,6 +85,11 @@ class ZcTrainer(ZcMixin, _Trainer):
 def _check(trainer: Any) -> None:
     """Refuses, by name, options that would silently change results or lose state."""
     args = trainer.args
+    if trainer.zc_options.get("stage") == 3:
+        raise PlanError(
+            "Trainer asks rank 0 alone for the model's weights when it saves, and with stage=3 no rank has them: use "
+            "stage=2, or Accelerate or a loop of your own with stage=3"
+        )
     if args.n_gpu > 1:
         raise PlanError(f"one process has {args.n_gpu} GPUs (nn.DataParallel): start one per GPU, with torchrun")
     refused = {
