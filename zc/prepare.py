@@ -194,7 +194,8 @@ def check_memory(plan: Plan) -> None:
     """What a model on meta becomes must fit: this rank's shards, and the gathered weights of one unit."""
     device = plan.buckets[0].device
     kinds, _, _ = resident(plan, [0] * plan.num_optimizers)
-    needed: dict[str, int] = {kind: kinds[kind] for kind in ("weight", "frozen", "master_shard", "arena") if kind in kinds}
+    counted = ("weight", "frozen", "master_shard", "arena")
+    needed: dict[str, int] = {kind: kinds[kind] for kind in counted if kind in kinds}
     why = ("stage=3", "use more ranks, a smaller bucket_nbytes or weight_nbytes, or offload")
     if device.type == "cuda":
         check_room(needed, 1, torch.cuda.mem_get_info(device)[0], why)
