@@ -112,8 +112,9 @@ def note(row: object, known: dict[Key, tuple[str, str]], keys: list[tuple[str, i
     from rows import Row
 
     assert isinstance(row, Row)
-    errors = [known[(row.name, *key)][1] for key in keys if known.get((row.name, *key), ("", ""))[0] == "refused"]
-    texts = [re.sub(r"[|<>]", "", error) for error in errors[:1]]
+    refused = [key for key in keys if known.get((row.name, *key), ("", ""))[0] == "refused"]
+    where = "in stage 3: " if refused and all(stage == 3 for _, stage in refused) else ""
+    texts = [where + re.sub(r"[|<>]", "", known[(row.name, *key)][1]) for key in refused[:1]]
     texts += [row.note] if row.note else []
     if row.tolerance != 2e-5:
         texts.append(f"within {row.tolerance:g}")
