@@ -62,7 +62,7 @@ def work(args: argparse.Namespace) -> None:
     except (RuntimeError, MemoryError) as error:
         record["status"] = str(error).splitlines()[0][:200]
     record["peak_mb"] = (kilobytes("VmHWM") * 1024) / 1e6
-    if rank == 0:
+    if "allocate memory" in record["status"] or (rank == 0 and not args.out.exists()):  # the cause, on whatever rank
         args.out.write_text(json.dumps(record))
     if record["status"] != "ok":
         os._exit(0)  # the other ranks may wait for this one

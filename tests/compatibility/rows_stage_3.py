@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_BYTES, _OFFLOAD = "ZcError: has no bytes", "PlanError: stage=3 and offload"
+_BYTES, _OFFLOAD = "ZcError: with stage=3", "PlanError: stage=3 and offload"
 _ERRORS = {
     _BYTES: (
         "torch.func.functional_call with other values (a look ahead)",

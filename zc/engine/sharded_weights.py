@@ -466,10 +466,10 @@ class ShardedWeights:
         if not self._is_exposed and next(module.parameters(), None) is not None:
             raise ZcError(
                 f"{what} with stage=3: a rank has flat shards, which cut across parameters, so neither a whole tensor "
-                "nor a DTensor can show them. zc.full_state_dict(model) gives whole tensors on rank 0, "
-                "zc.state_dict(model, optimizer) each rank's parts for torch.distributed.checkpoint, "
-                "zc.load_state_dict and zc.load_pretrained load; all of them on all ranks. Inside "
-                "`with zc.whole_parameters(model):` it works as for a plain model"
+                "nor a DTensor can show them. Use zc.full_state_dict(model) for whole tensors on rank 0, "
+                "zc.state_dict(model, optimizer) for torch.distributed.checkpoint, zc.load_state_dict and "
+                "zc.load_pretrained to load, each on all ranks; or `with zc.whole_parameters(model):`, inside which it "
+                "works as for a plain model"
             )
 
     # --- whole parameters for the caller ---
