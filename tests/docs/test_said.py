@@ -128,6 +128,7 @@ def test_every_refusal_of_the_table_ends_with_what_to_do() -> None:
     sys.path.insert(0, str(ROOT / "tests" / "compatibility"))
     import run_rows as _rows  # noqa: F401  (with it all rows are there)
     from generate import DOCUMENT, document, read
+    from rows import ROWS
 
     assert DOCUMENT.read_text() == document(read()), "run tests/compatibility/generate.py"
     refused: dict[str, str] = {}
@@ -135,6 +136,6 @@ def test_every_refusal_of_the_table_ends_with_what_to_do() -> None:
         if kind == "refused":
             refused.setdefault(row, text.split(": ", 1)[1])  # op by op, where nothing stands around the error
     assert len(refused) > 30
-    ends = {row: " ".join(re.split(r"[:;.?] ", text)[-2:]) for row, text in refused.items()}
+    ends = {row: " ".join((*re.split(r"[:;.?] ", text)[-2:], ROWS[row].note)) for row, text in refused.items()}
     lacking = [row for row, end in ends.items() if WAY_OUT.search(end) is None]
     assert not lacking, lacking

@@ -16,7 +16,6 @@ from torch.optim import Adam
 from zoo import ZOO
 
 import zc
-from zc.registry import sharded
 
 NUM_UPDATES = 20 if FULL else 3
 SAMPLE = (("Llama", 2, "aot_eager"), ("diffusion U-Net", 2, "eager"), ("DCGAN", 2, "aot_eager"))
