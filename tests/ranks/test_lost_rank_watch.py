@@ -83,7 +83,8 @@ def test_a_rank_that_has_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
                 rank, **({"records": {}, "newest": {"0_1_2_3": 1}} if rank == 2 else {})
             )
         else:
-            waiting.store.set("left/2", left)
+            waiting.store.set("watch/2", "1")
+            waiting.store.set("left/2/1", left)
         text = str(waiting.verdict(20, answer=answer))
         assert "RankLostError: rank 2 has not answered for 7 s" in text and words in text, text
         assert ("zc.join" in text) == ("raised" not in text)
@@ -105,7 +106,31 @@ def test_the_farewell_says_how_the_program_ended(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(watch, "_WATCHES", {None: weakref.ref(ending)})
         monkeypatch.setattr(sys, "last_value", error, raising=False)
         watch._say_farewell()
-        assert store.items["left/3"] == words
+        assert store.items[f"left/3/{store.items['watch/3']}"] == words
+
+
+def test_a_farewell_that_comes_late_is_not_that_of_the_next_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank drops its last model and compiles another. The first watch's thread may be slower than that, and a rank
+    with the second model was then called lost after 6 s in place of the timeout."""
+    waiting = Waiting(monkeypatch, timeout=600)
+    may_end = threading.Event()
+
+    class Slow(Shelf):
+        def set(self, key: str, value: str) -> None:
+            if key.startswith("left/"):
+                may_end.wait()
+            super().set(key, value)
+
+    store = Slow()
+    store.items = waiting.store.items
+    first = watch.Watch(2, store)
+    first.end("it closed or dropped its compiled model", seconds=0.0)
+    second = watch.Watch(2, waiting.store)
+    may_end.set()
+    first._thread.join()
+    assert waiting.verdict(30, answer=(1, 3)) is None
+    second.end("its program came to its end")
+    assert "its program came to its end" in str(waiting.verdict(20, answer=(1, 3)))
 
 
 def test_ranks_that_all_stand_are_named_before_the_groups_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,9 +66,11 @@ class Watch:
         self._beat = 0
         self._has_set_alarm = False
         self._broken_since: float | None = None
-        store.delete_key(f"left/{rank}")
+        # by which this watch's farewell is told from that of an earlier one, whose thread may end later
+        token = str(time.time_ns())
+        store.set(f"watch/{rank}", token)
         tell_process(store, rank)
-        arguments = weakref.ref(self), self._stop, self._farewell
+        arguments = weakref.ref(self), self._stop, self._farewell, f"left/{rank}/{token}"
         self._thread = threading.Thread(target=_run, args=arguments, name="zc watch", daemon=True)
         self._thread.start()
 
@@ -209,12 +211,20 @@ class Watch:
         soon = min(journal.timeout, LOST_CONNECTION_S)
         if silent_s > soon and has_closed(journal, state):
             return _CLOSED
-        if silent_s > soon and self.store.check([f"left/{rank}"]):
-            return self.store.get(f"left/{rank}").decode()
+        farewell = self._farewell_of(rank) if silent_s > soon else None
+        if farewell is not None:
+            return farewell
         if silent_s > soon and has_ended(self.store, rank):
             return "its process has ended"
         if silent_s > (journal.timeout if journal.network_error is None else soon):
             return "ended, was killed, or stands still"
+        return None
+
+    def _farewell_of(self, rank: int) -> str | None:
+        """What the present watch of this rank has said at its end."""
+        key = f"watch/{rank}"
+        if self.store.check([key]) and self.store.check([left := f"left/{rank}/{self.store.get(key).decode()}"]):
+            return self.store.get(left).decode()
         return None
 
     def _lost(self, journal: Journal, lost: Mapping[int, str], silent_s: float) -> str:
@@ -251,9 +261,9 @@ def _gone(error: Exception, *, is_store: bool) -> str:
     return f"the watch for lost ranks fails, so a wait would be without end: {error!r}"
 
 
-def _run(watch: weakref.ref[Watch], stop: threading.Event, farewell: list[str]) -> None:
+def _run(watch: weakref.ref[Watch], stop: threading.Event, farewell: list[str], key: str) -> None:
     running = watch()
-    store, rank, tick = (running.store, running.rank, TICK_S) if running is not None else (None, 0, TICK_S)
+    store, tick = (running.store if running is not None else None), TICK_S
     while running is not None:
         tick = running._tick
         del running
@@ -264,7 +274,7 @@ def _run(watch: weakref.ref[Watch], stop: threading.Event, farewell: list[str]) 
             running.tick()
     if store is not None:
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone
-            store.set(f"left/{rank}", farewell[0])
+            store.set(key, farewell[0])
 
 
 @atexit.register
