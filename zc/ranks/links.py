@@ -173,6 +173,8 @@ class Links:
             except OSError as error:
                 if error.errno in _NO_MEMORY:
                     return  # it is there still
+                if error.errno == errno.ECONNRESET:
+                    continue  # once, where the rank closed before it had read all: what it sent comes after the error
                 piece = b""
             if not piece:
                 self._ended.add(peer)
