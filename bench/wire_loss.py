@@ -66,6 +66,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS), help="distances are to the first")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--overflow", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -75,17 +77,17 @@ def main() -> None:
     corpus = data.load()
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    for seed in range(args.seeds):
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
         exact: dict[str, Any] = {}
-        for name, options in OPTIONS.items():
-            found = train(args, corpus, options, seed, args.overflow)
-            exact = exact or found
-            first = zip(found["losses"][:FIRST], exact["losses"][:FIRST], strict=True)
+        for name in args.options:
+            result = train(args, corpus, OPTIONS[name], seed, args.overflow)
+            exact = exact or result
+            first = zip(result["losses"][:FIRST], exact["losses"][:FIRST], strict=True)
             row = {
                 "date": datetime.date.today().isoformat(), "commit": commit, "torch": torch.__version__,
-                "parameters": found["numel"], "ranks": dist.get_world_size(), "updates": args.updates, "seed": seed,
-                "overflow": args.overflow, "options": name, "held_out_loss": f"{found['held_out']:.5f}",
-                "from_fp32": f"{found['held_out'] - exact['held_out']:+.5f}",
+                "parameters": result["numel"], "ranks": dist.get_world_size(), "updates": args.updates, "seed": seed,
+                "overflow": args.overflow, "options": name, "held_out_loss": f"{result['held_out']:.5f}",
+                "from_fp32": f"{result['held_out'] - exact['held_out']:+.5f}",
                 "largest_of_first_20": f"{max(abs(a - b) for a, b in first):.5f}",
             }  # fmt: skip
             if dist.get_rank() == 0:
