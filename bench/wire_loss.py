@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import math
 import os
 import statistics
 import subprocess
@@ -24,26 +25,33 @@ import zc
 from bench.cases import data
 from bench.cases.models import GPT, GPTConfig
 
+MOVED = "fp32, first weights moved by 1e-6"  # how far two runs that should be equal come apart
 OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "int8": {"reduce_dtype": torch.int8},
     "int8, int8": {"reduce_dtype": torch.int8, "gather_dtype": torch.int8},
     "int8, int4": {"reduce_dtype": torch.int8, "gather_dtype": "int4"},
+    MOVED: {},
 }
 FIRST = 20
 
 
-def train(args: argparse.Namespace, corpus: Any, options: dict[str, Any], seed: int, overflow: bool) -> dict[str, Any]:
+def train(args: argparse.Namespace, corpus: Any, name: str, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(layers=args.layers, width=args.width, heads=4))
+    model, overflow = GPT(GPTConfig(layers=args.layers, width=args.width, heads=4)), args.overflow
+    if name == MOVED:
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1 + 1e-6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-    zc.compile(model, optimizer, backend="aot_eager", **options)
+    zc.compile(model, optimizer, backend="aot_eager", **OPTIONS[name])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127 if overflow else 1.0, enabled=overflow)
     losses = []
     for step in range(args.updates):
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(1.0, (step + 1) / FIRST)
-        x, y = data.train_batch(corpus.train, batch=4, seq=128, seed=seed, step=step, rank=dist.get_rank())
+            cosine = 0.5 * (1 + math.cos(math.pi * step / args.updates))
+            group["lr"] = 1e-3 * min(1.0, (step + 1) / FIRST) * (1.0 if args.constant else cosine)
+        x, y = data.train_batch(corpus.train, batch=args.batch, seq=128, seed=seed, step=step, rank=dist.get_rank())
         loss = model(x, y)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -66,7 +74,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS), help="distances are to the first")
+    parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS), help="the first: compared with")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of each rank")
+    parser.add_argument("--constant", action="store_true", help="learning rate after its warm-up; else a cosine to 0")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--overflow", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
@@ -80,13 +90,14 @@ def main() -> None:
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         exact: dict[str, Any] = {}
         for name in args.options:
-            result = train(args, corpus, OPTIONS[name], seed, args.overflow)
+            result = train(args, corpus, name, seed)
             exact = exact or result
             first = zip(result["losses"][:FIRST], exact["losses"][:FIRST], strict=True)
             row = {
                 "date": datetime.date.today().isoformat(), "commit": commit, "torch": torch.__version__,
                 "parameters": result["numel"], "ranks": dist.get_world_size(), "updates": args.updates, "seed": seed,
-                "overflow": args.overflow, "options": name, "held_out_loss": f"{result['held_out']:.5f}",
+                "overflow": args.overflow, "batch": args.batch, "rate": "constant" if args.constant else "cosine",
+                "options": name, "held_out_loss": f"{result['held_out']:.5f}",
                 "from_fp32": f"{result['held_out'] - exact['held_out']:+.5f}",
                 "largest_of_first_20": f"{max(abs(a - b) for a, b in first):.5f}",
             }  # fmt: skip
