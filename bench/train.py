@@ -33,7 +33,7 @@ from bench.resume import Resume
 from bench.systems import AdamW, MuonAndAdamW, Options, System
 from bench.systems.peers import SYSTEMS, TAKE_SEVERAL
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -45,6 +45,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--param-dtype", choices=DTYPES, help="dtype of the weights (zc); masters stay fp32")
     add("--bucket-mb", type=float, help="size of a gradient bucket in MiB; without: what zc takes for the model")
     add("--reduce", choices=("exact", "native"), default="exact", help="how gradients are reduced (zc)")
+    add("--reduce-dtype", choices=("int8",), help="how gradients leave a host (zc)")
+    add("--gather-dtype", choices=("int8", "int4"), help="how differences of weights leave a host (zc)")
     add("--offload", choices=("cpu",), help="where masters and moments are kept (zc, deepspeed)")
     add("--write-in-place", action="store_true", help="matmuls make gradients in their place in the bucket (zc)")
     add("--overlap-gather", action="store_true", help="the next forward waits for gathered weights, not the step (zc)")
@@ -104,6 +106,8 @@ def options_of(args: argparse.Namespace) -> Options:
         param_dtype=DTYPES.get(args.param_dtype),
         bucket_nbytes=None if args.bucket_mb is None else int(args.bucket_mb * 2**20),
         reduce=args.reduce,
+        reduce_dtype=DTYPES.get(args.reduce_dtype),
+        gather_dtype=DTYPES.get(args.gather_dtype, args.gather_dtype),
         offload=args.offload,
         overlap_gather=args.overlap_gather,
         write_in_place=args.write_in_place,

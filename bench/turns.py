@@ -22,11 +22,13 @@ import statistics
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from bench import train
 from bench.cases import CASES, PROVIDERS, Case, data, version_of
@@ -55,12 +57,33 @@ def sent_nbytes() -> int:
     return int(found.read_text()) if name else 0
 
 
+def with_own_code(model: nn.Module) -> nn.Module:
+    """``model``, with code objects that no other model has. Dynamo keeps what it compiles at the code object: without
+    this, DDP runs the graph of a system without communication, which is not cut at DDP's buckets."""
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind.__module__.startswith("bench."):
+            if kind not in classes:
+                methods = {name: f for name, f in vars(kind).items() if isinstance(f, types.FunctionType)}
+                classes[kind] = type(kind.__name__, (kind,), {name: _copy(f) for name, f in methods.items()})
+            module.__class__ = classes[kind]
+    return model
+
+
+def _copy(function: types.FunctionType) -> types.FunctionType:
+    code, names = function.__code__.replace(), function.__globals__
+    copy = types.FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
 class Turn:
     """One system, its flags, and what its steps have shown on this rank."""
 
     def __init__(self, case: Case, provider: str, device: torch.device) -> None:
         self.args = args = train.parse([*PROVIDERS[provider].flags, *case.all_flags, "--out", "unused"])
-        model = train.model_of(args, device)
+        model = with_own_code(train.model_of(args, device))
         self.num_params, self.device = num_parameters(model), device
         self.system, self._scheduler = train.system_of(args, model)
         self.losses: list[float] = []

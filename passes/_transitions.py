@@ -17,18 +17,21 @@ from zc.schedule.spec import Op
 
 # What a buffer holds. Of gradients: SUM of the backwards before; GRADIENT, that of this backward (in an accumulator
 # added to SUM); FLIGHT and ROWS, all ranks' shards on their way and there; HOST_SUM, the sum of the first of two
-# reductions, SUMS_FLIGHT and SUMS those of the other hosts or replicas; SENT, a partial sum that has left; TOTAL, the
-# mean over ranks added; LANDED, in host memory. Of weights: OLD, NEW, CAST, GATHERED, PUBLISHED. Of what other ranks
+# reductions, SUMS_FLIGHT and SUMS those of the other hosts or replicas; of two levels by messages HOST_FLIGHT and
+# HOST_ROWS, those of this host's ranks; SENT, a partial sum that has left; TOTAL, the mean over ranks added; LANDED, in
+# host memory. Of weights: OLD, NEW, CAST, RANGE, whole in this rank's host range, GATHERED, PUBLISHED. Of what others
 # read where it lies: OFFERED by this rank, OPEN by all, READ here, RETURNED by this rank. In few bits: ENCODED, a
 # gradient or HOST_SUM, on its way (ENCODED_FLIGHT) and of all ranks (ENCODED_ROWS); DIFFERENCE, what this rank's
 # masters are ahead of weights that are BEHIND until the DIFFERENCES of all ranks are added.
 NOTHING, SUM, GRADIENT, FLIGHT, ROWS = "nothing", "sum", "gradient", "rows in flight", "rows"
 HOST_SUM, SUMS_FLIGHT, SUMS = "sum of some ranks", "sums in flight", "sums"
+HOST_FLIGHT, HOST_ROWS = "rows of a host in flight", "rows of a host"
 SENT, TOTAL, LANDED = "sent sum", "total", "landed total"
 ENCODED, ENCODED_FLIGHT, ENCODED_ROWS = "encoded gradient", "encoded rows in flight", "encoded rows"
 DIFFERENCE, DIFFERENCES, BEHIND = "encoded difference", "encoded differences", "weights without their difference"
 OFFERED, OPEN, READ, RETURNED = "offered rows", "open rows", "read rows", "returned rows"
 OLD, NEW, CAST, GATHERED, PUBLISHED = "old weights", "new weights", "cast weights", "gathered weights", "weights"
+RANGE = "weights of a host range"
 
 AT_ENTRY = {  # all others: NOTHING
     "acc": SUM, "host": SUM, "master": OLD, "flat_param": OLD, "gathered": OLD, "weight": OLD,
@@ -43,7 +46,7 @@ class Row(NamedTuple):
     """One field of an operation: in a buffer of one of ``kinds`` it needs one of ``needs``, and ``leaves`` this.
 
     ``when``: under plans of which these are true (`facts_of`). ``beside``: where the operation's other buffer is of one
-    of these kinds; empty: of any.
+    of these kinds; empty: of any. ``among``: of a reduction, that field of it.
     """
 
     field: str
@@ -52,6 +55,7 @@ class Row(NamedTuple):
     leaves: str
     when: str = ""
     beside: str = ""
+    among: str | None = None
 
 
 TABLE: dict[type[Op], tuple[Row, ...]] = {
@@ -62,8 +66,13 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "acc staging", (GRADIENT,), GRADIENT, "partial"),  # accumulate_cast has emptied or kept it
     ),
     spec.LaunchReduce: (
-        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring plain"),
-        Row("src", "acc staging", (GRADIENT,), SENT, "partial plain"),
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring", among=spec.WITHIN_HOST),
+        Row("src", "acc staging", (GRADIENT,), SENT, "partial", among=spec.WITHIN_HOST),
+        Row("dst", "recv", (NOTHING,), HOST_FLIGHT, "in_place", among=spec.WITHIN_HOST),
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring plain direct"),
+        Row("src", "acc staging", (GRADIENT,), SENT, "partial plain direct"),
+        Row("src", "flat_grad", (HOST_SUM,), NOTHING, "ring plain in_place"),
+        Row("src", "acc staging", (HOST_SUM,), SENT, "partial plain in_place"),
         Row("src", "host_sum", (HOST_SUM,), NOTHING, "twice plain"),
         Row("src", "wire", (ENCODED,), NOTHING, "encoded"),
         Row("dst", "recv", (NOTHING,), FLIGHT, beside="flat_grad acc staging"),
@@ -71,13 +80,16 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("dst", "recv", (NOTHING,), ENCODED_FLIGHT, "encoded", beside="wire"),
     ),
     spec.WaitReduce: (
+        Row("dst", "recv", (HOST_FLIGHT,), HOST_ROWS, among=spec.WITHIN_HOST),
         Row("dst", "recv", (FLIGHT,), ROWS),
         Row("dst", "recv", (SUMS_FLIGHT,), SUMS),
         Row("dst", "recv", (ENCODED_FLIGHT,), ENCODED_ROWS, "encoded"),
     ),
     spec.Quantise: (
-        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring once"),
-        Row("src", "acc staging", (GRADIENT,), SENT, "partial once"),
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring once direct"),
+        Row("src", "acc staging", (GRADIENT,), SENT, "partial once direct"),
+        Row("src", "flat_grad", (HOST_SUM,), NOTHING, "ring in_place"),
+        Row("src", "acc staging", (HOST_SUM,), SENT, "partial in_place"),
         Row("src", "host_sum", (HOST_SUM,), NOTHING, "twice"),
         Row("dst", "wire", (NOTHING,), ENCODED, "encoded"),
     ),
@@ -87,6 +99,9 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("dst", "acc staging", (SENT,), TOTAL, "partial"),
     ),
     spec.Accumulate: (
+        Row("src", "recv", (HOST_ROWS,), NOTHING, "in_place", among=spec.WITHIN_HOST),
+        Row("dst", "flat_grad", (NOTHING,), HOST_SUM, "ring", among=spec.WITHIN_HOST),
+        Row("dst", "acc staging", (SENT,), HOST_SUM, "partial", among=spec.WITHIN_HOST),
         Row("src", "recv", (ROWS,), NOTHING, "once", beside="acc staging"),
         Row("src", "recv", (ROWS,), NOTHING, "twice", beside="host_sum"),
         Row("src", "recv", (SUMS,), NOTHING, "twice", beside="acc staging"),
@@ -105,10 +120,9 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
     spec.SignalFull: (
         Row("buffer", "flat_grad", (GRADIENT,), OFFERED, "ring"),
         Row("buffer", "acc staging", (GRADIENT,), OFFERED, "partial"),
-        Row("buffer", "flat_param", (NEW,), OFFERED, "offload"),
-        Row("buffer", "flat_param", (OLD,), OFFERED, "device whole"),
-        Row("buffer", "gathered", (OLD,), OFFERED, "whole"),
-        Row("buffer", "flat_param gathered", (NEW,), OFFERED, "differs levels"),
+        Row("buffer", "flat_param", (NEW,), OFFERED, "offload flat"),
+        Row("buffer", "flat_param gathered", (OLD,), OFFERED, "device whole flat"),
+        Row("buffer", "flat_param gathered", (RANGE,), OFFERED, "levels"),
     ),
     spec.AwaitFull: (Row("buffer", "flat_grad acc staging flat_param gathered", (OFFERED,), OPEN),),
     spec.SignalFree: (
@@ -142,8 +156,8 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "flat_param gathered", (OLD,), OLD, "device"),
     ),
     spec.GatherNet: (
-        Row("buffer", "flat_param", (NEW,), NEW, "levels offload"),
-        Row("buffer", "flat_param gathered", (OLD,), OLD, "levels device whole"),
+        Row("buffer", "flat_param", (NEW,), RANGE, "levels offload"),
+        Row("buffer", "flat_param gathered", (OLD,), RANGE, "levels device whole"),
     ),
     spec.EncodeUpdate: (
         Row("src", "flat_param gathered", (OLD,), BEHIND, "differs"),
@@ -152,14 +166,14 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
     spec.ExchangeUpdates: (Row("buffer", "update", (DIFFERENCE,), DIFFERENCES, "differs"),),
     spec.ApplyUpdate: (
         Row("src", "update", (DIFFERENCES,), NOTHING, "differs"),
-        Row("dst", "flat_param gathered", (BEHIND,), GATHERED, "differs messages"),
-        Row("dst", "flat_param gathered", (BEHIND,), NEW, "differs levels"),
+        Row("dst", "flat_param gathered", (BEHIND,), GATHERED, "differs flat"),
+        Row("dst", "flat_param gathered", (BEHIND,), RANGE, "differs levels"),
     ),
     spec.Gather: (
         Row("buffer", "flat_param gathered", (OPEN,), READ, "memory"),
-        Row("buffer", "flat_param", (NEW,), GATHERED, "messages offload"),
-        Row("buffer", "flat_param", (OLD,), GATHERED, "messages device whole"),
-        Row("buffer", "gathered", (OLD,), GATHERED, "messages whole"),
+        Row("buffer", "flat_param", (NEW,), GATHERED, "messages offload flat"),
+        Row("buffer", "flat_param gathered", (OLD,), GATHERED, "messages device whole flat"),
+        Row("buffer", "flat_param gathered", (RANGE,), GATHERED, "messages levels"),
     ),
     spec.Publish: (
         Row("buffer", "flat_param", (GATHERED,), PUBLISHED),
@@ -181,7 +195,8 @@ def facts_of(plan: Plan | None) -> frozenset[str]:
         return frozenset(fact for rows in TABLE.values() for row in rows for fact in row.when.split())
     where = "ring" if plan.placement.shards_gradients else "partial"
     ways = {"device" if plan.offload is None else "offload", "memory" if plan.reads_weights else "messages"}
-    others = {"alone": plan.num_ranks == 1, "unsharded": plan.world_size == 1, "levels": plan.has_levels}
+    ways |= {"levels" if plan.has_levels else "flat", "in_place" if plan.sums_in_place else "direct"}
+    others = {"alone": plan.num_ranks == 1, "unsharded": plan.world_size == 1}
     ways |= {"twice" if plan.reduces_twice else "once", "encoded" if plan.reduce_bits else "plain"}
     ways.add("differs" if plan.gather_bits else "whole")
     return frozenset({where} | ways | {fact for fact, is_true in others.items() if is_true})
@@ -190,11 +205,12 @@ def facts_of(plan: Plan | None) -> frozenset[str]:
 def rows_for(op: Op, field: str, buffer: Buffer, facts: frozenset[str]) -> list[Row]:
     """The rows that apply to this field of an operation, under plans with these facts."""
     beside = {other.kind for name, other in spec.buffers_of(op).items() if name != field}
+    among = getattr(op, "among", None)
     return [
         row
         for row in TABLE[type(op)]
         if row.field == field and buffer.kind in row.kinds.split() and facts.issuperset(row.when.split())
-        if not row.beside or beside & set(row.beside.split())
+        if row.among == among and (not row.beside or beside & set(row.beside.split()))
     ]
 
 

@@ -150,7 +150,7 @@ class _Ledger:
         launch = op_of(op.work)
         if not isinstance(launch, spec.LaunchReduce):
             self.faults.append(f"{node.name} completes {op.work}, which is no launch")
-        elif launch != spec.LaunchReduce(op.bucket, op.dst, op.src):
+        elif launch != spec.LaunchReduce(op.bucket, op.dst, op.src, op.among):
             self.faults.append(f"{node.name} names another bucket or buffers than {op.work}, which it completes")
 
     def close(self) -> None:

@@ -21,6 +21,16 @@ number on all hosts or between the replicas of one shard::
     wait_reduce(2, %w_1, "recv[0]", "host_sum[0]")
     accumulate(2, "acc[2]", "recv[0]")
 
+Where the ranks of a host exchange messages instead (GPUs, say), the first level sums in place: the start of the buffer
+that was sent holds the sum, and the second level sends that. So two levels need no buffer that one does not::
+
+    %w = launch_reduce(2, "recv[0]", "flat_grad[0]", among="host")
+    wait_reduce(2, %w, "recv[0]", "flat_grad[0]", among="host")
+    accumulate(2, "flat_grad[0]", "recv[0]", among="host")
+    %w_1 = launch_reduce(2, "recv[0]", "flat_grad[0]")
+    wait_reduce(2, %w_1, "recv[0]", "flat_grad[0]")
+    accumulate(2, "acc[2]", "recv[0]")
+
 Where gradients leave a host in 8 bits (`zc.planning.wire`), what is sent is encoded first, and decoded by whoever sums
 it::
 
@@ -46,6 +56,7 @@ from zc.planning.plan import NUM_HOST_SUMS, Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import op_of, ops, put
 from zc.schedule.spec import (
+    WITHIN_HOST,
     Accumulate,
     AccumulateQuantised,
     LaunchReduce,
@@ -89,6 +100,8 @@ def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, t
         if src != acc:
             _insert(graph, after, Accumulate(bucket, acc, src))
         return
+    if plan.sums_in_place:
+        after = _exchange(graph, plan, after, bucket, src, src, WITHIN_HOST)
     first = host_sum if plan.reduces_twice else acc
     if plan.reads_rows:
         after = _insert(graph, after, ReduceRows(bucket, first, src))
@@ -98,16 +111,19 @@ def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, t
         _exchange(graph, plan, after, bucket, acc, host_sum)
 
 
-def _exchange(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, dst: Buffer, src: Buffer) -> fx.Node:
-    """dst <- src of all ranks, by messages. Two reductions that encode read memory in the first one."""
+def _exchange(
+    graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, dst: Buffer, src: Buffer, among: str | None = None
+) -> fx.Node:
+    """dst <- src of all ranks, or of those of this host, by messages. Inside a host nothing is encoded."""
     # one receive buffer is enough: launch, completion and accumulation follow each other on one stream
-    recv, is_encoded = Buffer("recv", 0), plan.reduce_bits > 0
+    recv, is_encoded = Buffer("recv", 0), plan.reduce_bits > 0 and among is None
     if is_encoded:
         wire = Buffer("wire", 0)
         after, src = _insert(graph, after, Quantise(bucket, wire, src)), wire
-    work = _insert(graph, after, LaunchReduce(bucket, recv, src))
-    done = _insert(graph, work, WaitReduce(bucket, work, recv, src))
-    return _insert(graph, done, (AccumulateQuantised if is_encoded else Accumulate)(bucket, dst, recv))
+    work = _insert(graph, after, LaunchReduce(bucket, recv, src, among))
+    done = _insert(graph, work, WaitReduce(bucket, work, recv, src, among))
+    is_sum = AccumulateQuantised(bucket, dst, recv) if is_encoded else Accumulate(bucket, dst, recv, among)
+    return _insert(graph, done, is_sum)
 
 
 def _insert(graph: fx.Graph, after: fx.Node, op: Op) -> fx.Node:

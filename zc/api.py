@@ -192,6 +192,8 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
     """Process groups, streams, and everything else that does not hold the parameters yet."""
     plan, device = request.plan, request.device
     ranks.open_data(device)
+    if plan.has_levels:
+        ranks.shard.open_levels()
     buffers, params = Buffers(plan, ranks.shard.rank), dict(request.assignment.params)
     runtime = Runtime(request.config, plan, buffers, ranks, make_streams(device), params)
     runtime.frozen = {n: p for n, p in request.model.named_parameters() if n not in params}

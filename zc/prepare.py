@@ -101,17 +101,11 @@ def on_all_ranks(ranks: Group) -> Iterator[None]:
 
 def notes_of(request: Request, ranks: Group) -> list[str]:
     """What `zc.explain` should say from the start."""
-    plan, device, hosts = request.plan, request.device, ranks.shard.topology
+    plan, device = request.plan, request.device
     notes = [note_of(each) for each in request.assignment.optimizers] if ranks.world_size > 1 else []
     notes += [ranks.shard.note, kernels.note_of(device), note_of_shared(request.assignment.params)]
     if not request.config.verify:
         notes.append("verify=False: schedules run without their proof")
-    if device.type != "cpu" and plan.reduce == "exact" and hosts.num_hosts > 1 and hosts.ranks_per_host > 1:
-        notes.append(
-            f"reduce='exact' over {hosts.num_hosts} hosts of {hosts.ranks_per_host} devices: every device sends to "
-            f"every other one, so {hosts.ranks_per_host} times as many bytes leave a host as must. With "
-            "reduce='native' the backend may sum inside a host first"
-        )
     if device.type == "cuda" and plan.overlap and ranks.world_size > 1:
         notes.append(note_of_connections())
     return [note for note in notes if note is not None]

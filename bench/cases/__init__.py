@@ -79,6 +79,7 @@ def _ds(stage: int, *flags: str, system: str = "deepspeed", by_default: bool = T
     return Provider(("--system", system, "--stage", str(stage), *flags), "zero", "deepspeed", by_default=by_default)
 
 
+INT8 = ("--reduce-dtype", "int8", "--gather-dtype", "int8")  # between hosts
 EAGER = ("--backend", "eager")
 PROVIDERS = {
     "compiled, no communication": Provider(("--system", "local"), "floor", communicates=False),
@@ -100,6 +101,11 @@ PROVIDERS = {
     "zc stage 3": _zc(3),
     "FSDP2, reshard_after_forward + compile": Provider(("--system", "fsdp2", "--stage", "3"), "zero"),
     "zc stage 2, overlap_gather": _zc(2, "--overlap-gather"),
+    "zc stage 2, int8": _zc(2, *INT8, by_default=False),
+    "zc stage 2, overlap_gather, int8": _zc(2, "--overlap-gather", *INT8, by_default=False),
+    "zc stage 2, overlap_gather, int4": _zc(
+        2, "--overlap-gather", "--reduce-dtype", "int8", "--gather-dtype", "int4", by_default=False
+    ),
     "zc stage 1, write_in_place": _zc(1, "--write-in-place"),
     "zc stage 2, write_in_place": _zc(2, "--write-in-place", by_default=False),
     "zc stage 2, native reduction": _zc(2, "--reduce", "native"),

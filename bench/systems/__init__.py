@@ -65,6 +65,8 @@ class Options:
     param_dtype: torch.dtype | None = None  # of the weights; masters stay fp32 (zc)
     bucket_nbytes: int | None = None  # the same for all systems; None: what zc would take (`bucket_limit`)
     reduce: str = "exact"
+    reduce_dtype: torch.dtype | None = None  # of gradients between hosts (zc)
+    gather_dtype: torch.dtype | str | None = None  # of differences of weights between hosts (zc)
     offload: str | None = None
     overlap_gather: bool = False
     write_in_place: bool = False
@@ -124,6 +126,8 @@ def zc(model: nn.Module, adamw: AdamW, options: Options) -> System:
         param_dtype=options.param_dtype or options.compute_dtype,
         bucket_nbytes=options.bucket_nbytes,
         reduce=options.reduce,
+        reduce_dtype=options.reduce_dtype,
+        gather_dtype=options.gather_dtype,
         offload=options.offload,
         overlap_gather=options.overlap_gather,
         write_in_place=options.write_in_place,

@@ -33,6 +33,7 @@ from zc.engine.binding import Operations
 from zc.engine.cuda_streams import CudaStreams
 from zc.engine.host_memory import HostMemory
 from zc.ranks.comm import Group
+from zc.ranks.exchanges import Exchanges
 from zc.schedule.buffer import HOST
 
 Clock = dict["Stream", int]
@@ -148,6 +149,8 @@ class Gpu(TorchDispatchMode):
         self.errors: list[str] = []
         self.waits: list[str] = []
         self.collectives: Lists = {}
+        self.levels: dict[str, str] = {}  # communicator -> "host" or "net", of those inside a host and between hosts
+        self.order: list[str] = []  # all collectives, of whatever communicator, by its level
         self.sent: list[tuple[Any, Tensor]] = []  # messages under way
         self._communicators: dict[str, Stream] = {}  # NCCL's stream of each, by the group's name
         self._launched: Clock = {}  # of the collective that was launched last
@@ -305,6 +308,7 @@ class Gpu(TorchDispatchMode):
         """A collective, after what the current stream has."""
         sizes = ", ".join(f"{'pieces' if has_pieces else t.numel()} {t.dtype}" for t in (*written, *read)[:1])
         self.collectives[communicator].append(f"{kind} of {sizes}")
+        self.order.append(f"{self.levels.get(communicator, 'all')}: {kind} of {sizes}")
         stream = self._communicators[communicator]
         stream.wait(self.current.clock)
         self.issue(stream, f"{kind} ({_place()})", read, written)
@@ -422,7 +426,7 @@ def _install_host(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
 
 def _install_nccl(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     """Exchanges of gradients and weights go as they do with NCCL; gloo carries them."""
-    open_data, watched = Group.open_data, Group._data_work
+    open_data, open_levels, watched = Group.open_data, Group.open_levels, Exchanges._data_work
 
     def opened(group: Group, device: torch.device) -> None:
         open_data(group, device)
@@ -430,6 +434,13 @@ def _install_nccl(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
             group._by_memory = group._by_pairs = False
             group._waits_on_stream = True
             gpu.communicator(group.data)
+
+    def opened_levels(group: Group) -> None:
+        open_levels(group)
+        assert group.levels is not None
+        for level, exchanges in group.levels._asdict().items():
+            gpu.communicator(exchanges.data)
+            gpu.levels[exchanges.data.group_name] = level
 
     def broadcast_(group: Group, tensor: Tensor) -> None:
         if group.data is None:
@@ -443,9 +454,10 @@ def _install_nccl(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:
         else:
             group.receive(tensor, "the stand-in's broadcast")
 
-    def data_work(group: Group, work: Any, entry: Any) -> Any:
+    def data_work(group: Exchanges, work: Any, entry: Any) -> Any:
         return gpu.watched(watched(group, work, entry))
 
     patch.setattr(Group, "open_data", opened)
     patch.setattr(Group, "broadcast_", broadcast_)
-    patch.setattr(Group, "_data_work", data_work)
+    patch.setattr(Exchanges, "_data_work", data_work)
+    patch.setattr(Group, "open_levels", opened_levels)

@@ -3,6 +3,7 @@ hosts by torchrun's GROUP_RANK; bench.hosts has them in network namespaces, with
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,61 @@ def test_what_leaves_a_host_is_what_was_planned(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
     planned = zc.plan(model, world_size=4, ranks_per_host=2, bucket_nbytes=4000, microbatches=2)
     for host in (found[:2], found[2:]):
-        sent = [sum(n for kind, n in each["sent"].items() if "between hosts" in kind) for each in host]
-        assert sum(sent) == planned.host_wire["gradients"] + planned.host_wire["parameters"] > 0
+        kinds = "reduce, between hosts", "gather weights, between hosts"  # `zc.full_grad` gathers as well
+        sent = sum(each["sent"][kind] for each in host for kind in kinds)
+        assert sent == planned.host_wire["gradients"] + planned.host_wire["parameters"] > 0
+
+
+INT8: dict[str, Any] = {"reduce_dtype": torch.int8, "gather_dtype": torch.int8}
+SIZES: list[dict[str, Any]] = [{"bucket_nbytes": 3000}, {"bucket_nbytes": 9000}, {"overlap_gather": True}]
+
+
+def _trained(rank: int, world_size: int, memory: str, every: list[dict[str, Any]]) -> list[Any]:
+    """Job: 2 hosts. Weights, the last gradient and the bytes of the last update, with each of the options."""
+    results = []
+    for options in every:
+        with environment(GROUP_RANK=str(rank // (world_size // 2)), ZC_HOST_MEMORY=memory):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 40))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            zc.compile(model, optimizer, backend="eager", **options)
+        for step in range(3):
+            with zc.no_sync(model):
+                model(torch.full((2, 40), 0.1 * (step + rank))).square().sum().backward()
+            model(torch.full((2, 40), 0.1 * step - rank)).square().sum().backward()
+            gradient = {name: grad for name, grad in zc.full_grad(model).items() if grad is not None}
+            optimizer.step()
+            optimizer.zero_grad()
+        sent, explained = dict(sharded(model).runtime.ledger.last.nbytes_sent), str(zc.explain(model))
+        with zc.whole_parameters(model) if options.get("stage") == 3 else contextlib.nullcontext():
+            weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+        results.append((weights | {f"gradient of {name}": grad for name, grad in gradient.items()}, sent, explained))
+        zc.close(model)
+    return results
+
+
+@pytest.mark.filterwarnings("ignore:zc. ranks of this host")
+def test_levels_by_messages_give_the_bits_of_levels_by_memory() -> None:
+    """The order of a sum is the topology's alone: for three bucket sizes, overlap, all stages, and what is encoded."""
+    by_memory = [{"stage": 1}, {"stage": 2}, {"stage": 2, **INT8}]
+    expected, *_ = run_ranks(_trained, 4, "1", by_memory)
+    of_options = {str(options): bits for options, (bits, _, _) in zip(by_memory, expected, strict=True)}
+    every = [{**options, **more} for options in by_memory for more in ({}, *SIZES)] + [{"stage": 3}]
+    results = run_ranks(_trained, 4, "0", every)
+    for of_rank in results:
+        for options, (bits, _, explained) in zip(every, of_rank, strict=True):
+            key = str({name: options[name] for name in ("stage", *INT8) if name in options})
+            wanted = of_options[key.replace("3", "2")]
+            assert all(torch.equal(bits[name], wanted[name]) for name in wanted), options
+            assert "2 hosts of 2" in explained and "read from" not in explained
+    layers = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 40))
+    planned = zc.plan(layers, world_size=4, ranks_per_host=2, microbatches=2).host_wire
+    sent = [results[rank][every.index({"stage": 2})][1] for rank in (0, 1)]
+    between = {kind: sum(each[kind] for each in sent) for kind in sent[0] if "between hosts" in kind}
+    assert between == {
+        "reduce, between hosts": planned["gradients"], "gather weights, between hosts": planned["parameters"],
+        "gather gradient, between hosts": planned["parameters"],
+    }  # fmt: skip
 
 
 def _with_a_row(rank: int, world_size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Notes of `zc.compile` that need several hosts or a GPU to arise: what they say, and when."""
+"""Notes of `zc.compile` that need a GPU to arise: what they say, and when."""
 
 from __future__ import annotations
 
@@ -41,15 +41,6 @@ def notes(topology: Topology, device: str = "cuda", **options: Any) -> str:
     )  # fmt: skip
     ranks: Any = Ranks(topology)
     return "\n".join(notes_of(Request(model, config, assign(model, adamw(model)), plan, None), ranks))
-
-
-def test_what_an_exact_reduction_sends_between_hosts_of_gpus() -> None:
-    """It leaves each host as often as the host has devices."""
-    words = "4 times as many bytes leave a host as must"
-    assert f"3 hosts of 4 devices: every device sends to every other one, so {words}" in notes(Topology(3, 4))
-    for topology, options in [(Topology(1, 4), {}), (Topology(4, 1), {}), (Topology(3, 4), {"reduce": "native"})]:
-        assert words not in notes(topology, **options)
-    assert words not in notes(Topology(3, 4), device="cpu")
 
 
 def test_one_hardware_queue_for_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch import fx
 
 from zc.schedule.nodes import change, op_of, ops, put
 from zc.schedule.spec import (
+    WITHIN_HOST,
     Accumulate,
     AccumulateCast,
     AccumulateQuantised,
@@ -23,6 +24,8 @@ from zc.schedule.spec import (
     EncodeUpdate,
     ExchangeUpdates,
     FlattenCast,
+    Gather,
+    GatherNet,
     LaunchReduce,
     Quantise,
     StageShard,
@@ -155,7 +158,8 @@ def _reductions(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
 def encoded_wrongly(graph: fx.Graph) -> Iterator[Mutant]:
     """A gradient that is encoded twice, never, or decoded before it has arrived; or sent as it is, where others
     decode it."""
-    launches, totals = _nodes(graph, LaunchReduce), _nodes(graph, AccumulateQuantised)
+    launches = [node for node, op in _of(graph, LaunchReduce) if op.src.kind == "wire"]
+    totals = _nodes(graph, AccumulateQuantised)
     for (node, op), launch, total in zip(_of(graph, Quantise), launches, totals, strict=True) if totals else ():
         yield _doubled(node)
         yield _erased(node)
@@ -203,11 +207,13 @@ def reduction_bypassed(graph: fx.Graph) -> Iterator[Mutant]:
 
 def second_reduction_lost(graph: fx.Graph) -> Iterator[Mutant]:
     """Of two reductions: only the first, whose sum counts for the mean; or only the second, of what one rank has."""
-    chains = list(_reductions(graph)) if any(op.dst.kind == "host_sum" for _, op in _of(graph, Accumulate)) else []
-    for first, second in zip(chains[::2], chains[1::2], strict=True):
+    chains = list(_reductions(graph)) if _of(graph, LaunchReduce) else []
+    for first, second in itertools.pairwise(chains):
+        if op_of(first[0]).bucket != op_of(second[0]).bucket or isinstance(op_of(second[2]), AccumulateQuantised):
+            continue
 
         def alone(g: Any, where: Any, first: Any = first, second: Any = second) -> None:
-            change(where[first[2]], replace(op_of(first[2]), dst=op_of(second[2]).dst))
+            change(where[first[2]], replace(op_of(first[2]), dst=op_of(second[2]).dst, among=op_of(second[2]).among))
             for node in reversed(second):
                 g.erase_node(where[node])
 
@@ -220,6 +226,24 @@ def second_reduction_lost(graph: fx.Graph) -> Iterator[Mutant]:
                 g.erase_node(where[node])
 
         yield f"{second[0].name} without the first reduction", unsummed
+
+
+def level_changed(graph: fx.Graph) -> Iterator[Mutant]:
+    """Two levels by messages: an exchange between hosts that stays inside, or the other way round; or one of them never
+    happens."""
+    if not any(op.among for _, op in _of(graph, LaunchReduce)) and not _of(graph, GatherNet):
+        return
+    for chain in _reductions(graph) if _of(graph, LaunchReduce) else ():
+        among = None if op_of(chain[0]).among else WITHIN_HOST
+        yield _changed(chain[0], among=among)
+        if isinstance(op_of(chain[2]), Accumulate):
+            yield _changed(chain[2], among=among)
+    for node in _nodes(graph, GatherNet):
+        yield _erased(node)
+        yield _doubled(node)
+    for first, second in zip(_nodes(graph, GatherNet), _nodes(graph, Gather), strict=False):
+        yield _erased(second)
+        yield _moved(first, second)
 
 
 def other_bucket(graph: fx.Graph) -> Iterator[Mutant]:
@@ -245,7 +269,7 @@ KINDS: dict[str, Callable[[fx.Graph], Iterator[Mutant]]] = {
     "deposit deleted": deposit_deleted, "added twice": added_twice, "elements missed": elements_missed,
     "span changed": spans_changed, "accumulate deleted": accumulate_deleted, "reduction deleted": reduction_deleted,
     "reduction bypassed": reduction_bypassed, "second reduction lost": second_reduction_lost,
-    "encoded wrongly": encoded_wrongly, "difference lost": difference_lost,
+    "encoded wrongly": encoded_wrongly, "difference lost": difference_lost, "level changed": level_changed,
     "other bucket": other_bucket, "landing changed": landing_changed,
 }  # fmt: skip
 

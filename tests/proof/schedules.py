@@ -7,6 +7,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from simulation import Case
@@ -33,16 +34,21 @@ def make(
     num_hosts: int = 1, num_replicas: int = 1, in_8_bits: bool = False,
 ) -> Plan:  # fmt: skip
     """Buckets of ``slots`` parameters of 2 elements each; ``offload``: where accumulators are then; ``reads``: ranks
-    read each other's memory, those of one of ``num_hosts``."""
+    of one of ``num_hosts`` read each other's memory."""
     specs = [ParamSpec(f"p{k}", (2,), dtype, torch.device("cpu")) for k in range(num_buckets * slots)]
     return make_plan(
         specs, world_size=world_size, placement=PLACEMENTS[stage], reduce="exact",
         reduce_dtype=torch.int8 if in_8_bits else None, gather_dtype="int4" if in_8_bits else None,
         bucket_nbytes=slots * 2 * dtype.itemsize, num_buffers=ring, overlap=overlap, overlap_gather=overlap_gather,
         offload=OFFLOADS[offload] if offload is not None else None,
-        topology=Topology(num_hosts, world_size // num_hosts, reads_memory=True) if reads else None,
+        topology=Topology(num_hosts, world_size // num_hosts, reads) if reads or num_hosts > 1 else None,
         num_replicas=num_replicas,
     )  # fmt: skip
+
+
+def by_messages(num_buckets: int, *, overlap: bool = True, **options: Any) -> Plan:
+    """Two levels: 2 hosts of 2 ranks that can't read each other's memory."""
+    return make(num_buckets, ring=2 if overlap else 1, overlap=overlap, world_size=4, num_hosts=2, **options)
 
 
 class Builder:
@@ -278,6 +284,16 @@ def cases() -> Iterator[Case]:
         gathers = placed(plan, gather_graph(plan, range(num_buckets)))
         name = f"8 bits {shape} b{num_buckets} s{stage}{'' if overlap else ' no overlap'}"
         yield Case(name, plan, (schedule(shape, plan), gathers) * 2)
+    for shape, num_buckets, stage, overlap, in_8_bits in (
+        ("mlp", 4, 2, True, False), ("tied", 3, 1, True, True), ("heads", 2, 2, False, True),
+        ("mlp", 3, 1, True, False),
+    ):  # fmt: skip
+        plan = by_messages(num_buckets, stage=stage, overlap=overlap, in_8_bits=in_8_bits)
+        gathers = placed(plan, gather_graph(plan, range(num_buckets)))
+        name = f"2 hosts of 2 {shape} b{num_buckets} s{stage}{' 8 bits' if in_8_bits else ''}"
+        yield Case(name, plan, (schedule(shape, plan), gathers) * 2)
+    plan = by_messages(3, num_replicas=2)
+    yield Case("2 replicas on 2 hosts of 2", plan, (schedule("mlp", plan),) * 2)
     plan = make(3, overlap_gather=True, in_8_bits=True)
     gathers = placed(plan, gather_graph(plan, range(3)))
     yield Case("8 bits overlap_gather b3", plan, (gathers, forward(plan), schedule("mlp", plan), gathers))

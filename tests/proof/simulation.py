@@ -138,7 +138,7 @@ class Simulation:
         before = self.kept.get((bucket, slot))
         self.kept[bucket, slot] = grad.clone() if before is None else self.keep * before + grad
 
-    def launch_reduce(self, bucket: int, dst: str, src: str) -> Transfer:
+    def launch_reduce(self, bucket: int, dst: str, src: str, among: str | None = None) -> Transfer:
         out, sent = self.part(dst, bucket), self.part(src, bucket)
         out.fill_(NAN)  # nobody may look at it now
 
@@ -147,7 +147,7 @@ class Simulation:
 
         return self.streams.transfer(exchange)
 
-    def wait_reduce(self, bucket: int, work: Transfer, dst: str, src: str) -> None:
+    def wait_reduce(self, bucket: int, work: Transfer, dst: str, src: str, among: str | None = None) -> None:
         if isinstance(work, Transfer):  # else: a completion that ran before its launch
             work.finish()
         self._spend(src)
@@ -156,10 +156,10 @@ class Simulation:
         if Buffer.named(src).kind in ("flat_grad", "host_sum", "wire"):  # the next bucket must write its own
             self.buffer(src).fill_(NAN)
 
-    def accumulate(self, bucket: int, acc: str, src: str) -> None:
+    def accumulate(self, bucket: int, acc: str, src: str, among: str | None = None) -> None:
         out, rows = self.part(acc, bucket), self.part(src, bucket).clone()
         self._spend(src)
-        if Buffer.named(acc).kind == "host_sum":
+        if Buffer.named(acc).kind == "host_sum" or among is not None:
             out.copy_(self.gain * rows)
             self.part(src, bucket).fill_(NAN)
             return
@@ -204,6 +204,9 @@ class Simulation:
     def update(self, bucket: int, master: str, grad: str) -> None:
         out = self.part(master, bucket)
         out.copy_(0.5 * out + self.part(grad, bucket))
+
+    def gather_net(self, bucket: int, buffer: str) -> None:
+        self.buffer(buffer).copy_(0.75 * self.buffer(buffer) + 2.0)
 
     def gather(self, bucket: int, buffer: str) -> None:
         self.buffer(buffer).copy_(1.25 * self.buffer(buffer) + bucket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +17,7 @@ from zc.schedule.spec import FlattenCast, LaunchReduce, Op, Quantise, Role, Sign
 
 if TYPE_CHECKING:
     from zc.engine.program import Segment
+    from zc.planning.plan import Plan
 
 
 class MayReduce(Protocol):
@@ -56,7 +58,7 @@ class Operations:
         attributes = vars(run)
         attributes.update(vars(self))
         for name, starts, other in self._left_out:
-            choose = _start_if if starts else _if
+            choose = partial(_start_if, self._accs.plan) if starts else _if
             attributes[name] = choose(may_reduce, attributes[name], other)
         return run
 
@@ -102,10 +104,11 @@ def _if(may_reduce: MayReduce, operation: Function, other: Function) -> Function
     return lambda *args, **kwargs: (operation if may_reduce() else other)(*args, **kwargs)
 
 
-def _start_if(may_reduce: MayReduce, operation: Function, other: Function) -> Function:
-    def start(bucket: int, *buffers: str) -> Any:
-        # a second reduction, and sending what was encoded, go on with the same bucket
-        is_first = not buffers[-1].startswith(("host_sum", "wire"))
-        return (operation if may_reduce(starts=is_first) else other)(bucket, *buffers)
+def _start_if(plan: Plan, may_reduce: MayReduce, operation: Function, other: Function) -> Function:
+    def start(bucket: int, *buffers: str, among: str | None = None) -> Any:
+        # a second level or reduction, and sending what was encoded, go on with the same bucket
+        is_first = not buffers[-1].startswith(("host_sum", "wire")) and (among is not None or not plan.sums_in_place)
+        how = {} if among is None else {"among": among}
+        return (operation if may_reduce(starts=is_first) else other)(bucket, *buffers, **how)
 
     return start

@@ -13,8 +13,9 @@ to the ``zero_grad`` that sets gradients to None, the others always::
     acc           S (stage 2) or P (stage 1) * acc_dtype
     ring          num_buffers flat_grad and one recv, in reduce_dtype, sized for the largest bucket; no recv where
                   ranks read each other's memory. With two reductions also two host_sum: of P / ranks of a host
-                  each, or with replicas [S]; and a recv of the same number of elements at least. What leaves a
-                  host encoded lies in one wire, and recv has that size
+                  each, or with replicas [S]; and a recv of the same number of elements at least. Ranks of a host
+                  that exchange messages sum them in flat_grad or acc. What leaves a host encoded lies in one wire,
+                  and recv has room for it
     published     S * param_dtype    only where weights travel as differences: this rank's part of flat_param, as the
                   last update has left it, shows a write of the caller's
     update        there as well, the encoded differences of the largest bucket
@@ -37,7 +38,7 @@ import torch
 from torch import Tensor
 
 from zc.engine.host_memory import HostMemory
-from zc.planning.plan import FIRST_FROZEN, NUM_HOST_SUMS, Bucket, Plan
+from zc.planning.plan import FIRST_FROZEN, NUM_HOST_SUMS, Bucket, Level, Plan
 from zc.schedule.buffer import Buffer
 
 
@@ -324,14 +325,24 @@ class Buffers:
         buffer = Buffer.named(name)
         return {"wire": self._wire, "recv": self._recv, "update": self._update}[buffer.kind][buffer.index]
 
-    def received(self, name: str, bucket: Bucket, *, is_second: bool) -> Tensor:
-        """``recv[i]``: rows [P] of all ranks (reduce="native": their sum [S]). In the second of two reductions the rows
-        of the hosts, or the sum [S] over the replicas, which is all that a rank alone in its replica receives."""
+    def sum_in(self, name: str, bucket: Bucket) -> Tensor:
+        """[host range]: the sum over this host's ranks, at the start of the buffer that has been sent to them."""
+        sent = self.named(name, bucket).view(torch.uint8)
+        return _view(sent, bucket.layout.numel_host_range, bucket.net_dtype)
+
+    def sent(self, name: str, bucket: Bucket, level: Level) -> Tensor:
+        """What an exchange in a reduction sends."""
+        is_summed_there = level is Level.NET and self.plan.sums_in_place
+        return self.sum_in(name, bucket) if is_summed_there else self.named(name, bucket)
+
+    def received(self, name: str, bucket: Bucket, level: Level) -> Tensor:
+        """``recv[i]``: rows [P] of all ranks, or of those of this host (reduce="native": their sum [S]). Between hosts
+        their rows, and the sum [S] over the replicas."""
         raw = self._recv[Buffer.named(name).index]
-        if self.plan.num_replicas > 1 and (is_second or self.plan.world_size == 1):
+        if level is Level.REPLICAS:
             return _view(raw, bucket.layout.numel_shard, bucket.acc_dtype)
-        if is_second:
-            return _view(raw, self.plan.numel_host_sum(bucket), bucket.net_dtype)
+        if level is Level.NET:
+            return _view(raw, bucket.layout.numel_host_range, bucket.net_dtype)
         numel = bucket.numel if self.plan.reduce == "exact" else bucket.layout.numel_shard
         return _view(raw, numel, bucket.reduce_dtype)
 

@@ -30,6 +30,7 @@ from zc.kernels import flatten_cast as overwrite
 from zc.kernels import matmul_into, rows_into, scatter_into
 from zc.kernels import reduce_rows as add_rows
 from zc.log import log
+from zc.planning.plan import Level, level_of
 from zc.ranks.journal import EXCHANGES
 from zc.schedule import spec
 from zc.schedule.buffer import Buffer
@@ -126,39 +127,45 @@ def _present(accs: Accumulators, bucket: int, slots: Sequence[int], grads: Grads
 # --- gradients are reduced ---
 
 
-def launch_reduce(accs: Accumulators, bucket: int, dst: str, src: str) -> Work | None:
+def launch_reduce(accs: Accumulators, bucket: int, dst: str, src: str, among: str | None = None) -> Work | None:
     if Buffer.named(src).kind == "wire":
         return launch_encoded(accs, bucket, dst, src)
     record = accs.plan.buckets[bucket]
-    is_second = Buffer.named(src).kind == "host_sum"
-    sent, received = accs.buffers.named(src, record), accs.buffers.received(dst, record, is_second=is_second)
-    if not is_second:
+    is_of_sums = Buffer.named(src).kind == "host_sum"
+    level = level_of(accs.plan, is_of_sums=is_of_sums, among=among)
+    sent, received = accs.buffers.sent(src, record, level), accs.buffers.received(dst, record, level)
+    if not is_of_sums and level is not Level.NET:
         accs.start_reduction(bucket, sent)
-    if accs.replicas is not None and (is_second or accs.plan.world_size == 1):
+    if level is Level.REPLICAS:
+        assert accs.replicas is not None
         sum_over_replicas(accs.replicas, received, sent, bucket)
         return None
-    if is_second:
-        size = record.layout.numel_shard
-        return accs.group.reduce_net(received.view(-1, size), sent.view(-1, size), bucket)
-    exchange = accs.group.all_to_all if accs.plan.reduce == "exact" else accs.group.reduce_scatter
-    return exchange(received, sent, bucket)
+    if accs.plan.reduce == "native":
+        return accs.group.reduce_scatter(received, sent, bucket)
+    return accs.group.of_level(level).all_to_all(received, sent, bucket)
 
 
-def wait_reduce(accs: Accumulators, bucket: int, work: Work | None, dst: str, src: str) -> None:
+def wait_reduce(
+    accs: Accumulators, bucket: int, work: Work | None, dst: str, src: str, among: str | None = None
+) -> None:
     if work is not None:
         work.wait()
         log.debug("bucket %d: its reduction has arrived in %s", bucket, dst)
 
 
-def accumulate(accs: Accumulators, bucket: int, acc: str, src: str) -> None:
-    record, is_first = accs.plan.buckets[bucket], Buffer.named(acc).kind == "host_sum"
+def accumulate(accs: Accumulators, bucket: int, acc: str, src: str, among: str | None = None) -> None:
+    record, to_sum = accs.plan.buckets[bucket], Buffer.named(acc).kind == "host_sum"
     log.debug("bucket %d: %s is reduced into %s", bucket, src, acc)
+    level = level_of(accs.plan, is_of_sums=accs.plan.reduces_twice and not to_sum, among=among)
     if Buffer.named(src).kind == "recv":
-        rows = accs.buffers.received(src, record, is_second=accs.plan.reduces_twice and not is_first)
+        rows = accs.buffers.received(src, record, level)
     else:
         rows = accs.buffers.named(src, record)
+    if level is Level.HOST:
+        sum_rows(rows.view(accs.plan.topology.ranks_per_host, -1), accs.buffers.sum_in(acc, record), record.acc_dtype)
+        return
     rows = rows.view(-1, record.layout.numel_shard)
-    if is_first:
+    if to_sum:
         sum_rows(rows, accs.buffers.named(acc, record), record.acc_dtype)
         return
     out = accs.buffers.shard(accs.buffers.named(acc, record), record)
@@ -253,9 +260,9 @@ def spread(accs: Accumulators, bucket: int, buffer: str) -> None:
 
 def gather_net(accs: Accumulators, bucket: int, buffer: str) -> None:
     log.debug("bucket %d: its weights are gathered between hosts", bucket)
-    flat, layout = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket].layout
-    host_range = flat[slice(*layout.host_range(accs.group.rank))]
-    accs.group.gather_net(host_range.view(layout.num_hosts, -1), bucket).wait()
+    flat, record = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket]
+    host_range = flat[slice(*record.layout.host_range(accs.group.rank))]
+    accs.group.net.all_gather(host_range, accs.buffers.shard(flat, record), GATHER, bucket).wait()
 
 
 def gather(accs: Accumulators, bucket: int, buffer: str) -> None:
@@ -265,7 +272,8 @@ def gather(accs: Accumulators, bucket: int, buffer: str) -> None:
             accs.group.near().read(flat[slice(*record.layout.host_range(peer))], peer, place)
         return
     log.debug("bucket %d: its weights are gathered", bucket)
-    wait(accs.group.all_gather(flat, accs.buffers.shard(flat, record), "gather weights", bucket))
+    group, own = accs.group.of_level(Level.HOST if accs.plan.has_levels else Level.ALL), accs.group.rank
+    wait(group.all_gather(flat, flat[slice(*record.layout.host_range(own))], GATHER, bucket))
 
 
 def publish(accs: Accumulators, bucket: int, buffer: str) -> None:
@@ -287,7 +295,7 @@ def gather_weights(accs: Accumulators, bucket: int, dst: str, src: str, start: i
             accs.group.near().read(out[slice(*layout.shard_range(peer))], peer, place)
     else:
         log.debug("bucket %d: its weights are gathered", bucket)
-        wait(accs.group.all_gather(out, shard, "gather weights", bucket, layout.order))
+        wait(accs.group.all_gather(out, shard, GATHER, bucket))
 
 
 def free_weights(accs: Accumulators, bucket: int, buffer: str, start: int, stop: int) -> None:

@@ -355,7 +355,7 @@ class Runtime(Core):
         flat = shard
         if self.group.shard.world_size > 1:
             flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
-            work = self.group.shard.all_gather(flat, shard.contiguous(), "gather gradient", index, bucket.layout.order)
+            work = self.group.shard.all_gather(flat, shard.contiguous(), "gather gradient", index)
             if work is not None:
                 work.wait()
         pairs = zip(bucket.slots, self.accumulators.touched[index], strict=True)

@@ -17,6 +17,7 @@ from zc.kernels._blocks import Blocks
 from zc.kernels.decode_blocks import add_blocks, sum_blocks
 from zc.kernels.encode_blocks import encode_blocks
 from zc.log import log
+from zc.planning.plan import Level
 from zc.planning.wire import Rows, own_row_to_gather, place_of, row_of, rows_to_gather, rows_to_reduce
 from zc.ranks.journal import EXCHANGES
 from zc.schedule.buffer import Buffer
@@ -70,8 +71,9 @@ def _rows(buffer: Tensor, rows: Rows) -> list[Tensor]:
 
 def quantise(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
     record, code = accs.plan.buckets[bucket], _sent(accs, bucket)
-    sent = accs.buffers.named(src, record)
-    if Buffer.named(src).kind != "host_sum":
+    is_sum = Buffer.named(src).kind == "host_sum" or accs.plan.sums_in_place
+    sent = accs.buffers.sent(src, record, Level.NET if is_sum else Level.ALL)
+    if not is_sum:
         accs.start_reduction(bucket, sent)
     log.debug("bucket %d: %s is encoded into %s", bucket, src, dst)
     encode_blocks(sent, accs.buffers.raw(dst)[: code.rows.nbytes], code.blocks)
@@ -81,9 +83,7 @@ def launch_encoded(accs: Accumulators, bucket: int, dst: str, src: str) -> Work:
     """Sends each rank its row."""
     sent = _rows(accs.buffers.raw(src), _sent(accs, bucket).rows)
     received = list(_received_rows(accs, bucket, dst))
-    if accs.plan.has_levels:
-        return accs.group.exchange_net(REDUCE, bucket, received, sent)
-    return accs.group.exchange(list(enumerate(received)), list(enumerate(sent)), REDUCE, bucket)
+    return accs.group.net.exchange(list(enumerate(received)), list(enumerate(sent)), REDUCE, bucket)
 
 
 def _received_rows(accs: Accumulators, bucket: int, buffer: str) -> Tensor:
@@ -120,10 +120,7 @@ def _place(accs: Accumulators, bucket: int) -> int:
 def exchange_updates(accs: Accumulators, bucket: int, buffer: str) -> None:
     rows = _difference_rows(accs, bucket, buffer)
     log.debug("bucket %d: the differences of its weights are gathered", bucket)
-    if accs.plan.has_levels:
-        accs.group.exchange_net(GATHER, bucket, rows, [rows[_place(accs, bucket)]] * len(rows)).wait()
-    else:
-        accs.group.gather_rows(rows, GATHER, bucket).wait()
+    accs.group.net.gather_rows(rows, GATHER, bucket).wait()
 
 
 def apply_update(accs: Accumulators, bucket: int, dst: str, src: str) -> None:

@@ -112,14 +112,14 @@ class FlatLayout:
         return start, start + self.numel_shard
 
     @property
-    def order(self) -> list[int] | None:
-        """Each rank's shard; None: rank r has shard r."""
-        return None if self.num_hosts == 1 else [self.shard_of(rank) for rank in range(self.world_size)]
+    def numel_host_range(self) -> int:
+        """H shards."""
+        return self.num_hosts * self.numel_shard
 
     def host_range(self, rank: int) -> tuple[int, int]:
         """Elements [start, stop) that the l-th ranks of all hosts reduce with each other: H shards."""
-        start = self.shard_of(rank) // self.num_hosts * self.num_hosts * self.numel_shard
-        return start, start + self.num_hosts * self.numel_shard
+        start = self.shard_of(rank) // self.num_hosts * self.numel_host_range
+        return start, start + self.numel_host_range
 
     @cached_property
     def runs(self) -> dict[int, tuple[int, int]]:

@@ -6,6 +6,7 @@ tends to finish them; PyTorch DDP, arXiv:2006.15704), and packed into buckets of
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,15 @@ FIRST_FROZEN = 100_000  # the number of the first bucket of frozen parameters (`
 MOVED = ""  # the name of a slot there whose parameter trains now, and is in another bucket
 
 LOADED = "load_state_dict"  # in a rank's journal: what the optimizer was given, 1: taken, 0: refused
+
+
+class Level(enum.Enum):
+    """Between which ranks an exchange goes by messages."""
+
+    ALL = "all that share one state"
+    HOST = "those of one host"
+    NET = "those of one number on all hosts"
+    REPLICAS = "those with the same shard"
 
 
 @dataclass(frozen=True)
@@ -164,6 +174,12 @@ class Plan:
         return self.topology.has_levels
 
     @property
+    def sums_in_place(self) -> bool:
+        """Whether the ranks of a host exchange messages first, and sum them where each had its own gradients: the start
+        of that buffer. So this level needs no buffer."""
+        return self.has_levels and not self.topology.reads_memory
+
+    @property
     def reads_weights(self) -> bool:
         """Whether a gather reads the other ranks' weights where they lie."""
         if self.placement.shards_weights and self.has_levels:
@@ -172,23 +188,25 @@ class Plan:
 
     @property
     def reduces_twice(self) -> bool:
-        """Whether a reduction sums over the ranks of a host first, and then between hosts; or over those of one replica
-        first, and then between replicas."""
-        return self.has_levels or (self.num_replicas > 1 and self.world_size > 1)
+        """Whether a reduction makes a ``host_sum``: over the ranks of a host in memory, and then between hosts; or over
+        those of one replica, and then between replicas."""
+        in_memory = self.has_levels and self.topology.reads_memory
+        return in_memory or (self.num_replicas > 1 and self.world_size > 1)
 
     def numel_host_sum(self, bucket: Bucket) -> int:
-        """Elements of the sum that the first of two reductions makes; 0 with one reduction."""
+        """Elements of a ``host_sum``; 0 without one."""
         if not self.reduces_twice:
             return 0
-        return bucket.layout.numel_shard * (self.topology.num_hosts if self.has_levels else 1)
+        return bucket.layout.numel_host_range if self.reads_rows else bucket.layout.numel_shard
 
     def nbytes_recv(self, bucket: Bucket) -> int:
         """Bytes that a reduction of this bucket receives in messages, at one time."""
         if self.num_ranks == 1:
             return 0
         if self.reduce_bits:
-            return largest(self, bucket, self.reduce_bits)[1]
-        second = self.numel_host_sum(bucket) * bucket.net_dtype.itemsize if self.has_levels else 0
+            encoded = largest(self, bucket, self.reduce_bits)[1]
+            return max(encoded, bucket.numel * bucket.reduce_dtype.itemsize) if self.sums_in_place else encoded
+        second = bucket.layout.numel_host_range * bucket.net_dtype.itemsize if self.has_levels else 0
         if self.num_replicas > 1:
             second = bucket.layout.numel_shard * bucket.acc_dtype.itemsize
         if self.world_size == 1 or self.reads_rows:
@@ -253,6 +271,15 @@ class Plan:
             for b in self.with_weights
         ]
         return "\n".join([f"stage {self.placement.stage}, W={self.world_size}, reduce={self.reduce}", *rows])
+
+
+def level_of(plan: Plan, *, is_of_sums: bool, among: str | None) -> Level:
+    """Of an exchange in a reduction. ``is_of_sums``: it sends a ``host_sum``; ``among``: see `zc.schedule.spec`."""
+    if among is not None:
+        return Level.HOST
+    if plan.num_replicas > 1 and (is_of_sums or plan.world_size == 1):
+        return Level.REPLICAS
+    return Level.NET if is_of_sums or plan.sums_in_place else Level.ALL
 
 
 def make_plan(

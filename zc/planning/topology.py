@@ -23,8 +23,13 @@ class Topology:
 
     @property
     def has_levels(self) -> bool:
-        """Whether exchanges have two levels: memory inside a host, messages between hosts."""
-        return self.num_hosts > 1 and self.ranks_per_host > 1 and self.reads_memory
+        """Whether exchanges have two levels: inside a host, and between the ranks with one number on all hosts."""
+        return self.num_hosts > 1 and self.ranks_per_host > 1
+
+    def of_host(self, rank: int) -> tuple[int, ...]:
+        """The ranks of its host, this one included, ascending."""
+        first = self.host_of(rank) * self.ranks_per_host
+        return tuple(range(first, first + self.ranks_per_host))
 
     def across(self, rank: int) -> tuple[int, ...]:
         """The ranks with the same number on each host, this one included, in the order of hosts."""
@@ -35,8 +40,7 @@ class Topology:
 
     def neighbours(self, rank: int) -> tuple[int, ...]:
         """The other ranks of its host, ascending."""
-        first = self.host_of(rank) * self.ranks_per_host
-        return tuple(r for r in range(first, first + self.ranks_per_host) if r != rank)
+        return tuple(r for r in self.of_host(rank) if r != rank)
 
     def __str__(self) -> str:
         hosts = f"{self.num_hosts} host{'s' * (self.num_hosts > 1)} of {self.ranks_per_host}"

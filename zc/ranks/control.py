@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,12 +18,13 @@ from zc import torch_private
 from zc.errors import PlanError, RankMismatchError
 from zc.planning.plan import Plan
 from zc.planning.topology import Topology, flat
+from zc.ranks.exchanges import Exchanges
 from zc.ranks.groups import Groups
-from zc.ranks.journal import Entry, Journal
+from zc.ranks.journal import Journal
 from zc.ranks.neighbours import Neighbours
 from zc.ranks.topology import find
 from zc.ranks.watch import Watch
-from zc.ranks.work import Call, Step, Work, collective, messages
+from zc.ranks.work import Call, Work, collective, messages
 
 _COMPILE = "zc.compile or zc.close"
 _KNOCK = 0x7A63  # the tag of the first messages between ranks, on the caller's group
@@ -50,7 +50,7 @@ def patience(of_group: timedelta | None) -> float:
     return float(seconds) if seconds else (of_group or timedelta(minutes=10)).total_seconds()
 
 
-class Control:
+class Control(Exchanges):
     """The ranks of one model. W = ``world_size``; with one rank no process group is needed or used.
 
     Without ``is_near``, ranks only send messages, wherever they are. Without ``reads_memory``, they do not read each
@@ -66,14 +66,11 @@ class Control:
         reads_memory: bool = True,
         whole: Control | None = None,
     ) -> None:
-        self.rank, self.world_size = 0, 1
+        super().__init__(0, 1, None if whole is None else whole.journal)
         self.control: dist.ProcessGroup | None = None
-        self.journal: Journal | None = None if whole is None else whole.journal
         self.timeout: timedelta | None = None  # of the collectives of the caller's group
-        self._nbytes_sent: Counter[str] = Counter()  # by kind of exchange, by this rank
         self._given = group
         self._is_whole = whole is None
-        self._between, self._keeps_journal = "", True
         self._may_read_memory = reads_memory
         self._groups: Groups | None = None
         self.topology: Topology = flat(1)
@@ -188,36 +185,10 @@ class Control:
         assert self.journal is not None
         return f"note/{self.journal.name}/{hashlib.sha256(note.encode()).hexdigest()}"
 
-    def take_nbytes_sent(self) -> Counter[str]:
-        """Bytes that this rank has sent since the last call, by kind of exchange."""
-        sent, self._nbytes_sent = self._nbytes_sent, Counter()
-        return sent
-
-    def _begin(self, kind: str, index: int, nbytes: int) -> Entry:
-        """Records the start of an exchange in which this rank sends ``nbytes``, or other ranks read them."""
-        self._nbytes_sent[kind + self._between] += nbytes
-        if self.journal is not None and self._keeps_journal:
-            self.journal.enter(kind, index)
-        return kind, index
-
-    def _others(self, nbytes: int) -> int:
-        """The bytes for other ranks, of ``nbytes`` with one part per rank."""
-        return nbytes * (self.world_size - 1) // self.world_size
-
     @property
     def _all_near(self) -> Neighbours | None:
         """The other ranks, if all of them are on this host."""
         return self._neighbours if self.topology.num_hosts == 1 else None
-
-    def _post(self, start: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Starts an exchange of torch.distributed. A broken connection may raise here already, not only in the wait."""
-        try:
-            return start(*args, **options)
-        except RuntimeError as error:
-            raise (self.journal.explained(error) if self.journal is not None else error) from error
-
-    def _work(self, entry: Entry | str, *steps: Step) -> Work:
-        return Work(entry, *steps, journal=self.journal)
 
     def _gather_by_pairs(self, row: Tensor) -> Tensor:
         """[W, n]: every rank's row [n], in host memory. It is not a collective, so a rank that left another collective

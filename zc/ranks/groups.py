@@ -71,13 +71,17 @@ class Groups:
         *,
         like: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
+        members: Sequence[int] | None = None,
     ) -> dist.ProcessGroup:
         """Makes another group; every rank calls it. ``backend``: None means that of host memory. ``timeout``: None
-        means the backend's own. ``like`` and ``device``: see `torch_private.new_group`."""
+        means the backend's own. ``like`` and ``device``: see `torch_private.new_group`. ``members``: by their numbers
+        among all, this rank's part of them, which are divided into such groups; None: all."""
         self._known.count += 1
-        name = f"zc/{'_'.join(map(str, self._ranks))}/{self._known.count}"
+        name, ranks = f"zc/{'_'.join(map(str, self._ranks))}/{self._known.count}", self._ranks
+        if members is not None:
+            name, ranks = f"{name}/{'_'.join(map(str, members))}", tuple(self._ranks[k] for k in members)
         group = torch_private.new_group(
-            self._ranks, backend or self._backend, name, timeout, high_priority=True, like=like, device=device
+            ranks, backend or self._backend, name, timeout, high_priority=True, like=like, device=device
         )
         self._held[self._known.count] = group, [], []
         return group

@@ -134,8 +134,10 @@ def plan(
     used = replace(hosts, reads_memory=ranks_per_host is not None)
     if num_replicas > 1:  # as `zc.ranks.comm.Group.split` has it
         shard = world_size // num_replicas
-        is_inside = ranks_per_host is not None and ranks_per_host % shard == 0
-        used = Topology(1, shard, reads_memory=True) if is_inside else flat(shard)
+        on_host = ranks_per_host or 1
+        used = Topology(1, shard, reads_memory=True) if on_host % shard == 0 else flat(shard)
+        if shard % on_host == 0 and shard > on_host:
+            used = Topology(shard // on_host, on_host)
     used = usable(used, config.reduce, {s.device.type for s in specs})
 
     def of_stage(number: int) -> Plan:

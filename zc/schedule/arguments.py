@@ -53,10 +53,11 @@ _FIELDS = {
     "bucket": _NUMBER, "slot": _NUMBER, "start": _NUMBER, "stop": _NUMBER, "slots": _Field(_all(_of(int))),
     "buffer": _BUFFER, "dst": _BUFFER, "src": _BUFFER, "via": _BUFFER, "spans": _Field(_all(_span)),
     "grad": _NODE, "work": _NODE, "grads": _NODES, "inputs": _NODES, "values": _NODES, "key": _TEXT, "how": _TEXT,
+    "among": _TEXT,
     "event": _Field(_event), "places": _Field(_all(_span)), "use": _NUMBER, "buckets": _Field(_all(_of(int))),
 }  # fmt: skip
 _EACH = ("inputs", "values")  # one argument each
-_KEYWORDS = ("spans", "how")  # left out where they are None
+_KEYWORDS = ("spans", "how", "among")  # left out where they are None
 
 
 def read(kind: type[Op], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Op:

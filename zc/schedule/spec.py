@@ -132,7 +132,18 @@ class Move(BufferOp, stream=COMM, reads=("src",), writes=("dst",)):
     src: Buffer
 
 
-class LaunchReduce(Move, role=Role.REDUCTION):
+WITHIN_HOST = "host"
+
+
+@dataclass(frozen=True)
+class Reduction(Move, role=Role.REDUCTION):
+    """``among``: WITHIN_HOST for the first of two levels by messages, among the ranks of this host; None: among all, or
+    of two levels between hosts."""
+
+    among: str | None = None
+
+
+class LaunchReduce(Reduction):
     """Starts the exchange of src into dst, and returns its work. Until its wait_reduce it reads src and writes dst,
     whatever else runs. Out of a ``host_sum`` it is the second reduction: between hosts, or between replicas."""
 
@@ -144,10 +155,12 @@ class WaitReduce(BufferOp, role=Role.REDUCTION, stream=COMM, reads=("src",), wri
     work: fx.Node
     dst: Buffer
     src: Buffer
+    among: str | None = None
 
 
-class Accumulate(Move, role=Role.REDUCTION, reads=("src", "dst")):
-    """acc (+)= mean over ranks of the rows in src; or host_sum <- their sum, which a second reduction takes."""
+class Accumulate(Reduction, reads=("src", "dst")):
+    """acc (+)= mean over ranks of the rows in src; or host_sum <- their sum, which a second reduction takes. Among the
+    ranks of a host: the start of dst, which the launch has sent, <- their sum, which the next launch takes."""
 
 
 class Quantise(Move, role=Role.REDUCTION):
@@ -343,4 +356,6 @@ def renamed(op: AnyOp, old: Buffer, new: Buffer) -> AnyOp:
 
 def completes_reduction(op: Op | None) -> bool:
     """Whether the node brings a bucket's mean over all ranks into an accumulator."""
+    if isinstance(op, Reduction) and op.among == WITHIN_HOST:
+        return False
     return isinstance(op, Accumulate | AccumulateQuantised | ReduceRows) and op.dst.kind != "host_sum"

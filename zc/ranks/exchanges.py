@@ -1,0 +1,139 @@
+"""The exchanges of gradients and weights between some ranks, over one process group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zc.ranks.journal import EXCHANGES, Entry, Journal
+from zc.ranks.pieces import joined, keep_own, lengths
+from zc.ranks.work import Step, Work, collective, messages
+
+
+def _all_gather() -> Any:
+    # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Exchanges:
+    """This rank is number ``rank`` of ``world_size``. ``between`` says in counts of bytes which ranks these are."""
+
+    def __init__(self, rank: int, world_size: int, journal: Journal | None, between: str = "") -> None:
+        self.rank, self.world_size, self.journal = rank, world_size, journal
+        self.data: dist.ProcessGroup | None = None
+        self._members: Sequence[int] | None = None  # the numbers of these ranks in `data`, if those are others
+        self._nbytes_sent: Counter[str] = Counter()  # by kind of exchange, by this rank
+        self._between, self._keeps_journal = between, True
+        self._device = torch.device("cpu")  # of the tensors that `data` takes
+        self._by_pairs = False
+        self._waits_on_stream = False
+
+    def take_nbytes_sent(self) -> Counter[str]:
+        """Bytes that this rank has sent since the last call, by kind of exchange."""
+        sent, self._nbytes_sent = self._nbytes_sent, Counter()
+        return sent
+
+    def _begin(self, kind: str, index: int, nbytes: int) -> Entry:
+        """Records the start of an exchange in which this rank sends ``nbytes``, or other ranks read them."""
+        self._nbytes_sent[kind + self._between] += nbytes
+        if self.journal is not None and self._keeps_journal:
+            self.journal.enter(kind, index)
+        return kind, index
+
+    def _others(self, nbytes: int) -> int:
+        """The bytes for other ranks, of ``nbytes`` with one part per rank."""
+        return nbytes * (self.world_size - 1) // self.world_size
+
+    def _post(self, start: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Starts an exchange of torch.distributed. A broken connection may raise here already, not only in the wait."""
+        try:
+            return start(*args, **options)
+        except RuntimeError as error:
+            raise (self.journal.explained(error) if self.journal is not None else error) from error
+
+    def _work(self, entry: Entry | str, *steps: Step) -> Work:
+        return Work(entry, *steps, journal=self.journal)
+
+    def _data_work(self, work: dist.Work | None, entry: Entry) -> Work:
+        """Of the data group: watched where it is the host that waits."""
+        return Work(entry, collective(work), journal=None if self._waits_on_stream else self.journal)
+
+    def all_to_all(self, out: Tensor, rows: Tensor, bucket: int) -> Work:
+        """out[s*S:(s+1)*S] on rank r <- rows[r*S:(r+1)*S] of rank s; both [P], contiguous. Asynchronous."""
+        entry = self._begin("reduce", bucket, self._others(rows.nbytes))
+        if not self._by_pairs:
+            return self._data_work(self._post(dist.all_to_all_single, out, rows, group=self.data, async_op=True), entry)
+        theirs, mine = out.view(self.world_size, -1), rows.view(self.world_size, -1)
+        work = self._between_pairs(list(theirs), list(mine), entry)
+        theirs[self.rank].copy_(mine[self.rank])  # while the others' rows are on their way
+        return work
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, bucket: int) -> Work:
+        """out [S] <- sum over ranks of this rank's rows of flat [P]. Asynchronous."""
+        entry = self._begin("reduce", bucket, self._others(flat.nbytes))
+        # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
+        call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return self._data_work(self._post(call, out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True), entry)
+
+    def all_gather(self, out: Tensor, shard: Tensor, what: str, bucket: int) -> Work:
+        """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. ``what`` is one of EXCHANGES.
+        Asynchronous."""
+        entry = self._begin(what, bucket, self._others(out.nbytes))
+        if not self._by_pairs:
+            return self._data_work(self._post(_all_gather(), out, shard, group=self.data, async_op=True), entry)
+        theirs = out.view(self.world_size, -1)
+        work = self._between_pairs(list(theirs), [shard] * self.world_size, entry)
+        if theirs[self.rank].data_ptr() != shard.data_ptr():
+            theirs[self.rank].copy_(shard)
+        return work
+
+    def gather_rows(self, rows: list[Tensor], what: str, bucket: int) -> Work:
+        """rows[r] <- those of rank r, of any length; this rank's own is there. Asynchronous."""
+        own = rows[self.rank]
+        entry = self._begin(what, bucket, own.nbytes * (self.world_size - 1))
+        if self._by_pairs:
+            return self._between_pairs(rows, [own] * self.world_size, entry)
+        return self._data_work(self._post(dist.all_gather, rows, own, group=self.data, async_op=True), entry)
+
+    def exchange(
+        self, received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, Tensor]], what: str, bucket: int
+    ) -> Work:
+        """Pieces of unequal length, each straight into its place: (rank, piece) ascending in rank, at most one per
+        rank. The pieces of either list are adjacent in memory. This rank's own is copied, unless it is there already.
+        ``what`` is one of EXCHANGES. Asynchronous; called by all ranks, also those without a piece."""
+        entry = self._begin(what, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
+        if not self._by_pairs:
+            out, rows = joined(received, sent, self._device), joined(sent, received, self._device)
+            splits = lengths(received, self.world_size), lengths(sent, self.world_size)
+            work = self._post(dist.all_to_all_single, out, rows, splits[0], splits[1], group=self.data, async_op=True)
+            return self._data_work(work, entry)
+        others = [(rank, piece) for rank, piece in received if rank != self.rank]
+        works = [self._pair(dist.irecv, piece, rank, entry) for rank, piece in others]
+        for rank, piece in sorted(sent, key=lambda item: (item[0] - self.rank) % self.world_size):
+            if rank != self.rank:
+                works.append(self._pair(dist.isend, piece, rank, entry))
+        keep_own(received, sent, self.rank)
+        return self._work(entry, messages(works))
+
+    def _between_pairs(self, received: list[Tensor], sent: list[Tensor], entry: Entry) -> Work:
+        """received[s] <- sent[this rank] of rank s, for all others, straight into place. (gloo's own all_gather fills
+        a buffer of [P] and copies it.)"""
+        works = []
+        for distance in range(1, self.world_size):  # each starts with its neighbour: no rank gets all messages at once
+            source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
+            works.append(self._pair(dist.irecv, received[source], source, entry))
+            works.append(self._pair(dist.isend, sent[target], target, entry))
+        return self._work(entry, messages(works))
+
+    def _pair(self, start: Callable[..., Any], tensor: Tensor, rank: int, entry: Entry) -> Any:
+        """A message to or from one rank. The tag names the exchange: on ranks that are out of step two different
+        buckets wait, and never mix."""
+        kind, index = entry
+        peer = rank if self._members is None else self._members[rank]
+        other = {"group_src" if start is dist.irecv else "group_dst": peer}
+        return self._post(start, tensor, group=self.data, tag=len(EXCHANGES) * index + EXCHANGES.index(kind), **other)
