@@ -106,6 +106,7 @@ PROVIDERS = {
     "zc stage 2, overlap_gather, int4": _zc(
         2, "--overlap-gather", "--reduce-dtype", "int8", "--gather-dtype", "int4", by_default=False
     ),
+    "zc stage 2, eager, int8": _zc(2, *EAGER, *INT8, by_default=False),
     "zc stage 1, write_in_place": _zc(1, "--write-in-place"),
     "zc stage 2, write_in_place": _zc(2, "--write-in-place", by_default=False),
     "zc stage 2, native reduction": _zc(2, "--reduce", "native"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from tiers import full_only
 
 from bench import turns
+from bench.cases.models import GPT, GPTConfig
 from bench.report import rows, tables
 
 RIGHT = [5.0, 4.0, 3.0]
@@ -56,3 +58,25 @@ def test_two_ranks_in_turn(tmp_path: Path) -> None:
     assert found[0]["ratio"] == "1.0000" and float(found[1]["ratio"]) != 1.0
     lines = tables.turns(path, {"case": "tiny"}).splitlines()
     assert lines[2].startswith("| zc stage 2, eager |") and f"| {float(found[1]['ratio']):.3f} |" in lines[3]
+
+
+def test_each_system_has_graphs_of_its_own() -> None:
+    """Dynamo keeps graphs at the code object: a second model of a class takes those of the first."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    x = torch.zeros(1, 8, dtype=torch.int64)
+    for change, expected in ((lambda model: model, 1), (turns.with_own_code, 2)):
+        torch.compiler.reset()
+        graphs.clear()
+        losses = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = change(GPT(GPTConfig(vocab=16, seq=8, layers=1, width=16, heads=2)))
+            assert isinstance(model, GPT) and type(model).__name__ == "GPT"
+            losses.append(torch.compile(model, backend=backend)(x, x).item())
+        assert len(graphs) == expected and losses[0] == losses[1]
+    torch.compiler.reset()
