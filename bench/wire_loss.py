@@ -13,8 +13,10 @@ import csv
 import datetime
 import math
 import os
+import shlex
 import statistics
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,7 @@ def main() -> None:
                 "options": name, "held_out_loss": f"{result['held_out']:.5f}",
                 "from_fp32": f"{result['held_out'] - exact['held_out']:+.5f}",
                 "largest_of_first_20": f"{max(abs(a - b) for a, b in first):.5f}",
+                "command": shlex.join(["python", "-m", "bench.wire_loss", *sys.argv[1:]]).replace(str(args.out), "OUT"),
             }  # fmt: skip
             if dist.get_rank() == 0:
                 print(row, flush=True)
