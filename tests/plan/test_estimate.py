@@ -74,6 +74,18 @@ def test_options_left_out_are_those_of_zc_compile() -> None:
     assert line.endswith("113.2 MB sent per step. Stage 1: 58.7 MB per rank, 25.2 MB sent."), line
 
 
+def test_frozen_parameters_are_shards_in_stage_3_alone() -> None:
+    """A bf16 backbone of 1,024 x 1,024 on 8 ranks: 2 / 8 bytes a parameter; an adapter of 1,024 x 4 in fp32."""
+    with torch.device("meta"):
+        backbone = nn.Linear(1024, 1024, bias=False, dtype=BF16).requires_grad_(False)
+        model = nn.Sequential(backbone, nn.Linear(1024, 4, bias=False))
+    found = zc.plan(model, world_size=8, stage=3)
+    assert found.device["frozen"] == 2 * 1024**2 // 8 and found.device["weight"] == 4 * 4096 // 8
+    assert found.device["arena"] == 2 * 2 * 1024**2  # the frozen bucket, and the next one as large
+    assert found.wire["parameters"] == 2 * (7 * 2 * 1024**2 // 8 + 7 * 4 * 4096 // 8)
+    assert "frozen" not in zc.plan(model, world_size=8, stage=2).device
+
+
 def test_state_on_a_disk() -> None:
     """By hand: bf16, 4 ranks; two moments and the master of each of the S elements, the moments read and written."""
     numel = 4 * 2**20

@@ -126,7 +126,7 @@ def sent(plan: Plan, microbatches: int) -> dict[str, int]:
         reduced += sum(b.layout.numel_shard * between * b.net_dtype.itemsize for b in plan.buckets)
     reduced += sum(sent_to_replicas(plan, b) for b in plan.buckets)
     gathers = 2 * microbatches if plan.placement.shards_weights else 1  # at most: some stay from forward to backward
-    gathered = gathers * sum(b.layout.numel_shard * others * b.param_dtype.itemsize for b in plan.buckets)
+    gathered = gathers * sum(b.layout.numel_shard * others * b.param_dtype.itemsize for b in plan.with_weights)
     if plan.reduce_bits:
         inside_a_host = plan.has_levels * inside
         reduced = sum(b.numel // hosts.ranks_per_host * inside_a_host * b.reduce_dtype.itemsize for b in plan.buckets)
@@ -166,7 +166,7 @@ def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> di
     reduced = others * sum(b.layout.numel_shard * wire.itemsize for b, wire in zip(plan.buckets, wires, strict=True))
     if copies:
         reduced += copies * sum(sent_to_replicas(plan, b) for b in plan.buckets) // (plan.num_replicas - 1)
-    gathered = others * sum(b.layout.numel_shard * b.param_dtype.itemsize for b in plan.buckets)
+    gathered = others * sum(b.layout.numel_shard * b.param_dtype.itemsize for b in plan.with_weights)
     if plan.reduce_bits:
         reduced = sum(_encoded_between_hosts(plan, b, plan.reduce_bits, others) for b in plan.buckets)
     if plan.gather_bits:

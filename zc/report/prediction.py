@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zc.checks import check_encodings, check_replicas, trainable
+from zc.checks import check_encodings, check_replicas, shardable, trainable
 from zc.config import Config
 from zc.errors import PlanError
 from zc.planning.blocks import find_kinds
+from zc.planning.frozen import with_frozen
 from zc.planning.layout import Rule, own_strides
 from zc.planning.nbytes import STATES
 from zc.planning.placement import PLACEMENTS
@@ -141,13 +142,15 @@ def plan(
     used = usable(used, config.reduce, {s.device.type for s in specs})
 
     def of_stage(number: int) -> Plan:
-        return make_plan(
+        trained = make_plan(
             specs, world_size=used.world_size, num_replicas=num_replicas, placement=PLACEMENTS[number],
             reduce=config.reduce, reduce_dtype=config.reduce_dtype, gather_dtype=config.gather_dtype, topology=used,
             bucket_nbytes=config.bucket_nbytes, num_buffers=config.num_buffers, overlap=True, offload=config.host,
             rules=rules, kinds=find_kinds(model),
             weight_nbytes=config.weight_nbytes if PLACEMENTS[number].shards_weights else None,
         )  # fmt: skip
+        frozen = shardable(model, params) if trained.placement.shards_weights else {}
+        return with_frozen(trained, frozen, config.bucket_nbytes)
 
     its_plan = of_stage(config.stage)
     chosen = estimate(its_plan, classes, microbatches, config.offload, rates, hosts)

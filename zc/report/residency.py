@@ -28,10 +28,12 @@ def table(residency: Residency, plan: Plan) -> str:
 
 def expected_uses(plan: Plan) -> Uses:
     """A forward and backward of a model that is not compiled yet: buckets in the order of registration, and back."""
-    buckets = [(bucket.index,) for bucket in plan.buckets]  # bucket 0 has what was registered last
+    # bucket 0, and the first of the frozen ones, have what was registered last
+    buckets = [(bucket.index,) for bucket in (*plan.buckets, *plan.frozen)]
     return (*reversed(buckets), *buckets)
 
 
 def predicted(plan: Plan) -> str:
     """The table of that forward and backward."""
-    return table(plan_residency(expected_uses(plan), [b.nbytes for b in plan.buckets], plan.weight_cap), plan)
+    nbytes = {bucket.index: bucket.nbytes for bucket in plan.with_weights}
+    return table(plan_residency(expected_uses(plan), nbytes, plan.weight_cap), plan)
