@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,10 +130,12 @@ def launched(*command: str, ranks: int) -> str:
     return done.stdout
 
 
-def _example(rank: int, world_size: int, name: str) -> str:
+def _example(rank: int, world_size: int, name: str, *arguments: str, backend: str = "inductor") -> str:
     """Job: what the script prints. The group and the environment are those of the rank process, not torchrun's."""
     printed, nothing = io.StringIO(), mock.Mock()
     with (
+        mock.patch.object(sys, "argv", [name, *arguments]),
+        mock.patch.object(zc, "compile", partial(zc.compile, backend=backend)),
         environment(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)),
         mock.patch.multiple(dist, init_process_group=nothing, destroy_process_group=nothing),
         contextlib.redirect_stdout(printed),
@@ -147,6 +150,34 @@ def test_the_script_trains_as_ddp_does() -> None:
     losses = [[float(loss) for loss in re.findall(r"step \d+: loss (\S+)", text)] for text in ends]
     assert len(losses[0]) == 5 and losses[0][-1] < 0.7 * losses[0][0]
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+
+
+def _large(rank: int, world_size: int, name: str, folder: str) -> str:
+    return _example(rank, world_size, name, folder, backend="eager")
+
+
+def test_a_model_that_no_rank_holds_is_trained_and_exported(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    printed = run_ranks(_large, 2, "large_model.py", str(tmp_path / "model"), timeout=200.0)[0]
+    first, *_, last = (float(loss) for loss in re.findall(r"step \d+: loss (\S+)", printed))
+    assert last < first and "generated [" in printed
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    (exported,) = (tmp_path / "model" / "exported").glob("*.safetensors")
+    weights = safetensors.load_file(exported)
+    assert weights.keys() <= model.state_dict().keys() and not weights["lm_head.weight"].equal(model.lm_head.weight)
+
+
+def test_adapters_train_on_a_backbone_in_shards(tmp_path: Path) -> None:
+    """172,608 parameters in bf16: two bytes each, of which each of two ranks has half, and padding."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    printed = run_ranks(_large, 2, "lora.py", str(tmp_path / "model"), timeout=200.0)[0]
+    first, *_, last = (float(loss) for loss in re.findall(r"step \d+: loss (\S+)", printed))
+    assert last < first and "172,608 frozen parameters: 172,672 bytes on a rank of 2" in printed
+    backbone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    adapted = peft.PeftModel.from_pretrained(backbone, tmp_path / "model" / "adapter")
+    assert any(param.abs().max() > 0 for name, param in adapted.named_parameters() if "lora_B" in name)
 
 
 def test_the_plain_script_runs(capsys: pytest.CaptureFixture[str]) -> None:
