@@ -30,15 +30,16 @@ class Net(nn.Module):
         return x
 
 
-def storages() -> dict[int, int]:
-    """Bytes by storage. Stand-ins for gradients and fake tensors have a size and no memory."""
+def storages() -> dict[int, tuple[int, Tensor]]:
+    """Bytes by storage, with a tensor that keeps its address from being used again. Stand-ins for gradients and fake
+    tensors have a size and no memory."""
     gc.collect()
-    nbytes = {}
+    nbytes: dict[int, tuple[int, Tensor]] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for each in gc.get_objects():
             is_real = type(each) in (Tensor, nn.Parameter) or type(each).__name__ == "AbsentParameter"
             if is_real and each.device.type == "cpu":
-                nbytes[each.untyped_storage()._cdata] = each.untyped_storage().nbytes()
+                nbytes[each.untyped_storage()._cdata] = each.untyped_storage().nbytes(), each
     return nbytes
 
 
@@ -69,7 +70,7 @@ def measured(rank: int, world_size: int, backend: str) -> list[tuple[int, int, i
             net(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        held = sum(nbytes for key, nbytes in storages().items() if key not in before) - 4 * x.numel()
+        held = sum(nbytes for key, (nbytes, _) in storages().items() if key not in before) - 4 * x.numel()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
             net(x).square().mean().backward()
         rows.append((stage, cap, held, most_nbytes(prof)))

@@ -49,8 +49,8 @@ def update(what: str, column: str) -> Row:
     return Row("host_adamw.csv", column, {"what": what})
 
 
-def loss(options: str) -> Row:
-    return Row("wire_loss.csv", "held_out_loss", {"options": options, "updates": "60"})
+def loss(options: str, updates: str, column: str = "held_out_loss") -> Row:
+    return Row("wire_loss.csv", column, {"options": options, "updates": updates, "rate": "constant"})
 
 
 ZC, DDP = "zc stage 2", "DDP + compile"
@@ -90,10 +90,14 @@ FIGURES: list[tuple[str, str, list[Row]]] = [
         for text, name in (("zc", "zc stage 2, offload"),
                            ("DeepSpeed 0.19.8 with its CPUAdam", "DeepSpeed ZeRO-2, offload + compile"))
     ),
+    ("docs/multinode.md", r"\| fp32, fp32 \| ([\d.]+) \| ([\d.]+) \|", [loss("fp32", "60"), loss("fp32", "1000")]),
     (
-        "docs/multinode.md",
-        r"loss ([\d.]+) in fp32, ([\d.]+) with int8\n.*gradients, ([\d.]+) with int8 .*, ([\d.]+) with 4-bit",
-        [loss(options) for options in ("fp32", "int8", "int8, int8", "int8, int4")],
+        "docs/multinode.md", r"int8, int8 differences \| \+([\d.]+) \| \+([\d.]+) \|",
+        [loss("int8, int8", n, "from_fp32") for n in ("60", "1000")],
+    ),
+    (
+        "docs/multinode.md", r"int8, 4-bit differences \| -[\d.]+ \| \+([\d.]+) \|",
+        [loss("int8, int4", "1000", "from_fp32")],
     ),
     *(
         ("docs/checkpoints.md", text, [Row("checkpoint.csv", column, {})])

@@ -36,7 +36,7 @@ def test_what_is_needed_counts_every_rank_of_this_machine(monkeypatch: pytest.Mo
     needed = {"master_shard": 100, "optimizer_state": 200}
     machine.check_room(needed, 2, 600)
     machine.check_room(needed, 2, None)  # nobody says
-    with pytest.raises(PlanError, match=r"needs 900 bytes of host memory for 3 rank\(s\).* 800 are available"):
+    with pytest.raises(PlanError, match=r"needs 900 bytes of memory for 3 rank\(s\).* 800 are available"):
         machine.check_room(needed, 3, 800)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert machine.ranks_on_this_host(16) == 4 and machine.ranks_on_this_host(2) == 2

@@ -60,7 +60,7 @@ def copy_of_the_repository(to: Path) -> Path:
     to.mkdir(parents=True)
     for name in ("zc", "passes", "kernels", *BESIDE):
         shutil.copytree(ROOT / name, to / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".*cache"))
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "Makefile"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "Makefile", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, to / name)
     return to
 

@@ -184,7 +184,8 @@ def difference_lost(graph: fx.Graph) -> Iterator[Mutant]:
     for encode, send, add in zip(encodes, sends, adds, strict=True):
         for node in (encode, send, add):
             yield _erased(node)
-            yield _doubled(node)
+        yield _doubled(send)
+        yield _doubled(add)  # an encode that is doubled writes the same bits again
         yield _moved(add, encode)
 
 
