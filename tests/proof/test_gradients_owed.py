@@ -160,7 +160,7 @@ def test_between_hosts_nothing_encoded_can_be_lost(stage: int, overlap_gather: b
             for name, edit in gradient_mutants.KINDS[kind](graph):
                 total += 1
                 assert examine(mutants.edited(graph, edit), plan).faults, name
-    assert total == 3 * 4 + 3 * 7
+    assert total == 3 * 4 + 3 * 6
     of_load = plan.exact_gathers()
     exact = placed(of_load, gather_graph(of_load, range(3)))
     assert not examine(exact, of_load) and examine(exact, plan).faults, "an exact gather is of another plan"
