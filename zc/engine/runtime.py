@@ -30,6 +30,7 @@ from zc.engine.overlap_gather import WeightGather
 from zc.engine.program import Program
 from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.streams import Streams, ThreadStreams
+from zc.engine.weight_uses import WeightUses
 from zc.errors import UncoveredGradientError, ZcError
 from zc.log import log
 from zc.planning.plan import Bucket, Plan
@@ -75,8 +76,9 @@ class Runtime(Core):
         self.eager = EagerGradients(streams, self.passes, self.bind)
         if group.journal is not None:
             group.journal.has_raised = partial(_has_raised, weakref.ref(self.eager))
-        shards_weights = plan.placement.shards_weights
-        self.weights: WeightGather | ShardedWeights = ShardedWeights(self) if shards_weights else WeightGather(self)
+        self.weights: WeightGather | ShardedWeights = (
+            ShardedWeights(self, WeightUses(self)) if plan.placement.shards_weights else WeightGather(self)
+        )
         self.listeners: list[Listener] = []
         self.hooks: list[RemovableHandle] = []  # on parameters
         self._phase = Phase.OPEN

@@ -1,20 +1,7 @@
 """Stage 3 on one rank: the shards of the weights, and which buckets are whole at this moment.
 
-A *pass* is one forward of the model, with its backward if there is one. Its compiled graphs read weights in *windows*
-(`zc.passes.window_weights`), and each window asks here for its buckets: the pass's next *use*. The order of the uses is
-that of the pass before. So the gathers of a pass are planned, proved, and run piece by piece, one piece before each use
-(`zc.planning.residency`)::
-
-    pass before     (3,) (2,) (1,) () (1,) (2,) (3,) ()      forward, then backward
-    piece 0         gather 3, gather 2, read 3
-    piece 1         free 3, gather 1, read 2
-    ...
-
-A pass with another order goes on right and slower: from there on each use gathers its own buckets when it comes.
-
-Code that is not compiled reads the parameters themselves. Before it runs, their buckets become *whole*: each parameter
-gets its bytes back, and keeps them until the update, since autograd may have saved views of them. In a forward without
-gradients they go at its end.
+The compiled graphs of a pass, a forward with its backward, read weights in windows (`zc.engine.weight_uses`). For code
+that is not compiled, buckets become whole (`zc.engine.whole_params`). A forward without gradients frees its own again.
 """
 
 from __future__ import annotations
@@ -22,79 +9,45 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
 from zc.engine.absent import Absent
-from zc.engine.memory_order import flattened, in_shape
+from zc.engine.memory_order import in_shape
 from zc.engine.owners import spread_shards
-from zc.engine.program import Program, build
+from zc.engine.program import Program
 from zc.engine.shard_reads import ShardReads
+from zc.engine.whole_params import WholeParams, every_bucket, params_in
 from zc.errors import ZcError
-from zc.kernels import adopt_writes
-from zc.passes import insert_events, place_on_streams, verify
-from zc.passes.weights_schedule import build_weights_schedule
-from zc.planning.layout import Slot
-from zc.planning.plan import MOVED, Bucket
-from zc.planning.residency import Extent, Residency, Uses, plan_residency
-from zc.schedule.buffer import Buffer
-from zc.schedule.codegen import Run, load_pieces
-from zc.schedule.nodes import put
-from zc.schedule.spec import GatherWeights, Publish
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
+    from zc.engine.weight_uses import PlannedPass, WeightUses
 
-_WHOLE = (place_on_streams.PASS, insert_events.PASS, verify.PASS)
 MANY_EVALUATED = 32
-MAX_ORDERS = 16  # of passes, planned ahead; further ones gather as they come
-
-
-@dataclass(frozen=True)
-class Step:
-    """One pass, planned: a piece of its schedule before each use, and one after the last."""
-
-    uses: Uses
-    residency: Residency
-    graph: fx.Graph
-    pieces: Sequence[Run]
 
 
 class ShardedWeights:
     """The weights of one model on one rank. The streams that read and write them are the plan's."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, uses: WeightUses) -> None:
         self._core = weakref.ref(core)
         core.accumulators.on_take = self.take
         self.hooks: list[RemovableHandle] = []  # on modules
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.absent = Absent(self._read_by_eager_code)
         self._reads = ShardReads()
-        self._operations = core.bind({})
-        self._singles: dict[Uses, Step] = {}  # of one use each
-        self._steps: dict[Uses, Step] = {}  # of whole passes
-        self._order: list[tuple[int, ...]] = []  # uses of the pass so far
-        self._expected: dict[int, Uses] = {}  # by the number of the pass in its update; -1: without gradients
-        self._number = 0  # of the pass that runs
+        self._uses = uses
+        self._whole = WholeParams(core, self._reads)
         self._num_evaluated = 0  # forwards without gradients, in a row
         self._num_passes = 0  # with gradients, since the last update
-        self._step: Step | None = None
-        self._position = 0
-        self._whole: set[int] = set()
         # bucket and slot of parameters that were frozen -> those of now. Dynamo does not compile a graph without
         # gradients again when a parameter begins to ask for one
         self._moved: dict[tuple[int, int], tuple[int, int]] = {}
-        self._asked: set[int] = set()  # those that code which is not compiled has read since the last update
-        self._bucket_of: dict[int, int] = {}  # by the parameter's id
-        self._versions: dict[str, int] = {}  # of whole parameters, as they became whole
-        self._whole_programs: dict[int, Program] = {}
-        self._reasons: dict[str, set[int]] = {}  # why buckets became whole in this pass
-        self._said: set[str] = set()  # those of earlier passes
         self._task = -1  # autograd's number of the backward that runs
         self._depth = 0  # forwards of the model inside one another
         self._is_exposed = False  # inside zc.whole_parameters
@@ -110,13 +63,13 @@ class ShardedWeights:
 
     def take(self, places: Sequence[tuple[int, int]]) -> list[Tensor]:
         """The next window of a compiled graph: its parameters, [shape] each, until the window after it."""
-        core = self._found()
+        core = self._core_alive()
         if self._moved:
             places = [self._moved.get(place, place) for place in places]
         if torch_private.saved_tensors_are_copied():
-            self._make_whole_for("hooks on what autograd saves may read", {bucket for bucket, _ in places})
-        buckets = tuple(sorted({bucket for bucket, _ in places} - self._whole))
-        at = {extent.bucket: extent.start for extent in self._use(core, buckets)}
+            self._whole.make_for("hooks on what autograd saves may read", {bucket for bucket, _ in places})
+        buckets = tuple(sorted({bucket for bucket, _ in places} - self._whole.buckets))
+        at = {extent.bucket: extent.start for extent in self._uses.next(buckets)}
         flat = {b: core.buffers.gathered("arena[0]", core.plan.bucket(b), at[b]) for b in buckets}
         taken = []
         for bucket, number in places:
@@ -128,60 +81,12 @@ class ShardedWeights:
                     taken.append(core.placed[slot.name].detach())
         return taken
 
-    def _use(self, core: Core, buckets: tuple[int, ...]) -> Sequence[Extent]:
-        """The next use of this pass: runs the piece before it, and returns where it reads."""
-        step = self._step
-        if step is None or self._position >= len(step.uses) or step.uses[self._position] != buckets:
-            if step is not None and step.uses in self._steps and self._position < len(step.uses):
-                core.say_once(
-                    "stage 3: a forward or backward read other weights than the one before it, or in another order: "
-                    "there it gathers each bucket when it is read, not ahead"
-                )
-            self._close_step(core)
-            self._start(core, (buckets,), self._singles)
-        step = self._step
-        assert step is not None
-        step.pieces[self._position]({}, core.streams, self._operations)
-        reads = step.residency.pieces[self._position].reads
-        self._order.append(buckets)
-        self._position += 1
-        if self._position == len(step.uses) > 1 and not buckets:
-            self._finish_step(core)
-        return reads
-
-    def _start(self, core: Core, uses: Uses, steps: dict[Uses, Step]) -> None:
-        if uses not in steps:
-            plan = core.plan
-            nbytes = {bucket.index: bucket.nbytes for bucket in plan.with_weights}
-            residency = plan_residency(uses, nbytes, plan.weight_cap)
-            graph = build_weights_schedule(plan, residency, verify=core.config.verify)
-            steps[uses] = Step(uses, residency, graph, load_pieces(graph))
-        self._step, self._position = steps[uses], 0
-        with torch.inference_mode(False):
-            core.buffers.make_arena(self._step.residency.nbytes)
-
-    def _finish_step(self, core: Core) -> None:
-        """The last piece: everything is freed."""
-        assert self._step is not None
-        self._step.pieces[-1]({}, core.streams, self._operations)
-        self._step = None
-
-    def _close_step(self, core: Core) -> None:
-        """No use follows in this order. A step that is left in the middle has gathers on their way."""
-        if self._step is None:
-            return
-        if self._position == len(self._step.uses):
-            self._finish_step(core)
-        else:
-            core.streams.join_main()
-            self._step = None
-
     # --- passes ---
 
     def _begin_pass(self, core: Core) -> None:
-        self._end_pass(core)
+        self._end_pass()
         self._reads.open(core)
-        self._number = self._num_passes if torch.is_grad_enabled() else -1
+        number = self._num_passes if torch.is_grad_enabled() else -1
         self._num_evaluated = 0 if torch.is_grad_enabled() else self._num_evaluated + 1
         if self._num_evaluated == MANY_EVALUATED:
             core.say_once(
@@ -189,21 +94,16 @@ class ShardedWeights:
                 "gathered all weights each. Inside `with zc.whole_parameters(model):` they are gathered once"
             )
         self._num_passes += torch.is_grad_enabled()
-        expected = self._expected.get(self._number) or self._expected.get(self._number - 1 if self._number > 0 else 0)
-        if expected is not None and (expected in self._steps or len(self._steps) < MAX_ORDERS):
-            self._start(core, expected, self._steps)
+        self._uses.begin(number)
 
-    def _end_pass(self, core: Core) -> None:
-        if self._order and not self._is_trial:
-            self._expected[self._number] = tuple(self._order)
-        self._order.clear()
-        self._close_step(core)
-        self._say_reasons(core)
+    def _end_pass(self) -> None:
+        self._uses.end(is_order_kept=not self._is_trial)
+        self._whole.say_reasons()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The model's forward runs inside: compiled code finds plain parameters."""
-        core = self._found()
+        core = self._core_alive()
         is_outer = self._depth == 0 and not self._is_exposed
         breaks = torch_private.graph_breaks()
         if is_outer:
@@ -212,9 +112,9 @@ class ShardedWeights:
             if self.is_one_graph:
                 if self.may_break:
                     self._is_trial = True
-                    self.make_whole(self._every(core))
+                    self._whole.make(every_bucket(core))
                 self.absent.release()
-        before, has_grad = set(self._whole), torch.is_grad_enabled()
+        before, has_grad = set(self._whole.buckets), torch.is_grad_enabled()
         self._depth += 1
         try:
             with self._watching_dynamo(core) if is_outer and self.is_one_graph else nullcontext():
@@ -227,8 +127,8 @@ class ShardedWeights:
                     self.may_break = is_broken or (self.may_break and not self._is_first)
                     self._is_first = False
                 if not has_grad:
-                    self._end_pass(core)
-                    self._free(core, self._whole - before)
+                    self._end_pass()
+                    self._whole.free(self._whole.buckets - before)
                     core.buffers.drop_arena()
                 self._leave(core)
 
@@ -238,7 +138,7 @@ class ShardedWeights:
         together, so they wait until Dynamo has broken the graph, as it does on all of them."""
         if self._is_trial:
             return nullcontext()
-        everything = set(self._every(core))
+        everything = set(every_bucket(core))
 
         def num_breaks() -> int:
             return sum(times for why, times in torch_private.graph_breaks().items() if why != "skipped frames")
@@ -246,7 +146,7 @@ class ShardedWeights:
         known = num_breaks()
 
         def make_whole() -> None:
-            self._make_whole_for("code that Dynamo compiles anew may read", everything)
+            self._whole.make_for("code that Dynamo compiles anew may read", everything)
 
         def before() -> None:
             if core.plan.topology.reads_memory:
@@ -283,7 +183,7 @@ class ShardedWeights:
     def end_backward(self) -> None:
         self._task = -1
         if not self._is_exposed and self._depth == 0:
-            self._leave(self._found())
+            self._leave(self._core_alive())
 
     def _leave(self, core: Core) -> None:
         self.absent.leave(core.placed.values())
@@ -314,21 +214,21 @@ class ShardedWeights:
     @contextmanager
     def leaving(self, names: Iterable[str]) -> Iterator[None]:
         """Those of these parameters that are frozen are whole inside, where they move to buckets that train."""
-        core = self._found()
+        core = self._core_alive()
         where = core.plan.slot_of()
         before = {name: where[name] for name in names if name in where}
         buckets = {bucket for bucket, _ in before.values()}
-        self.make_whole(buckets)
+        self._whole.make(buckets)
         yield
         where = core.plan.slot_of()
         self._moved.update({place: where[name] for name, place in before.items()})
-        self._free(core, [bucket.index for bucket in core.plan.frozen])
-        self._whole -= buckets
+        self._whole.free([bucket.index for bucket in core.plan.frozen])
+        self._whole.buckets -= buckets
 
     @contextmanager
     def named_plainly(self) -> Iterator[None]:
         """Inside, parameters are of their own class, for code that asks them for no element."""
-        core = self._found()
+        core = self._core_alive()
         self.absent.release()
         try:
             yield
@@ -339,56 +239,12 @@ class ShardedWeights:
     # --- what eager code reads ---
 
     def make_whole(self, buckets: Iterable[int]) -> None:
-        """The parameters of these buckets have all their bytes, on all ranks."""
-        core = self._found()
-        for index in sorted(set(buckets) - self._whole):
-            flat = self.gathered_once(index)
-            with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
-                for slot, param in _params_in(core, core.plan.bucket(index)):
-                    param.untyped_storage().resize_(slot.numel * param.element_size())
-                    param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
-                    self._versions[slot.name] = torch_private.version(param)
-            self._whole.add(index)
+        """See `WholeParams.make`."""
+        self._whole.make(buckets)
 
     def gathered_once(self, index: int) -> Tensor:
-        """[P]: the whole weights of one bucket, in memory of their own. All ranks call it."""
-        core = self._found()
-        self._reads.open(core)
-        bucket = core.plan.bucket(index)
-        with torch.inference_mode(False), torch.no_grad():
-            core.buffers.whole[index] = torch.empty(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
-            self._whole_program(core, index)([], core.streams)
-        return core.buffers.whole.pop(index)
-
-    def _whole_program(self, core: Core, index: int) -> Program:
-        if index not in self._whole_programs:
-            plan, graph, whole = core.plan, fx.Graph(), Buffer("flat_param", index)
-            put(graph, GatherWeights(index, whole, Buffer("weight", index), 0, plan.bucket(index).nbytes))
-            put(graph, Publish(index, whole))
-            graph.output(())
-            passes = [p._replace(requires=frozenset()) for p in _WHOLE if core.config.verify or p.name != "verify"]
-            self._whole_programs[index] = build(graph, plan, passes, core.bind, name=f"whole_{index}")
-        return self._whole_programs[index]
-
-    def _refuse_writes(self, core: Core) -> None:
-        """Before an update: raises ZcError for a whole parameter that the program has written. Nothing has changed."""
-        for index in sorted(self._whole):
-            for slot, param in _params_in(core, core.plan.bucket(index)):
-                if torch_private.version(param) != self._versions[slot.name]:
-                    self._free(core, self._every(core))
-                    raise ZcError(
-                        f"parameter {slot.name} was written in place, and with stage=3 such a "
-                        "write reaches no shard. Write inside `with zc.whole_parameters(model):` on all ranks, or "
-                        "train with stage=2. The write is lost, and nothing else has changed"
-                    )
-
-    def _free(self, core: Core, buckets: Iterable[int]) -> None:
-        """The parameters of those of ``buckets`` that are whole have no bytes any more."""
-        for index in self._whole.intersection(buckets):
-            for _, param in _params_in(core, core.plan.bucket(index)):
-                with torch_private.without_torch_function():
-                    param.untyped_storage().resize_(0)
-            self._whole.discard(index)
+        """See `WholeParams.gathered_once`."""
+        return self._whole.gathered_once(index)
 
     def _read_by_eager_code(self, param: nn.Parameter, is_raw: bool) -> bool:
         """Somebody reads a parameter outside of compiled code. True: it is whole now; False: it can't be. ``is_raw``:
@@ -396,39 +252,9 @@ class ShardedWeights:
         if self._is_exposed:
             return True
         if self._depth == 0 and torch_private.current_graph_task() == -1:
-            return not is_raw and self._buckets_of([param]) <= self._asked & self._whole
-        self._make_params_whole([param])
+            return not is_raw and self._whole.was_read(param)
+        self._whole.make_params([param])
         return True
-
-    def _make_params_whole(self, params: Iterable[nn.Parameter]) -> None:
-        self._make_whole_for("code that is not compiled reads", self._buckets_of(params))
-
-    def _buckets_of(self, params: Iterable[nn.Parameter]) -> set[int]:
-        core = self._found()
-        if len(self._bucket_of) != len(core.placed):
-            where = core.plan.slot_of()
-            self._bucket_of = {id(param): where[name][0] for name, param in core.placed.items()}
-        return {self._bucket_of[id(param)] for param in params if id(param) in self._bucket_of}
-
-    def _make_whole_for(self, reason: str, buckets: set[int]) -> None:
-        self._asked |= buckets
-        missing = buckets - self._whole
-        if missing:
-            self.make_whole(missing)
-            self._reasons.setdefault(reason, set()).update(missing)
-
-    def _say_reasons(self, core: Core) -> None:
-        """Once per reason, with the bytes of the first pass that had it."""
-        for reason in self._reasons.keys() - self._said:
-            buckets = self._reasons[reason]
-            nbytes = sum(core.plan.bucket(b).nbytes for b in buckets)
-            first = next(slot.name for slot, _ in _params_in(core, core.plan.bucket(min(buckets))))
-            core.say_once(
-                f"stage 3: {reason} {first} or its neighbors: {len(buckets)} of {len(core.plan.with_weights)} buckets, "
-                f"{nbytes:,} bytes, are whole on every rank from there to the update, beside weight_nbytes"
-            )
-        self._said.update(self._reasons)
-        self._reasons.clear()
 
     def install_hooks(self, model: nn.Module) -> None:
         """A module that runs eagerly has whole parameters first. Also for modules that came since the last call."""
@@ -438,17 +264,17 @@ class ShardedWeights:
             weights = known()
             own = list(module.parameters(recurse=False))
             if weights is not None and own and not weights._is_exposed:
-                weights._make_params_whole(own)
+                weights._whole.make_params(own)
 
         def refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            found = known()
-            if found is not None and not keep_vars:  # else the caller gets the parameters themselves
-                found.refuse_without_bytes("state_dict()", module)
+            weights = known()
+            if weights is not None and not keep_vars:  # else the caller gets the parameters themselves
+                weights.refuse_without_bytes("state_dict()", module)
 
         def refuse_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-            found, own = known(), module.named_parameters(recurse=False)
-            if found is not None and any(prefix + name in state for name, _ in own):
-                found.refuse_without_bytes("load_state_dict()", module)
+            weights, own = known(), module.named_parameters(recurse=False)
+            if weights is not None and any(prefix + name in state for name, _ in own):
+                weights.refuse_without_bytes("load_state_dict()", module)
 
         hook = torch_private.only_eager(get_bytes)
         for module in model.modules():
@@ -459,7 +285,7 @@ class ShardedWeights:
                     module.register_state_dict_pre_hook(refuse_state),  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_pre_hook(refuse_load),  # type: ignore[no-untyped-call]
                 ]
-        self._leave(self._found())
+        self._leave(self._core_alive())
 
     def refuse_without_bytes(self, what: str, module: nn.Module) -> None:
         """Raises ZcError if parameters of ``module`` have no bytes."""
@@ -477,45 +303,28 @@ class ShardedWeights:
     @contextmanager
     def exposed(self) -> Iterator[None]:
         """All parameters are whole inside, and what was written into them goes to the shards at the end."""
-        core = self._found()
+        core = self._core_alive()
         if self._is_exposed:
             yield
             return
         self.synchronize()
-        self.make_whole(self._every(core))
+        self._whole.make(every_bucket(core))
         self.absent.release()
         self._is_exposed = True
         try:
             yield
         finally:
             self._is_exposed = False
-            self._take_over(core)
-            self._reads.open(core)
-            self._free(core, self._every(core))
+            self.synchronize()
+            self._whole.write_shards()
+            self._whole.free(every_bucket(core))
             self._leave(core)
-
-    @torch.no_grad()
-    def _take_over(self, core: Core) -> None:
-        """The shards, and the masters of the elements that were written, from the whole parameters."""
-        self.synchronize()
-        self._reads.close(core)
-        rank = core.group.shard.rank
-        for bucket in core.plan.with_weights:
-            flat = torch.zeros(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
-            for slot, param in _params_in(core, bucket):
-                flat[slot.offset : slot.stop] = flattened(param.detach(), slot)
-                if slot.name in core.unset.params and not param.isnan().any():  # its first value
-                    core.unset.params.discard(slot.name)
-            core.buffers.weight_shard(bucket.index).copy_(flat[slice(*bucket.layout.shard_range(rank))])
-            if not bucket.is_frozen and core.buffers.has_own_master(bucket):
-                master = core.buffers.master_shard[bucket.index].detach()
-                adopt_writes(master, flat[slice(*bucket.layout.owned_range(rank))].to(master.device))
 
     # --- updates ---
 
     def publish(self, buckets: Sequence[int], *, is_exact: bool = False) -> None:
         """weight <- this rank's masters of ``buckets``, cast to param_dtype, since `before_writes`."""
-        core = self._found()
+        core = self._core_alive()
         if self._is_exposed:
             raise ZcError(
                 "optimizer.step() inside zc.whole_parameters: the whole weights would stay those of before it. Leave "
@@ -529,37 +338,37 @@ class ShardedWeights:
                 core.buffers.weight[index].copy_(core.buffers.master_shard[index].detach())
         self._reads.open(core)
         self._num_passes, self._is_trial = 0, False
-        self._asked.clear()
+        self._whole.end_update()
         slots = [slot for index in buckets for slot in core.plan.buckets[index].slots]
         torch.autograd.graph.increment_version([core.params[slot.name] for slot in slots])
-        frozen = [bucket.index for bucket in core.plan.frozen if bucket.index in self._whole]
-        eager = [param for index in frozen for _, param in _params_in(core, core.plan.bucket(index))]
+        frozen = [bucket.index for bucket in core.plan.frozen if bucket.index in self._whole.buckets]
+        eager = [param for index in frozen for _, param in params_in(core, core.plan.bucket(index))]
         torch.autograd.graph.increment_version(eager)
         # a backward through a forward of before fails by these versions, as in PyTorch
-        self._free(core, [*buckets, *frozen])
+        self._whole.free([*buckets, *frozen])
 
     def synchronize(self) -> None:
         """Before an update, a save, or the end: no gather of this rank is on its way, and nothing is gathered."""
-        core = self._found()
+        core = self._core_alive()
         if self._depth or self._is_exposed:
             return
         if torch_private.current_graph_task() != -1:
             return
-        self._end_pass(core)
+        self._end_pass()
         core.streams.join_main()
         core.buffers.drop_arena()
 
     def before_writes(self) -> None:
         """All ranks call it before masters or shards are written: no rank reads a shard from here on."""
-        core = self._found()
+        core = self._core_alive()
         self.synchronize()
         core.streams.join_main()
-        self._refuse_writes(core)
+        self._whole.refuse_writes()
         self._reads.close(core)
 
     def may_be_read(self) -> None:
         """The shards have their first values."""
-        self._reads.open(self._found())
+        self._reads.open(self._core_alive())
 
     def watch(self) -> None:
         """Nothing is on its way after an update."""
@@ -574,49 +383,35 @@ class ShardedWeights:
     def let_go(self) -> None:
         """Plain parameters with bytes of their own again: what is whole, and NaN where ranks that were to send their
         shards are lost."""
-        core = self._found()
+        core = self._core_alive()
         self.absent.release()
         for bucket in core.plan.with_weights:
-            for slot, param in _params_in(core, bucket):
+            for slot, param in params_in(core, bucket):
                 if param.untyped_storage().nbytes() < slot.numel * param.element_size():
                     param.untyped_storage().resize_(slot.numel * param.element_size())
                     param.data.fill_(float("nan"))
-        self._whole.clear()
+        self._whole.buckets.clear()
 
     def grow(self) -> None:
         """The plan is about to get more buckets."""
         self.synchronize()
-        self._singles.clear()
-        self._steps.clear()
-        self._expected.clear()
-        self._whole_programs.clear()
-        self._bucket_of.clear()
+        self._uses.grow()
+        self._whole.grow()
 
     @property
     def programs(self) -> list[Program]:
         """The schedules of whole buckets that have run so far, for explain."""
-        return list(self._whole_programs.values())
+        return self._whole.programs
 
     @property
-    def steps(self) -> list[Step]:
-        """Those planned so far, for explain."""
-        return list(self._steps.values())
+    def planned(self) -> list[PlannedPass]:
+        """Those so far, for explain."""
+        return self._uses.planned
 
-    @staticmethod
-    def _every(core: Core) -> list[int]:
-        return [bucket.index for bucket in core.plan.with_weights]
-
-    def _found(self) -> Core:
+    def _core_alive(self) -> Core:
         core = self._core()
         assert core is not None, "the model of these parameters is gone"
         return core
-
-
-def _params_in(core: Core, bucket: Bucket) -> Iterator[tuple[Slot, nn.Parameter]]:
-    """The parameters that lie in a bucket, without those that have moved to another one."""
-    for slot in bucket.slots:
-        if slot.name != MOVED:
-            yield slot, core.placed[slot.name]
 
 
 def without_bytes(param: nn.Parameter, slot_dtype: torch.dtype) -> Tensor:
@@ -631,12 +426,12 @@ def forward_of(weights: ShardedWeights, call: Callable[..., Any]) -> Callable[..
     known = weakref.ref(weights)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = known()
-        if found is None:
+        weights = known()
+        if weights is None:
             return call(*args, **kwargs)
-        with found.forward():
+        with weights.forward():
             output = call(*args, **kwargs)
-        found.hook_outputs(output)
+        weights.hook_outputs(output)
         return output
 
     # a caller who compiles more than the model gets a graph break here; the model's own graphs stay as they are

@@ -79,7 +79,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     if len(kinds) > 1 or any(b.layout.owners is not None for b in runtime.plan.buckets):
         sections["optimizers"] = _optimizers(runtime, kinds)
     if isinstance(runtime.weights, ShardedWeights):
-        for number, planned in enumerate(runtime.weights.steps):
+        for number, planned in enumerate(runtime.weights.planned):
             sections[f"residency of weights, pass {number}"] = residency.table(planned.residency, runtime.plan)
     if runtime.plan.offload is not None:
         sections["offload"] = _offload(runtime, on_host)

@@ -1,0 +1,136 @@
+"""The windows of a pass in stage 3, one after the other: what each gathers and frees.
+
+A *pass* is one forward of the model, with its backward if there is one. Its compiled graphs read weights in windows
+(`zc.passes.window_weights`), and each window asks here for its buckets: the pass's next *use*. The order of the uses is
+that of the pass before. So the gathers of a pass are planned, proved, and run piece by piece, one piece before each use
+(`zc.planning.residency`)::
+
+    pass before     (3,) (2,) (1,) () (1,) (2,) (3,) ()      forward, then backward
+    piece 0         gather 3, gather 2, read 3
+    piece 1         free 3, gather 1, read 2
+    ...
+
+A pass with another order goes on right and slower: from there on each use gathers its own buckets when it comes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from zc.passes.weights_schedule import build_weights_schedule
+from zc.planning.residency import Extent, Residency, Uses, plan_residency
+from zc.schedule.codegen import Run, load_pieces
+
+if TYPE_CHECKING:
+    from zc.engine.core import Core
+
+MAX_ORDERS = 16  # of passes, planned ahead; further ones gather as they come
+
+
+@dataclass(frozen=True)
+class PlannedPass:
+    """A piece of its schedule before each use, and one after the last."""
+
+    uses: Uses
+    residency: Residency
+    graph: fx.Graph
+    pieces: Sequence[Run]
+
+
+class WeightUses:
+    """The uses of the pass that runs, on one rank."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = weakref.ref(core)
+        self._operations = core.bind({})
+        self._singles: dict[Uses, PlannedPass] = {}  # of one use each
+        self._passes: dict[Uses, PlannedPass] = {}
+        self._order: list[tuple[int, ...]] = []  # uses of the pass so far
+        self._expected: dict[int, Uses] = {}  # by the number of the pass in its update; -1: without gradients
+        self._number = 0  # of the pass that runs
+        self._plan: PlannedPass | None = None
+        self._position = 0
+
+    @property
+    def planned(self) -> list[PlannedPass]:
+        """Those so far, for explain."""
+        return list(self._passes.values())
+
+    def begin(self, number: int) -> None:
+        """The ``number``-th pass of an update begins; -1: one without gradients."""
+        self._number = number
+        expected = self._expected.get(number) or self._expected.get(number - 1 if number > 0 else 0)
+        if expected is not None and (expected in self._passes or len(self._passes) < MAX_ORDERS):
+            self._start(expected, self._passes)
+
+    def next(self, buckets: tuple[int, ...]) -> Sequence[Extent]:
+        """The next use: runs the piece before it, and returns where it reads."""
+        core = self._core_alive()
+        plan = self._plan
+        if plan is None or self._position >= len(plan.uses) or plan.uses[self._position] != buckets:
+            if plan is not None and plan.uses in self._passes and self._position < len(plan.uses):
+                core.say_once(
+                    "stage 3: a forward or backward read other weights than the one before it, or in another order: "
+                    "there it gathers each bucket when it is read, not ahead"
+                )
+            self._close()
+            plan = self._start((buckets,), self._singles)
+        plan.pieces[self._position]({}, core.streams, self._operations)
+        reads = plan.residency.pieces[self._position].reads
+        self._order.append(buckets)
+        self._position += 1
+        if self._position == len(plan.uses) > 1 and not buckets:
+            self._free_all(plan)
+        return reads
+
+    def end(self, *, is_order_kept: bool) -> None:
+        """The pass is over. ``is_order_kept``: the next one like it is expected to have its order."""
+        if self._order and is_order_kept:
+            self._expected[self._number] = tuple(self._order)
+        self._order.clear()
+        self._close()
+
+    def grow(self) -> None:
+        """The plan is about to get more buckets."""
+        self._singles.clear()
+        self._passes.clear()
+        self._expected.clear()
+
+    def _start(self, uses: Uses, known: dict[Uses, PlannedPass]) -> PlannedPass:
+        core = self._core_alive()
+        if uses not in known:
+            plan = core.plan
+            nbytes = {bucket.index: bucket.nbytes for bucket in plan.with_weights}
+            residency = plan_residency(uses, nbytes, plan.weight_cap)
+            graph = build_weights_schedule(plan, residency, verify=core.config.verify)
+            known[uses] = PlannedPass(uses, residency, graph, load_pieces(graph))
+        self._plan, self._position = known[uses], 0
+        with torch.inference_mode(False):
+            core.buffers.make_arena(self._plan.residency.nbytes)
+        return self._plan
+
+    def _free_all(self, plan: PlannedPass) -> None:
+        """The last piece."""
+        plan.pieces[-1]({}, self._core_alive().streams, self._operations)
+        self._plan = None
+
+    def _close(self) -> None:
+        """No use follows in this order. A plan that is left in the middle has gathers on their way."""
+        plan, self._plan = self._plan, None
+        if plan is None:
+            return
+        if self._position == len(plan.uses):
+            self._free_all(plan)
+        else:
+            self._core_alive().streams.join_main()
+
+    def _core_alive(self) -> Core:
+        core = self._core()
+        assert core is not None, "the model of these parameters is gone"
+        return core

@@ -1,0 +1,186 @@
+"""Buckets that are *whole* in stage 3: their parameters have all their bytes.
+
+Code that is not compiled reads the parameters themselves. Before it runs, their buckets become whole, and stay so until
+the update, since autograd may have saved views of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, fx, nn
+
+from zc import torch_private
+from zc.engine.memory_order import flattened, in_shape
+from zc.engine.program import Program, build
+from zc.engine.shard_reads import ShardReads
+from zc.errors import ZcError
+from zc.kernels import adopt_writes
+from zc.passes import insert_events, place_on_streams, verify
+from zc.planning.layout import Slot
+from zc.planning.plan import MOVED, Bucket
+from zc.schedule.buffer import Buffer
+from zc.schedule.nodes import put
+from zc.schedule.spec import GatherWeights, Publish
+
+if TYPE_CHECKING:
+    from zc.engine.core import Core
+
+_PASSES = (place_on_streams.PASS, insert_events.PASS, verify.PASS)
+
+
+class WholeParams:
+    """The buckets of one model that are whole on this rank."""
+
+    def __init__(self, core: Core, reads: ShardReads) -> None:
+        self._core, self._reads = weakref.ref(core), reads
+        self.buckets: set[int] = set()
+        self._asked: set[int] = set()  # those that code which is not compiled has read since the last update
+        self._bucket_of: dict[int, int] = {}  # by the parameter's id
+        self._versions: dict[str, int] = {}  # of the parameters, as they became whole
+        self._programs: dict[int, Program] = {}
+        self._reasons: dict[str, set[int]] = {}  # why buckets became whole in this pass
+        self._said: set[str] = set()  # those of earlier passes
+
+    @property
+    def programs(self) -> list[Program]:
+        """The schedules that have run so far, for explain."""
+        return list(self._programs.values())
+
+    def make(self, buckets: Iterable[int]) -> None:
+        """The parameters of these buckets have all their bytes, on all ranks."""
+        core = self._core_alive()
+        for index in sorted(set(buckets) - self.buckets):
+            flat = self.gathered_once(index)
+            with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
+                for slot, param in params_in(core, core.plan.bucket(index)):
+                    param.untyped_storage().resize_(slot.numel * param.element_size())
+                    param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
+                    self._versions[slot.name] = torch_private.version(param)
+            self.buckets.add(index)
+
+    def make_for(self, reason: str, buckets: set[int]) -> None:
+        """The same, for code that is not compiled; `say_reasons` says so."""
+        self._asked |= buckets
+        missing = buckets - self.buckets
+        if missing:
+            self.make(missing)
+            self._reasons.setdefault(reason, set()).update(missing)
+
+    def make_params(self, params: Iterable[nn.Parameter]) -> None:
+        """The same, for the buckets of these parameters."""
+        self.make_for("code that is not compiled reads", self._buckets_of(params))
+
+    def was_read(self, param: nn.Parameter) -> bool:
+        """Whether code that is not compiled has read this parameter since the last update, and it is still whole."""
+        return self._buckets_of([param]) <= self._asked & self.buckets
+
+    def say_reasons(self) -> None:
+        """Once per reason, with the bytes of the first pass that had it."""
+        core = self._core_alive()
+        for reason in self._reasons.keys() - self._said:
+            buckets = self._reasons[reason]
+            nbytes = sum(core.plan.bucket(b).nbytes for b in buckets)
+            first = next(slot.name for slot, _ in params_in(core, core.plan.bucket(min(buckets))))
+            core.say_once(
+                f"stage 3: {reason} {first} or its neighbors: {len(buckets)} of {len(core.plan.with_weights)} buckets, "
+                f"{nbytes:,} bytes, are whole on every rank from there to the update, beside weight_nbytes"
+            )
+        self._said.update(self._reasons)
+        self._reasons.clear()
+
+    def gathered_once(self, index: int) -> Tensor:
+        """[P]: the whole weights of one bucket, in memory of their own. All ranks call it."""
+        core = self._core_alive()
+        self._reads.open(core)
+        bucket = core.plan.bucket(index)
+        with torch.inference_mode(False), torch.no_grad():
+            core.buffers.whole[index] = torch.empty(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
+            self._program(core, index)([], core.streams)
+        return core.buffers.whole.pop(index)
+
+    def refuse_writes(self) -> None:
+        """Before an update: raises ZcError for a whole parameter that the program has written. Nothing has changed."""
+        core = self._core_alive()
+        for index in sorted(self.buckets):
+            for slot, param in params_in(core, core.plan.bucket(index)):
+                if torch_private.version(param) != self._versions[slot.name]:
+                    self.free(every_bucket(core))
+                    raise ZcError(
+                        f"parameter {slot.name} was written in place, and with stage=3 such a "
+                        "write reaches no shard. Write inside `with zc.whole_parameters(model):` on all ranks, or "
+                        "train with stage=2. The write is lost, and nothing else has changed"
+                    )
+
+    def free(self, buckets: Iterable[int]) -> None:
+        """The parameters of those of ``buckets`` that are whole have no bytes any more."""
+        core = self._core_alive()
+        for index in self.buckets.intersection(buckets):
+            for _, param in params_in(core, core.plan.bucket(index)):
+                with torch_private.without_torch_function():
+                    param.untyped_storage().resize_(0)
+            self.buckets.discard(index)
+
+    def end_update(self) -> None:
+        """The weights are new: nothing has read them."""
+        self._asked.clear()
+
+    @torch.no_grad()
+    def write_shards(self) -> None:
+        """The shards, and the masters of the elements that were written, from the whole parameters of all buckets. No
+        rank reads a shard meanwhile."""
+        core = self._core_alive()
+        self._reads.close(core)
+        rank = core.group.shard.rank
+        for bucket in core.plan.with_weights:
+            flat = torch.zeros(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
+            for slot, param in params_in(core, bucket):
+                flat[slot.offset : slot.stop] = flattened(param.detach(), slot)
+                if slot.name in core.unset.params and not param.isnan().any():  # its first value
+                    core.unset.params.discard(slot.name)
+            core.buffers.weight_shard(bucket.index).copy_(flat[slice(*bucket.layout.shard_range(rank))])
+            if not bucket.is_frozen and core.buffers.has_own_master(bucket):
+                master = core.buffers.master_shard[bucket.index].detach()
+                adopt_writes(master, flat[slice(*bucket.layout.owned_range(rank))].to(master.device))
+        self._reads.open(core)
+
+    def grow(self) -> None:
+        """The plan is about to get more buckets."""
+        self._programs.clear()
+        self._bucket_of.clear()
+
+    def _program(self, core: Core, index: int) -> Program:
+        if index not in self._programs:
+            plan, graph, whole = core.plan, fx.Graph(), Buffer("flat_param", index)
+            put(graph, GatherWeights(index, whole, Buffer("weight", index), 0, plan.bucket(index).nbytes))
+            put(graph, Publish(index, whole))
+            graph.output(())
+            passes = [p._replace(requires=frozenset()) for p in _PASSES if core.config.verify or p.name != "verify"]
+            self._programs[index] = build(graph, plan, passes, core.bind, name=f"whole_{index}")
+        return self._programs[index]
+
+    def _buckets_of(self, params: Iterable[nn.Parameter]) -> set[int]:
+        core = self._core_alive()
+        if len(self._bucket_of) != len(core.placed):
+            where = core.plan.slot_of()
+            self._bucket_of = {id(param): where[name][0] for name, param in core.placed.items()}
+        return {self._bucket_of[id(param)] for param in params if id(param) in self._bucket_of}
+
+    def _core_alive(self) -> Core:
+        core = self._core()
+        assert core is not None, "the model of these parameters is gone"
+        return core
+
+
+def params_in(core: Core, bucket: Bucket) -> Iterator[tuple[Slot, nn.Parameter]]:
+    """The parameters that lie in a bucket, without those that have moved to another one."""
+    for slot in bucket.slots:
+        if slot.name != MOVED:
+            yield slot, core.placed[slot.name]
+
+
+def every_bucket(core: Core) -> list[int]:
+    return [bucket.index for bucket in core.plan.with_weights]
