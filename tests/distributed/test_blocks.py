@@ -7,6 +7,8 @@ SGD in float64, five updates: only the order of sums differs, so relative differ
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -271,3 +273,34 @@ def depths(rank: int, world_size: int) -> list[tuple[int, int, int]]:
 def test_depth_adds_nothing_to_compile() -> None:
     shallow, deep = run_ranks(depths, 2, timeout=200.0)[0]
     assert shallow == deep and shallow[1] > 0
+
+
+def lengths(rank: int, world_size: int) -> tuple[list[str], list[float]]:
+    """Job: 20 lengths, others on each rank. Dynamo's graphs (frame/compilation), and sums of the weights."""
+    torch.manual_seed(0)
+    net = Net(blocks())
+    net, optimizer = zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.01), backend="aot_eager")
+    for update in range(20):
+        net(torch.ones(2 + (7 * update + 3 * rank) % 20, DIM)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return zc.registry.sharded(net).runtime.ledger.graphs, [param.sum().item() for param in net.parameters()]
+
+
+def test_twenty_lengths_on_each_rank_cost_two_compiles() -> None:
+    (graphs, sums), (others, sums_there) = run_ranks(lengths, 2, timeout=200.0)
+    for each in (graphs, others):
+        assert {compilation for _, compilation in (graph.split("/") for graph in each)} == {"0", "1"}
+    assert sums == sums_there
+
+
+def test_the_log_names_the_kind_of_block(caplog: pytest.LogCaptureFixture) -> None:
+    net = Net(blocks())
+    net, _ = zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with caplog.at_level(logging.INFO, logger="zc"):
+        net(torch.ones(2, DIM)).sum().backward()
+    lines = [record.getMessage() for record in caplog.records if "Inductor" in record.getMessage()]
+    kind = r"block kind 1 of 1 \(5 x Block\): Inductor compiles "
+    assert sum(bool(re.fullmatch(kind + r"a forward graph of \d+ operations", line)) for line in lines) == 1
+    assert any(re.match(kind + r"segment \d+, of \d+ operations \(backward\)", line) for line in lines)
+    zc.close(net)

@@ -17,9 +17,10 @@ import torch
 from torch import fx
 
 from zc import torch_private
-from zc.compiler.backward import CompiledBackward, mark_storages
+from zc.compiler.backward import CompiledBackward
 from zc.compiler.blocks import Blocks, Member
 from zc.compiler.forward import CompiledForward
+from zc.compiler.graphs import mark_storages
 from zc.compiler.segments import interpret, segment_compiler
 from zc.engine import param_grads
 from zc.engine.overlap_gather import WeightGather
@@ -80,9 +81,7 @@ def _one_block(blocks: Blocks | None, names: Sequence[str | None]) -> Member | N
     return Member(blocks, parts.pop()) if len(parts) == 1 else None
 
 
-def _inner_compile(
-    compiling: _Compiling, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
-) -> Any:
+def _inner_compile(compiling: _Compiling, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
     runtime, names = compiling.runtime, compiling.names
     kwargs = _without_cuda_graphs(runtime, kwargs)
     if not kwargs.get("is_backward"):
@@ -94,7 +93,7 @@ def _inner_compile(
             return _compile_in_windows(compiling, gm, kwargs)
         if runtime.plan.overlap_gather:
             return _compile_forward(runtime, names, gm, example_inputs, kwargs)
-        return _whole(runtime, gm, example_inputs, kwargs)
+        return _whole(runtime, gm, example_inputs, kwargs, compiling.inside)
     torch_private.adopt_strides(gm, example_inputs)
     backward = CompiledBackward(runtime, names, gm, kwargs, compiling.inside)
 
@@ -125,11 +124,18 @@ def _without_cuda_graphs(runtime: Runtime, kwargs: dict[str, Any]) -> dict[str, 
     return {**kwargs, "cudagraphs": type(asked)(False)}
 
 
-def _whole(runtime: Runtime, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _whole(
+    runtime: Runtime,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    kwargs: dict[str, Any],
+    inside: Member | None = None,
+) -> Any:
     """A forward or inference graph: Inductor's as it is, or op by op."""
     if runtime.config.backend == "aot_eager":
         return interpret(gm)
-    log.info("Inductor compiles a forward graph of %d operations", len(gm.graph.nodes))
+    where = "" if inside is None else f"{inside}: "
+    log.info("%sInductor compiles a forward graph of %d operations", where, len(gm.graph.nodes))
     return torch_private.compile_inner(gm, example_inputs, runtime.inductor_options, **kwargs)
 
 

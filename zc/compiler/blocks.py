@@ -64,6 +64,12 @@ class Member:
     blocks: Blocks
     name: str
 
+    def __str__(self) -> str:
+        """Its kind, as the log names it."""
+        number, _ = self.blocks.positions[self.name]
+        kind = self.blocks.kinds[number]
+        return f"block kind {number + 1} of {len(self.blocks.kinds)} ({len(kind.members)} x {kind.name})"
+
     def path(self, name: str | None) -> str | None:
         """A parameter's name in this block; None: it is not of this block."""
         parts = self.blocks.split(name)

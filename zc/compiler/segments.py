@@ -14,6 +14,7 @@ from zc import torch_private
 from zc.log import log
 
 if TYPE_CHECKING:
+    from zc.compiler.blocks import Member
     from zc.engine.core import Core
     from zc.engine.program import Segment
 
@@ -27,13 +28,16 @@ def interpret(gm: fx.GraphModule) -> Segment:
     return torch_private.boxed(run)
 
 
-def segment_compiler(core: Core, kwargs: dict[str, Any], *, is_backward: bool) -> Callable[[fx.GraphModule], Segment]:
+def segment_compiler(
+    core: Core, kwargs: dict[str, Any], inside: Member | None = None, *, is_backward: bool
+) -> Callable[[fx.GraphModule], Segment]:
+    """``inside``: the block that the graph is of, for the log."""
     if core.config.backend == "aot_eager":
         return interpret
-    return partial(compile_segment, core, {**kwargs, "is_backward": is_backward})
+    return partial(compile_segment, core, {**kwargs, "is_backward": is_backward}, inside=inside)
 
 
-def compile_segment(core: Core, kwargs: dict[str, Any], gm: fx.GraphModule) -> Segment:
+def compile_segment(core: Core, kwargs: dict[str, Any], gm: fx.GraphModule, inside: Member | None = None) -> Segment:
     """Compiles one segment with Inductor. Layers of one shape have identical segments, which are compiled once for each
     global state that Dynamo guards on: under another one Inductor may choose other kernels.
 
@@ -46,7 +50,8 @@ def compile_segment(core: Core, kwargs: dict[str, Any], gm: fx.GraphModule) -> S
         if is_same_state():
             return segment
     log.info(
-        "Inductor compiles segment %d, of %d operations (%s)",
+        "%sInductor compiles segment %d, of %d operations (%s)",
+        "" if inside is None else f"{inside}: ",
         len(core.compiled_segments),
         len(gm.graph.nodes),
         "backward" if kwargs["is_backward"] else "forward",

@@ -89,17 +89,17 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
             f"{p.name}: {_verdict(p)}" for p in single
         )
     updates = [program for step in on_host for program in step.programs]
-    own = [program for program in runtime.programs if program.like is None]
-    programs = (*runtime.forwards, *own, *runtime.weights.programs, *updates)
+    compiled = (*runtime.forwards, *runtime.programs)
+    programs = (*(p for p in compiled if p.like is None), *runtime.weights.programs, *updates)
     for program in programs:
-        lines = [f"{p.block}: run {p.num_runs} times" for p in runtime.programs if p.like is program]
+        lines = [f"{p.block}: run {p.num_runs} times" for p in compiled if p.like is program]
         sections[f"schedule {program.name}"] = "\n".join([_verdict(program), *lines, text(program.graph)])
     first = summary.summarize(model)
     if format == "text":
         return Explanation(first, sections)
     written = Path(path) if path is not None else Path(f"zc-explain-rank{runtime.group.rank}.html").absolute()
     step = runtime.streams.clock.step()
-    everything = (*runtime.forwards, *runtime.programs, *runtime.weights.programs, *updates, *single)
+    everything = (*compiled, *runtime.weights.programs, *updates, *single)
     clocked = {span.program for span in step.spans} if step is not None else set()
     report = Report(
         title=f"zc: {type(model).__name__}, stage {runtime.plan.placement.stage}, rank {runtime.group.rank} of "

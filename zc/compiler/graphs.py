@@ -1,0 +1,184 @@
+"""One graph of AOTAutograd's, and the schedules that run it: one per block that it serves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from torch import fx
+
+from zc import torch_private
+from zc.compiler.blocks import Member
+from zc.compiler.segments import segment_compiler
+from zc.engine.program import Program, build
+from zc.errors import PassError
+from zc.passes import verify
+from zc.passes.base import Pass, copy_graph
+from zc.planning.plan import Plan
+from zc.schedule import codegen
+from zc.schedule.rebase import rebased, shifts
+
+if TYPE_CHECKING:
+    from zc.engine.runtime import Runtime
+
+
+class CompiledGraph(ABC):
+    """A forward or backward graph. The passes make its schedule for the block that it was traced for; each other block
+    gets that schedule moved to its own buckets, and proved again there.
+
+    The runtime owns the programs, in `owned`, since Dynamo keeps this object. A *variant* is what the programs of one
+    block differ in.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        names: Sequence[str | None],
+        gm: fx.GraphModule,
+        kwargs: dict[str, Any],
+        inside: Member | None,
+        *,
+        is_backward: bool,
+    ) -> None:
+        self.runtime, self.inside = runtime, inside
+        self._compile_segment = segment_compiler(runtime, kwargs, inside, is_backward=is_backward)
+        self.graph, _ = copy_graph(gm.graph)
+        self.graph.owning_module = gm
+        mark_storages(self.graph, torch_private.donated_inputs() if is_backward else ())
+        self.read = mark_weights(self.graph, names) if runtime.plan.placement.shards_weights else []
+        self._own = own_inputs(gm, names, inside)
+        self._programs: WeakValueDictionary[tuple[str | None, Hashable], Program] = WeakValueDictionary()
+        self._templates: WeakValueDictionary[tuple[str, Hashable], Program] = WeakValueDictionary()
+
+    @property
+    @abstractmethod
+    def owned(self) -> list[Program]:
+        """The runtime's list."""
+
+    @abstractmethod
+    def build(self, member: str | None, variant: Any) -> Program:
+        """The program that the passes make for a block; None: for the graph as it was traced."""
+
+    @abstractmethod
+    def names_moved(self) -> Iterable[str]:
+        """The parameters that a schedule of this graph names."""
+
+    def turn(self, template: Program, member: str) -> int:
+        """How many buckets pass through the ring before this block's."""
+        return 0
+
+    def member_of(self, args: Sequence[Any]) -> str | None:
+        """The block whose parameters are among ``args``; None: of none, or of several."""
+        assert self.inside is not None
+        return self.inside.blocks.member_of([args[position] for position in self._own])
+
+    def num_variants(self, member: str | None) -> int:
+        return sum(block == member for block, _ in self._programs)
+
+    def has(self, member: str | None, variant: Hashable) -> bool:
+        return (member, variant) in self._programs
+
+    def get(self, member: str | None, variant: Hashable) -> Program:
+        program = self._programs.get((member, variant))
+        if program is None:
+            self._programs[member, variant] = program = self._make(member, variant)
+        return program
+
+    def _make(self, member: str | None, variant: Hashable) -> Program:
+        if member is None or self.inside is None:
+            return self._add(self.build(member, variant))
+        for (block, of), template in list(self._templates.items()):
+            moved = self._moved(template, block, member) if of == variant else None
+            if moved is not None:
+                return self._add(moved)
+        template = self._add(self.build(member, variant))
+        self._templates[member, variant] = template
+        moved = self._moved(template, member, member)
+        assert moved is not None, "a block lies where it lies"
+        return self._add(moved)
+
+    def _add(self, program: Program) -> Program:
+        self.owned.append(program)
+        return program
+
+    def _moved(self, template: Program, block: str, member: str) -> Program | None:
+        """The schedule that the passes have made for ``block``, for ``member``, with the same compiled segments. None:
+        the places of their parameters differ by more than a shift."""
+        assert self.inside is not None
+        in_block = self.inside.in_block
+        names = {in_block(name, block): in_block(name, member) for name in self.names_moved()}
+        moves = shifts(template.plan, names)
+        if moves is None:
+            return None
+        graph = rebased(template.graph, template.plan, names, moves, self.turn(template, member))
+        if any(record.name == verify.PASS.name for record in template.records):
+            verify.verify(graph, template.plan)
+        name, run = f"{template.name} of {member}", codegen.load(graph)
+        operations, records = template.operations, template.records
+        return Program(name, graph, template.plan, run, operations, records, block=member, like=template)
+
+    def _copy_for(self, member: str | None) -> fx.Graph:
+        """A copy of the graph with the weights that a block reads."""
+        graph, _ = copy_graph(self.graph)
+        where = self.runtime.plan.slot_of()
+        for node in graph.nodes:
+            name = node.meta.pop("param", None)
+            if name is not None and self.inside is None:
+                node.meta["weight"] = where[name]
+            elif name is not None and self.inside is not None and member is not None:
+                node.meta["weight"] = where[self.inside.in_block(name, member)]
+        return graph
+
+    def _built(self, graph: fx.Graph, plan: Plan, passes: Sequence[Pass], kind: str) -> Program:
+        runtime = self.runtime
+        name, dump_dir = f"{kind}_{len(self.owned)}", runtime.config.dump_dir
+        return build(graph, plan, passes, runtime.bind, self._compile_segment, name=name, dump_dir=dump_dir)
+
+
+def own_inputs(gm: fx.GraphModule, names: Sequence[str | None], inside: Member | None) -> list[int]:
+    """Positions among a graph's inputs of its block's parameters in buckets."""
+    if inside is None:
+        return []
+    positions: list[int] = []
+    for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
+        index = torch_private.input_index(node.meta.get("desc"))
+        if index is not None and inside.path(names[index]) is not None:
+            positions.append(position)
+    if not positions:
+        raise PassError(f"a graph of block {inside.name} gets none of its parameters")
+    return positions
+
+
+def mark_weights(graph: fx.Graph, names: Sequence[str | None]) -> list[str]:
+    """``meta["param"]`` of each input that is a parameter in a bucket: its name. Returns these names.
+
+    Relies on AOTAutograd's descriptors of inputs, forward and backward: ``placeholder.meta["desc"]`` is
+    ``PlainAOTInput(idx)`` (torch >= 2.9).
+    """
+    marked: list[str] = []
+    for node in graph.nodes:
+        index = torch_private.input_index(node.meta.get("desc")) if node.op == "placeholder" else None
+        name = names[index] if index is not None else None
+        if name is not None:
+            node.meta["param"] = name
+            marked.append(name)
+    return marked
+
+
+def mark_storages(graph: fx.Graph, donated: Sequence[int]) -> None:
+    """``meta["storage"]`` of every value, and ``meta["donated"]`` of the inputs that AOTAutograd lets the backward
+    overwrite.
+
+    Relies on fake tensors sharing a storage where the real ones do.
+    """
+    numbers: dict[int, int] = {}
+    placeholders = 0
+    for node in graph.nodes:
+        storage = torch_private.storage_of(node)
+        if storage is not None:
+            node.meta["storage"] = numbers.setdefault(storage, len(numbers))
+        if node.op == "placeholder":
+            node.meta["donated"] = placeholders in donated
+            placeholders += 1
