@@ -425,7 +425,8 @@ def state_to_pickle(module: nn.Module, hooks: Collection[int]) -> dict[str, Any]
     """What pickling takes of ``module``, without the hooks of these handles. (``Module.__getstate__``, and
     ``RemovableHandle.id``, the key of a hook in the module's dicts of them; 2.11 to 2.15.)"""
     state: dict[str, Any] = type(module).__getstate__(module)  # type: ignore[no-untyped-call]
-    for name in ("_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"):
+    loads = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    for name in ("_forward_pre_hooks", "_state_dict_pre_hooks", *loads):
         state[name] = type(state[name])((key, hook) for key, hook in state[name].items() if key not in hooks)
     return state
 

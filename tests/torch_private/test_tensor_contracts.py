@@ -30,11 +30,13 @@ def test_pickling_takes_a_modules_state_without_these_hooks() -> None:
         module.register_forward_pre_hook(print),
         module.register_state_dict_pre_hook(print),
         module.register_load_state_dict_pre_hook(print),
+        module.register_load_state_dict_post_hook(print),
     ]
     other = module.register_forward_pre_hook(repr)
     state = torch_private.state_to_pickle(module, {handle.id for handle in handles})
     assert list(state["_forward_pre_hooks"]) == [other.id] and not state["_state_dict_pre_hooks"]
-    assert not state["_load_state_dict_pre_hooks"] and state["_parameters"] is module._parameters
+    assert not state["_load_state_dict_pre_hooks"] and not state["_load_state_dict_post_hooks"]
+    assert state["_parameters"] is module._parameters
     assert len(module._forward_pre_hooks) == 2
 
 

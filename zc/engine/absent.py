@@ -52,6 +52,8 @@ class AbsentParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is Tensor.copy_ and _is_loaded(*args):
+            return args[0]
         if func is torch.autograd.grad:
             return _grad(*args, **(kwargs or {}))
         params = [a for a in torch_private.tensors_in((args, kwargs)) if isinstance(a, AbsentParameter)]
@@ -128,12 +130,25 @@ def _need(what: Any, params: list[AbsentParameter]) -> None:
             )
 
 
-class Absent:
-    """The parameters of one model. ``get_bytes(param, is_raw)``: a method, held weakly, that makes a parameter whole
-    where it can, and says whether it is; ``is_raw``: somebody may write it without autograd's knowing."""
+def _is_loaded(param: Tensor, value: Tensor, *_: Any) -> bool:
+    """Whether ``param.copy_(value)`` is of a load_state_dict, which has written this rank's elements then."""
+    owner = _OWNERS.get(param) if isinstance(param, AbsentParameter) else None
+    return owner is not None and owner.load(param, value)
 
-    def __init__(self, get_bytes: Callable[[nn.Parameter, bool], bool]) -> None:
-        self._get_bytes = weakref.WeakMethod(get_bytes)
+
+class Absent:
+    """The parameters of one model. Both methods are held weakly.
+
+    Args:
+        get_bytes: ``(param, is_raw)``: makes a parameter whole where it can, and says whether it is. ``is_raw``:
+            somebody may write it without autograd's knowing.
+        load: ``(param, value)``: writes a value into shards if a load_state_dict runs, and says whether it does.
+    """
+
+    def __init__(
+        self, get_bytes: Callable[[nn.Parameter, bool], bool], load: Callable[[nn.Parameter, Tensor], bool]
+    ) -> None:
+        self._get_bytes, self._load = weakref.WeakMethod(get_bytes), weakref.WeakMethod(load)
         self._params: list[nn.Parameter] = []
 
     def leave(self, params: Iterable[nn.Parameter]) -> None:
@@ -165,3 +180,7 @@ class Absent:
     def read(self, param: nn.Parameter, is_raw: bool) -> bool:
         get_bytes = self._get_bytes()
         return get_bytes is None or get_bytes(param, is_raw)
+
+    def load(self, param: nn.Parameter, value: Tensor) -> bool:
+        load = self._load()
+        return load is not None and load(param, value)

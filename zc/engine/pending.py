@@ -28,7 +28,7 @@ NO_VALUE = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in (
             "grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim", "nbytes",
-            "is_cuda", "itemsize", "_version",
+            "is_cuda", "is_meta", "itemsize", "_version",
         )),
         *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")),
         *(getattr(Tensor, name) for name in (

@@ -7,7 +7,7 @@ that is not compiled, buckets become whole (`zc.engine.whole_params`). A forward
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from zc.engine.absent import Absent
 from zc.engine.memory_order import in_shape
 from zc.engine.owners import spread_shards
 from zc.engine.program import Program
+from zc.engine.shard_loads import ShardLoads
 from zc.engine.shard_reads import ShardReads
 from zc.engine.whole_params import WholeParams, every_bucket, params_in
 from zc.errors import ZcError
@@ -39,7 +40,8 @@ class ShardedWeights:
         core.accumulators.on_take = self.take
         self.hooks: list[RemovableHandle] = []  # on modules
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.absent = Absent(self._read_by_eager_code)
+        self._loads = ShardLoads(self)
+        self.absent = Absent(self._read_by_eager_code, self._loads.write)
         self._reads = ShardReads()
         self._uses = uses
         self._whole = WholeParams(core, self._reads)
@@ -50,7 +52,7 @@ class ShardedWeights:
         self._moved: dict[tuple[int, int], tuple[int, int]] = {}
         self._task = -1  # autograd's number of the backward that runs
         self._depth = 0  # forwards of the model inside one another
-        self._is_exposed = False  # inside zc.whole_parameters
+        self.is_exposed = False  # inside zc.whole_parameters
         # Dynamo has the whole forward, and finds plain parameters in it; else blocks are compiled one by one, and what
         # is between them runs eagerly
         self.is_one_graph = False
@@ -104,7 +106,7 @@ class ShardedWeights:
     def forward(self) -> Iterator[None]:
         """The model's forward runs inside: compiled code finds plain parameters."""
         core = self._core_alive()
-        is_outer = self._depth == 0 and not self._is_exposed
+        is_outer = self._depth == 0 and not self.is_exposed
         breaks = torch_private.graph_breaks()
         if is_outer:
             core.unset.check("a forward of stage 3")
@@ -160,7 +162,7 @@ class ShardedWeights:
 
     def hook_outputs(self, output: object) -> None:
         """A backward through this output of the forward begins with `begin_backward`."""
-        if not torch.is_grad_enabled() or self._is_exposed or not self.is_one_graph:
+        if not torch.is_grad_enabled() or self.is_exposed or not self.is_one_graph:
             return
         known = weakref.ref(self)
 
@@ -175,14 +177,14 @@ class ShardedWeights:
 
     def begin_backward(self) -> None:
         """Code that is compiled may run again (activation checkpointing), and finds plain parameters."""
-        if not self._is_exposed and self._depth == 0 and self._task != torch_private.current_graph_task():
+        if not self.is_exposed and self._depth == 0 and self._task != torch_private.current_graph_task():
             self._task = torch_private.current_graph_task()
             self.absent.release()
             torch_private.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
         self._task = -1
-        if not self._is_exposed and self._depth == 0:
+        if not self.is_exposed and self._depth == 0:
             self._leave(self._core_alive())
 
     def _leave(self, core: Core) -> None:
@@ -233,7 +235,7 @@ class ShardedWeights:
         try:
             yield
         finally:
-            if not self._is_exposed and self._depth == 0:
+            if not self.is_exposed and self._depth == 0:
                 self._leave(core)
 
     # --- what eager code reads ---
@@ -249,7 +251,7 @@ class ShardedWeights:
     def _read_by_eager_code(self, param: nn.Parameter, is_raw: bool) -> bool:
         """Somebody reads a parameter outside of compiled code. True: it is whole now; False: it can't be. ``is_raw``:
         what is asked for could be written without autograd's knowing, and such a write would be lost."""
-        if self._is_exposed:
+        if self.is_exposed:
             return True
         if self._depth == 0 and torch_private.current_graph_task() == -1:
             return not is_raw and self._whole.was_read(param)
@@ -263,18 +265,13 @@ class ShardedWeights:
         def get_bytes(module: nn.Module) -> None:
             weights = known()
             own = list(module.parameters(recurse=False))
-            if weights is not None and own and not weights._is_exposed:
+            if weights is not None and own and not weights.is_exposed:
                 weights._whole.make_params(own)
 
         def refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             weights = known()
             if weights is not None and not keep_vars:  # else the caller gets the parameters themselves
                 weights.refuse_without_bytes("state_dict()", module)
-
-        def refuse_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-            weights, own = known(), module.named_parameters(recurse=False)
-            if weights is not None and any(prefix + name in state for name, _ in own):
-                weights.refuse_without_bytes("load_state_dict()", module)
 
         hook = torch_private.only_eager(get_bytes)
         for module in model.modules():
@@ -283,13 +280,14 @@ class ShardedWeights:
                 self.hooks += [
                     module.register_forward_pre_hook(hook),
                     module.register_state_dict_pre_hook(refuse_state),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_pre_hook(refuse_load),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(self._loads.begin),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_post_hook(self._loads.end),  # type: ignore[no-untyped-call]
                 ]
         self._leave(self._core_alive())
 
     def refuse_without_bytes(self, what: str, module: nn.Module) -> None:
         """Raises ZcError if parameters of ``module`` have no bytes."""
-        if not self._is_exposed and next(module.parameters(), None) is not None:
+        if not self.is_exposed and next(module.parameters(), None) is not None:
             raise ZcError(
                 f"{what} with stage=3: a rank has flat shards, which cut across parameters, so neither a whole tensor "
                 "nor a DTensor can show them. Use zc.full_state_dict(model) for whole tensors on rank 0, "
@@ -298,26 +296,33 @@ class ShardedWeights:
                 "works as for a plain model"
             )
 
-    # --- whole parameters for the caller ---
+    # --- values from the caller ---
+
+    def load(self, param: nn.Parameter, value: Tensor) -> None:
+        """See `WholeParams.load`; after `before_writes`."""
+        self._whole.load(param, value)
+
+    def were_written(self) -> None:
+        """See `WholeParams.were_written`."""
+        self._whole.were_written()
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
         """All parameters are whole inside, and what was written into them goes to the shards at the end."""
         core = self._core_alive()
-        if self._is_exposed:
+        if self.is_exposed:
             yield
             return
         self.synchronize()
         self._whole.make(every_bucket(core))
         self.absent.release()
-        self._is_exposed = True
+        self.is_exposed = True
         try:
             yield
         finally:
-            self._is_exposed = False
+            self.is_exposed = False
             self.synchronize()
             self._whole.write_shards()
-            self._whole.free(every_bucket(core))
             self._leave(core)
 
     # --- updates ---
@@ -325,7 +330,7 @@ class ShardedWeights:
     def publish(self, buckets: Sequence[int], *, is_exact: bool = False) -> None:
         """weight <- this rank's masters of ``buckets``, cast to param_dtype, since `before_writes`."""
         core = self._core_alive()
-        if self._is_exposed:
+        if self.is_exposed:
             raise ZcError(
                 "optimizer.step() inside zc.whole_parameters: the whole weights would stay those of before it. Leave "
                 "the block first"
@@ -350,7 +355,7 @@ class ShardedWeights:
     def synchronize(self) -> None:
         """Before an update, a save, or the end: no gather of this rank is on its way, and nothing is gathered."""
         core = self._core_alive()
-        if self._depth or self._is_exposed:
+        if self._depth or self.is_exposed:
             return
         if torch_private.current_graph_task() != -1:
             return

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from zc import torch_private
-from zc.engine.memory_order import flattened, in_shape
+from zc.engine.memory_order import in_shape
 from zc.engine.program import Program, build
+from zc.engine.shard_loads import write_value
 from zc.engine.shard_reads import ShardReads
 from zc.errors import ZcError
-from zc.kernels import adopt_writes
 from zc.passes import insert_events, place_on_streams, verify
 from zc.planning.layout import Slot
 from zc.planning.plan import MOVED, Bucket
@@ -128,24 +128,32 @@ class WholeParams:
         """The weights are new: nothing has read them."""
         self._asked.clear()
 
-    @torch.no_grad()
     def write_shards(self) -> None:
         """The shards, and the masters of the elements that were written, from the whole parameters of all buckets. No
         rank reads a shard meanwhile."""
         core = self._core_alive()
         self._reads.close(core)
-        rank = core.group.shard.rank
         for bucket in core.plan.with_weights:
-            flat = torch.zeros(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
             for slot, param in params_in(core, bucket):
-                flat[slot.offset : slot.stop] = flattened(param.detach(), slot)
+                write_value(core, bucket, slot, param)
                 if slot.name in core.unset.params and not param.isnan().any():  # its first value
                     core.unset.params.discard(slot.name)
-            core.buffers.weight_shard(bucket.index).copy_(flat[slice(*bucket.layout.shard_range(rank))])
-            if not bucket.is_frozen and core.buffers.has_own_master(bucket):
-                master = core.buffers.master_shard[bucket.index].detach()
-                adopt_writes(master, flat[slice(*bucket.layout.owned_range(rank))].to(master.device))
+        self.were_written()
+
+    def load(self, param: nn.Parameter, value: Tensor) -> None:
+        """This rank's elements of one parameter get their part of ``value``. No rank reads a shard meanwhile."""
+        core = self._core_alive()
+        for bucket in map(core.plan.bucket, self._buckets_of([param])):
+            slot = next(slot for slot, other in params_in(core, bucket) if other is param)
+            write_value(core, bucket, slot, value)
+            torch.autograd.graph.increment_version(param)  # a backward through a forward of before fails
+            core.unset.params.discard(slot.name)
+
+    def were_written(self) -> None:
+        """Shards have new values, which came from no update: other ranks may read them; what was whole is old."""
+        core = self._core_alive()
         self._reads.open(core)
+        self.free(every_bucket(core))
 
     def grow(self) -> None:
         """The plan is about to get more buckets."""

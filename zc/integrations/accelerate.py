@@ -8,20 +8,23 @@ without a DDP around it, hooks of ``save_state`` and ``load_state`` write and re
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from zc.api import compile as zc_compile
-from zc.errors import PlanError
+from zc.checkpoint.save_load import load_state_dict
+from zc.errors import CheckpointError, PlanError
 from zc.integrations.beside import PointsBeside, load_beside, save_beside
 from zc.integrations.packages import needed
+from zc.integrations.whole import shards_weights
 from zc.optim.assignment import Container, listed, shaped
-from zc.registry import COMPILED
 from zc.whole import full_state_dict
 
 accelerate = needed("accelerate", "accelerate")
+constants = needed("accelerate.utils.constants", "accelerate")
 
 _OTHERS = {
     "FSDP": "FullyShardedDataParallel",
@@ -110,6 +113,16 @@ def _check(accelerator: Any, model: nn.Module, optimizer: Container) -> None:
         )
 
 
+def _weights_in(folder: Path, number: int) -> Any:
+    """What ``save_state`` of plain Accelerate has written of its model with this number."""
+    suffix = f"_{number}" if number else ""
+    names = (f"{constants.SAFE_MODEL_NAME}{suffix}.safetensors", f"{constants.MODEL_NAME}{suffix}.bin")
+    file = next((folder / name for name in names if (folder / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(f"{folder} has neither a folder that zc wrote nor {names[0]} or {names[1]}")
+    return accelerate.utils.load_state_dict(str(file))
+
+
 def _keep_state(accelerator: Any, model: nn.Module, optimizer: Container, pointers: list[PointsBeside]) -> None:
     """Registers hooks for ``save_state`` and ``load_state``. The accelerator keeps them as long as it lives, and the
     model may be dropped before (``free_memory``)."""
@@ -130,14 +143,12 @@ def _keep_state(accelerator: Any, model: nn.Module, optimizer: Container, pointe
     def load_hook(models: list[Any], input_dir: str) -> None:
         model, name = model_ref(), name_in(models)
         is_loaded = model is not None and name is not None and load_beside(input_dir, name, model, optimizer)
-        # accelerate then loads equal weights in the parameters' dtype, which leaves the masters as they are; none into
-        # shards
-        if is_loaded and shards_weights(model):
-            models.remove(model)
-
-    def shards_weights(asked: Any) -> bool:
-        sharded_model = COMPILED.get(asked)
-        return sharded_model is not None and sharded_model.runtime.plan.placement.shards_weights
+        # accelerate then loads equal weights in the parameters' dtype, which leaves the masters as they are
+        if model is None or name is None or not shards_weights(model):
+            return
+        if not is_loaded:  # a program without zc wrote the folder
+            load_state_dict(model, optimizer, {"model": _weights_in(Path(input_dir), models.index(model))})
+        models.remove(model)
 
     plain = accelerator.get_state_dict
 

@@ -14,6 +14,12 @@ from zc.checkpoint.state import state_of
 from zc.registry import COMPILED
 
 
+def shards_weights(model: nn.Module) -> bool:
+    """Whether ``model`` is compiled with stage 3."""
+    sharded_model = COMPILED.get(model)
+    return sharded_model is not None and sharded_model.runtime.plan.placement.shards_weights
+
+
 def whole_weights(model: nn.Module) -> dict[str, Any]:
     """``model.state_dict()``; on rank 0 with fp32 masters instead of narrower parameters. Every rank calls it."""
     state: dict[str, Any] = model.state_dict()
