@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.report.rows import Row, median_of
+from bench.report.rows import Ratio, Row, median_of
 
 COLOURS = {"zc": "#d1495b", "DDP": "#30638e", "FSDP2": "#003d5b", "DeepSpeed": "#00798c"}
 
@@ -46,6 +46,55 @@ def draw(title: str, rows: Sequence[Row], path: Path) -> None:
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 2.0, 3.0, 5.0)
+HISTORY = {  # provider -> what the legend calls it
+    "compiled, no communication": "no communication",
+    "DDP + compile": "DDP",
+    "DDP + ZeroRedundancyOptimizer + compile": "DDP + ZeroRedundancyOptimizer",
+    "FSDP2 + compile": "FSDP2",
+    "FSDP2, reshard_after_forward + compile": "FSDP2, frees weights",
+    "DeepSpeed ZeRO-2 + compile": "DeepSpeed ZeRO-2",
+}
+
+
+def draw_history(by_case: Mapping[str, Sequence[Ratio]], path: Path) -> None:
+    """A panel per case: the compiled peers' steps relative to zc's stage 2, by commit in order of time. Above 1, zc is
+    faster. Filled: in turn in the same processes; hollow: in fresh processes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = {case: [r for r in ratios if r.provider in HISTORY] for case, ratios in by_case.items()}
+    panels = {case: ratios for case, ratios in panels.items() if len({r.commit for r in ratios}) > 1}
+    figure, grid = pyplot.subplots(
+        (len(panels) + 1) // 2, 2, figsize=(12, 2.8 * ((len(panels) + 1) // 2)), squeeze=False
+    )
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (case, ratios) in zip(grid.flat, panels.items(), strict=False):
+        commits = list(dict.fromkeys(r.commit[:7] for r in ratios))
+        for number, (provider, label) in enumerate(HISTORY.items()):
+            own = [(commits.index(r.commit[:7]), r.value, r.in_turn) for r in ratios if r.provider == provider]
+            axes.plot([x for x, *_ in own], [y for _, y, _ in own], color=f"C{number}", alpha=0.4, label=label)
+            for in_turn, fill in ((True, f"C{number}"), (False, "white")):
+                points = [(x, y) for x, y, measured_in_turn in own if measured_in_turn == in_turn]
+                axes.scatter(*zip(*points, strict=True), color=f"C{number}", facecolor=fill) if points else None
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set(title=case, ylabel="step / zc stage 2", yscale="log")
+        low, high = axes.get_ylim()
+        axes.set_yticks([y for y in TICKS if low <= y <= high], [f"{y:g}" for y in TICKS if low <= y <= high])
+        axes.minorticks_off()
+        axes.set_xticks(range(len(commits)), commits, rotation=45, ha="right", fontsize=7)
+        axes.grid(alpha=0.3)
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncols=len(HISTORY), fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.97))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 

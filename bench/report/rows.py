@@ -8,7 +8,7 @@ import hashlib
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.measure import ROOT
 
@@ -29,6 +29,16 @@ MEASURED = (
     *(f"bench/{room}/*.py" for room in ("cases", "systems", "network")),
 )
 Row = dict[str, str]
+
+
+class Ratio(NamedTuple):
+    """A provider's step relative to zc's in one session. ``in_turn``: both ran in the same processes."""
+
+    time: str
+    commit: str
+    provider: str
+    value: float
+    in_turn: bool
 
 
 def fingerprint(root: Path = ROOT) -> str:

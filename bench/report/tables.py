@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.table import Table
 
 from bench.measure import ROOT
-from bench.report.rows import Row, median_of, read
+from bench.report.rows import Ratio, Row, median_of, read
 
 RESULTS = ROOT / "bench" / "results"
 MARKED = re.compile(r"(<!-- table: (\w+)((?: \w+=\S+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -270,6 +270,25 @@ TABLES: dict[str, Callable[[Path, Mapping[str, str]], str]] = {
 }
 
 
+def history(runs: list[Row], in_turn: list[Row]) -> dict[str, list[Ratio]]:
+    """By case: each provider's step relative to zc's, of every session of bench.run and bench.turns, in order of
+    time."""
+    by_case: dict[str, list[Ratio]] = {}
+    sessions: dict[tuple[str, str], list[Row]] = {}
+    for row in (r for r in runs if r["status"] == "ok" and not r["network"]):
+        sessions.setdefault((row["case"], row["session"]), []).append(row)
+    for (case, _), rows in sessions.items():
+        last = max(rows, key=lambda r: r["time"])
+        for name in dict.fromkeys(r["provider"] for r in rows):
+            value = ratio(rows, name, BASE) if name != BASE else None
+            if value is not None:
+                by_case.setdefault(case, []).append(Ratio(last["time"], last["commit"], name, value, False))
+    for row in (r for r in in_turn if r["status"] == "ok" and r["base"] == BASE and r["provider"] != BASE):
+        measured = Ratio(row["time"], row["commit"], row["provider"], float(row["ratio"]), True)
+        by_case.setdefault(row["case"], []).append(measured)
+    return {case: sorted(ratios, key=lambda r: r.time) for case, ratios in by_case.items()}
+
+
 def fill(text: str, results: Path = RESULTS) -> str:
     """``text`` with every marked table made anew. Raises ValueError for a name that no function makes."""
 
@@ -296,8 +315,10 @@ def main() -> None:
         if not check:
             path.write_text(after)
     if not check:
-        from bench.report.charts import draw
+        from bench.report.charts import draw, draw_history
 
+        by_case = history(read(RESULTS / "run.csv"), read(RESULTS / "turns.csv"))
+        draw_history(by_case, ROOT / "docs" / "benchmarks" / "ratios-over-commits.png")
         for case in dict.fromkeys(r["case"] for r in read(RESULTS / "run.csv")):
             draw(case, rows_of(RESULTS / "run.csv", {"case": case}), ROOT / "docs" / "benchmarks" / f"{case}.png")
 

@@ -12,7 +12,7 @@ from bench import run
 from bench.cases import CASES, COMPILED_PAIRS, PROVIDERS
 from bench.cases.reference import NUM_LOSSES, compute, disagreement, flags_of
 from bench.measure import ROOT, launch_quietly
-from bench.report import rows, tables
+from bench.report import charts, rows, tables
 
 # --- the matrix ---
 
@@ -175,3 +175,27 @@ def test_tables_are_those_of_the_committed_rows() -> None:
     for name in tables.FILES:
         text = (ROOT / name).read_text()
         assert tables.fill(text) == text, f"{name}: run python -m bench.report.tables"
+
+
+def test_ratios_over_commits_are_those_of_each_session_in_order_of_time(tmp_path: Path) -> None:
+    common = {"case": "tiny", "status": "ok", "network": "", "repeat": "0"}
+    old = {**common, "session": "a", "time": "2026-01-01", "commit": "one"}
+    new = {**common, "session": "b", "time": "2026-01-02", "commit": "two", "base": "zc stage 2"}
+    runs = [
+        {**old, "provider": "zc stage 2", "p50_ms": "10"},
+        {**old, "provider": "DDP + compile", "p50_ms": "15"},
+        {**old, "provider": "FSDP2 + compile", "p50_ms": "", "status": "failed"},
+        {**old, "provider": "DDP + compile", "p50_ms": "99", "network": "ethernet"},
+    ]
+    in_turn = [
+        {**new, "provider": "zc stage 2", "ratio": "1.0"},
+        {**new, "provider": "DDP + compile", "ratio": "1.2"},
+        {**new, "provider": "DDP + compile", "ratio": "7.0", "base": "DDP"},
+    ]
+    by_case = tables.history(runs, in_turn)
+    assert [tuple(r) for r in by_case["tiny"]] == [
+        ("2026-01-01", "one", "DDP + compile", 1.5, False),
+        ("2026-01-02", "two", "DDP + compile", 1.2, True),
+    ]
+    charts.draw_history(by_case, tmp_path / "history.png")
+    assert (tmp_path / "history.png").read_bytes().startswith(b"\x89PNG")
