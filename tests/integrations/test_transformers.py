@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,16 @@ from tiers import FULL, full_only
 from torch import Tensor
 from torch.utils.data import Dataset
 from training_runs import message_of
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 import zc
 from zc.integrations.transformers import ZcMixin, ZcTrainer
@@ -198,6 +209,50 @@ def test_a_model_of_each_trial(tmp_path: Path) -> None:
     assert furthest(found[0], wanted[0]) < TOLERANCE
 
 
+def _tokens_counted(prediction: Any) -> dict[str, float]:
+    return {"tokens": float((prediction.predictions > 0).sum())}
+
+
+def _generate(rank: int, world_size: int, folder: str, is_zc: bool) -> dict[str, Any]:
+    """Evaluations with generate() between updates and after them, by ranks that exchange messages: there a forward
+    that one rank runs alone would wait for ever."""
+    with torchrun(rank, world_size):
+        os.environ["ZC_HOST_MEMORY"] = "0"
+        torch.manual_seed(6)
+        config = T5Config(
+            vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0,
+            dropout_rate=0.0,
+        )  # fmt: skip
+        model = T5ForConditionalGeneration(config)
+        for param in (p for p in model.parameters() if p.dim() > 1):  # else all inputs give the same tokens
+            torch.nn.init.normal_(param)
+        model.generation_config.eos_token_id = list(range(1, 6))
+        arguments = Seq2SeqTrainingArguments(
+            folder, use_cpu=True, per_device_train_batch_size=2, per_device_eval_batch_size=1, learning_rate=1e-4,
+            max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="no", report_to=[], disable_tqdm=True,
+            predict_with_generate=True, generation_max_length=12,
+        )  # fmt: skip
+
+        class Mine(ZcMixin, Seq2SeqTrainer):
+            zc_options: Mapping[str, Any] = {"stage": 3, "backend": "eager", "bucket_nbytes": 2048}
+
+        kind: Any = Mine if is_zc else Seq2SeqTrainer
+        data = Tokens(8)
+        trainer = kind(model, arguments, train_dataset=data, eval_dataset=data, compute_metrics=_tokens_counted)
+        trainer.train()
+        predicted = trainer.predict(data).predictions
+        logged = [row["eval_tokens"] for row in trainer.state.log_history if "eval_tokens" in row]
+        return {"predicted": predicted.tolist(), "logged": logged}
+
+
+def test_generation_in_an_evaluation(tmp_path: Path) -> None:
+    wanted = run_ranks(_generate, 2, str(tmp_path / "ddp"), False, timeout=300.0)
+    found = run_ranks(_generate, 2, str(tmp_path / "zc"), True, timeout=120.0)
+    assert found == wanted
+    ends = [sum(token > 0 for token in row) for row in found[0]["predicted"]]
+    assert any(one != other for one, other in zip(ends[::2], ends[1::2], strict=True)), "both ranks end together"
+
+
 def _refusals(rank: int, world_size: int, folder: str) -> list[str]:
     found = []
     for more in ({"torch_compile": True}, {"auto_find_batch_size": True}, {"bf16_full_eval": True}):
@@ -205,6 +260,11 @@ def _refusals(rank: int, world_size: int, folder: str) -> list[str]:
             arguments = _arguments(folder, **PLAIN, **more)
             kind, text = message_of(lambda arguments=arguments: ZcTrainer(_model(), arguments))
             found.append(f"{kind}: {text}")
+
+    with torchrun(rank, world_size):
+        with torch.device("meta"):
+            empty = _model()
+        found.append(": ".join(message_of(lambda: ZcTrainer(empty, _arguments(folder, **PLAIN)))))
 
     class Renamed(Trainer):
         _save_optimizer_and_scheduler = None  # as if a later version called it something else
@@ -232,6 +292,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "PlanError: TrainingArguments(torch_compile=True) does not go with zc",
         "PlanError: TrainingArguments(auto_find_batch_size=True) does not go with zc",
         "PlanError: TrainingArguments(bf16_full_eval=True) does not go with zc",
+        "PlanError: the model is on the meta device",
         "ZcError: Renamed of transformers",
         "TypeError: NoTrainer needs transformers.Trainer among its bases",
     ]

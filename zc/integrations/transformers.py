@@ -8,14 +8,15 @@
 there, through `zc.integrations.accelerate`, and ``accelerator.prepare`` then finds them prepared.
 
 Private names, of transformers 5.23: ``_save_optimizer_and_scheduler`` and ``_load_optimizer_and_scheduler``, since
-rank 0 alone asks the optimizer for its state there. A checkpoint has zc's own in its folder ``zc``; one that a plain
-Trainer wrote can be resumed, too.
+rank 0 alone asks the optimizer for its state there; with stage=3 ``_save``, since rank 0 alone asks the model for its
+weights, and ``_load_best_model`` and ``_load_from_checkpoint``, where peft asks it for the names in its state.
+A checkpoint has zc's own in its folder ``zc``; one that a plain Trainer wrote can be resumed, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -23,7 +24,9 @@ from zc.closing import close
 from zc.errors import PlanError
 from zc.integrations.beside import load_beside, save_beside
 from zc.integrations.packages import needed, seam
+from zc.integrations.whole import names_in_state, shards_weights
 from zc.registry import COMPILED
+from zc.whole import full_state_dict
 
 _Trainer: Any = needed("transformers", "transformers").Trainer
 _prepare = needed("zc.integrations.accelerate", "transformers").prepare
@@ -32,6 +35,9 @@ _SEEN = "5.23"
 _SEAMS = {
     "_save_optimizer_and_scheduler": "saves the optimizer's state from all ranks",
     "_load_optimizer_and_scheduler": "loads it on all ranks",
+    "_save": "gathers the weights of stage 3 on rank 0",
+    "_load_best_model": "loads weights into the shards of stage 3",
+    "_load_from_checkpoint": "loads weights into the shards of stage 3",
 }
 
 
@@ -47,6 +53,12 @@ class ZcMixin:
         if zc_options is not None:
             self.zc_options = dict(zc_options)
         self._zc_model: nn.Module | None = None
+        model = kwargs.get("model", args[0] if args else None)
+        if isinstance(model, nn.Module) and any(param.is_meta for param in model.parameters()):
+            raise PlanError(
+                "the model is on the meta device, and Trainer moves it before zc can place it: load it whole in host "
+                "memory, or write a loop of your own with zc.compile(..., stage=3, device=...) and zc.load_pretrained"
+            )
         super().__init__(*args, **kwargs)
         _check(self)
 
@@ -63,6 +75,34 @@ class ZcMixin:
         _, trainer.optimizer = _prepare(trainer.accelerator, trainer.model, plain, **self.zc_options)
         self._zc_model = trainer.model
         return trainer.optimizer
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's."""
+        return super().evaluate(*args, **self._generates_together(), **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's."""
+        return super().predict(*args, **self._generates_together(), **kwargs)  # type: ignore[misc]
+
+    def _generates_together(self) -> dict[str, bool]:
+        """An option of ``generate``: in stage 3 each forward gathers weights, so all ranks run equally many."""
+        trainer: Any = self
+        is_asked = getattr(trainer.args, "predict_with_generate", False)
+        return {"synced_gpus": True} if is_asked and shards_weights(trainer.model) else {}
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        trainer: Any = self
+        if state_dict is None and shards_weights(trainer.model):
+            state_dict = full_state_dict(trainer.model)
+        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        with names_in_state(cast(Any, self).model):
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with names_in_state(cast(Any, self).model):
+            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         trainer: Any = self
@@ -85,11 +125,6 @@ class ZcTrainer(ZcMixin, _Trainer):
 def _check(trainer: Any) -> None:
     """Refuses, by name, options that would silently change results or lose state."""
     args = trainer.args
-    if trainer.zc_options.get("stage") == 3:
-        raise PlanError(
-            "Trainer asks rank 0 alone for the model's weights when it saves, and with stage=3 no rank has them: use "
-            "stage=2, or Accelerate or a loop of your own with stage=3"
-        )
     if args.n_gpu > 1:
         raise PlanError(f"one process has {args.n_gpu} GPUs (nn.DataParallel): start one per GPU, with torchrun")
     refused = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,20 @@ def shards_weights(model: nn.Module) -> bool:
     """Whether ``model`` is compiled with stage 3."""
     sharded_model = COMPILED.get(model)
     return sharded_model is not None and sharded_model.runtime.plan.placement.shards_weights
+
+
+@contextmanager
+def names_in_state(model: nn.Module) -> Iterator[None]:
+    """Inside, ``model.state_dict()`` of stage 3 has parameters without bytes, for who reads its names, not its values,
+    before a ``load_state_dict``."""
+    if not shards_weights(model):
+        yield
+        return
+    vars(model)["state_dict"] = partial(model.state_dict, keep_vars=True)
+    try:
+        yield
+    finally:
+        del vars(model)["state_dict"]
 
 
 def whole_weights(model: nn.Module) -> dict[str, Any]:
