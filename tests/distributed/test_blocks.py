@@ -294,6 +294,41 @@ def test_twenty_lengths_on_each_rank_cost_two_compiles() -> None:
     assert sums == sums_there
 
 
+class HeadOfItsOwn(Net):
+    """What stands around the loop is in methods of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.begin(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.end(x)
+
+    def begin(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x))
+
+    def end(self, x: Tensor) -> Tensor:
+        return self.last(x) + self.bias
+
+
+@pytest.mark.parametrize(
+    ("net_class", "fullgraph", "says"), [(Net, False, True), (HeadOfItsOwn, False, False), (Net, True, False)]
+)
+def test_a_head_beside_the_loop_over_blocks_is_said_to_run_op_by_op(
+    net_class: type[Net], fullgraph: bool, says: bool
+) -> None:
+    torch._dynamo.reset()
+    net = net_class(blocks())
+    options = {"fullgraph": True} if fullgraph else {}
+    net, optimizer = zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.1), backend="aot_eager", **options)
+    net(torch.ones(2, DIM)).sum().backward()
+    optimizer.step()
+    notes = [note for note in zc.registry.sharded(net).runtime.notes if "runs op by op" in note]
+    zc.close(net)
+    assert [note.split(" runs")[0] for note in notes] == says * [
+        "the code that reads bias, first.bias, first.weight, ..."
+    ]
+
+
 def test_the_log_names_the_kind_of_block(caplog: pytest.LogCaptureFixture) -> None:
     net = Net(blocks())
     net, _ = zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.1))

@@ -79,6 +79,7 @@ class Runtime(Core):
         self.weights: WeightGather | ShardedWeights = (
             ShardedWeights(self, WeightUses(self)) if plan.placement.shards_weights else WeightGather(self)
         )
+        self.around_blocks: frozenset[str] = frozenset()  # parameters that are read there, if blocks are compiled
         self.listeners: list[Listener] = []
         self.hooks: list[RemovableHandle] = []  # on parameters
         self._phase = Phase.OPEN
@@ -379,9 +380,25 @@ class Runtime(Core):
             exposed_s, journal.exposed_s = journal.exposed_s, 0.0
         self.ledger.close_step(exposed_s, self.group.take_nbytes_sent(), self.announcements.take_waits())
         self.streams.clock.end_step(len(self.ledger.graphs), exposed_s)
+        self._say_uncompiled()
         self.say_rest()
         log.debug("step %d is done", self.ledger.num_steps)
         self.accumulators.close_step()
+
+    def _say_uncompiled(self) -> None:
+        """After the first update of a model with blocks: whether code around them is compiled."""
+        if self.ledger.num_steps != 1 or not self.around_blocks:
+            return
+        written = set().union(*(program.brings for program in self.programs))
+        by_hooks = (self.plan.buckets[b].slots[k].name for b, k in self.ledger.last.hooks.keys() - written)
+        names = sorted(self.around_blocks.intersection(by_hooks))
+        if names:
+            self.say_once(
+                f"the code that reads {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} runs op by op: Dynamo "
+                "compiles no function that calls blocks in a loop. Move what stands before and after the loop (norm, "
+                "head, loss) into methods of their own, which are compiled. Or pass fullgraph=True: all is one graph, "
+                "whose first step takes longer with each block"
+            )
 
     def install_hooks(self) -> None:
         self._install_hooks(self.plan.buckets)

@@ -64,6 +64,21 @@ def find_singles(model: nn.Module, kinds: Sequence[BlockKind]) -> list[str]:
     return list(singles.values())
 
 
+def params_around(model: nn.Module, kinds: Sequence[BlockKind]) -> frozenset[str]:
+    """The parameters outside of blocks, without those that only embeddings have: a lookup gains nothing from a graph
+    around it."""
+    members = block_of(kinds)
+    readers: dict[int, set[type[nn.Module]]] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            readers.setdefault(id(param), set()).add(type(module))
+    return frozenset(
+        name
+        for name, param in model.named_parameters()
+        if kinds and split_name(name, members) is None and readers[id(param)] != {nn.Embedding}
+    )
+
+
 def block_of(kinds: Iterable[BlockKind]) -> dict[str, tuple[int, int]]:
     """A member's name -> its kind and its position among the members."""
     return {member: (k, i) for k, kind in enumerate(kinds) for i, member in enumerate(kind.members)}
