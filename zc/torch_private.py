@@ -12,7 +12,6 @@ import copy
 import inspect
 import itertools
 import sys
-import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
@@ -70,18 +70,41 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def is_inside_another_backward() -> bool:
-    """Whether the backward that runs was called by a backward (reentrant checkpointing).
+def outer_node() -> Node | None:
+    """The node of the outer backward that has called the one in this thread (reentrant checkpointing). None where there
+    is no outer one, or where no Python function has called it.
 
-    Relies on every backward going through ``torch.autograd.graph._engine_run_backward`` (2.11 to 2.15), whose frame is
-    on this thread's stack: once for a thread of the caller's, not at all for one of the engine's own.
+    Relies on every backward going through ``torch.autograd.graph._engine_run_backward``, and on every Python function's
+    through ``BackwardCFunction.apply`` (2.11 to 2.15). Reads the locals of that frame alone: of a caller's, this would
+    keep tensors alive.
     """
-    depth = 0 if isinstance(threading.current_thread(), threading._DummyThread) else -1
-    frame = inspect.currentframe()
+    applied = torch.autograd.function.BackwardCFunction.apply.__code__
+    frame, is_outside = inspect.currentframe(), False
     while frame is not None:
-        depth += frame.f_code.co_name == "_engine_run_backward"
+        if is_outside and frame.f_code is applied:
+            node: Node = frame.f_locals["self"]
+            return node
+        is_outside = is_outside or frame.f_code.co_name == "_engine_run_backward"
         frame = frame.f_back
-    return depth > 0
+    return None
+
+
+def call_once_left(node: Node, callback: Callable[[], None]) -> None:
+    """Calls ``callback`` once, in the backward that runs ``node`` now, before the first of the nodes that follow it.
+
+    Relies on ``Node.register_prehook``, also of a node that the running backward has yet to come to (2.11 to 2.15).
+    """
+    handles: list[RemovableHandle] = []
+
+    def once(_: object) -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+        callback()
+
+    for follower, _ in node.next_functions:
+        if follower is not None:
+            handles.append(follower.register_prehook(once))
 
 
 def version(param: torch.Tensor) -> int:

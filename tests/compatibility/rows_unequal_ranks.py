@@ -172,11 +172,12 @@ def recompiled_between(s: Script) -> None:
 
 
 class ReentrantHeads(Heads):
-    """Heads on a trunk whose second part runs inside a reentrant checkpoint: a backward inside the backward."""
+    """Heads on a trunk whose second part runs inside a reentrant checkpoint: a backward inside the backward. Without
+    tasks, nothing comes before it."""
 
     def forward(self, x: Tensor, tasks: tuple[int, ...]) -> list[Tensor]:
         hidden = checkpoint(self.trunk[1:], self.trunk[0](x), use_reentrant=True)
-        return [self.heads[task](hidden) for task in tasks]
+        return [self.heads[task](hidden) for task in tasks] or [hidden[:, :4]]
 
 
 @row(7, "ranks see different tasks over a reentrant checkpoint", make=ReentrantHeads, options=APART)
@@ -185,6 +186,18 @@ def reentrant_tasks(s: Script) -> None:
         losses_of_own_tasks(s, step).backward()
         losses_of_own_tasks(s, step + 1).backward()
         clip_stock(s, step)
+        s.update()
+
+
+@row(7, "a backward begins inside a reentrant checkpoint on one rank alone, then a collective", make=ReentrantHeads,
+     options=APART)  # fmt: skip
+def begun_in_a_checkpoint(s: Script) -> None:
+    for step in range(STEPS):
+        loss = torch.stack(task_losses(s, step, (0, 1) if s.rank == step % 2 else ())).sum()
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        s.note(f"loss {step}", total)
         s.update()
 
 

@@ -36,25 +36,53 @@ def test_a_profiler_is_seen() -> None:
 # --- autograd ---
 
 
-@contract("is_inside_another_backward", "every backward going through torch.autograd.graph._engine_run_backward")
+class Reentrant(torch.autograd.Function):
+    """Runs a backward in its backward, and ``Reentrant.look`` in both."""
+
+    look: Callable[[], None]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Reentrant.look()
+        inner = torch.ones(1, requires_grad=True)
+        inner.register_hook(lambda _: Reentrant.look())
+        with torch.enable_grad():
+            inner.mul(2).sum().backward()
+        return grad
+
+
+@contract("outer_node", "every backward going through torch.autograd.graph._engine_run_backward")
 def test_a_backward_inside_another_one() -> None:
-    class Reentrant(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
+    nodes: list[Any] = []
+    Reentrant.look = lambda: nodes.append(torch_private.outer_node())
+    Reentrant.look()
+    made = Reentrant.apply(torch.ones(1, requires_grad=True))
+    made.sum().backward()
+    assert nodes == [None, None, made.grad_fn]
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            seen.append(torch_private.is_inside_another_backward())
-            inner = torch.ones(1, requires_grad=True)
-            inner.register_hook(lambda _: seen.append(torch_private.is_inside_another_backward()))
-            with torch.enable_grad():
-                inner.mul(2).sum().backward()
-            return grad
 
-    seen = [torch_private.is_inside_another_backward()]
-    Reentrant.apply(torch.ones(1, requires_grad=True)).sum().backward()
-    assert seen == [False, False, True]
+@contract("call_once_left", "Node.register_prehook")
+def test_a_call_where_the_outer_backward_goes_on() -> None:
+    tasks: list[int] = []
+
+    def look() -> None:
+        tasks.append(torch_private.current_graph_task())
+        node = torch_private.outer_node()
+        if node is not None:
+            torch_private.call_once_left(node, lambda: tasks.append(torch_private.current_graph_task()))
+
+    Reentrant.look = look
+    x = torch.ones(1, requires_grad=True)
+    made = Reentrant.apply(x.mul(2)).sum()
+    for _ in range(2):  # the hook of the first one is gone
+        tasks.clear()
+        made.backward(retain_graph=True)
+        outer, inner, after = tasks
+        assert outer == after != inner
 
 
 def in_backward(do: Callable[[], Any], *params: nn.Parameter, grad: bool = False) -> Any:

@@ -121,12 +121,14 @@ class Runtime(Core):
         if self.eager.backward is Backward.NONE:  # else the outer one (reentrant checkpointing) has yet to show its own
             self._notice_cleared()
         self.eager.enter(self._end_backward)
-        # A nested backward makes no announcement while its outer one has produced nothing: other ranks may have none.
-        may_wait = not self.plan.placement.shards_gradients
         is_new = self.current_plan.reduces and self.announcements.state is State.IDLE
         # Under torch.autograd.grad a graph brings none, and other ranks may run no graph at all.
         is_new = is_new and (program is None or bool(program.brings))
-        if is_new and not (may_wait and torch_private.is_inside_another_backward()):
+        outer = torch_private.outer_node() if is_new else None
+        if outer is not None:
+            # The outer backward announces both: on other ranks it may have brought something before this one.
+            torch_private.call_once_left(outer, partial(_begin, weakref.ref(self)))
+        elif is_new:
             if program is None:
                 self.announcements.begin("hooks", None, frozenset(), is_boundary=self.is_boundary)
             else:
@@ -414,6 +416,13 @@ class Runtime(Core):
 def _has_raised(eager: weakref.ref[EagerGradients]) -> bool:
     gradients = eager()
     return gradients is not None and gradients.backward is Backward.RAISED
+
+
+def _begin(runtime: weakref.ref[Runtime]) -> None:
+    """A backward goes on that had called another one before it brought anything itself."""
+    target = runtime()
+    if target is not None:
+        target.begin_backward()
 
 
 def _receive(runtime: weakref.ref[Runtime], bucket: int, slot: int, param: nn.Parameter) -> None:
