@@ -31,7 +31,7 @@ from zc.meta import place
 from zc.optim.assignment import Container
 from zc.optim.model import ShardedModel
 from zc.optim.optimizer import ShardedOptimizer
-from zc.planning.blocks import BlockKind, find_singles, params_around
+from zc.planning.blocks import BlockKind, find_singles, matrices_around
 from zc.prepare import (
     Request,
     broadcast_rest,
@@ -247,7 +247,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     make = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds))
     around = runtime.weights.plain if isinstance(runtime.weights, ShardedWeights) else None
     compile_blocks(model, kinds, make, guards.install_call, runtime.config.dynamic, around)
-    runtime.around_blocks = params_around(model, kinds)
+    runtime.around_blocks = matrices_around(model, kinds)
     names = find_singles(model, kinds) if runtime.plan.placement.shards_weights else []
     singles = [BlockKind(type(model.get_submodule(name)).__name__, (name,)) for name in names]
     make_single = partial(_backend_of_single, runtime)

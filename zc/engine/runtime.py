@@ -79,7 +79,7 @@ class Runtime(Core):
         self.weights: WeightGather | ShardedWeights = (
             ShardedWeights(self, WeightUses(self)) if plan.placement.shards_weights else WeightGather(self)
         )
-        self.around_blocks: frozenset[str] = frozenset()  # parameters that are read there, if blocks are compiled
+        self.around_blocks: frozenset[str] = frozenset()  # matrices that are read there
         self.listeners: list[Listener] = []
         self.hooks: list[RemovableHandle] = []  # on parameters
         self._phase = Phase.OPEN

@@ -64,9 +64,9 @@ def find_singles(model: nn.Module, kinds: Sequence[BlockKind]) -> list[str]:
     return list(singles.values())
 
 
-def params_around(model: nn.Module, kinds: Sequence[BlockKind]) -> frozenset[str]:
-    """The parameters outside of blocks, without those that only embeddings have: a lookup gains nothing from a graph
-    around it."""
+def matrices_around(model: nn.Module, kinds: Sequence[BlockKind]) -> frozenset[str]:
+    """The matrices outside of blocks, without those that only embeddings have: compiling a lookup or a norm gains
+    little."""
     members = block_of(kinds)
     readers: dict[int, set[type[nn.Module]]] = {}
     for module in model.modules():
@@ -75,7 +75,7 @@ def params_around(model: nn.Module, kinds: Sequence[BlockKind]) -> frozenset[str
     return frozenset(
         name
         for name, param in model.named_parameters()
-        if kinds and split_name(name, members) is None and readers[id(param)] != {nn.Embedding}
+        if kinds and param.dim() > 1 and split_name(name, members) is None and readers[id(param)] != {nn.Embedding}
     )
 
 
