@@ -53,6 +53,31 @@ def test_outside_of_whole_parameters_each_door_names_the_way_out(tmp_path: Path)
     zc.close(net)
 
 
+def test_what_reads_no_element_works_without_bytes() -> None:
+    net, _ = compiled()
+    weight = net[0].weight
+    assert sum(p.data.nelement() for p in net.parameters()) == 72 + 16 + 36
+    assert weight.data.shape == (8, 8) and torch.zeros(2).double().to(weight).dtype == torch.float32
+    assert torch.zeros_like(weight).equal(torch.zeros(8, 8)) and weight.new_ones(3).equal(torch.ones(3))
+    assert repr(weight) == f"{weight}" == "Parameter of shape (8, 8), torch.float32, cpu, without bytes (zc, stage=3)"
+    assert repr(weight.data) == "view of shape (8, 8) of a parameter without bytes (zc, stage=3)"
+    of_data: dict[str, Any] = {
+        "a write": lambda: weight.data.add_(1),
+        "a copy": lambda: weight.data.clone(),
+        "a copy into another": lambda: torch.zeros(8, 8).copy_(weight.data),
+        "numpy": weight.data.numpy,
+        "torch.save": lambda: saved(weight.data),
+        "copy.deepcopy": lambda: copy.deepcopy(weight.data),
+        "data of data": lambda: weight.data.data.sum(),
+        "a parameter of it": lambda: nn.Parameter(weight.data),
+    }
+    for name, read in of_data.items():
+        with pytest.raises(zc.ZcError, match=r"reads a view of a parameter that has no bytes.*zc\.whole_parameters"):
+            pytest.fail(f"{name} gave {read()}")
+    zc.close(net)
+    assert "requires_grad=True" in repr(net[0].weight)
+
+
 def test_inside_of_whole_parameters_they_work(tmp_path: Path) -> None:
     net, _ = compiled()
     state = zc.full_state_dict(net)

@@ -26,6 +26,8 @@ _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its Absent
 _ALLOWED = NO_VALUE | torch_private.hook_attributes()
 _VIEWS = frozenset((Tensor.view_as, Tensor.expand_as))
 _DATA: Any = Tensor.data
+_DATA_OF = _DATA.__get__
+_AS_ANOTHER = frozenset((Tensor.to, Tensor.type_as))  # of another tensor they read dtype and device
 _RAW = frozenset(
     (
         _DATA.__get__, Tensor.numpy, Tensor.data_ptr, Tensor.untyped_storage, Tensor.__array__, Tensor.__dlpack__,
@@ -59,13 +61,25 @@ class AbsentParameter(nn.Parameter):
         params = [a for a in torch_private.tensors_in((args, kwargs)) if isinstance(a, AbsentParameter)]
         if func in _BACKWARD:
             return _backward(func, params, args, kwargs or {})
-        if func not in _ALLOWED and func not in _VIEWS:
+        is_view = func in _VIEWS or (func == _DATA_OF and not _can_read(func, params))
+        is_of_another = func in _AS_ANOTHER and not isinstance(args[0], AbsentParameter)
+        if func not in _ALLOWED and not is_view and not is_of_another:
             _need(func, params)
         with torch_private.without_torch_function():
             output = func(*args, **(kwargs or {}))
-        if func in _VIEWS and type(output) is Tensor:
+        if is_view and type(output) is Tensor:
             output.__class__ = AbsentView
         return output
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """A print, also a debugger's, raises nothing."""
+        if _can_read(Tensor.__repr__, [self]):
+            with torch_private.without_torch_function():
+                return str(nn.Parameter.__repr__(self))  # type: ignore[no-untyped-call]
+        return f"Parameter of shape {tuple(self.shape)}, {self.dtype}, {self.device}, without bytes (zc, stage=3)"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         _need("copy.deepcopy", [self])
@@ -78,8 +92,8 @@ class AbsentParameter(nn.Parameter):
 
 
 class AbsentView(Tensor):
-    """What view_as and expand_as give of an AbsentParameter. Hooks and DDP-like code take its ``grad_fn``, which leads
-    to the parameter's own node, and read no element."""
+    """What ``data``, view_as and expand_as give of an AbsentParameter. Hooks and DDP-like code take its
+    ``grad_fn``, which leads to the parameter's own node, others its shape; they read no element."""
 
     @classmethod
     def __torch_function__(
@@ -89,6 +103,9 @@ class AbsentView(Tensor):
             raise ZcError(f"{getattr(func, '__name__', func)} reads a view of a parameter {_WAY_OUT}")
         with torch_private.without_torch_function():
             return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"view of shape {tuple(self.shape)} of a parameter without bytes (zc, stage=3)"
 
 
 def _backward(func: Any, params: list[AbsentParameter], args: Any, kwargs: Any) -> Any:
@@ -120,14 +137,17 @@ def _may_write(what: Any) -> bool:
     return what in _RAW or name in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
+def _can_read(what: Any, params: list[AbsentParameter]) -> bool:
+    """Whether these parameters are whole, or have become so."""
+    owners = [(_OWNERS.get(param), param) for param in params]
+    return all(owner is None or owner.read(param, _may_write(what)) for owner, param in owners)
+
+
 def _need(what: Any, params: list[AbsentParameter]) -> None:
     for param in params:
-        owner = _OWNERS.get(param)
-        if owner is not None and not owner.read(param, _may_write(what)):
+        if not _can_read(what, [param]):
             name = getattr(what, "__name__", str(what))
-            raise ZcError(
-                f"{name} reads a parameter of shape {tuple(param.shape)} {_WAY_OUT}"
-            )
+            raise ZcError(f"{name} reads a parameter of shape {tuple(param.shape)} {_WAY_OUT}")
 
 
 def _is_loaded(param: Tensor, value: Tensor, *_: Any) -> bool:

@@ -36,6 +36,8 @@ NO_VALUE = frozenset(
             "is_floating_point", "is_complex", "get_device", "requires_grad_", "__len__",
         )),
         torch.is_tensor, torch.is_floating_point, torch.is_complex, torch.numel,
+        *(getattr(torch, f"{name}_like") for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")),
+        *(getattr(Tensor, f"new_{name}") for name in ("zeros", "ones", "empty", "full", "tensor")),
     }
 )  # fmt: skip
 
