@@ -26,9 +26,10 @@ from zc.checkpoint.save_load import load_state_dict
 from zc.closing import close
 from zc.compiler.backend import make_backend
 from zc.copies import NotForDDP
+from zc.engine.sharded_weights import ShardedWeights, forward_of
 from zc.errors import PlanError
 from zc.integrations.packages import needed, seam
-from zc.integrations.whole import whole_weights
+from zc.integrations.whole import shards_weights, whole_weights
 from zc.recompile import recompile
 from zc.registry import COMPILED, sharded
 
@@ -58,11 +59,6 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     for name in _OF_WRAPPER:
         if name in options:
             raise PlanError(f"{name} is an option of DistributedDataParallel, which zc replaces: leave it out")
-    if options.get("stage") == 3:
-        raise PlanError(
-            "Lightning reads the module's state_dict when it saves and loads, and with stage=3 no rank has the whole "
-            "weights: use stage=2, or Accelerate or a loop of your own with stage=3"
-        )
     own = {name: options[name] for name in _OF_DDP if name in options}
     return own, {name: value for name, value in options.items() if name not in own}
 
@@ -92,9 +88,12 @@ class ZcStrategy(_TrainerDDP):
         # before a validation, DDPStrategy equalizes the module over ranks by a call that a compiled module refuses
         own: dict[str, Any] = self.lightning_module.__dict__
         guards = {name: value for name, value in own.items() if isinstance(value, NotForDDP)}
+        shards = sharded(self.lightning_module).runtime.placed if shards_weights(self.lightning_module) else {}
         for name in guards:
-            del own[name]
+            own[name] = set(shards)  # parameters that this call leaves out: those without bytes
         super().setup(trainer)
+        for name in guards:
+            own.pop(name, None)
         own.update({name: value for name, value in guards.items() if self.lightning_module in COMPILED})
 
     def configure_ddp(self) -> None:
@@ -120,6 +119,18 @@ class ZcStrategy(_TrainerDDP):
             load_state_dict(module, list(self.optimizers), {"model": self._masters})
         self._masters = {}
         self.precision_plugin.main_params = lambda optimizer: iter(_params_of(module, _bare(optimizer)))
+
+    def teardown(self) -> None:
+        """In stage 3 the module stays on its device, as under FSDP: the base class would move whole parameters."""
+        module: Any = self.lightning_module
+        if module is None or not shards_weights(module):
+            super().teardown()
+            return
+        module.cpu = lambda: module
+        try:
+            super().teardown()
+        finally:
+            del module.cpu
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -248,12 +259,15 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 def _compile_children(module: nn.Module) -> None:
     sharded_model = sharded(module)
-    config = sharded_model.runtime.config
-    if config.backend == "eager":
-        return
-    before = sharded_model.runtime.weights.let_read if config.overlap_gather else None
+    runtime, config = sharded_model.runtime, sharded_model.runtime.config
+    before = runtime.weights.let_read if config.overlap_gather else None
     for child in _called(module):
-        call = torch_private.compiled_call(
-            child, make_backend(sharded_model.runtime), before, dynamic=config.dynamic, fullgraph=config.fullgraph
-        )
+        call = None
+        if config.backend != "eager" and not (config.placement.shards_weights and runtime.plan.kinds):
+            backend = make_backend(runtime)
+            call = torch_private.compiled_call(
+                child, backend, before, dynamic=config.dynamic, fullgraph=config.fullgraph
+            )
+        if isinstance(runtime.weights, ShardedWeights):
+            call = forward_of(runtime.weights, call or torch_private.plain_call(child))
         torch_private.call_instead(child, call)

@@ -14,6 +14,7 @@ from zc.checkpoint.save_load import settled
 from zc.checkpoint.saving import channel_of
 from zc.checkpoint.state import state_of
 from zc.registry import COMPILED
+from zc.whole import full_state_dict
 
 
 def shards_weights(model: nn.Module) -> bool:
@@ -37,8 +38,9 @@ def names_in_state(model: nn.Module) -> Iterator[None]:
 
 
 def whole_weights(model: nn.Module) -> dict[str, Any]:
-    """``model.state_dict()``; on rank 0 with fp32 masters instead of narrower parameters. Every rank calls it."""
-    state: dict[str, Any] = model.state_dict()
+    """``model.state_dict()``; on rank 0 with fp32 masters instead of narrower parameters. Every rank calls it. In stage
+    3 the other ranks get an empty dict."""
+    state: dict[str, Any] = full_state_dict(model) if shards_weights(model) else model.state_dict()
     sharded_model = COMPILED.get(model)
     if sharded_model is None or not any(bucket.has_master for bucket in sharded_model.runtime.plan.buckets):
         return state
