@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from harness import run_ranks
 from models import seeded
 from safetensors.torch import save_file
+from tiers import full_only
 from torch import Tensor, nn
 
 import zc
+from bench.load_memory import NBYTES, beyond
 
 DIM, VOCABULARY = 16, 32
 
@@ -202,6 +204,13 @@ def test_a_rank_holds_its_shards_and_one_unit(tmp_path: Path) -> None:
     for peak, total in run_ranks(peak_nbytes, 2, tmp_path, timeout=120.0):
         assert total == 48 * 2**20
         assert peak < (48 + 4 + 16 + 8) * 2**20
+
+
+@full_only
+def test_a_rank_of_four_loads_a_model_of_1_2_gb() -> None:
+    """0.302 GB of shards; nothing else but code that zc imports, gloo's threads and one piece of a file."""
+    for nbytes in beyond(4)["torch with Dynamo"]:
+        assert NBYTES / 4 < nbytes < NBYTES / 4 + 0.05e9
 
 
 def test_what_meta_needs_is_named_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
