@@ -55,10 +55,12 @@ def _part(
     optimizer = fuzz_optimizers.draw(rng, without)
     if fuzz_optimizers.is_stacked(optimizer):
         without = without | {"freeze", "thaw"}
+    fuzz_options.fit(options, optimizer)
     made = Loop(rng, sizes[0], model, options, without)
     for k, world_size in enumerate(sizes):
         if k > 0:
             options = fuzz_options.draw_again(rng, dtype, options, without, group)
+            fuzz_options.fit(options, optimizer)
             made.relaunch(world_size, options)
         for _ in range(rng.choice((1, 2, 2, 3)) if few or len(sizes) > 1 else rng.choice((2, 3, 3, 4, 5))):
             made.update()

@@ -84,6 +84,11 @@ def draw(rng: random.Random, without: frozenset[str]) -> str:
     return call.format(params=TWO_GROUPS if two else "params")
 
 
+def reads_whole(optimizer: str) -> bool:
+    """Whether zc gives it whole parameters: it knows nothing of users' own classes."""
+    return not optimizer.startswith("torch.")
+
+
 def is_stacked(optimizer: str) -> bool:
     """Whether one state belongs to several parameters."""
     return optimizer.startswith("Stacked")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from fuzz_optimizers import reads_whole
+
 GROUPS = {"stage3": 0.2, "wire": 0.05}  # and the share of the programs that are of this group
 WIRE_DIM = 33  # of models on the wire: a matrix of fewer than 1,024 elements would travel exact
 
@@ -83,6 +85,12 @@ def _encode(rng: random.Random, options: dict[str, Any]) -> None:
         options["gather_dtype"] = rng.choice(("int8", "int4"))
         options.pop("offload", None)
         options.pop("offload_accumulate", None)
+
+
+def fit(options: dict[str, Any], optimizer: str) -> None:
+    """For an optimizer that reads whole parameters zc encodes no weights: gradients are encoded in their place."""
+    if reads_whole(optimizer) and options.pop("gather_dtype", None):
+        options["reduce_dtype"] = "int8"
 
 
 def draw_again(

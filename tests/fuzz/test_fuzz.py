@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import fuzz_draw
+import fuzz_optimizers
 import fuzz_options
 import fuzz_script
 import fuzz_shrink
@@ -43,6 +44,8 @@ def test_groups_of_options_can_be_chosen() -> None:
             program = fuzz_draw.draw(seed, only=frozenset((group,)))
             check_all(program)
             assert fuzz_options.draw_group(seed, frozenset(), frozenset((group,))) == group
+            for part in filter(lambda part: fuzz_optimizers.reads_whole(part.optimizer), program.parts):
+                assert not any("gather_dtype" in which.options for which in part.launches), "zc.compile refuses it"
         if fuzz_options.draw_group(seed, frozenset()) is None:
             assert fuzz_draw.draw(seed) == fuzz_draw.draw(seed, frozenset(fuzz_options.GROUPS))
 
