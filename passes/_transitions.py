@@ -38,7 +38,7 @@ AT_ENTRY = {  # all others: NOTHING
 }  # fmt: skip
 AT_EXIT = {  # all others: NOTHING
     "acc": (SUM, GRADIENT, TOTAL, LANDED), "host": (SUM, LANDED), "master": (OLD, CAST),
-    "flat_param": (OLD, PUBLISHED), "gathered": (OLD, GATHERED, PUBLISHED), "weight": (OLD,),
+    "flat_param": (OLD, PUBLISHED), "gathered": (OLD, GATHERED, PUBLISHED), "weight": (OLD, PUBLISHED),
 }  # fmt: skip
 
 
@@ -144,10 +144,12 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
     spec.CopyToHost: (Row("src", "staging", (TOTAL, GRADIENT), NOTHING), Row("dst", "host", (SUM,), LANDED)),
     spec.CopyToDevice: (
         Row("src", "host", (SUM,), SUM),
-        Row("dst", "staging", (NOTHING,), SUM),
+        Row("dst", "staging", (NOTHING,), SUM, beside="host"),
         Row("src", "master", (OLD, NEW), CAST),
         Row("src", "param", (CAST,), NOTHING),
-        Row("dst", "flat_param", (OLD,), NEW),
+        Row("dst", "flat_param", (OLD,), NEW, "replicated"),
+        Row("dst", "weight", (OLD,), NEW, "sharded"),
+        Row("dst", "staging", (NOTHING,), NEW, "sharded", beside="master param"),
     ),
     spec.Update: (Row("dst", "master", (OLD,), NEW), Row("src", "host", (SUM,), SUM)),
     spec.CastParam: (Row("src", "master", (OLD, NEW), CAST), Row("dst", "param", (NOTHING,), CAST)),
@@ -155,6 +157,7 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "flat_param", (NEW,), NEW, "offload"),
         Row("buffer", "flat_param gathered", (OLD,), OLD, "device"),
     ),
+    spec.SpreadShards: (Row("src", "staging", (NEW,), NOTHING), Row("dst", "weight", (OLD,), NEW, "sharded")),
     spec.GatherNet: (
         Row("buffer", "flat_param", (NEW,), RANGE, "levels offload"),
         Row("buffer", "flat_param gathered", (OLD,), RANGE, "levels device whole"),
@@ -179,6 +182,7 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("buffer", "flat_param", (GATHERED,), PUBLISHED),
         Row("buffer", "flat_param", (NEW, OLD), PUBLISHED, "unsharded"),
         Row("buffer", "gathered", (OLD, GATHERED), PUBLISHED),
+        Row("buffer", "weight", (NEW,), PUBLISHED),
     ),
     spec.GatherWeights: (
         Row("src", "weight", (OLD,), OLD),
@@ -198,7 +202,7 @@ def facts_of(plan: Plan | None) -> frozenset[str]:
     ways |= {"levels" if plan.has_levels else "flat", "in_place" if plan.sums_in_place else "direct"}
     others = {"alone": plan.num_ranks == 1, "unsharded": plan.world_size == 1}
     ways |= {"twice" if plan.reduces_twice else "once", "encoded" if plan.reduce_bits else "plain"}
-    ways.add("differs" if plan.gather_bits else "whole")
+    ways |= {"differs" if plan.gather_bits else "whole", "sharded" if plan.placement.shards_weights else "replicated"}
     return frozenset({where} | ways | {fact for fact, is_true in others.items() if is_true})
 
 

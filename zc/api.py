@@ -131,7 +131,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
 
     Offload:
         offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there;
-            "disk" keeps the state in files under ``offload_dir`` (see `flush_state`).
+            "disk" (stages 1 and 2) keeps the state in files under ``offload_dir`` (see `flush_state`).
         offload_accumulate: "cpu": accumulators in host memory, which visit the device for each backward; "device": they
             stay there (stage 1: 4 bytes a parameter, stage 2: 4 / W) and are copied once an update.
         offload_dir: the folder of ``offload="disk"``.

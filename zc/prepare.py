@@ -173,8 +173,11 @@ def check_weights(plan: Plan) -> None:
     """In stage 3 the largest bucket must fit into what weights may take."""
     if not plan.placement.shards_weights:
         return
-    if plan.offload is not None:
-        raise PlanError("stage=3 and offload: masters in host memory work in stages 1 and 2; leave one of them out")
+    if plan.offload is not None and plan.offload.state_on_disk:
+        raise PlanError(
+            "stage=3 and offload='disk': zc.flush_state compares checksums of whole weights, which no rank has; use "
+            "offload='cpu', or stage=2"
+        )
     largest = max(plan.with_weights, key=lambda b: b.nbytes)
     if plan.weight_cap < (least := align_up(largest.nbytes, ALIGN_NBYTES)):
         raise PlanError(
@@ -190,7 +193,7 @@ def check_memory(plan: Plan) -> None:
     kinds, _, _ = resident(plan, [0] * plan.num_optimizers)
     counted = ("weight", "frozen", "master_shard", "arena")
     needed: dict[str, int] = {kind: kinds[kind] for kind in counted if kind in kinds}
-    why = ("stage=3", "use more ranks, a smaller bucket_nbytes or weight_nbytes, or offload")
+    why = ("stage=3", "use more ranks, a smaller bucket_nbytes or weight_nbytes, or offload='cpu'")
     if device.type == "cuda":
         check_room(needed, 1, torch.cuda.mem_get_info(device)[0], why)
     elif device.type == "cpu":

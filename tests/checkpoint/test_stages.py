@@ -1,4 +1,5 @@
-"""Checkpoints go from stage to stage, on any number of ranks, bitwise: weights, frozen ones included, and states."""
+"""Checkpoints go from stage to stage, with offload and without, on any number of ranks, bitwise: weights, frozen ones
+included, and states."""
 
 from __future__ import annotations
 
@@ -11,25 +12,32 @@ from save_and_load import Job, joined, parts
 
 import zc
 
-CHAIN = ((2, 3), (3, 2), (4, 3), (1, 3), (3, 3), (2, 1), (3, 3))  # ranks, stage
+CPU = "cpu"
+CHAIN = (
+    (2, 3, None), (3, 2, CPU), (4, 3, CPU), (1, 3, None), (3, 3, CPU), (2, 1, None), (1, 3, CPU), (3, 3, None),
+)  # fmt: skip  # ranks, stage, offload
 
 
-def job_of(case: str, stage: int, seed: int) -> Job:
-    return Job(case, options={"stage": stage, "bucket_nbytes": 2048}, seed=seed)
+def job_of(case: str, stage: int, offload: str | None, seed: int) -> Job:
+    return Job(case, options={"stage": stage, "bucket_nbytes": 2048, "offload": offload}, seed=seed)
 
 
-def train_and_save(rank: int, world_size: int, case: str, stage: int, path: Path) -> dict[str, Any]:
+def train_and_save(
+    rank: int, world_size: int, case: str, stage: int, offload: str | None, path: Path
+) -> dict[str, Any]:
     """Job: three updates and a save."""
-    job = job_of(case, stage, 0)
+    job = job_of(case, stage, offload, 0)
     model, optimizer = job.compiled()
     job.steps(model, optimizer, 0, 3)
     zc.save(path, model, optimizer)
     return {"parts": parts(model, optimizer), "weights": zc.full_state_dict(model)}
 
 
-def load_and_save(rank: int, world_size: int, case: str, stage: int, path: Path, again: Path) -> dict[str, Any]:
+def load_and_save(
+    rank: int, world_size: int, case: str, stage: int, offload: str | None, path: Path, again: Path
+) -> dict[str, Any]:
     """Job: a model of another seed gets a checkpoint, and saves it."""
-    model, optimizer = job_of(case, stage, 7).compiled()
+    model, optimizer = job_of(case, stage, offload, 7).compiled()
     zc.load(path, model, optimizer)
     zc.save(again, model, optimizer, asynchronous=True).wait()
     return {"parts": parts(model, optimizer), "weights": zc.full_state_dict(model)}
@@ -37,13 +45,13 @@ def load_and_save(rank: int, world_size: int, case: str, stage: int, path: Path,
 
 @pytest.mark.parametrize("case", ["frozen", "mixed_dtypes"])
 def test_every_stage_loads_what_another_has_saved(case: str, tmp_path: Path) -> None:
-    first = run_ranks(train_and_save, CHAIN[0][0], case, CHAIN[0][1], tmp_path / "0")
+    first = run_ranks(train_and_save, CHAIN[0][0], case, *CHAIN[0][1:], tmp_path / "0")
     wanted = joined([rank["parts"] for rank in first])
-    for k, (width, stage) in enumerate(CHAIN[1:]):
-        ranks = run_ranks(load_and_save, width, case, stage, tmp_path / str(k), tmp_path / str(k + 1))
+    for k, (width, stage, offload) in enumerate(CHAIN[1:]):
+        ranks = run_ranks(load_and_save, width, case, stage, offload, tmp_path / str(k), tmp_path / str(k + 1))
         got = joined([rank["parts"] for rank in ranks])
         assert got.keys() == wanted.keys()
-        assert not [name for name in wanted if not got[name].equal(wanted[name])], (width, stage)
+        assert not [name for name in wanted if not got[name].equal(wanted[name])], (width, stage, offload)
         weights = ranks[0]["weights"]
         assert weights.keys() == first[0]["weights"].keys()
         assert not [name for name, value in first[0]["weights"].items() if not weights[name].equal(value)]

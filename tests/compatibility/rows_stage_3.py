@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_BYTES, _OFFLOAD = "ZcError: with stage=3", "PlanError: stage=3 and offload"
+_BYTES = "ZcError: with stage=3"
 _ERRORS = {
     _BYTES: (
         "torch.func.functional_call with other values (a look ahead)",
@@ -16,6 +16,8 @@ _ERRORS = {
         "bf16 parameters, load_state_dict between steps",
         "param.data.clamp_ behind each step (WGAN)",
         "averaged weights swapped in through param.data",
+        "param.data.clamp_ behind each step (WGAN), offload",
+        "averaged weights swapped in through param.data, offload",
         "param.data.clamp_ behind each step (WGAN), param_dtype=torch.bfloat16",
         "averaged weights swapped in through param.data, param_dtype=torch.bfloat16",
         "an averaged copy (EMA by deepcopy)",
@@ -33,11 +35,6 @@ _ERRORS = {
         "an optimizer that zc.compile was not given",
         "sharpness-aware minimisation: weights move up, a second backward, weights move back",
         "slow weights every second step (lookahead), an average by _foreach_lerp_",
-    ),
-    _OFFLOAD: (
-        "param.data.clamp_ behind each step (WGAN), offload",
-        "averaged weights swapped in through param.data, offload",
-        "two optimizers, offload",
     ),
     ": in place": ("an embedding with max_norm, the same tokens on all ranks",),  # of Dynamo's class where it compiles
     "ZcError: its bytes lie in shards": ("model.to(dtype) after zc.compile",),

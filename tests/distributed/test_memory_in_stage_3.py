@@ -6,6 +6,7 @@ Counted, not planned: the storages of all live tensors, and every allocation tha
 from __future__ import annotations
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import zc
+from zc.engine.host_memory import HostMemory
+from zc.registry import sharded
 
 DIM, LAYERS = 128, 8
 LAYER_NBYTES = 4 * DIM * (DIM + 1)
@@ -88,3 +91,47 @@ def test_bytes_between_steps_and_in_a_pass(backend: str) -> None:
             assert 12 * num_params / 2 <= held < 1.01 * 12 * num_params / 2
             assert most - in_stage_2 <= cap, "beside what stage 2 allocates: gathered weights alone"
             assert most - in_stage_2 > cap // 2, "the counter sees them"
+
+
+def offloaded(rank: int, world_size: int, dtype: torch.dtype | None) -> tuple[int, int, int, bool]:
+    """Job: bytes between steps: of the optimizer's state, of other host memory, of everything else, which a GPU would
+    have; and whether masters are in host memory. On a CPU what `HostMemory` has made is host memory."""
+    before, allocate, in_host = storages(), HostMemory.zeros, set[int]()
+
+    def counted(self: HostMemory, numel: int, dtype: torch.dtype) -> Tensor:
+        tensor = allocate(self, numel, dtype)
+        in_host.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    with mock.patch.object(HostMemory, "zeros", counted):
+        net = Net()
+        optimizer = torch.optim.Adam(net.parameters())
+        zc.compile(
+            net, optimizer, stage=3, offload="cpu", backend="aot_eager", param_dtype=dtype,
+            bucket_nbytes=LAYER_NBYTES // (1 if dtype is None else 2),
+        )  # fmt: skip
+    x = torch.randn(4, DIM, dtype=dtype)
+    for _ in range(3):
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [item for state in optimizer.state.values() for item in state.values() if item.dim()]
+    in_states = {item.untyped_storage()._cdata for item in states}
+    held = {key: nbytes for key, (nbytes, _) in storages().items() if key not in before}
+    left = sum(held.values()) - sum(held[key] for key in in_states | (in_host & held.keys())) - x.nbytes
+    masters = {item.untyped_storage()._cdata for item in sharded(net).runtime.buffers.master_shard}
+    return sum(held[key] for key in in_states), sum(held[key] for key in in_host), left, masters <= in_host
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_with_offload_a_device_has_its_shard_of_the_weights(dtype: torch.dtype | None) -> None:
+    """2 ranks, fp32: 4 / 2 bytes a parameter and two staging buffers of a layer's gradient stay; 16 / 2 are in host
+    memory. In bf16 2 / 2 stay, and two buffers for a layer's cast masters are in host memory."""
+    num_params, width = LAYERS * LAYER_NBYTES // 4, 4 if dtype is None else 2
+    staging = 2 * LAYER_NBYTES // 2
+    casts = 0 if dtype is None else staging // 2
+    for states, others, left, are_in_host in run_ranks(offloaded, 2, dtype, timeout=100.0):
+        assert are_in_host
+        assert states == pytest.approx(8 * num_params / 2, rel=0.01)
+        assert others == pytest.approx(8 * num_params / 2 + casts, rel=0.01)
+        assert left == pytest.approx(width * num_params / 2 + staging, rel=0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import zc
 from bench.load_memory import NBYTES, beyond
+from zc.registry import sharded
 
 DIM, VOCABULARY = 16, 32
 
@@ -231,3 +233,27 @@ def test_what_meta_needs_is_named_and_nothing_changes(monkeypatch: pytest.Monkey
     with pytest.raises(zc.PlanError, match=r"needs 768 bytes of memory for 1 rank.*weight 256, arena 512.*700 are"):
         zc.compile(net, optimizer, stage=3, device="cpu")
     assert net.weight.is_meta and optimizer.param_groups[0]["params"][0] is net.weight
+
+
+def late_publish(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
+    """Job: parameters without a value on rank 0, which reads them while rank 1 has yet to write its shards."""
+    with torch.device("meta"):
+        net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    zc.compile(net, optimizer, stage=3, device="cpu", backend="eager", bucket_nbytes=1024, **options)
+    model = sharded(net)
+    publish_all = model.publish_all
+
+    def late() -> None:
+        time.sleep(0.3 * rank)
+        publish_all()
+
+    model.publish_all = late  # type: ignore[method-assign]
+    zc.initialize(net)
+    return [name for name, value in zc.full_state_dict(net).items() if value.isnan().any()]
+
+
+@pytest.mark.parametrize("options", [{"param_dtype": torch.bfloat16}, {"offload": "cpu"}], ids=["bf16", "offload"])
+def test_no_rank_reads_a_shard_before_its_first_values_are_in_it(options: dict[str, Any]) -> None:
+    """Masters that are not the shards themselves get the values first."""
+    assert run_ranks(late_publish, 2, options, timeout=60.0) == [[], []]

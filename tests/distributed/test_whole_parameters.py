@@ -58,8 +58,10 @@ def bits(rank: int, world_size: int, make: Any, stage: int, options: dict[str, A
     zc.synchronize(model)
     mine = weights(twin)
     plan = sharded(model).runtime.plan
+    with zc.whole_parameters(model):
+        theirs = weights(model)
     return {
-        "differ": [n for n, w in weights(model).items() if not torch.equal(w, mine[n])],
+        "differ": [n for n, w in theirs.items() if not torch.equal(w, mine[n])],
         "runs": [dict(b.layout.runs) for b in plan.buckets if b.layout.owners is not None],
         "padding": sum(b.layout.numel_padding for b in plan.buckets),
         "slots": sum(len(b.slots) for b in plan.buckets),
@@ -71,7 +73,8 @@ def bits(rank: int, world_size: int, make: Any, stage: int, options: dict[str, A
 @pytest.mark.parametrize(
     ("world_size", "stage", "options"),
     [(2, 1, {}), (2, 2, {}), (4, 2, {"reduce": "native"}), (4, 1, {}), (2, 2, {"offload": "cpu"}),
-     (2, 1, {"offload": "cpu"}), (2, 1, {"offload": "cpu", "offload_accumulate": "device"}),
+     (2, 1, {"offload": "cpu"}), (2, 3, {"offload": "cpu"}), (4, 3, {"offload": "cpu"}),
+     (2, 1, {"offload": "cpu", "offload_accumulate": "device"}),
      (4, 2, {"overlap_gather": True})],
 )  # fmt: skip
 def test_the_bits_of_a_single_process(world_size: int, stage: int, options: dict[str, Any], make: Any) -> None:
@@ -98,7 +101,7 @@ def _planned(rank: int, world_size: int, stage: int, options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("options", [{}, {"offload": "cpu"}], ids=["none", "cpu"])
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (3, 2), (3, 3)])
 def test_zc_plan_says_what_the_heaviest_rank_holds_and_sends(
     world_size: int, stage: int, options: dict[str, Any]
 ) -> None:

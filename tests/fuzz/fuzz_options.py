@@ -64,8 +64,7 @@ def draw(rng: random.Random, dtype: str, without: frozenset[str], group: str | N
 
 def _shard_weights(rng: random.Random, options: dict[str, Any]) -> None:
     """Stage 3 with room for few buckets, for zc's own choice of them, or for all."""
-    for name in ("offload", "offload_accumulate", "overlap_gather"):
-        options.pop(name, None)
+    options.pop("overlap_gather", None)
     options["stage"] = 3
     few = 2 * max(options["bucket_nbytes"], 1024)  # the largest parameter of most models has fewer than 1,024 bytes
     nbytes = rng.choice((None, few, 2**20))

@@ -106,6 +106,21 @@ def test_one_rank_gives_up_twelve_bytes_a_parameter() -> None:
     assert plain.device_nbytes - (offloaded.device_nbytes - staging) == 12 * plain.num_params
 
 
+def test_stage_3_with_offload_leaves_shards_and_what_is_gathered_on_the_device() -> None:
+    """By hand: bf16, 4 ranks; S is 1 Mi elements, all in one bucket."""
+    mi = 2**20
+    found = zc.plan(meta_linear(), world_size=4, stage=3, param_dtype=BF16, offload="cpu", microbatches=2)
+    assert {kind: nbytes for kind, nbytes in found.device.items() if nbytes} == {
+        "weight": 2 * mi, "staging": 4 * mi, "arena": 16 * mi, "flat_grad": 8 * mi, "recv": 8 * mi,
+    }  # fmt: skip
+    assert dict(found.host) == {"master_shard": 4 * mi, "host": 4 * mi, "param": 2 * mi, "optimizer_state": 8 * mi}
+    assert dict(found.bus) == {"to host": 8 * mi, "to device": 4 * mi + 2 * mi}
+    assert str(found).startswith("4 ranks, stage 3, 2 microbatches, offload to cpu: 39.8 MB per rank")
+    stage_2 = zc.plan(meta_linear(), world_size=4, stage=2, param_dtype=BF16, offload="cpu", microbatches=2)
+    assert stage_2.peers["zc, stage 3"].held == found.device_nbytes == 38 * mi
+    assert "zc, stage 3" not in zc.plan(meta_linear(), world_size=4, offload="disk").peers
+
+
 def test_stage_1_moves_partial_sums() -> None:
     numel = 4 * 2**20
     found = zc.plan(meta_linear(), world_size=4, stage=1, offload="cpu", microbatches=2)
@@ -174,7 +189,7 @@ def really(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> t
     return zc.persistent_nbytes(model), zc.registry.sharded(model).runtime.accumulators.nbytes_of_last_step
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     "options",
     [{}, {"offload": "cpu"}, {"offload": "cpu", "offload_accumulate": "device"}],

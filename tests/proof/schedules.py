@@ -17,12 +17,22 @@ from zc.engine.overlap_gather import gather_graph, publish_graph
 from zc.offload.host_step import step_graph
 from zc.passes import cut_forward, insert_events, offload_gradients, place_on_streams, reduce_buckets, signal_peers
 from zc.passes.debt import Debt
+from zc.planning.layout import Rule
 from zc.planning.placement import OFFLOADS, PLACEMENTS
 from zc.planning.plan import ParamSpec, Plan, make_plan
 from zc.planning.topology import Topology
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import AccumulateCast, Cast, Deposit, FlattenCast, Segment, WgradInto
+from zc.schedule.spec import (
+    AccumulateCast,
+    Cast,
+    Deposit,
+    FlattenCast,
+    GatherWeights,
+    Publish,
+    Segment,
+    WgradInto,
+)
 
 Shape = Callable[["Builder"], Sequence[fx.Node]]
 NOTHING_OWED = Debt()
@@ -31,10 +41,10 @@ NOTHING_OWED = Debt()
 def make(
     num_buckets: int, *, slots: int = 2, stage: int = 2, ring: int = 2, overlap: bool = True, world_size: int = 2,
     overlap_gather: bool = False, offload: str | None = None, dtype: torch.dtype = torch.float32, reads: bool = False,
-    num_hosts: int = 1, num_replicas: int = 1, in_8_bits: bool = False,
+    num_hosts: int = 1, num_replicas: int = 1, in_8_bits: bool = False, is_owned: bool = False,
 ) -> Plan:  # fmt: skip
     """Buckets of ``slots`` parameters of 2 elements each; ``offload``: where accumulators are then; ``reads``: ranks
-    of one of ``num_hosts`` read each other's memory."""
+    of one of ``num_hosts`` read each other's memory; ``is_owned``: the optimizer reads whole parameters."""
     specs = [ParamSpec(f"p{k}", (2,), dtype, torch.device("cpu")) for k in range(num_buckets * slots)]
     return make_plan(
         specs, world_size=world_size, placement=PLACEMENTS[stage], reduce="exact",
@@ -42,7 +52,7 @@ def make(
         bucket_nbytes=slots * 2 * dtype.itemsize, num_buffers=ring, overlap=overlap, overlap_gather=overlap_gather,
         offload=OFFLOADS[offload] if offload is not None else None,
         topology=Topology(num_hosts, world_size // num_hosts, reads) if reads or num_hosts > 1 else None,
-        num_replicas=num_replicas,
+        num_replicas=num_replicas, rules=(Rule(whole=is_owned),),
     )  # fmt: skip
 
 
@@ -216,8 +226,19 @@ def step_of(plan: Plan, buckets: Sequence[int] | None = None, *, with_update: bo
     return placed(plan, step_graph(plan, chosen, with_update=with_update))
 
 
+def gathers_of(plan: Plan) -> fx.Graph:
+    """Stage 3: every bucket whole, in memory of its own."""
+    graph = fx.Graph()
+    for bucket in plan.buckets:
+        whole, shard = (Buffer(kind, bucket.index) for kind in ("flat_param", "weight"))
+        put(graph, GatherWeights(bucket.index, whole, shard, 0, bucket.nbytes))
+        put(graph, Publish(bucket.index, whole))
+    graph.output(())
+    return placed(plan, graph)
+
+
 def offloaded() -> Iterator[Case]:
-    """Training steps with offload: microbatches, a boundary, the update; and all of it again."""
+    """Training steps with offload: microbatches, a boundary, the update, in stage 3 gathers; and all of it again."""
     for mode, stage, num_buckets, ring, producers, world_size, overlap, dtype in (
         ("cpu", 2, 1, 1, 1, 2, True, torch.float32), ("cpu", 2, 3, 2, 1, 2, True, torch.bfloat16),
         ("cpu", 2, 5, 3, 2, 2, True, torch.float32), ("cpu", 2, 3, 1, 2, 2, True, torch.float32),
@@ -228,6 +249,9 @@ def offloaded() -> Iterator[Case]:
         ("device", 2, 3, 1, 1, 2, False, torch.float32), ("device", 2, 3, 2, 1, 1, True, torch.float32),
         ("device", 1, 2, 2, 1, 2, True, torch.float32), ("device", 1, 4, 3, 2, 2, True, torch.bfloat16),
         ("device", 1, 3, 2, 1, 2, False, torch.float32), ("device", 1, 3, 2, 1, 1, True, torch.bfloat16),
+        ("cpu", 3, 3, 2, 1, 2, True, torch.bfloat16), ("cpu", 3, 3, 1, 1, 2, True, torch.float32),
+        ("device", 3, 4, 2, 2, 2, True, torch.float32), ("cpu", 3, 2, 2, 1, 2, False, torch.bfloat16),
+        ("cpu", 3, 3, 2, 1, 1, True, torch.float32),
     ):  # fmt: skip
         plan = make(
             num_buckets, stage=stage, ring=ring, overlap=overlap, world_size=world_size, offload=mode, dtype=dtype
@@ -235,8 +259,13 @@ def offloaded() -> Iterator[Case]:
         inside, outside = (schedule("mlp", p, producers) for p in (plan.microbatch(), plan))
         shown = f"{'' if overlap else ' no overlap'}{' bf16' if dtype == torch.bfloat16 else ''}"
         name = f"offload {mode} b{num_buckets} r{ring} p{producers} s{stage} w{world_size}{shown}"
-        step = step_of(plan)
-        yield Case(name, plan, (inside, outside, step, outside, step_of(plan, with_update=False)))
+        gathers = (gathers_of(plan),) if plan.placement.shards_weights else ()
+        step, copies = step_of(plan), step_of(plan, with_update=False)
+        yield Case(name, plan, (inside, outside, step, *gathers, outside, copies, *gathers))
+    for ring, overlap, dtype in ((2, True, torch.bfloat16), (1, True, torch.float32), (2, False, torch.float32)):
+        plan = make(3, stage=3, ring=ring, overlap=overlap, offload="cpu", dtype=dtype, is_owned=True)
+        name = f"offload cpu whole parameters b3 r{ring} s3{'' if overlap else ' no overlap'}"
+        yield Case(name, plan, (schedule("mlp", plan), gathers_of(plan), step_of(plan), gathers_of(plan)))
     plan = make(12, ring=3, offload="cpu")
     graph = schedule("encdec", plan, 3)
     yield Case("offload cpu encdec b12 r3 p3 s2 w2", plan, (graph, step_of(plan), graph))

@@ -26,7 +26,8 @@ from zc.schedule.nodes import accesses, item_of, ops, results, shared_buffers, s
 from zc.schedule.spec import Segment, WgradInto
 
 NAN = float("nan")
-LASTING = ("acc", "host", "master", "flat_param", "gathered")  # what holds something from one schedule to the next
+# what holds something from one schedule to the next
+LASTING = ("acc", "host", "master", "flat_param", "gathered", "weight")
 
 
 def is_lasting(name: str) -> bool:
@@ -204,6 +205,13 @@ class Simulation:
     def update(self, bucket: int, master: str, grad: str) -> None:
         out = self.part(master, bucket)
         out.copy_(0.5 * out + self.part(grad, bucket))
+
+    def spread_shards(self, bucket: int, dst: str, src: str) -> None:
+        self.part(dst, bucket).copy_(self.gain * self.part(src, bucket) + bucket)
+        self.part(src, bucket).fill_(NAN)
+
+    def gather_weights(self, bucket: int, dst: str, src: str, start: int, stop: int) -> None:
+        self.part(dst, bucket).copy_(1.25 * self.part(src, bucket) + bucket)
 
     def gather_net(self, bucket: int, buffer: str) -> None:
         self.buffer(buffer).copy_(0.75 * self.buffer(buffer) + 2.0)

@@ -45,7 +45,8 @@ def initialize(model: nn.Module, init: Init | None = None) -> None:
 def fill_modules(
     model: nn.Module, sharded_model: ShardedModel, init: Init | None, *, only_buffers: bool = False
 ) -> None:
-    """See `initialize`. ``only_buffers``: in modules all of whose parameters have a value."""
+    """See `initialize`. ``only_buffers``: in modules all of whose parameters have a value. Masters are written, and the
+    caller publishes them: no rank may gather before that."""
     runtime, weights = sharded_model.runtime, sharded_model.runtime.weights
     if not isinstance(weights, ShardedWeights):
         return
@@ -78,7 +79,6 @@ def fill_modules(
         for buffer in buffers:
             if not any(buffer is left for left in unset.buffers_of(module)):
                 runtime.group.broadcast_(buffer)
-    weights.may_be_read()
 
 
 def _ways(model: nn.Module, path: str, module: nn.Module, init: Init | None) -> Iterator[Callable[[], object]]:

@@ -99,10 +99,10 @@ def load_pretrained(
     except (CheckpointError, OSError) as error:
         failure = error
     channel.agree(what, failure)
-    sharded_model.zero_grad()
-    sharded_model.publish_all()
     sharded_model.runtime.unset.params.difference_update(places)
     fill_modules(model, sharded_model, None, only_buffers=True)
+    sharded_model.zero_grad()
+    sharded_model.publish_all()
 
 
 def _match(

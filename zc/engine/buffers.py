@@ -22,7 +22,7 @@ to the ``zero_grad`` that sets gradients to None, the others always::
 
 With offload, host memory holds (pinned where the device is a GPU)::
 
-    master_shard  S * acc_dtype      always: flat_param is on the device
+    master_shard  S * acc_dtype      always: the weights are on the device, as flat_param or, in stage 3, weight
     host          S (stage 1 that accumulates there: P) * acc_dtype: the gradient that the update reads
     param         num_buffers * S * param_dtype of the largest bucket that has a cast
 
@@ -253,7 +253,7 @@ class Buffers:
             self._update[:] = [_room(update, torch.uint8, plan.buckets[0].device)]
         if memory is None:
             return
-        largest = max(plan.numel_on_host(b) * b.acc_dtype.itemsize for b in plan.buckets)
+        largest = max(map(plan.nbytes_staging, plan.buckets))
         cast = max((self.numel_owned(b) * b.param_dtype.itemsize for b in plan.buckets if b.has_master), default=0)
         device = plan.buckets[0].device
         self._staging = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(plan.num_staging)]
@@ -319,6 +319,10 @@ class Buffers:
             case Buffer("host_sum", index):
                 return _view(self._host_sum[index], self.plan.numel_host_sum(bucket), bucket.net_dtype)
         raise AssertionError(f"{name} has no tensor of its own")
+
+    def staged_run(self, name: str, bucket: Bucket) -> Tensor:
+        """``staging[i]`` as room for the whole parameters that this rank has updated (stage 3)."""
+        return _view(self._staging[Buffer.named(name).index], self.numel_owned(bucket), bucket.param_dtype)
 
     def raw(self, name: str) -> Tensor:
         """The bytes of ``wire[i]``, ``recv[i]`` or ``update[i]``."""

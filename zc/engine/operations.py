@@ -258,6 +258,12 @@ def spread(accs: Accumulators, bucket: int, buffer: str) -> None:
     owners.spread(accs.buffers, accs.group, accs.plan.buckets[bucket])
 
 
+def spread_shards(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
+    record = accs.plan.buckets[bucket]
+    shard, run = accs.buffers.named(dst, record), accs.buffers.staged_run(src, record)
+    owners.spread_shards(shard, run, accs.group, record)
+
+
 def gather_net(accs: Accumulators, bucket: int, buffer: str) -> None:
     log.debug("bucket %d: its weights are gathered between hosts", bucket)
     flat, record = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket]
@@ -319,7 +325,8 @@ TABLE: dict[type[Op], Function] = {
     spec.AwaitFree: await_free,
     spec.StageShard: stage_shard, spec.CopyToHost: copy_to_host, spec.CopyToDevice: copy_to_device,
     spec.EncodeUpdate: encode_update, spec.ExchangeUpdates: exchange_updates, spec.ApplyUpdate: apply_update,
-    spec.Spread: spread, spec.GatherNet: gather_net, spec.Gather: gather, spec.Publish: publish,
+    spec.Spread: spread, spec.SpreadShards: spread_shards, spec.GatherNet: gather_net, spec.Gather: gather,
+    spec.Publish: publish,
     spec.TakeWeights: take_weights, spec.GatherWeights: gather_weights, spec.ReadWeights: read_weights,
     spec.FreeWeights: free_weights,
 }  # fmt: skip

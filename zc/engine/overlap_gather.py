@@ -59,7 +59,7 @@ def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
     graph = fx.Graph()
     order = sorted(buckets, reverse=True)
     for bucket in order if plan.world_size > 1 else ():
-        if plan.buckets[bucket].layout.owners is not None:
+        if plan.spreads(plan.buckets[bucket]):
             put(graph, Spread(bucket, Buffer.named(plan.weights_buffer(bucket))))
         weights = Buffer.named(plan.weights_buffer(bucket))
         if plan.gather_bits:
@@ -118,8 +118,12 @@ class WeightGather:
                 core.buffers.remember_shard(bucket)
         self._program(tuple(buckets), is_exact=is_exact and core.plan.gather_bits > 0)([], core.streams)
         self._is_open = core.plan.overlap_gather
-        # The gather wrote the parameters' memory, unseen by autograd. A backward through a forward from before this
-        # step must fail, as in PyTorch.
+        self.published(buckets)
+
+    def published(self, buckets: Sequence[int]) -> None:
+        """A schedule has written the weights of ``buckets``, unseen by autograd. A backward through a forward from
+        before this step must fail, as in PyTorch."""
+        core = self._core_alive()
         slots = (slot for index in buckets for slot in core.plan.buckets[index].slots)
         torch.autograd.graph.increment_version([core.params[slot.name] for slot in slots])
 

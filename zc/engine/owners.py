@@ -47,10 +47,10 @@ def spread(buffers: Buffers, group: Group, bucket: Bucket) -> None:
     group.exchange(received, sent, "from owners", bucket.index).wait()
 
 
-def spread_shards(buffers: Buffers, group: Group, bucket: Bucket) -> None:
-    """The same in stage 3, where no rank has whole weights: from this rank's masters into all ranks' shards."""
-    layout, shard = bucket.layout, buffers.weight[bucket.index]
-    run = buffers.master_shard[bucket.index].detach().to(device=bucket.device, dtype=bucket.param_dtype)
+def spread_shards(shard: Tensor, run: Tensor, group: Group, bucket: Bucket) -> None:
+    """The same in stage 3, where no rank has whole weights: from ``run``, what this rank has updated, into all ranks'
+    shards, its own being ``shard``."""
+    layout = bucket.layout
     if group.world_size == 1:
         shard[: run.numel()] = run
         return

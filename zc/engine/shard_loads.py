@@ -46,6 +46,7 @@ def write_value(core: Core, bucket: Bucket, slot: Slot, value: Tensor) -> None:
     common = layout.owned(slot, rank)
     if not bucket.is_frozen and core.buffers.has_own_master(bucket) and common[0] < common[1]:
         where, given = part(common, layout.owned_range(rank)[0])
+        core.wait_for_host_memory()  # with offload the last update may still copy from the masters
         master = core.buffers.master_shard[bucket.index].detach()
         adopt_writes(master[where], given.to(master.device).contiguous())
 

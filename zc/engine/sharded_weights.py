@@ -330,17 +330,17 @@ class ShardedWeights:
     def publish(self, buckets: Sequence[int], *, is_exact: bool = False) -> None:
         """weight <- this rank's masters of ``buckets``, cast to param_dtype, since `before_writes`."""
         core = self._core_alive()
-        if self.is_exposed:
-            raise ZcError(
-                "optimizer.step() inside zc.whole_parameters: the whole weights would stay those of before it. Leave "
-                "the block first"
-            )
         for index in buckets:
-            bucket = core.plan.buckets[index]
+            bucket, master = core.plan.buckets[index], core.buffers.master_shard[index].detach()
             if bucket.layout.owners is not None:
-                spread_shards(core.buffers, core.group.shard, bucket)
+                spread_shards(core.buffers.weight[index], master.to(bucket.param_dtype), core.group.shard, bucket)
             elif bucket.has_master:
-                core.buffers.weight[index].copy_(core.buffers.master_shard[index].detach())
+                core.buffers.weight[index].copy_(master)
+        self.published(buckets)
+
+    def published(self, buckets: Sequence[int]) -> None:
+        """The shards of ``buckets`` have their new values: all ranks may gather them."""
+        core = self._core_alive()
         self._reads.open(core)
         self._num_passes, self._is_trial = 0, False
         self._whole.end_update()
@@ -366,6 +366,11 @@ class ShardedWeights:
     def before_writes(self) -> None:
         """All ranks call it before masters or shards are written: no rank reads a shard from here on."""
         core = self._core_alive()
+        if self.is_exposed:
+            raise ZcError(
+                "optimizer.step(), or a load, inside zc.whole_parameters: the whole weights would stay those of before "
+                "it. Leave the block first"
+            )
         self.synchronize()
         core.streams.join_main()
         self._whole.refuse_writes()

@@ -10,6 +10,13 @@ weights are copied to the device, and then gathered::
     ...
  compute | publish(0, "flat_param[0]")
 
+In stage 3 the copy goes to ``weight[0]``, this rank's shard, and nothing is gathered. Whole parameters go to a staging
+buffer, and from there to the shards in which they lie::
+
+    copy | copy_to_device(0, "staging[0]", "param[0]")
+    comm | spread_shards(0, "weight[0]", "staging[0]")
+ compute | publish(0, "weight[0]")
+
 On a GPU ``loss.backward()`` returns before the device is done, so the first buckets are updated during the backward.
 They can't be if something needs all gradients first: clipping, or a printed loss. (ZeRO-Offload, arXiv:2101.06840,
 delays the update by a step for this overlap; zc never changes the results.)
@@ -38,7 +45,7 @@ from zc.passes import insert_events, place_on_streams, signal_peers, verify
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import CastParam, CopyToDevice, Gather, GatherNet, Op, Publish, Spread, Update
+from zc.schedule.spec import CastParam, CopyToDevice, Gather, GatherNet, Op, Publish, Spread, SpreadShards, Update
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -60,17 +67,28 @@ def step_graph(plan: Plan, buckets: Sequence[int], *, with_update: bool) -> fx.G
             cast = Buffer("param", k % plan.num_staging)
             put(graph, CastParam(index, cast, source))
             source = cast
-        put(graph, CopyToDevice(index, Buffer("flat_param", index), source))
-        if plan.world_size > 1:
-            if plan.buckets[index].layout.owners is not None:
-                put(graph, Spread(index, Buffer("flat_param", index)))
-            if plan.has_levels:
-                put(graph, GatherNet(index, Buffer("flat_param", index)))
-            put(graph, Gather(index, Buffer("flat_param", index)))
+        _bring_weights(graph, plan, index, source, Buffer("staging", k % plan.num_staging))
     for index in buckets:
-        put(graph, Publish(index, Buffer("flat_param", index)))
+        put(graph, Publish(index, Buffer.named(plan.weights_buffer(index))))
     graph.output(())
     return graph
+
+
+def _bring_weights(graph: fx.Graph, plan: Plan, index: int, source: Buffer, staging: Buffer) -> None:
+    """From host memory to the device, and to the other ranks where they have them now."""
+    weights, spreads = Buffer.named(plan.weights_buffer(index)), plan.spreads(plan.buckets[index])
+    if plan.placement.shards_weights:
+        put(graph, CopyToDevice(index, staging if spreads else weights, source))
+        if spreads:
+            put(graph, SpreadShards(index, weights, staging))
+        return
+    put(graph, CopyToDevice(index, weights, source))
+    if spreads:
+        put(graph, Spread(index, weights))
+    if plan.world_size > 1:
+        if plan.has_levels:
+            put(graph, GatherNet(index, weights))
+        put(graph, Gather(index, weights))
 
 
 class HostStep:
@@ -170,7 +188,6 @@ class HostStep:
             name = f"{self._name}_{len(self._programs)}"
             own: dict[type[Op], Function] = {
                 Update: self.update, CastParam: self.cast_param, CopyToDevice: self.copy_to_device,
-                Publish: self.publish,
             }  # fmt: skip
             self._programs[key] = build(graph, self.core.plan, passes, partial(self.core.bind, own=own), name=name)
         self._next = dict(itertools.pairwise(buckets))
@@ -202,13 +219,10 @@ class HostStep:
 
     def copy_to_device(self, bucket: int, dst: str, src: str) -> None:
         record = self.core.plan.buckets[bucket]
-        out, source = self.core.buffers.named(dst, record), self.core.buffers.named(src, record)
-        self.core.accumulators.move(out, source, "to_device")
-
-    def publish(self, bucket: int, buffer: str) -> None:
-        # a backward through a forward from before this step must fail as it does in PyTorch
-        slots = self.core.plan.buckets[bucket].slots
-        torch.autograd.graph.increment_version([self.core.params[slot.name] for slot in slots])
+        buffers, source = self.core.buffers, self.core.buffers.named(src, record)
+        out = buffers.staged_run(dst, record) if Buffer.named(dst).kind == "staging" else buffers.named(dst, record)
+        # of one rank that updates whole parameters the shard has padding, its masters have none
+        self.core.accumulators.move(out[: source.numel()], source, "to_device")
 
 
 @contextmanager

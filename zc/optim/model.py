@@ -120,6 +120,7 @@ class ShardedModel(Listener):
         steps = [(o.offload, tuple(b.index for b in o.buckets)) for o in self.optimizers if o.offload is not None]
         for step, buckets in steps:
             step.publish_all(buckets)
+            self.runtime.weights.published(buckets)
         if not steps:
             self.runtime.weights.publish(everything, is_exact=True)
             self.runtime.weights.synchronize()

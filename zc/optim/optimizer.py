@@ -259,6 +259,7 @@ class ShardedOptimizer:
             return
         if self.offload is not None:
             self.offload.after(self._changed())
+            self.runtime.weights.published(self._changed())
         else:
             self.runtime.weights.publish(self._changed())
         self._writes.remember()

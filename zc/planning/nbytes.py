@@ -23,17 +23,19 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
         return sum(n * getattr(b, dtype_of).itemsize for n, b in zip(sizes, plan.buckets, strict=True))
 
     in_shards = plan.placement.shards_weights
-    cast = tuple(b for b in plan.buckets if b.has_master or (in_shards and b.layout.owners is not None))
+    cast = tuple(b for b in plan.buckets if b.has_master)
+    # without offload: a shard that is not cast, of parameters that are not updated whole, is the master
+    apart = tuple(b for b in plan.buckets if b.has_master or (in_shards and b.layout.owners is not None))
     ragged = tuple(b for b in plan.buckets if b.layout.owners is not None)
     whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
     host_sum = max(plan.numel_host_sum(b) * b.net_dtype.itemsize for b in plan.buckets)
     in_ring, ring = plan.placement.shards_gradients, min(plan.num_buffers, len(plan.buckets))
     acc = total("S" if in_ring else "P", "acc_dtype")
     state = heaviest(plan, plan.buckets, lambda b: num_states[b.optimizer] * b.acc_dtype.itemsize)
-    apart = plan.world_size > 1 and (in_ring or plan.offload is not None)
+    in_pieces = plan.world_size > 1 and (in_ring or plan.offload is not None)
     device = {
         "flat_param": 0 if in_shards else total("P", "param_dtype"),
-        "master_shard": heaviest(plan, cast, lambda b: b.acc_dtype.itemsize) if plan.offload is None else 0,
+        "master_shard": heaviest(plan, apart, lambda b: b.acc_dtype.itemsize) if plan.offload is None else 0,
         "acc": 0 if plan.offload is not None and plan.offload.accumulates_on_host else acc,
         "flat_grad": ring * whole if in_ring else 0,
         "recv": max(map(plan.nbytes_recv, plan.buckets)),
@@ -44,8 +46,6 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
         device["arena"] = plan.weight_cap
         if plan.frozen:
             device["frozen"] = sum(b.layout.numel_shard * b.param_dtype.itemsize for b in plan.frozen)
-        if plan.offload is None:  # a shard that is not cast is the master
-            device["master_shard"] = heaviest(plan, cast, lambda b: b.acc_dtype.itemsize)
     if host_sum:
         device["host_sum"] = NUM_HOST_SUMS * host_sum
     wire, update = (max(map(nbytes, plan.buckets)) for nbytes in (plan.nbytes_wire, plan.nbytes_update))
@@ -53,16 +53,15 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
         device["wire"] = wire
     if update:
         device.update(update=update, published=total("S", "param_dtype"))
-    if ragged and apart:  # during an update
+    if ragged and in_pieces:  # during an update
         device["whole_grad"] = heaviest(plan, ragged, lambda b: b.acc_dtype.itemsize)
     if plan.offload is None:
         return device, {}, {}
-    sizes = [plan.numel_on_host(b) * b.acc_dtype.itemsize for b in plan.buckets]
-    device["staging"] = plan.num_staging * max(sizes)
+    device["staging"] = plan.num_staging * max(map(plan.nbytes_staging, plan.buckets))
     casts = max((heaviest(plan, [b], lambda b: b.param_dtype.itemsize) for b in cast), default=0)
     host = {
         "master_shard": heaviest(plan, plan.buckets, lambda b: b.acc_dtype.itemsize),
-        "host": sum(sizes),
+        "host": sum(plan.numel_on_host(b) * b.acc_dtype.itemsize for b in plan.buckets),
         "param": plan.num_staging * casts,
         "optimizer_state": 0 if plan.offload.state_on_disk else state,
     }

@@ -234,8 +234,10 @@ class Plan:
         return f"{kind} of bucket {index} ({first} ... {last}, {bucket.numel} elements)"
 
     def weights_buffer(self, bucket: int) -> str:
-        """flat_param[bucket] in a schedule: another name where its gather outlives the schedule that launches it."""
-        return f"gathered[{bucket}]" if self.overlap_gather else f"flat_param[{bucket}]"
+        """The weights that an update writes, in a schedule: flat_param[bucket], or another name where its gather
+        outlives the schedule that launches it; in stage 3 this rank's shard."""
+        kind = "weight" if self.placement.shards_weights else "gathered" if self.overlap_gather else "flat_param"
+        return f"{kind}[{bucket}]"
 
     @property
     def weight_cap(self) -> int:
@@ -256,6 +258,18 @@ class Plan:
     def num_staging(self) -> int:
         """Staging buffers on the device (offload)."""
         return min(self.num_buffers, len(self.buckets)) if self.offload is not None else 0
+
+    def spreads(self, bucket: Bucket) -> bool:
+        """Whether ranks send the whole parameters that they have updated to the shards in which they lie."""
+        return bucket.layout.owners is not None and self.world_size > 1
+
+    def nbytes_staging(self, bucket: Bucket) -> int:
+        """Of a staging buffer for this bucket: its gradient, or in stage 3 the whole parameters of one rank."""
+        gradient = self.numel_on_host(bucket) * bucket.acc_dtype.itemsize
+        if not (self.placement.shards_weights and self.spreads(bucket)):
+            return gradient
+        longest = max((stop - start for start, stop in bucket.layout.runs.values()), default=0)
+        return max(gradient, longest * bucket.param_dtype.itemsize)
 
     def numel_on_host(self, bucket: Bucket) -> int:
         """Elements of ``host[b]`` and of a staging buffer: P where a partial sum lives in host memory, else S."""

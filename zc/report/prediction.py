@@ -157,7 +157,7 @@ def plan(
     others: dict[str, Peer] = {}
     for number, placement in PLACEMENTS.items():
         # zc.compile refuses these with stage 3
-        refused = placement.shards_weights and (config.offload is not None or config.encodings)
+        refused = placement.shards_weights and (config.offload == "disk" or config.encodings)
         if number != config.stage and not refused:
             other = estimate(of_stage(number), classes, microbatches, config.offload, rates, hosts)
             others[f"zc, stage {number}"] = Peer(other.device_nbytes, sum(other.wire.values()))

@@ -214,6 +214,11 @@ class Spread(Weights):
     """Sends the whole parameters that ranks have updated to the shards in which they lie."""
 
 
+class SpreadShards(Move, role=Role.WEIGHTS):
+    """The same in stage 3: dst, this rank's shard <- its parts of the whole parameters that ranks have updated, each of
+    which sends its own in src."""
+
+
 class GatherNet(Weights):
     """This rank's range of the bucket's weights <- the shards in it, from the ranks of its number on other hosts."""
 
@@ -237,7 +242,7 @@ class ApplyUpdate(Move, role=Role.WEIGHTS, reads=("src", "dst")):
 
 
 class Publish(Weights, stream=COMPUTE):
-    """From here on the main stream may read the new parameters."""
+    """From here on the main stream may read the new parameters, or in stage 3 what it issues may gather them."""
 
 
 # --- weights that exist while they are read (stage 3) ---
