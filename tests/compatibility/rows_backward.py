@@ -173,7 +173,7 @@ def reverse_order(s: Script) -> None:
         s.update()
 
 
-STALE = "PyTorch's own, with and without zc: run the forward again behind the step"
+STALE = "PyTorch's own, with and without zc: run the forward again after the step"
 
 
 @row(2, "a backward through a forward of before the step", note=STALE,

@@ -20,7 +20,7 @@ def trip(_: Tensor) -> None:
     raise TripError
 
 
-def fails_behind_all(s: Script, step: int) -> None:
+def fails_after_all(s: Script, step: int) -> None:
     """A backward that raises when the model's gradients have been made."""
     x, y = s.batch(step, 7)
     x.requires_grad_().register_hook(trip)
@@ -59,7 +59,7 @@ WAYS = {
 
 def add_rows() -> None:
     for name, clear in WAYS.items():
-        for where, fail in (("behind all gradients", fails_behind_all), ("half-way", fails_half_way)):
+        for where, fail in (("after all gradients", fails_after_all), ("half-way", fails_half_way)):
             if where == "half-way" or "optimizer" not in name:
                 row(7, f"a backward raises {where} and is caught, then {name}")(_caught(fail, clear))
         row(7, f"the second backward raises and is caught, then {name}")(_second(clear))
@@ -84,7 +84,7 @@ def _second(clear: Any) -> Any:
         for step in range(STEPS):
             s.loss(step).backward()
             if step == 1:
-                fails_behind_all(s, step)
+                fails_after_all(s, step)
                 clear(s)
                 continue
             s.update()

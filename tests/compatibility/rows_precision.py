@@ -171,7 +171,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
                                      "tolerance": 2e-2, "note": "against fp32"},
 }  # fmt: skip
 for what, how in WRITTEN.items():
-    row(4, f"param.data.clamp_ behind each step (WGAN){what}", optimizer=rmsprop, **how)(wgan)
+    row(4, f"param.data.clamp_ after each step (WGAN){what}", optimizer=rmsprop, **how)(wgan)
     row(4, f"averaged weights swapped in through param.data{what}", optimizer=sgd, **how)(swapped)
 
 

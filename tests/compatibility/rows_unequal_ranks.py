@@ -54,7 +54,7 @@ def who_has_a_grad(s: Script) -> None:
         s.update()
 
 
-@row(7, "stock clipping behind microbatches that are all in no_sync, where ranks use different parameters", make=Heads,
+@row(7, "stock clipping after microbatches that are all in no_sync, where ranks use different parameters", make=Heads,
      options={"bucket_nbytes": 2**20}, refused={"always": "ZcError: ranks have a param.grad on different"})  # fmt: skip
 def clipping_in_no_sync(s: Script) -> None:
     with s.no_sync():
@@ -212,7 +212,7 @@ def fewer_forwards(s: Script) -> None:
 
 @row(7, "a norm that was read, then the zero_grad of the optimizer's class, then stock clipping",
      refused={"always": "ZcError: the gradient of"})  # fmt: skip
-def clipped_behind_the_class(s: Script) -> None:
+def clipped_past_the_class(s: Script) -> None:
     s.loss(0).backward()
     for param in s.model.parameters():
         param.grad.norm()
