@@ -99,7 +99,9 @@ def loads(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]
     return {"different": different, "masters": any(masters)}
 
 
-@pytest.mark.parametrize(("world_size", "options"), [(2, {}), (4, {}), (3, {"param_dtype": torch.bfloat16})])
+@pytest.mark.parametrize(
+    ("world_size", "options"), [(2, {}), (4, {}), (2, {"offload": "cpu"}), (3, {"param_dtype": torch.bfloat16})]
+)
 def test_a_plain_model_that_loads_the_same_has_the_same_bits(world_size: int, options: dict[str, Any]) -> None:
     for seen in run_ranks(loads, world_size, options, timeout=90.0):
         assert seen == {"different": [], "masters": "param_dtype" in options}
