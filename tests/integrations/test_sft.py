@@ -76,10 +76,10 @@ def _train(rank: int, world_size: int, folder: str, options: dict[str, Any] | No
         trainer.accelerator.wait_for_everyone()
         read = PeftModel.from_pretrained(_base(), folder + "/end")
         state = {name: value.float() for name, value in read.state_dict().items() if "lora" in name}
-        found = {"logged": logged, "evaluated": evaluated, "adapters": state}
+        result = {"logged": logged, "evaluated": evaluated, "adapters": state}
         if options is None:
-            return found
-        found["nbytes"] = zc.persistent_nbytes(trainer.model)
+            return result
+        result["nbytes"] = zc.persistent_nbytes(trainer.model)
         full = zc.full_state_dict(trainer.model)
         with zc.whole_parameters(trainer.model), torch.no_grad():
             exposed = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -88,8 +88,8 @@ def _train(rank: int, world_size: int, folder: str, options: dict[str, Any] | No
             plain = PeftModel.from_pretrained(_base(), folder + "/end")
             plain.load_state_dict(full)
             x = torch.arange(2, 12)[None]
-            found["logits"] = torch.equal(plain.eval()(input_ids=x).logits, read.eval()(input_ids=x).logits)
-        return found
+            result["logits"] = torch.equal(plain.eval()(input_ids=x).logits, read.eval()(input_ids=x).logits)
+        return result
 
 
 OPTIONS = [
@@ -102,15 +102,15 @@ OPTIONS = [
 def test_adapters_are_ddp_s(tmp_path: Path, options: dict[str, Any]) -> None:
     """Evaluation, checkpoints, the best model at the end, resuming; the folder of adapters loads with peft."""
     wanted = run_ranks(_train, 2, str(tmp_path / "ddp"), None, None, timeout=300.0)
-    found = run_ranks(_train, 2, str(tmp_path / "zc"), options, None, timeout=300.0)
+    result = run_ranks(_train, 2, str(tmp_path / "zc"), options, None, timeout=300.0)
     again = run_ranks(
         _train, 2, str(tmp_path / "again"), options, str(tmp_path / "zc" / "checkpoint-2"), timeout=300.0
     )
     for rank in range(2):
-        assert furthest(found[rank]["adapters"], wanted[rank]["adapters"]) < TOLERANCE
-        assert furthest(again[rank]["adapters"], found[rank]["adapters"]) == 0, "a run that was resumed is another one"
-        assert found[rank]["logged"] == pytest.approx(wanted[rank]["logged"], rel=1e-4)
-        assert found[rank]["evaluated"] == pytest.approx(wanted[rank]["evaluated"], rel=1e-5)
-    assert found[0]["logits"], "the saved folder computes something else than zc.full_state_dict"
+        assert furthest(result[rank]["adapters"], wanted[rank]["adapters"]) < TOLERANCE
+        assert furthest(again[rank]["adapters"], result[rank]["adapters"]) == 0, "a run that was resumed is another one"
+        assert result[rank]["logged"] == pytest.approx(wanted[rank]["logged"], rel=1e-4)
+        assert result[rank]["evaluated"] == pytest.approx(wanted[rank]["evaluated"], rel=1e-5)
+    assert result[0]["logits"], "the saved folder computes something else than zc.full_state_dict"
     numel = sum(p.numel() for p in _base().parameters())
-    assert 4 * numel / 2 <= found[0]["nbytes"]["frozen"] < 1.3 * 4 * numel / 2
+    assert 4 * numel / 2 <= result[0]["nbytes"]["frozen"] < 1.3 * 4 * numel / 2

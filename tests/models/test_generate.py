@@ -31,8 +31,8 @@ def _model(seed: int) -> LlamaForCausalLM:
 
 def _tokens(model: LlamaForCausalLM, rank: int) -> list[list[int]]:
     prompt = torch.arange(3, 9)[None] + torch.tensor([[0], [5 + rank]])
-    given: dict[str, Any] = {"do_sample": False, "max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS}
-    tokens: Tensor = model.eval().generate(prompt, attention_mask=torch.ones_like(prompt), **given)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS}
+    tokens: Tensor = model.eval().generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     return tokens.tolist()
 
 
@@ -78,10 +78,10 @@ def generated(rank: int, world_size: int, backend: str) -> dict[str, Any]:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_the_tokens_of_a_plain_model(backend: str) -> None:
     ranks = run_ranks(generated, 2, backend, timeout=300.0)
-    for rank, found in enumerate(ranks):
-        assert found["tokens"] == [ranks[0]["wanted"][rank]] * 2
-        assert len({tuple(row[6:]) for row in found["tokens"][0]}) == 2, "each prompt has its own tokens"
-        assert found["num_said"] == (1 if rank == 0 else 0)
+    for rank, result in enumerate(ranks):
+        assert result["tokens"] == [ranks[0]["wanted"][rank]] * 2
+        assert len({tuple(row[6:]) for row in result["tokens"][0]}) == 2, "each prompt has its own tokens"
+        assert result["num_said"] == (1 if rank == 0 else 0)
         # within the cap a bucket that the first and the last layer read is gathered twice
-        assert 3 < found["buckets"] <= found["per token"] < 1.5 * found["buckets"], "once per token"
-        assert backend == "aot_eager" or found["per token"] == found["buckets"]
+        assert 3 < result["buckets"] <= result["per token"] < 1.5 * result["buckets"], "once per token"
+        assert backend == "aot_eager" or result["per token"] == result["buckets"]

@@ -36,19 +36,19 @@ def write_value(core: Core, bucket: Bucket, slot: Slot, value: Tensor) -> None:
     def part(common: tuple[int, int], begin: int) -> tuple[slice, Tensor]:
         """Where these elements of the bucket lie in a buffer that begins at ``begin``, and their values."""
         start, stop = common
-        given = flat[start - slot.offset : stop - slot.offset]
-        return slice(start - begin, stop - begin), given.to(bucket.device, bucket.param_dtype)
+        values = flat[start - slot.offset : stop - slot.offset]
+        return slice(start - begin, stop - begin), values.to(bucket.device, bucket.param_dtype)
 
     common = layout.in_shard(slot, rank)
     if common[0] < common[1]:
-        where, given = part(common, layout.shard_range(rank)[0])
-        core.buffers.weight_shard(bucket.index)[where].copy_(given)
+        where, values = part(common, layout.shard_range(rank)[0])
+        core.buffers.weight_shard(bucket.index)[where].copy_(values)
     common = layout.owned(slot, rank)
     if not bucket.is_frozen and core.buffers.has_own_master(bucket) and common[0] < common[1]:
-        where, given = part(common, layout.owned_range(rank)[0])
+        where, values = part(common, layout.owned_range(rank)[0])
         core.wait_for_host_memory()  # with offload the last update may still copy from the masters
         master = core.buffers.master_shard[bucket.index].detach()
-        adopt_writes(master[where], given.to(master.device).contiguous())
+        adopt_writes(master[where], values.to(master.device).contiguous())
 
 
 class ShardLoads:
