@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from models import mlp
 from rows import STEPS, Script, plain, row
 from torch import Tensor, nn
+
+import zc
 
 
 @row(2, "a hook on a parameter sees its gradient")
@@ -47,6 +51,20 @@ def hooked() -> nn.Module:
 
 row(2, "a post-accumulate-grad hook from before zc.compile", make=hooked,
     refused={"always": "PlanError: post-accumulate-grad hook"})(plain)  # fmt: skip
+
+
+@row(2, "zc.whole_parameters between two backwards, and a write in it before the step")
+def whole_between(s: Script) -> None:
+    for step in range(STEPS):
+        first, second = s.loss(step), s.loss(step, 1)
+        second.backward()
+        with zc.whole_parameters(s.model) if s.is_zc else contextlib.nullcontext():
+            s.note(f"norm {step}", torch.stack([p.detach().norm() for p in s.model.parameters()]).norm())
+        first.backward()
+        with zc.whole_parameters(s.model) if s.is_zc else contextlib.nullcontext(), torch.no_grad():
+            for param in s.model.parameters():
+                param.mul_(0.99)
+        s.update()
 
 
 @row(2, "hooks on modules (full_backward_hook)")

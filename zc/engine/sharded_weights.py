@@ -314,6 +314,7 @@ class ShardedWeights:
             yield
             return
         self.synchronize()
+        before = set(self._whole.buckets)
         self._whole.make(every_bucket(core))
         self.absent.release()
         self.is_exposed = True
@@ -322,7 +323,7 @@ class ShardedWeights:
         finally:
             self.is_exposed = False
             self.synchronize()
-            self._whole.write_shards()
+            self._whole.write_shards(before)
             self._leave(core)
 
     # --- updates ---

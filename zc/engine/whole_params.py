@@ -7,7 +7,7 @@ the update, since autograd may have saved views of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -128,9 +128,9 @@ class WholeParams:
         """The weights are new: nothing has read them."""
         self._asked.clear()
 
-    def write_shards(self) -> None:
+    def write_shards(self, read_before: Collection[int]) -> None:
         """The shards, and the masters of the elements that were written, from the whole parameters of all buckets. No
-        rank reads a shard meanwhile."""
+        rank reads a shard meanwhile. ``read_before``: the buckets that stay whole, since a backward may read them."""
         core = self._core_alive()
         self._reads.close(core)
         for bucket in core.plan.with_weights:
@@ -138,7 +138,9 @@ class WholeParams:
                 write_value(core, bucket, slot, param)
                 if slot.name in core.unset.params and not param.isnan().any():  # its first value
                     core.unset.params.discard(slot.name)
-        self.were_written()
+                self._versions[slot.name] = torch_private.version(param)
+        self._reads.open(core)
+        self.free(set(every_bucket(core)).difference(read_before))
 
     def load(self, param: nn.Parameter, value: Tensor) -> None:
         """This rank's elements of one parameter get their part of ``value``. No rank reads a shard meanwhile."""
