@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 PART_KEY = "zc"  # in an optimizer's state_dict: it is one rank's part (zc/checkpoint/state_marks.py)
 WAYS = (
-    "save what zc.full_optimizer_state(model, optimizer) gives on rank 0, which optimizer.load_state_dict and "
-    "zc.load_state_dict take on every rank, or use zc.save and zc.load"
+    "call zc.full_optimizer_state(model, optimizer) on every rank and save what it gives on rank 0, which "
+    "optimizer.load_state_dict and zc.load_state_dict take on every rank, or use zc.save and zc.load"
 )
 PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, of torch.compile
 

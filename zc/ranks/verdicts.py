@@ -45,7 +45,8 @@ def difference(journal: Journal, own: int, rank: int, state: State) -> str | Non
             return (
                 f"ranks are out of step: exchange {start + k + 1} since the last update is, on rank {rank}: "
                 f"{journal.words((kind, index))}; on rank {own}: {journal.words(here)}. Let every rank make "
-                "the same calls in the same order: clip_grad_norm_, reads of gradients, step, and loading of states"
+                "the same calls in the same order: clip_grad_norm_, reads of gradients, step, and loading of states; "
+                "in stage 3 also forwards, those of an evaluation included"
             )
     return None
 
@@ -83,6 +84,7 @@ def deadlock(states: Mapping[int, State], patience: float) -> Deadlock | None:
 def _advice(places: Iterable[_Places]) -> str:
     calls = sorted({(name, words) for at in places for (name, words), (_, is_call) in at.items() if is_call})
     if not calls:
-        return f"Let all ranks run the same backwards and updates, in one order. {JOIN}"
+        same = "Let all ranks run the same backwards and updates, in one order"
+        return f"{same}; in stage 3 also the same forwards, those of an evaluation included. {JOIN}"
     every = f"Every rank must make this call, or none: {', '.join(words for _, words in calls)}"
     return every if all(name for name, _ in calls) else f"{every}. {JOIN}"
