@@ -419,6 +419,11 @@ class ShardedWeights:
         """Those so far, for explain."""
         return self._uses.planned
 
+    @property
+    def clocked(self) -> list[PlannedPass]:
+        """What a clocked step may have run of these, and of single uses."""
+        return self._uses.clocked
+
     def _core_alive(self) -> Core:
         core = self._core()
         assert core is not None, "the model of these parameters is gone"

@@ -22,25 +22,43 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
+from torch.profiler import record_function
 
+from zc import torch_private
 from zc.passes.weights_schedule import build_weights_schedule
+from zc.planning.plan import Plan
 from zc.planning.residency import Extent, Residency, Uses, plan_residency
-from zc.schedule.codegen import Run, load_pieces
+from zc.schedule.codegen import Run, RunNamed, load_named_pieces, load_pieces
 
 if TYPE_CHECKING:
+    from zc.engine.binding import Operations
     from zc.engine.core import Core
+    from zc.engine.streams import Streams
 
 MAX_ORDERS = 16  # of passes, planned ahead; further ones gather as they come
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlannedPass:
-    """A piece of its schedule before each use, and one after the last."""
+    """A piece of its schedule before each use, and one after the last. ``name``: in traces, and of the clock."""
 
+    name: str
     uses: Uses
+    plan: Plan
     residency: Residency
     graph: fx.Graph
     pieces: Sequence[Run]
+    _named: Sequence[RunNamed] | None = None  # made when it first runs under a profiler, or clocked
+
+    def run(self, number: int, streams: Streams, operations: Operations) -> None:
+        """Runs one piece."""
+        if not (streams.clock.is_on or torch_private.is_profiling()):
+            self.pieces[number]({}, streams, operations)
+            return
+        if self._named is None:
+            self._named = load_named_pieces(self.graph, self.plan)
+        with record_function(f"zc {self.name}"):
+            self._named[number]({}, streams, operations, streams.clock.named(self.name))
 
 
 class WeightUses:
@@ -62,6 +80,11 @@ class WeightUses:
         """Those so far, for explain."""
         return list(self._passes.values())
 
+    @property
+    def clocked(self) -> list[PlannedPass]:
+        """What a clocked step may have run: these, and single uses."""
+        return [*self._passes.values(), *self._singles.values()]
+
     def begin(self, number: int) -> None:
         """The ``number``-th pass of an update begins; -1: one without gradients."""
         self._number = number
@@ -81,7 +104,7 @@ class WeightUses:
                 )
             self._close()
             plan = self._start((buckets,), self._singles)
-        plan.pieces[self._position]({}, core.streams, self._operations)
+        plan.run(self._position, core.streams, self._operations)
         reads = plan.residency.pieces[self._position].reads
         self._order.append(buckets)
         self._position += 1
@@ -109,7 +132,8 @@ class WeightUses:
             nbytes = {bucket.index: bucket.nbytes for bucket in plan.with_weights}
             residency = plan_residency(uses, nbytes, plan.weight_cap)
             graph = build_weights_schedule(plan, residency, verify=core.config.verify)
-            known[uses] = PlannedPass(uses, residency, graph, load_pieces(graph))
+            name = f"weights_{len(self._singles) + len(self._passes)}"
+            known[uses] = PlannedPass(name, uses, plan, residency, graph, load_pieces(graph))
         self._plan, self._position = known[uses], 0
         with torch.inference_mode(False):
             core.buffers.make_arena(self._plan.residency.nbytes)
@@ -117,7 +141,7 @@ class WeightUses:
 
     def _free_all(self, plan: PlannedPass) -> None:
         """The last piece."""
-        plan.pieces[-1]({}, self._core_alive().streams, self._operations)
+        plan.run(-1, self._core_alive().streams, self._operations)
         self._plan = None
 
     def _close(self) -> None:

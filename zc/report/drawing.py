@@ -1,5 +1,7 @@
 """Draws a timeline as one SVG element: one lane per stream, all to one scale, and memory below them.
 
+In stage 3 a band shows the bytes of gathered weights, and a line the bytes that they may have (weight_nbytes).
+
 It uses no charting library: those that fit in one file have megabytes, and draw neither lanes nor waits between them.
 Colors are CSS classes, which the page or the picture defines for light and dark (`STYLE`).
 """
@@ -8,9 +10,10 @@ from __future__ import annotations
 
 import html
 
+from zc.report.summary import megabytes
 from zc.report.timeline import Arrow, Box, Timeline, color_class, lanes
 
-WIDTH, LANE, BOX, LEFT, MEMORY = 1160, 34, 22, 90, 70  # pixels
+WIDTH, LANE, BOX, LEFT, MEMORY, BAND = 1160, 34, 22, 90, 70, 48  # pixels
 
 LEAST_NBYTES = 2**20  # memory is drawn only if the step adds at least as many bytes
 
@@ -19,7 +22,7 @@ _COLORS = {  # class: what it is, light, dark
     "compute": ("compiled segments of the backward", "#9ecae1", "#2b6a94"),
     "write": ("gradients are copied into a bucket", "#fdc38d", "#a65d1b"),
     "reduction": ("a bucket is sent and summed", "#a1d99b", "#3c7f3a"),
-    "weights": ("new weights are gathered", "#c9b8e8", "#654a9c"),
+    "weights": ("weights are gathered", "#c9b8e8", "#654a9c"),
     "offload": ("copies and updates in host memory", "#f4b6c2", "#97435a"),
     "signal": ("ranks wait for each other", "#cfcfca", "#5c5c58"),
 }
@@ -39,6 +42,8 @@ svg.timeline text {{ fill: var(--ink); }} svg.timeline text.dim {{ fill: var(--d
 svg.timeline line.rule {{ stroke: var(--rule); }} svg.timeline line.wait {{ stroke: var(--dim); }}
 svg.timeline line.delayed {{ stroke: var(--hot); }} svg.timeline rect {{ stroke: var(--dim); stroke-width: .5; }}
 svg.timeline path.memory {{ fill: var(--compute); stroke: var(--dim); }}
+svg.timeline path.gathered {{ fill: var(--weights); stroke: var(--dim); stroke-width: .5; }}
+svg.timeline line.cap {{ stroke: var(--ink); stroke-dasharray: 5 3; }}
 {" ".join(f"svg.timeline .{name} {{ fill: var(--{name}); }}" for name in _COLORS)}
 """
 
@@ -55,6 +60,9 @@ def draw(timeline: Timeline, *, is_alone: bool = False) -> str:
     parts += [_arrow(arrow, rows, scale) for arrow in timeline.arrows]
     parts += [_box(box, rows, scale) for box in timeline.boxes]
     parts.append(f'<text class="dim" x="{LEFT}" y="{height - 8}">{caption(timeline)}</text>')
+    if timeline.gathered:
+        parts.append(_band(timeline, scale, height))
+        height += BAND + 28
     memory = [nbytes for _, nbytes in timeline.memory]
     if memory and max(memory) - min(memory) >= LEAST_NBYTES:
         parts.append(_memory(timeline, scale, height))
@@ -99,6 +107,23 @@ def _arrow(arrow: Arrow, rows: dict[str, int], scale: float) -> str:
     return (
         f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}">'
         f"<title>{html.escape(arrow.event)}</title></line>"
+    )
+
+
+def _band(timeline: Timeline, scale: float, top: int) -> str:
+    """The bytes of gathered weights over the step; the top is what weight_nbytes allows."""
+    high, cap = top + 8, timeline.weight_cap
+    bottom = high + BAND
+    heights = [bottom - nbytes / cap * BAND for _, nbytes in timeline.gathered]
+    xs = [LEFT + time * scale for time, _ in timeline.gathered] + [LEFT + timeline.stop * scale]
+    steps = " ".join(f"V{y:.1f} H{x:.1f}" for y, x in zip(heights, xs[1:], strict=True))
+    most = max(nbytes for _, nbytes in timeline.gathered)
+    said = f"gathered weights: at most {megabytes(most)}; the line is weight_nbytes, {megabytes(cap)}"
+    return (
+        f'<g><title>{said}</title><path class="gathered" d="M{xs[0]:.1f},{bottom} {steps} V{bottom} Z"/></g>'
+        f'<line class="cap" x1="{LEFT}" x2="{WIDTH}" y1="{high}" y2="{high}"/>'
+        f'<text x="4" y="{high + 14}">gathered</text><text class="dim" x="4" y="{high + 28}">{megabytes(most)}</text>'
+        f'<text class="dim" x="{LEFT}" y="{bottom + 14}">{said}</text>'
     )
 
 

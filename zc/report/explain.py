@@ -99,7 +99,8 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
         return Explanation(first, sections)
     written = Path(path) if path is not None else Path(f"zc-explain-rank{runtime.group.rank}.html").absolute()
     step = runtime.streams.clock.step()
-    everything = (*compiled, *runtime.weights.programs, *updates, *single)
+    passes = runtime.weights.clocked if isinstance(runtime.weights, ShardedWeights) else ()
+    everything = (*compiled, *runtime.weights.programs, *updates, *single, *passes)
     clocked = {span.program for span in step.spans} if step is not None else set()
     report = Report(
         title=f"zc: {type(model).__name__}, stage {runtime.plan.placement.stage}, rank {runtime.group.rank} of "

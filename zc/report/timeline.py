@@ -9,13 +9,13 @@ draws both.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import fx
 
 from zc.engine.clock import ClockedStep
-from zc.engine.program import Program
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMPUTE, MAIN
 from zc.schedule.cost import estimate
@@ -24,8 +24,11 @@ from zc.schedule.spec import (
     BufferOp,
     Cast,
     Deposit,
+    FreeWeights,
+    GatherWeights,
     LaunchReduce,
     Op,
+    ReadWeights,
     RecordEvent,
     Role,
     Segment,
@@ -35,6 +38,17 @@ from zc.schedule.spec import (
 )
 
 LOOP, IN_FLIGHT = "loop", "in flight"
+
+
+class Scheduled(Protocol):
+    """What was clocked: a program, or the gathers of a pass."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def graph(self) -> fx.Graph: ...
+    @property
+    def plan(self) -> Plan: ...
 
 
 @dataclass(frozen=True)
@@ -67,11 +81,14 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Timeline:
-    """``memory``: (microseconds, bytes)."""
+    """``memory``: (microseconds, bytes). ``gathered``: the same of gathered weights, from each time on, and
+    ``weight_cap``, which they never pass (stage 3)."""
 
     boxes: tuple[Box, ...]
     arrows: tuple[Arrow, ...]
     memory: tuple[tuple[float, int], ...] = ()
+    gathered: tuple[tuple[float, int], ...] = ()
+    weight_cap: int = 0
     is_measured: bool = False
     exposed_on_host: float | None = None  # measured: the calling thread's own waits
 
@@ -100,7 +117,7 @@ def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def measured(step: ClockedStep, programs: Iterable[Program]) -> Timeline:
+def measured(step: ClockedStep, programs: Iterable[Scheduled]) -> Timeline:
     """The timeline of a clocked step. A schedule that ran several times, once per microbatch, appears as often."""
     by_name = {program.name: program for program in programs}
     runs: dict[tuple[str, int], dict[str, tuple[float, float]]] = {}  # (program, number of the run) -> spans by node
@@ -112,14 +129,41 @@ def measured(step: ClockedStep, programs: Iterable[Program]) -> Timeline:
     boxes = [Box(None, LOOP, p.start, p.stop, p.name, f"the caller's loop: {p.name}") for p in step.phases]
     arrows: list[Arrow] = []
     free: dict[str, float] = {}
+    moves: list[tuple[float, GatherWeights | FreeWeights]] = []
     for (name, _), spans in sorted(runs.items(), key=lambda run: min(run[1].values())):
         if name in by_name:
             _place(by_name[name], spans, free, boxes, arrows)
-    return Timeline(tuple(boxes), tuple(arrows), step.memory, True, step.exposed)
+            moves += _moves(by_name[name].graph, spans)
+    cap = max((program.plan.weight_cap for program in by_name.values()), default=0) if moves else 0
+    return Timeline(tuple(boxes), tuple(arrows), step.memory, _gathered(moves), cap, True, step.exposed)
+
+
+def _moves(
+    graph: fx.Graph, spans: Mapping[str, tuple[float, float]]
+) -> Iterator[tuple[float, GatherWeights | FreeWeights]]:
+    """When a gather began to fill its bytes of the arena, and when these were free again."""
+    for node, op in ops(graph):
+        if node.name in spans and isinstance(op, GatherWeights) and op.dst.kind == "arena":
+            yield spans[node.name][0], op
+        elif node.name in spans and isinstance(op, FreeWeights):
+            yield spans[node.name][1], op
+
+
+def _gathered(moves: Iterable[tuple[float, GatherWeights | FreeWeights]]) -> tuple[tuple[float, int], ...]:
+    """The bytes of gathered weights from each of these times on. A pass that ended early has freed nothing: what it
+    left is gone where the next gather writes."""
+    alive: set[tuple[int, int]] = set()  # extents
+    points: dict[float, int] = {}
+    for time, op in sorted(moves, key=lambda move: (move[0], isinstance(move[1], GatherWeights))):
+        alive = {(start, stop) for start, stop in alive if stop <= op.start or op.stop <= start}
+        if isinstance(op, GatherWeights):
+            alive.add((op.start, op.stop))
+        points[time] = sum(stop - start for start, stop in alive)
+    return tuple(points.items())
 
 
 def _place(
-    program: Program,
+    program: Scheduled,
     spans: Mapping[str, tuple[float, float]],
     free: dict[str, float],
     boxes: list[Box],
@@ -139,6 +183,8 @@ def _place(
             for source, time, event in waits.pop(lane, ()):
                 arrows.append(Arrow(source, time, lane, start, event, delayed=time > free.get(lane, 0.0)))
             free[lane] = stop
+            if isinstance(op, ReadWeights | FreeWeights):
+                continue  # it does nothing itself
             boxes.append(Box(node, lane, start, stop, label(node, program.plan), detail(node, program.plan, program)))
             if isinstance(op, WaitReduce) and op.work.name in spans:
                 text = detail(op.work, program.plan, program)
@@ -226,7 +272,7 @@ def label(node: fx.Node, plan: Plan | None) -> str:
     return f"{kind_of(node)} {node.args[0] if node.args else ''}"
 
 
-def detail(node: fx.Node, plan: Plan | None, program: Program | None = None) -> str:
+def detail(node: fx.Node, plan: Plan | None, program: Scheduled | None = None) -> str:
     """The text for a box under the pointer."""
     op, words = op_of(node), f"{stream_of(node)}: {kind_of(node)}"
     if program is not None:

@@ -75,6 +75,12 @@ def load_pieces(graph: fx.Graph) -> list[Run]:
     return [_load(_function(piece, last)) for piece in pieces(graph)]
 
 
+def load_named_pieces(graph: fx.Graph, plan: Plan) -> list[RunNamed]:
+    """The same, as functions of ``named``, too."""
+    last = _last_uses(graph)
+    return [_load(_function(piece, last, plan)) for piece in pieces(graph)]
+
+
 def pieces(graph: fx.Graph) -> list[list[tuple[fx.Node, Op]]]:
     """The nodes of a pass of stage 3: for each use those up to its read_weights, and the rest after the last use."""
     parts: list[list[tuple[fx.Node, Op]]] = [[]]
