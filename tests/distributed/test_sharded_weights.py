@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from harness import run_ranks
 from models import seeded
 from torch import Tensor, nn
+from training_runs import environment
 
 import zc
 from zc import torch_private
@@ -194,6 +195,34 @@ class Branching(nn.Module):
 @torch._dynamo.disable
 def outside(weight: Tensor) -> Tensor:
     return weight.sum(0)
+
+
+def evaluates_whole(rank: int, world_size: int, backend: str) -> list[list[float]]:
+    """Job: losses of ranks that exchange messages, without and with an evaluation on rank 0 between two updates."""
+    losses: list[list[float]] = []
+    for evaluates in (False, True):
+        torch._dynamo.reset()
+        with environment(ZC_HOST_MEMORY="0"):
+            net, optimizer = compiled(3, backend)
+        losses.append([])
+        for update in range(UPDATES):
+            x = torch.randint(0, VOCABULARY, (3, 8), generator=seeded(rank, update))
+            loss = F.cross_entropy(net(x).flatten(0, 1), x.flatten())
+            loss.backward()
+            losses[-1].append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            with zc.whole_parameters(net) if evaluates else nullcontext(), torch.no_grad():
+                for _ in range(2 if evaluates and rank == 0 else 0):
+                    net(x)
+        zc.close(net)
+    return losses
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_rank_0_may_evaluate_alone_inside_whole_parameters(backend: str) -> None:
+    for without, with_it in run_ranks(evaluates_whole, 2, backend, timeout=120.0):
+        assert with_it == without
 
 
 def reads_past_the_graph(rank: int, world_size: int, copies: bool) -> list[list[float]]:

@@ -71,7 +71,9 @@ class ShardedWeights:
         if torch_private.saved_tensors_are_copied():
             self._whole.make_for("hooks on what autograd saves may read", {bucket for bucket, _ in places})
         buckets = tuple(sorted({bucket for bucket, _ in places} - self._whole.buckets))
-        at = {extent.bucket: extent.start for extent in self._uses.next(buckets)}
+        # inside zc.whole_parameters there is nothing to gather, and one rank alone may be here
+        extents = () if self.is_exposed else self._uses.next(buckets)
+        at = {extent.bucket: extent.start for extent in extents}
         flat = {b: core.buffers.gathered("arena[0]", core.plan.bucket(b), at[b]) for b in buckets}
         taken = []
         for bucket, number in places:
