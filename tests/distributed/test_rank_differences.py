@@ -98,6 +98,15 @@ def differ(rank: int, world_size: int, what: str, stage: int, backend: str, opti
             second, _ = compiled(stage, backend, patience=4, **options)
             for each in (second, model) if other else (second, second, model):
                 task_loss(each, 0).backward()
+        elif what == "a raise in another model":  # whose reductions this rank then waits for
+            second, its = compiled(stage, backend, patience=4, **options)
+            hidden = second.trunk(torch.ones(4, 16, requires_grad=True))
+            hidden.register_hook(fail)
+            with contextlib.suppress(FloatingPointError):
+                second.heads[0](hidden).sum().backward()
+            if other:
+                its.zero_grad()
+            task_loss(model, 0).backward()
         elif what == "another norm":  # by messages it goes through: the sum of one with the largest of another, no norm
             for _ in range(2):
                 task_loss(model, 0).backward()
@@ -117,6 +126,7 @@ DIFFERENCES = [
     ("a backward behind the boundary", 1, "eager", {}, ["reduce buckets", "norms of gradients"]),
     ("no clipping", 1, "eager", {}, ["the sum over ranks of", "norms", "gather weights", "clip_grad_norm_, reads of"]),
     ("another model", 2, "eager", {}, ["(of model 1)", "(of model 2)", "the same backwards and updates, in one order"]),
+    ("a raise in another model", 2, "eager", {"reduce": "native", "overlap": False}, ["(of model 1)", "(of model 2)"]),
     ("another norm", 2, "eager", {}, ["the largest over ranks of", "the sum over ranks of"]),
 ]
 

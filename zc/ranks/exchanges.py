@@ -78,7 +78,10 @@ class Exchanges:
         entry = self._begin("reduce", bucket, self._others(flat.nbytes))
         # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
         call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return self._data_work(self._post(call, out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True), entry)
+        work = self._post(call, out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True)
+        if not self._waits_on_stream:  # gloo's work takes a time limit, and waits past it without end
+            return self._work(entry, messages([work]))
+        return self._data_work(work, entry)
 
     def all_gather(self, out: Tensor, shard: Tensor, what: str, bucket: int) -> Work:
         """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. ``what`` is one of EXCHANGES.
