@@ -88,6 +88,8 @@ def _encode(rng: random.Random, options: dict[str, Any]) -> None:
 
 def fit(options: dict[str, Any], optimizer: str) -> None:
     """For an optimizer that reads whole parameters zc encodes no weights: gradients are encoded in their place."""
+    if "Adadelta" in optimizer and options.get("gather_dtype") == "int4":
+        options["gather_dtype"] = "int8"  # its steps of lr=0.5 follow each rounding: 4 bits give other weights
     if reads_whole(optimizer) and options.pop("gather_dtype", None):
         options["reduce_dtype"] = "int8"
 

@@ -18,10 +18,14 @@ LOCAL = ("forward", "peek", "evaluate", "lr", "hook", "zero")  # kinds that neve
 GATHERS = ("forward", "peek", "evaluate")  # but in stage 3
 
 
-def is_private(part: Program, op: Op, stage: int) -> bool:
-    """Whether it exchanges nothing: stage 1 holds back what no_sync brings."""
-    kind, args = op
-    if kind in ("zero", "lr"):
+def is_private(part: Program, k: int, stage: int) -> bool:
+    """Whether an operation exchanges nothing: stage 1 holds back what no_sync brings. After a backward that raised,
+    zero_grad reduces what other ranks wait for."""
+    kind, args = part.ops[k]
+    if kind == "zero":
+        since = next((op.kind for op in reversed(part.ops[:k]) if op.kind in ("raise", "zero", "step")), "")
+        return since != "raise"
+    if kind == "lr":
         return True
     is_held_back = kind in ("forward", "backward", "micro") and args["quiet"] and stage == 1
     return is_held_back and not syncs_buffers(part.model, part.options)
@@ -46,7 +50,7 @@ def orders(program: Program, launch: int) -> list[list[Place]]:
 def shared(parts: Sequence[Program], launch: int, places: Sequence[Place]) -> list[Place]:
     """Those that are not private."""
     stages = [int(part.launches[launch].options["stage"]) for part in parts]
-    return [(n, k) for n, k in places if not is_private(parts[n], parts[n].ops[k], stages[n])]
+    return [(n, k) for n, k in places if not is_private(parts[n], k, stages[n])]
 
 
 def check_order(program: Program) -> None:
@@ -84,7 +88,7 @@ class Waits:
         stage = int(options["stage"])
         is_local = op.kind in LOCAL and not syncs_buffers(part.model, part.options)
         is_local = is_local and not (stage == 3 and op.kind in GATHERS)
-        waits_here = not is_local and not is_private(part, op, stage)
+        waits_here = not is_local and not is_private(part, k, stage)
         return waits_here and bool(self.open - {number})
 
     def add(self, number: int, k: int) -> None:
