@@ -104,11 +104,26 @@ def notes_of(request: Request, ranks: Group) -> list[str]:
     plan, device = request.plan, request.device
     notes = [note_of(each) for each in request.assignment.optimizers] if ranks.world_size > 1 else []
     notes += [ranks.shard.note, kernels.note_of(device), note_of_shared(request.assignment.params)]
+    notes.append(_note_of_frozen(request.model, request.config.param_dtype))
     if not request.config.verify:
         notes.append("verify=False: schedules run without their proof")
     if device.type == "cuda" and plan.overlap and ranks.world_size > 1:
         notes.append(note_of_connections())
     return [note for note in notes if note is not None]
+
+
+def _note_of_frozen(model: nn.Module, param_dtype: torch.dtype | None) -> str | None:
+    """Frozen parameters that may meet trained ones of another dtype in one operation."""
+    frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and p.is_floating_point()]
+    names = [name for name, param in frozen if param_dtype is not None and param.dtype != param_dtype]
+    if not names:
+        return None
+    dtypes = ", ".join(sorted({str(p.dtype) for name, p in frozen if name in names}))
+    return (
+        f"param_dtype={param_dtype} is for parameters that train: {', '.join(names[:3])}{', ...' * (len(names) > 3)} "
+        f"{'is' if len(names) == 1 else 'are'} frozen and {'stays' if len(names) == 1 else 'stay'} in {dtypes}. Where both "
+        "meet in one operation, cast the frozen ones before zc.compile"
+    )
 
 
 def plan_of(

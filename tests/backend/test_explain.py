@@ -64,3 +64,18 @@ def test_a_skipped_proof_is_said() -> None:
 def test_a_model_that_was_not_compiled() -> None:
     with pytest.raises(zc.PlanError, match="was not compiled"):
         zc.explain(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "own_dtype", "says"),
+    [(torch.bfloat16, torch.float32, True), (torch.bfloat16, torch.bfloat16, False), (None, torch.bfloat16, False)],
+)
+def test_frozen_parameters_of_another_dtype_are_said(
+    param_dtype: torch.dtype | None, own_dtype: torch.dtype, says: bool
+) -> None:
+    model = Net()
+    model.first.requires_grad_(False).to(own_dtype)
+    zc.compile(model, torch.optim.AdamW(model.parameters()), param_dtype=param_dtype, backend="eager")
+    notes = zc.explain(model).sections["notes"]
+    assert ("first.bias are frozen and stay in torch.float32" in notes) == says
+    zc.close(model)

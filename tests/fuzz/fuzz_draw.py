@@ -53,7 +53,7 @@ def _part(
     if "own buffers" not in without and rng.random() < (0.5 if fuzz_models.has(model, *fuzz_models.BUFFERED) else 0.05):
         options["broadcast_buffers"] = False
     optimizer = fuzz_optimizers.draw(rng, without)
-    if fuzz_optimizers.is_stacked(optimizer):
+    if fuzz_optimizers.is_stacked(optimizer) or dtype == "bfloat16":  # frozen from the start it would stay in float32
         without = without | {"freeze", "thaw"}
     fuzz_options.fit(options, optimizer)
     made = Loop(rng, sizes[0], model, options, without)
