@@ -120,9 +120,8 @@ def _note_of_frozen(model: nn.Module, param_dtype: torch.dtype | None) -> str | 
         return None
     dtypes = ", ".join(sorted({str(p.dtype) for name, p in frozen if name in names}))
     return (
-        f"param_dtype={param_dtype} is for parameters that train: {', '.join(names[:3])}{', ...' * (len(names) > 3)} "
-        f"{'is' if len(names) == 1 else 'are'} frozen and {'stays' if len(names) == 1 else 'stay'} in {dtypes}. Where both "
-        "meet in one operation, cast the frozen ones before zc.compile"
+        f"param_dtype={param_dtype} is for parameters that train. Frozen ones stay in {dtypes}: {', '.join(names[:3])}"
+        f"{', ...' * (len(names) > 3)}. Where both meet in one operation, cast the frozen ones before zc.compile"
     )
 
 

@@ -77,5 +77,5 @@ def test_frozen_parameters_of_another_dtype_are_said(
     model.first.requires_grad_(False).to(own_dtype)
     zc.compile(model, torch.optim.AdamW(model.parameters()), param_dtype=param_dtype, backend="eager")
     notes = zc.explain(model).sections["notes"]
-    assert ("first.bias are frozen and stay in torch.float32" in notes) == says
+    assert ("Frozen ones stay in torch.float32: first.weight, first.bias." in notes) == says
     zc.close(model)
