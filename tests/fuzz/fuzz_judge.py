@@ -15,7 +15,8 @@ from torch import Tensor
 # Relative to the largest entry of what is compared (weights: to their size and the way that they have come). An error
 # of a few roundings grows over some ten operations a forward, and five updates; a gradient that is lost or counted
 # twice is 0.1 and more. Norms are fp32 whatever the parameters are, so clipping brings fp32's rounding into float64.
-TOLERANCES = {"float64": 1e-6, "float32": 2e-4, "bfloat16 on the wire": 0.02, "bfloat16": 0.1, "bits on the wire": 0.3}
+# bfloat16 rounds each rank's part to 2^-9: of parts that cancel to a tenth of their size this is 4 % of the sum.
+TOLERANCES = {"float64": 1e-6, "float32": 2e-4, "bfloat16 on the wire": 0.04, "bfloat16": 0.1, "bits on the wire": 0.3}
 
 
 def _some_are_alone(program: Program) -> bool:
