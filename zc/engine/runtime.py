@@ -79,6 +79,7 @@ class Runtime(Core):
         self.weights: WeightGather | ShardedWeights = (
             ShardedWeights(self, WeightUses(self)) if plan.placement.shards_weights else WeightGather(self)
         )
+        self._left_to_outer = -1  # autograd's number of the last backward inside another one, which announces it
         self.around_blocks: frozenset[str] = frozenset()  # matrices that are read there
         self.listeners: list[Listener] = []
         self.hooks: list[RemovableHandle] = []  # on parameters
@@ -114,6 +115,7 @@ class Runtime(Core):
         self._is_home = False
         self._reopen()
         if self.eager.is_entered():
+            self._announce(program)
             return
         self.streams.clock.phase("backward")
         param_grads.refuse_accumulate_hooks(self.params)
@@ -121,21 +123,27 @@ class Runtime(Core):
         if self.eager.backward is Backward.NONE:  # else the outer one (reentrant checkpointing) has yet to show its own
             self._notice_cleared()
         self.eager.enter(self._end_backward)
+        self._announce(program)
+
+    def _announce(self, program: Program | None) -> None:
+        """The first gradient of a backward announces it. A graph brings none where autograd has to see all of them, or
+        under torch.autograd.grad, in which other ranks may run no graph at all."""
         is_new = self.current_plan.reduces and self.announcements.state is State.IDLE
-        # Under torch.autograd.grad a graph brings none, and other ranks may run no graph at all.
-        is_new = is_new and (program is None or bool(program.brings))
-        outer = torch_private.outer_node() if is_new else None
+        task = torch_private.current_graph_task()
+        if not is_new or self._left_to_outer == task or not (program is None or program.brings):
+            return
+        outer = torch_private.outer_node()
         if outer is not None:
             # The outer backward announces both: on other ranks it may have brought something before this one.
+            self._left_to_outer = task
             torch_private.call_once_left(outer, partial(_begin, weakref.ref(self)))
-        elif is_new:
-            if program is None:
-                self.announcements.begin("hooks", None, frozenset(), is_boundary=self.is_boundary)
-            else:
-                # a graph that does not bring all is one of several: the last backward like it tells which ones
-                is_all = len(program.brings) == sum(len(b.slots) for b in self.plan.buckets)
-                launched = program.launched if is_all else None
-                self.announcements.begin(program.name, launched, program.brings, is_boundary=self.is_boundary)
+        elif program is None:
+            self.announcements.begin("hooks", None, frozenset(), is_boundary=self.is_boundary)
+        else:
+            # a graph that does not bring all is one of several: the last backward like it tells which ones
+            is_all = len(program.brings) == sum(len(b.slots) for b in self.plan.buckets)
+            launched = program.launched if is_all else None
+            self.announcements.begin(program.name, launched, program.brings, is_boundary=self.is_boundary)
 
     def run_program(self, program: Program, args: list[object]) -> tuple[object, ...]:
         """A compiled backward graph, from its first node to its last."""
