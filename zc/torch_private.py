@@ -449,9 +449,19 @@ def state_to_pickle(module: nn.Module, hooks: Collection[int]) -> dict[str, Any]
     ``RemovableHandle.id``, the key of a hook in the module's dicts of them; 2.11 to 2.15.)"""
     state: dict[str, Any] = type(module).__getstate__(module)  # type: ignore[no-untyped-call]
     loads = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-    for name in ("_forward_pre_hooks", "_state_dict_pre_hooks", *loads):
+    for name in ("_forward_pre_hooks", "_state_dict_pre_hooks", "_state_dict_hooks", *loads):
         state[name] = type(state[name])((key, hook) for key, hook in state[name].items() if key not in hooks)
     return state
+
+
+def caller_of_state_dict() -> str:
+    """The module whose code called ``Module.state_dict``; asked in one of its hooks. "" outside of any. (It runs its
+    hooks itself; 2.11 to 2.15.)"""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not torch.nn.Module.state_dict.__code__:
+        frame = frame.f_back
+    caller = None if frame is None else frame.f_back
+    return "" if caller is None else str(caller.f_globals.get("__name__", ""))
 
 
 def plain_call(model: nn.Module) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its Absent
 _ALLOWED = NO_VALUE | torch_private.hook_attributes()
 _VIEWS = frozenset((Tensor.view_as, Tensor.expand_as))
 _DATA: Any = Tensor.data
-_DATA_OF = _DATA.__get__
+_ALIASES = (_DATA.__get__, Tensor.detach)
 _AS_ANOTHER = frozenset((Tensor.to, Tensor.type_as))  # of another tensor they read dtype and device
 _RAW = frozenset(
     (
@@ -61,14 +61,15 @@ class AbsentParameter(nn.Parameter):
         params = [a for a in torch_private.tensors_in((args, kwargs)) if isinstance(a, AbsentParameter)]
         if func in _BACKWARD:
             return _backward(func, params, args, kwargs or {})
-        is_view = func in _VIEWS or (func == _DATA_OF and not _can_read(func, params))
+        is_view = func in _VIEWS or (func in _ALIASES and not _can_read(func, params))
         is_of_another = func in _AS_ANOTHER and not isinstance(args[0], AbsentParameter)
         if func not in _ALLOWED and not is_view and not is_of_another:
             _need(func, params)
         with torch_private.without_torch_function():
             output = func(*args, **(kwargs or {}))
         if is_view and type(output) is Tensor:
-            output.__class__ = AbsentView
+            view: Any = output
+            view.__class__, view.param = AbsentView, args[0]
         return output
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -92,8 +93,10 @@ class AbsentParameter(nn.Parameter):
 
 
 class AbsentView(Tensor):
-    """What ``data``, view_as and expand_as give of an AbsentParameter. Hooks and DDP-like code take its
-    ``grad_fn``, which leads to the parameter's own node, others its shape; they read no element."""
+    """What ``data``, ``detach``, view_as and expand_as give of an AbsentParameter, ``param``. Hooks and DDP-like code
+    take its ``grad_fn``, which leads to the parameter's own node, others its shape; they read no element."""
+
+    param: nn.Parameter
 
     @classmethod
     def __torch_function__(

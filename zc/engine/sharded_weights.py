@@ -7,8 +7,9 @@ that is not compiled, buckets become whole (`zc.engine.whole_params`). A forward
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,8 @@ from zc.engine.absent import Absent
 from zc.engine.memory_order import in_shape
 from zc.engine.owners import spread_shards
 from zc.engine.program import Program
-from zc.engine.shard_loads import ShardLoads
 from zc.engine.shard_reads import ShardReads
+from zc.engine.state_dicts import StateDicts, rows_of
 from zc.engine.whole_params import WholeParams, every_bucket, params_in
 from zc.errors import ZcError
 
@@ -40,8 +41,8 @@ class ShardedWeights:
         core.accumulators.on_take = self.take
         self.hooks: list[RemovableHandle] = []  # on modules
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._loads = ShardLoads(self)
-        self.absent = Absent(self._read_by_eager_code, self._loads.write)
+        self._states = StateDicts(self)
+        self.absent = Absent(self._read_by_eager_code, self._states.write)
         self._reads = ShardReads()
         self._uses = uses
         self._whole = WholeParams(core, self._reads)
@@ -255,8 +256,8 @@ class ShardedWeights:
         what is asked for could be written without autograd's knowing, and such a write would be lost."""
         if self.is_exposed:
             return True
-        if self._depth == 0 and torch_private.current_graph_task() == -1:
-            return not is_raw and self._whole.was_read(param)
+        if not self.is_passing:
+            return not is_raw and not self._states.is_reading and self._whole.was_read(param)
         self._whole.make_params([param])
         return True
 
@@ -270,35 +271,62 @@ class ShardedWeights:
             if weights is not None and own and not weights.is_exposed:
                 weights._whole.make_params(own)
 
-        def refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            weights = known()
-            if weights is not None and not keep_vars:  # else the caller gets the parameters themselves
-                weights.refuse_without_bytes("state_dict()", module)
-
         hook = torch_private.only_eager(get_bytes)
+        end_read = partial(self._states.end_read)  # register_state_dict_post_hook marks the object that it is given
         for module in model.modules():
             if module not in self._hooked:
                 self._hooked.add(module)
                 self.hooks += [
                     module.register_forward_pre_hook(hook),
-                    module.register_state_dict_pre_hook(refuse_state),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_pre_hook(self._loads.begin),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_post_hook(self._loads.end),  # type: ignore[no-untyped-call]
+                    module.register_state_dict_pre_hook(self._states.begin_read),  # type: ignore[no-untyped-call]
+                    module.register_state_dict_post_hook(end_read),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(self._states.begin_load),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_post_hook(self._states.end_load),  # type: ignore[no-untyped-call]
                 ]
         self._leave(self._core_alive())
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether a forward of the model runs, or a backward."""
+        return self._depth > 0 or torch_private.current_graph_task() != -1
 
     def refuse_without_bytes(self, what: str, module: nn.Module) -> None:
         """Raises ZcError if parameters of ``module`` have no bytes."""
         if not self.is_exposed and next(module.parameters(), None) is not None:
             raise ZcError(
-                f"{what} with stage=3: a rank has flat shards, which cut across parameters, so neither a whole tensor "
-                "nor a DTensor can show them. Use zc.full_state_dict(model) for whole tensors on rank 0, "
+                f"{what} with stage=3: a rank has flat shards, and no whole parameter. On all ranks, use "
+                "zc.full_state_dict(model) for whole tensors on rank 0, model.state_dict() for DTensors, "
                 "zc.state_dict(model, optimizer) for torch.distributed.checkpoint, zc.load_state_dict and "
-                "zc.load_pretrained to load, each on all ranks; or `with zc.whole_parameters(model):`, inside which it "
-                "works as for a plain model"
+                "zc.load_pretrained to load; or `with zc.whole_parameters(model):`, inside which it works as for a "
+                "plain model"
             )
 
-    # --- values from the caller ---
+    # --- values from and to the caller ---
+
+    def rows(self, params: Collection[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each of these parameters with this rank's rows of it. All ranks ask for the same ones."""
+        core = self._core_alive()
+        core.unset.check("state_dict() of stage 3")
+        wanted = {id(param) for param in params}
+        names = {name for name, param in core.placed.items() if id(param) in wanted}
+        core.group.same_everywhere(
+            "what state_dict() is called for",
+            sorted(names),
+            "With stage=3 all ranks call it together, and each gets its rows; zc.full_state_dict(model) gives rank 0 "
+            "whole tensors, also on all ranks",
+        )
+        mesh, where = core.group.shard.mesh(), core.plan.slot_of()
+        if mesh is not None:
+            core.say_once(
+                "stage 3: state_dict() gives each rank its rows of the parameters as DTensors, which "
+                "torch.distributed.checkpoint saves together. torch.save would write this rank's rows alone: give it "
+                "zc.full_state_dict(model), called on all ranks"
+            )
+        for bucket in sorted({where[name][0] for name in names}):
+            flat = self._whole.gathered_once(bucket)
+            for slot, param in params_in(core, core.plan.bucket(bucket)):
+                if slot.name in names:
+                    yield param, rows_of(in_shape(flat[slot.offset : slot.stop], slot), mesh)
 
     def load(self, param: nn.Parameter, value: Tensor) -> None:
         """See `WholeParams.load`; after `before_writes`."""

@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 from zc import torch_private
 from zc.engine.memory_order import in_shape
 from zc.engine.program import Program, build
-from zc.engine.shard_loads import write_value
 from zc.engine.shard_reads import ShardReads
+from zc.engine.state_dicts import write_value
 from zc.errors import ZcError
 from zc.passes import insert_events, place_on_streams, verify
 from zc.planning.layout import Slot

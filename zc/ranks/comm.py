@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from zc import torch_private
 from zc.errors import PlanError
@@ -61,6 +62,10 @@ class Group(Control):
     def shard(self) -> Group:
         """The ranks that share one state: all, or this one's row of a mesh."""
         return self if self._shard is None else self._shard
+
+    def mesh(self) -> DeviceMesh | None:
+        """These ranks as a mesh of one dimension, over the caller's group; None for one rank."""
+        return None if self.world_size == 1 else DeviceMesh.from_group(self._given_group(), self._device.type)
 
     @property
     def num_replicas(self) -> int:
@@ -120,8 +125,8 @@ class Group(Control):
         for group in self._parts:
             group.open_data(device)
         if self.world_size > 1:
-            given = self._given if self._given is not None else dist.group.WORLD
-            assert given is not None and self._groups is not None
+            given = self._given_group()
+            assert self._groups is not None
             self.timeout = torch_private.timeout_of(given, device.type)
             backend = host_backend(given)
             if device.type != "cpu":
@@ -141,6 +146,11 @@ class Group(Control):
             # gloo blocks the host for a GPU's tensors too. Others make the current stream wait; with a timeout, which a
             # watched wait has, NCCL's work blocks the host until it is done (ProcessGroupNCCL.hpp, torch 2.11)
             self._waits_on_stream = device.type != "cpu" and backend != "gloo"
+
+    def _given_group(self) -> dist.ProcessGroup:
+        given = self._given if self._given is not None else dist.group.WORLD
+        assert given is not None, "there is more than one rank"
+        return given
 
     def open_levels(self) -> None:
         """Makes what carries gradients and weights inside a host and between hosts, after `open_data`. All ranks call

@@ -217,8 +217,9 @@ class Control(Exchanges):
         work = self._post(dist.irecv, tensor, group_src=0, group=self.control)
         self._work(what, messages([work])).wait()
 
-    def max_on_host(self, values: Sequence[int]) -> list[int]:
-        """The maximum of each value over the ranks. Uses only host memory, so no device synchronises."""
+    def max_on_host(self, values: Sequence[int], what: str = "an exchange of a few numbers") -> list[int]:
+        """The maximum of each value over the ranks. Uses only host memory, so no device synchronises. ``what`` names it
+        in errors."""
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
@@ -228,7 +229,7 @@ class Control(Exchanges):
         else:
             work = self._post(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
             steps = (collective(work),)
-        self._work("an exchange of a few numbers", *steps).wait()
+        self._work(what, *steps).wait()
         return [int(value) for value in tensor]
 
     def gather_on_host(self, out: Tensor, row: Tensor, what: str) -> Work:
@@ -252,7 +253,7 @@ class Control(Exchanges):
         if self.world_size == 1:
             return
         digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-        low, high = self.max_on_host([-digest, digest])
+        low, high = self.max_on_host([-digest, digest], what)
         if -low == high:
             return
         gathered = self._gather_objects(list(lines))

@@ -1,0 +1,157 @@
+"""``state_dict`` and ``load_state_dict`` in stage 3. Hooks of the modules say where a call begins and ends.
+
+``load_state_dict``: of each whole tensor in a state, every rank copies its own elements into its shards. All ranks call
+it with the same values, between two updates, as in plain PyTorch. `zc.engine.absent` brings here each value that is
+copied into a parameter::
+
+                     begin    the first value             each value                           end
+    this rank                 closes its shards           writes its shards and masters        opens its shards
+    the other ranks           read no shard any more      write other elements of it           read the new weights
+
+``state_dict``: every rank gets DTensors with its rows of each parameter, as FSDP2 gives them. A bucket's flat shard
+cuts across parameters, so buckets are gathered one by one, and each rank copies its rows, as in FSDP1's
+SHARDED_STATE_DICT.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zc import torch_private
+from zc.engine.absent import AbsentView
+from zc.engine.memory_order import flattened
+from zc.errors import ZcError
+from zc.kernels import adopt_writes
+from zc.planning.layout import Slot
+from zc.planning.plan import Bucket
+
+if TYPE_CHECKING:
+    from zc.engine.core import Core
+    from zc.engine.sharded_weights import ShardedWeights
+
+
+@torch.no_grad()
+def write_value(core: Core, bucket: Bucket, slot: Slot, value: Tensor) -> None:
+    """This rank's elements of the whole ``value`` of a parameter go into its shard. Masters adopt what differs."""
+    flat, rank, layout = flattened(value.detach(), slot), core.group.shard.rank, bucket.layout
+
+    def part(common: tuple[int, int], begin: int) -> tuple[slice, Tensor]:
+        """Where these elements of the bucket lie in a buffer that begins at ``begin``, and their values."""
+        start, stop = common
+        values = flat[start - slot.offset : stop - slot.offset]
+        return slice(start - begin, stop - begin), values.to(bucket.device, bucket.param_dtype)
+
+    common = layout.in_shard(slot, rank)
+    if common[0] < common[1]:
+        where, values = part(common, layout.shard_range(rank)[0])
+        core.buffers.weight_shard(bucket.index)[where].copy_(values)
+    common = layout.owned(slot, rank)
+    if not bucket.is_frozen and core.buffers.has_own_master(bucket) and common[0] < common[1]:
+        where, values = part(common, layout.owned_range(rank)[0])
+        core.wait_for_host_memory()  # with offload the last update may still copy from the masters
+        master = core.buffers.master_shard[bucket.index].detach()
+        adopt_writes(master[where], values.to(master.device).contiguous())
+
+
+def rows_of(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """A copy of this rank's rows of ``whole`` as a DTensor. The ranks of a mesh of one dimension divide them as
+    torch.chunk does. A tensor without dimensions is copied on every rank. Without a mesh one rank has all rows."""
+    if mesh is None:
+        return whole.clone(memory_format=torch.contiguous_format)
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # takes 0.3 s
+
+    if whole.dim() == 0:
+        return DTensor.from_local(whole.clone(), mesh, [Replicate()], run_check=False)
+    count = -(-whole.shape[0] // mesh.size())  # rows of each rank but the last ones
+    first = min(count * mesh.get_local_rank(), whole.shape[0])
+    own = whole[first : first + count].clone(memory_format=torch.contiguous_format)
+    strides = torch.empty(whole.shape, device="meta").stride()
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=strides)
+
+
+class StateDicts:
+    """Calls of ``state_dict`` and ``load_state_dict`` of one model, on one rank."""
+
+    def __init__(self, weights: ShardedWeights) -> None:
+        self._weights = weakref.ref(weights)
+        self._read: weakref.ref[nn.Module] | None = None  # whose state_dict runs
+        self._loaded: weakref.ref[nn.Module] | None = None  # whose load_state_dict runs
+        self._is_closed = False  # this rank's shards, since the first value of that
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a ``state_dict`` runs: each parameter's ``detach()`` is a view without bytes then."""
+        return self._read is not None
+
+    # --- state_dict ---
+
+    def begin_read(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """The hook before a module brings its own part. With ``keep_vars`` the caller gets the parameters."""
+        weights = self._weights()
+        if weights is None or weights.is_exposed or keep_vars or next(module.parameters(), None) is None:
+            return
+        if torch_private.caller_of_state_dict().startswith("safetensors."):  # takes DTensors for tensors
+            weights.refuse_without_bytes("safetensors.torch.save_model", module)
+        if weights.is_passing:
+            weights.refuse_without_bytes("state_dict() inside of a forward or backward", module)
+        if not prefix or self._read is None:
+            self._read = weakref.ref(module)
+
+    def end_read(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """The hook after a module and all inside it. All ranks gather the same buckets in one order."""
+        weights = self._weights()
+        if weights is None or self._read is None or self._read() is not module:
+            return
+        self._read = None
+        keys: dict[nn.Parameter, list[str]] = {}  # a tied parameter has several
+        for key, value in state.items():
+            if isinstance(value, AbsentView):
+                keys.setdefault(value.param, []).append(key)
+        with torch.no_grad():
+            for param, rows in weights.rows(keys):
+                state.update(dict.fromkeys(keys[param], rows))
+
+    # --- load_state_dict ---
+
+    def begin_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, local: Any, *_: Any) -> None:
+        """The hook before a module loads its own part of ``state``."""
+        weights = self._weights()
+        if weights is None or weights.is_exposed:
+            return
+        own = [name for name, _ in module.named_parameters(recurse=False) if prefix + name in state]
+        if own and local.get("assign_to_params_buffers", False):
+            raise ZcError(
+                f"load_state_dict(assign=True) would put another tensor in the place of {prefix}{own[0]}, and with "
+                "stage=3 its bytes lie in shards: leave assign out, so that values are copied"
+            )
+        if not prefix:
+            self._loaded = weakref.ref(module)
+
+    def write(self, param: nn.Parameter, value: Tensor) -> bool:
+        """Somebody copies into a parameter without bytes. False: it is no load_state_dict."""
+        weights = self._weights()
+        if weights is None or self._loaded is None:
+            return False
+        if not self._is_closed:
+            weights.before_writes()
+            self._is_closed = True
+        if hasattr(value, "full_tensor"):  # a DTensor, such as those of `state_dict`
+            value = value.full_tensor()
+        weights.load(param, value)
+        return True
+
+    def end_load(self, module: nn.Module, _: Any) -> None:
+        """The hook after a module and all inside it."""
+        weights = self._weights()
+        if self._loaded is None or self._loaded() is not module:
+            return
+        self._loaded = None
+        if self._is_closed and weights is not None:
+            weights.were_written()
+        self._is_closed = False
