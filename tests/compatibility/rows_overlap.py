@@ -57,7 +57,7 @@ def state_dicts(s: Script) -> None:
         s.loss(step).backward()
         s.update()
         for name, value in s.model.state_dict().items():
-            s.note(f"{name} {step}", value)
+            s.note(f"{name} {step}", value.full_tensor() if hasattr(value, "full_tensor") else value)
 
 
 def raw_reads(s: Script) -> None:

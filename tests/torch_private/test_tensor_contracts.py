@@ -29,15 +29,26 @@ def test_pickling_takes_a_modules_state_without_these_hooks() -> None:
     handles = [
         module.register_forward_pre_hook(print),
         module.register_state_dict_pre_hook(print),
+        module.register_state_dict_post_hook(lambda *_: None),
         module.register_load_state_dict_pre_hook(print),
         module.register_load_state_dict_post_hook(print),
     ]
     other = module.register_forward_pre_hook(repr)
     state = torch_private.state_to_pickle(module, {handle.id for handle in handles})
-    assert list(state["_forward_pre_hooks"]) == [other.id] and not state["_state_dict_pre_hooks"]
+    assert list(state["_forward_pre_hooks"]) == [other.id]
+    assert not state["_state_dict_pre_hooks"] and not state["_state_dict_hooks"]
     assert not state["_load_state_dict_pre_hooks"] and not state["_load_state_dict_post_hooks"]
     assert state["_parameters"] is module._parameters
     assert len(module._forward_pre_hooks) == 2
+
+
+@contract("caller_of_state_dict", "torch.nn.Module.state_dict runs its hooks itself")
+def test_a_hook_learns_whose_code_asks_for_a_state() -> None:
+    module, callers = nn.Sequential(nn.Linear(2, 2)), []
+    module.register_state_dict_pre_hook(lambda *_: callers.append(torch_private.caller_of_state_dict()))
+    module.state_dict()
+    nn.ModuleList([module]).state_dict()
+    assert callers == [__name__, nn.Module.__module__] and torch_private.caller_of_state_dict() == ""
 
 
 class _Plain(Tensor):

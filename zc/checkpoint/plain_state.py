@@ -29,13 +29,14 @@ PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, of torch.com
 
 
 def from_plain(model: nn.Module, held: ShardedModel, state: Mapping[str, Any]) -> Target:
-    """Makes a target from a `zc.state_dict` or from whole tensors. Not collective; only reads the live state."""
+    """Makes a target from a `zc.state_dict`, or from whole tensors or DTensors. Only reads the live state, and is
+    collective for DTensors alone."""
     if not isinstance(state, Mapping) or "model" not in state:
         raise TypeError(
             'a state has the key "model", and "optimizer" where it has one: {"model": ..., "optimizer": ...}'
         )
     target, mine, rest, where = Target("the given state"), owned(held), others(model, held), "the given state"
-    weights = {_bare(name): value for name, value in state["model"].items()}
+    weights = {_bare(name): v.full_tensor() if hasattr(v, "full_tensor") else v for name, v in state["model"].items()}
     check_names(model, held, set(weights), where)
     for name in (*mine, *rest):
         value = weights[name]
