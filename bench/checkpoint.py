@@ -2,14 +2,14 @@
 
     python -m bench.checkpoint kill --kills 200 --out out/kill
     python -m bench.checkpoint jobs --runs 20 --out out/jobs
-    python -m bench.checkpoint ranks --kills 50 --out out/ranks
+    python -m bench.checkpoint ranks --kills 50 --out out/ranks [--wire]
     python -m bench.checkpoint speed --gb 1 --out out/speed --csv bench/results/checkpoint.csv
 
 `kill`: two ranks save one checkpoint after the other (each third one asynchronously, keeping 3); both are killed with
 SIGKILL at a seeded random moment; what is then newest must load, on one rank, and must hold the state of its step.
 `jobs`: in each run two jobs of two ranks save the same three names at once, keeping 2, as a job that was given up does
 beside its restart; each name must become one job's, whole, and the other job must be refused.
-`ranks`: three ranks train, and one is killed (bench/rank_kills.py); the others must end with its name.
+`ranks`: three or four ranks train, and one is killed (bench/rank_kills.py); the others must end with its name.
 `speed`: 2 ranks save and load a state of so many GB, against a plain sequential write (with fsync) and read of the same
 bytes by one process in the same run, in turns; the printed figures are medians over the rounds.
 """
@@ -157,6 +157,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("what", choices=("kill", "jobs", "ranks", "speed"))
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--inside-every", type=int, default=10, help="ranks: each so many kills one inside zc.compile")
+    parser.add_argument("--wire", action="store_true", help="ranks: of several hosts, which send 8 bits or 4")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--longest-s", type=float, default=1.0, help="longest time before a kill")
     parser.add_argument("--seed", type=int, default=0)
