@@ -62,6 +62,21 @@ def _some_read_alone(program: Program) -> bool:
     return False
 
 
+def _backward_reads_rewritten_buffer(program: Program) -> bool:
+    """Whether a compiled backward may compute again what its forward made of a buffer that a later forward has written.
+    `torch.compile` with Inductor raises PyTorch's error there, with and without zc."""
+    compiles = any(which.options["backend"] != "eager" for which in program.launches)
+    if not compiles or all(kind != "average" for kind, _ in program.model["blocks"]):
+        return False
+    last = -1  # the latest forward so far
+    for k, (kind, args) in enumerate(program.ops):
+        if kind in ("forward", "micro"):
+            last = k
+        if kind in ("backward", "raise") and any(forward < last for forward in args["of"]):
+            return True
+    return False
+
+
 def _loads_together_elsewhere(program: Program) -> bool:
     """Whether another launch loads a state that belongs to several parameters."""
     return is_stacked(program.optimizer) and len(program.launches) > 1
@@ -84,6 +99,7 @@ REFUSALS = (
     ("ZcError", "was set to None (zero_grad) since", lambda p: p.clears & {"class", "slices"}),
     ("CheckpointError", "state belongs to parameters together", _loads_together_elsewhere),
     ("RankMismatchError", "ranks are out of step", _some_read_alone),
+    ("RuntimeError", "modified by an inplace operation", _backward_reads_rewritten_buffer),
     # cleared past optimizer.zero_grad on a rank that had no backward yet: no .grad was there to be missed
     ("RankMismatchError", "what the gradients hold",
      lambda p: p.clears - {"optimizer"} and (_some_are_alone(p) or _some_raised_alone(p))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import fuzz_options
 import fuzz_script
 import fuzz_shrink
 import pytest
+from fuzz_judge import Outcome, judge
+from fuzz_oracle import Wanted
 from fuzz_program import Op, Program, check_all, is_legal
 from fuzz_ranks import verdicts
 from tiers import FULL
@@ -108,6 +111,24 @@ def test_what_it_has_found_before_is_right() -> None:
     for name, (kind, text) in kinds.items():
         assert kind == ("refused" if name in REFUSED else "right"), (name, text)
     assert len(kinds) == len(paths)
+
+
+def test_which_programs_may_get_pytorch_s_error_about_a_buffer() -> None:
+    """Compiled, a forward that writes a buffer, and a backward through the forward before it; no other program."""
+    program = Program.from_json((Path(__file__).parent / "kept" / "caught_exception.json").read_text())
+    text = "one of the variables needed for gradient computation has been modified by an inplace operation: ..."
+    outcome = Outcome(("RuntimeError", text, ""), {}, {})
+    forwards, wanted = (Op("forward", {}), Op("forward", {})), Wanted([], {})
+    for backend, block, of, expected in (
+        ("aot_eager", "average", 0, "refused"), ("eager", "average", 0, "error"),
+        ("aot_eager", "linear", 0, "error"), ("aot_eager", "average", 1, "error"),
+    ):  # fmt: skip
+        which = dataclasses.replace(
+            program, ops=(*forwards, Op("backward", {"of": [of]})), options={"backend": backend},
+            model={"blocks": [[block, None]], "frozen": []},
+        )  # fmt: skip
+        assert judge(which, [[outcome, outcome]], wanted).kind == expected, (backend, block, of)
+        assert judge(which, [[outcome, Outcome(None, {}, {})]], wanted).kind == "error", "on one rank alone"
 
 
 def test_illegal_programs_are_told_apart() -> None:
