@@ -1,5 +1,4 @@
-"""Fills the tables of README.md and docs/benchmarks.md from the committed rows under bench/results, and draws
-docs/benchmarks/CASE.png.
+"""Fills the tables of `FILES` from the committed rows under bench/results, and draws docs/benchmarks/CASE.png.
 
     python -m bench.report.tables [--check]
 
@@ -25,7 +24,7 @@ from bench.report.rows import Ratio, Row, median_of, read
 RESULTS = ROOT / "bench" / "results"
 MARKED = re.compile(r"(<!-- table: (\w+)((?: \w+=\S+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 BASE = "zc stage 2"  # what the others are compared with
-FILES = ("README.md", "docs/benchmarks.md")
+FILES = ("README.md", "docs/benchmarks.md", "docs/multinode.md")
 
 
 def rows_of(path: Path, chosen: Mapping[str, str]) -> list[Row]:
