@@ -19,13 +19,13 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path, monkeypatch
 
 def test_the_plan_at_many_ranks() -> None:
     points = list(scale.plan_points("llama-0.3b", [8, 4096]))
-    held = {p.x: p.value for p in points if p.kind.startswith("persistent")}
+    nbytes = {p.x: p.value for p in points if p.kind.startswith("persistent")}
     with torch.device("meta"):
         from bench.cases.models import GPTConfig, make_model
 
         numel = sum(p.numel() for p in make_model("llama-0.3b", GPTConfig(vocab=32768), 0, "meta").parameters())
-    assert held[8] == pytest.approx(numel * (2 + 16 / 8) / 1e6, rel=1e-3)
-    assert held[4096] == pytest.approx(numel * 2 / 1e6, rel=0.02)  # and padding
+    assert nbytes[8] == pytest.approx(numel * (2 + 16 / 8) / 1e6, rel=1e-3)
+    assert nbytes[4096] == pytest.approx(numel * 2 / 1e6, rel=0.02)  # and padding
     counts = {p.series: p.value for p in points if p.kind == "number of buckets"}
     assert counts == {"llama-0.3b, by default": 24, "llama-0.3b, of 25 MiB": 24}, "a small model keeps 25 MiB"
     wire = {(p.series, p.x): p.value for p in points if p.kind == "modelled communication"}

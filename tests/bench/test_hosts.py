@@ -28,7 +28,7 @@ def test_two_hosts_of_two(tmp_path: Path) -> None:
     reason = hosts.why_not()
     if reason is not None:
         pytest.skip(reason)
-    given = ["--ranks", "2", "--rate", "10gbit", "--turns", "5", "--steps", "1", "--cases", "norms-147"]
-    assert hosts.main([*given, "--providers", "zc stage 2", "--csv", str(tmp_path / "hosts.csv")]) == 0
+    flags = ["--ranks", "2", "--rate", "10gbit", "--turns", "5", "--steps", "1", "--cases", "norms-147"]
+    assert hosts.main([*flags, "--providers", "zc stage 2", "--csv", str(tmp_path / "hosts.csv")]) == 0
     (row,) = csv.DictReader((tmp_path / "hosts.csv").open())
     assert 0.99 < float(row["of_model"]) < 1.05 and row["ranks"] == "4"

@@ -114,10 +114,10 @@ def test_zc_updates_its_shard_as_a_plain_optimizer_does(reduce: str) -> None:
         network(batch).square().mean().backward()
         optimizer.step()
     # one bucket, in reverse order of registration: rank 0 owns the first quarter, the last layer's part
-    expected, found = (torch.cat([m[2].bias.detach(), m[2].weight.detach().view(-1)]) for m in (plain, model))
+    expected, trained = (torch.cat([m[2].bias.detach(), m[2].weight.detach().view(-1)]) for m in (plain, model))
     owned = 16 + 4 * 64
-    torch.testing.assert_close(found[:owned], expected[:owned])
-    flat = torch.cat([found, model[0].bias.detach(), model[0].weight.detach().view(-1)])
+    torch.testing.assert_close(trained[:owned], expected[:owned])
+    flat = torch.cat([trained, model[0].bias.detach(), model[0].weight.detach().view(-1)])
     assert not torch.equal(flat[-64:], plain[0].weight.detach().view(-1)[-64:])  # another rank's, made up
 
 

@@ -159,12 +159,12 @@ def test_a_table_takes_the_last_session_and_ratios_within_a_repeat(tmp_path: Pat
     path = tmp_path / "run.csv"
     written(path, "zzz", 1, zc_ms=250)
     written(path, "aaa", 2, zc_ms=400)
-    made = tables.run(path, {"case": "tiny"})
-    assert line_of(made, "DDP + compile")[1:3] == ["1,000 (999 to 1,002)", "1.250"]
-    assert line_of(made, "zc stage 2")[1:4] == ["800 (799 to 802)", "1.000", "0.400"]
-    names = [line.split("|")[1].strip() for line in made.splitlines() if line.startswith("| ")][2:]
+    table = tables.run(path, {"case": "tiny"})
+    assert line_of(table, "DDP + compile")[1:3] == ["1,000 (999 to 1,002)", "1.250"]
+    assert line_of(table, "zc stage 2")[1:4] == ["800 (799 to 802)", "1.000", "0.400"]
+    names = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][2:]
     assert names == ["zc stage 2", "DDP + compile", "zc stage 2, eager"]
-    assert "1,000 parameters" in made
+    assert "1,000 parameters" in table
     assert tables.run(path, {"case": "other"}) == "No rows yet in run.csv with {'case': 'other'}."
     assert tables.run(tmp_path / "none.csv", {}).startswith("No rows yet in none.csv")
     with pytest.raises(ValueError, match="has no column"):

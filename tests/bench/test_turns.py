@@ -17,11 +17,11 @@ RIGHT = [5.0, 4.0, 3.0]
 
 def records(*ranks: dict[str, list[float]]) -> list[dict[str, Any]]:
     """Of each rank, the seconds of each provider's steps; CPU seconds are half of them, losses those of RIGHT."""
-    made = []
+    records_of_ranks = []
     for seconds in ranks:
         seen = {n: {"losses": RIGHT, "step_s": s, "cpu_s": [v / 2 for v in s]} for n, s in seconds.items()}
-        made.append({"seen": seen, "num_params": 10, "device": "d"})
-    return made
+        records_of_ranks.append({"seen": seen, "num_params": 10, "device": "d"})
+    return records_of_ranks
 
 
 def test_a_slow_spell_moves_no_ratio_and_the_slowest_rank_counts() -> None:
@@ -36,14 +36,14 @@ def test_a_slow_spell_moves_no_ratio_and_the_slowest_rank_counts() -> None:
 
 def test_losses_that_depart_take_the_numbers_away() -> None:
     names = ["zc stage 2", "DDP", "compiled, no communication"]
-    made = records({name: [1.0] * 5 for name in names})
+    runs = records({name: [1.0] * 5 for name in names})
     for name in ("DDP", "compiled, no communication"):
-        made[0]["seen"][name]["losses"] = [5.0, 4.5, 3.0]
-    zc, ddp, floor = turns.made_rows("tiny", names, made, RIGHT)
+        runs[0]["seen"][name]["losses"] = [5.0, 4.5, 3.0]
+    zc, ddp, floor = turns.made_rows("tiny", names, runs, RIGHT)
     assert ddp["status"] == "loss after 1 updates is 4.50000, float64 says 4.00000"
     assert "p50_ms" not in ddp and "ratio" not in ddp
     assert zc["ratio"] == floor["ratio"] == "1.0000"  # who does not communicate has its own losses
-    ddp, zc, _ = turns.made_rows("tiny", ["DDP", "zc stage 2", names[2]], made, RIGHT)
+    ddp, zc, _ = turns.made_rows("tiny", ["DDP", "zc stage 2", names[2]], runs, RIGHT)
     assert (ddp["status"], zc["status"], zc["p50_ms"], zc["ratio"]) == (ddp["status"], "ok", "1000.00", "")
 
 
@@ -52,12 +52,12 @@ def test_two_ranks_in_turn(tmp_path: Path) -> None:
     path, providers = tmp_path / "turns.csv", ["zc stage 2, eager", "DDP", "eager, no communication"]
     flags = ["--cases", "tiny", "--providers", *providers, "--turns", "5", "--csv", str(path)]
     assert turns.main(flags) == 0
-    found = rows.read(path)
-    assert [r["provider"] for r in found] == providers
-    assert all(r["status"] == "ok" and r["turns"] == "3" and float(r["p50_ms"]) > 0 for r in found)
-    assert found[0]["ratio"] == "1.0000" and float(found[1]["ratio"]) != 1.0
+    written = rows.read(path)
+    assert [r["provider"] for r in written] == providers
+    assert all(r["status"] == "ok" and r["turns"] == "3" and float(r["p50_ms"]) > 0 for r in written)
+    assert written[0]["ratio"] == "1.0000" and float(written[1]["ratio"]) != 1.0
     lines = tables.turns(path, {"case": "tiny"}).splitlines()
-    assert lines[2].startswith("| zc stage 2, eager |") and f"| {float(found[1]['ratio']):.3f} |" in lines[3]
+    assert lines[2].startswith("| zc stage 2, eager |") and f"| {float(written[1]['ratio']):.3f} |" in lines[3]
 
 
 def test_each_system_has_graphs_of_its_own() -> None:

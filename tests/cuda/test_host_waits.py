@@ -39,8 +39,8 @@ def _loop(rank: int, world_size: int, stage: int, backend: str, num_backwards: i
                 model(torch.ones(2, 8)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        found = zc.explain(model).sections["last step"]
-    return done, gpu.waits, next(line for line in found.splitlines() if line.startswith("waits of the calling"))
+        section = zc.explain(model).sections["last step"]
+    return done, gpu.waits, next(line for line in section.splitlines() if line.startswith("waits of the calling"))
 
 
 def _noting(done: list[str], what: str, plain: Any) -> Any:

@@ -20,8 +20,8 @@ from zc import torch_private
 
 @pytest.fixture
 def gpu() -> Iterator[Gpu]:
-    with recorded() as (made, _):
-        yield made
+    with recorded() as (memory, _):
+        yield memory
 
 
 def compiled(stage: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -121,15 +121,15 @@ def test_the_recorder_sees_memory_that_is_given_away(gpu: Gpu) -> None:
     """The control: used on another stream, ordered or not, told or not."""
     side = Stream(gpu, "side")
     for told, ordered in itertools.product((False, True), repeat=2):
-        made = torch.ones(4)
+        tensor = torch.ones(4)
         side.wait_stream(gpu.home)
         with gpu.on(side):
-            made.add_(1)
+            tensor.add_(1)
         if told:
-            made.record_stream(side)  # type: ignore[arg-type]
+            tensor.record_stream(side)  # type: ignore[arg-type]
         if ordered:
             gpu.home.wait_stream(side)
-        del made
+        del tensor
         gpu.sweep()
         assert bool(gpu.errors) == (not told and not ordered)
         gpu.errors.clear()

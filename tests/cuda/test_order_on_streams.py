@@ -20,8 +20,8 @@ from zc import torch_private
 
 @pytest.fixture
 def gpu() -> Iterator[Gpu]:
-    with recorded() as (made, _):
-        yield made
+    with recorded() as (device, _):
+        yield device
 
 
 class _Branch(torch.autograd.Function):

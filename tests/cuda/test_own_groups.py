@@ -25,10 +25,10 @@ RENAMED = (("reduce_scatter_single", "reduce_scatter_tensor"), ("all_gather_sing
 def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: bool) -> dict[str, Any]:
     """Job: what zc opens beside the program's group, and which group each exchange names."""
     with pytest.MonkeyPatch.context() as patch:
-        made = nccl.install(patch)
+        groups = nccl.install(patch)
         default, options = dist.group.WORLD, nccl.Options()
         options.config = "max_ctas=4"
-        given = dist.new_group(
+        program_group = dist.new_group(
             list(members), timeout=timedelta(minutes=3), backend="cpu:gloo,cuda:nccl", pg_options=options
         )
         if rank not in members:
@@ -36,7 +36,7 @@ def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: b
         if is_bound:
             patch.setattr(torch.cuda, "is_available", lambda: True)
             default.bound_device_id = torch.device("cuda", 0)
-        num_of_program, used, sent_from = len(made), {}, set()
+        num_of_program, used, sent_from = len(groups), {}, set()
         asked: list[int] = []
         patch.setattr(topology, "let_siblings_read", lambda: asked.append(rank))
 
@@ -52,7 +52,7 @@ def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: b
             return call
 
         try:
-            ranks = Group(given, reads_memory=False)
+            ranks = Group(program_group, reads_memory=False)
             ranks.open_data(torch.device("cuda", 1))
             bound_after = default.bound_device_id
         finally:
@@ -71,14 +71,15 @@ def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: b
         ranks.exchange([], [], "to owners", 0)
         patch.setattr(ranks, "control", None)
         ranks.broadcast_(torch.ones(2, device="meta"))
-        own = made[num_of_program:]
+        own = groups[num_of_program:]
+        chosen = [g.chosen for g in own]
         return {
             "used": sorted(used),
-            "is_own": {name: group is ranks.data and group is not given for name, group in used.items()},
-            "made": [(g.given.is_high_priority_stream, g.given._timeout, g.given.split_from is not None) for g in own],
+            "is_own": {name: group is ranks.data and group is not program_group for name, group in used.items()},
+            "options": [(o.is_high_priority_stream, o._timeout, o.split_from is not None) for o in chosen],
             "bound": str(bound_after),
             "devices": [str(g.device) for g in own],
-            "config": [g.given.config for g in own],
+            "config": [o.config for o in chosen],
             "of a rank without pieces": {device.type for device in sent_from},
             "note": ranks.note,
             "asked": asked,
@@ -93,7 +94,7 @@ def test_exchanges_are_on_a_group_of_zcs_own(members: tuple[int, ...], is_bound:
     would have to come, too."""
     for found in run_ranks(_exchanges, 3, members, is_bound)[: len(members)]:
         assert len(found["used"]) == 5 and all(found["is_own"].values()), found
-        assert found["made"] == [(True, timedelta(minutes=3), is_bound and len(members) == 3)]
+        assert found["options"] == [(True, timedelta(minutes=3), is_bound and len(members) == 3)]
         assert found["bound"] == ("cuda:0" if is_bound else "None")
         if hasattr(dist.distributed_c10d, "_nccl2_device"):  # else the group binds itself in its first collective
             assert found["devices"] == ["cuda:1"], "the device of the parameters, not one guessed by the rank"
@@ -132,8 +133,8 @@ def _timeouts(rank: int, world_size: int) -> list[float]:
             ranks.watch(runtime.plan)
             timeouts.append(ranks.journal.timeout)
             ranks.close()
-        given = torch_private.timeout_of(dist.group.WORLD, "cpu")
-        assert given is not None and runtime.group.journal.timeout == given.total_seconds()
+        timeout = torch_private.timeout_of(dist.group.WORLD, "cpu")
+        assert timeout is not None and runtime.group.journal.timeout == timeout.total_seconds()
     return timeouts
 
 

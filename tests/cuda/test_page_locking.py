@@ -21,13 +21,13 @@ from zc.engine.host_memory import HostMemory
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """Host memory is made for a GPU, whatever device the parameters are on."""
-    made = Driver()
-    install_driver(monkeypatch, made)
+    fake = Driver()
+    install_driver(monkeypatch, fake)
     monkeypatch.setattr(engine_buffers, "HostMemory", lambda device: HostMemory(torch.device("cuda")))
-    yield made
+    yield fake
     gc.collect()
     host_memory.unlock_dropped()
-    assert not made.locked, "what is page-locked goes with its plan"
+    assert not fake.locked, "what is page-locked goes with its plan"
 
 
 def compiled() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -46,9 +46,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor
 
 def on_host(model: nn.Module) -> list[Tensor]:
     buffers = zc.registry.sharded(model).runtime.buffers
-    found = [*buffers.host, *buffers.master_shard, *buffers._param]
-    assert len(found) >= 6
-    return found
+    tensors = [*buffers.host, *buffers.master_shard, *buffers._param]
+    assert len(tensors) >= 6
+    return tensors
 
 
 @pytest.mark.filterwarnings("ignore:zc. offload")
@@ -67,23 +67,24 @@ def test_what_is_copied_from_and_to_is_page_locked_while_the_plan_lives(driver: 
 def test_no_page_is_registered_twice(driver: Driver) -> None:
     """Neighbours on the heap share pages, and the driver refuses the second one."""
     memory = HostMemory(torch.device("cuda"))
-    made = [memory.zeros(n, dtype) for n in (1, 3, 1500, 7) for dtype in (torch.float32, torch.bfloat16, torch.uint8)]
-    assert memory.note is None and all(map(driver.is_locked, made))
-    assert all(t.data_ptr() % os.sysconf("SC_PAGE_SIZE") == 0 and not t.any() for t in made)
-    assert memory.zeros(0, torch.float32).numel() == 0 and len(driver.locked) == len(made)
+    dtypes = (torch.float32, torch.bfloat16, torch.uint8)
+    tensors = [memory.zeros(n, dtype) for n in (1, 3, 1500, 7) for dtype in dtypes]
+    assert memory.note is None and all(map(driver.is_locked, tensors))
+    assert all(t.data_ptr() % os.sysconf("SC_PAGE_SIZE") == 0 and not t.any() for t in tensors)
+    assert memory.zeros(0, torch.float32).numel() == 0 and len(driver.locked) == len(tensors)
     memory.unlock()
     assert not driver.locked
-    made[2].fill_(1)  # the tensors live on
+    tensors[2].fill_(1)  # the tensors live on
 
 
 def test_the_collector_calls_nothing_of_cuda(driver: Driver) -> None:
     """It runs in any thread, perhaps while a graph is captured, and copies of the dropped model may be queued: the
     memory goes with the next call of zc, when the device has done them."""
     memory = HostMemory(torch.device("cuda", 0))
-    kept = memory.zeros(8, torch.float32)
+    tensor = memory.zeros(8, torch.float32)
     del memory
     gc.collect()
-    assert driver.is_locked(kept) and driver.calls == []
+    assert driver.is_locked(tensor) and driver.calls == []
     zc.close(nn.Linear(1, 1))
     assert driver.calls == ["synchronize cuda:0", "unregister"] and not driver.locked
 
@@ -101,21 +102,21 @@ def test_a_driver_that_refuses_is_said_once_and_nothing_else_changes(driver: Dri
     note = zc.explain(model).sections["notes"]
     assert note.count("page-lock") == 1 and "error 2, memory_allocation" in note and "ulimit -l" in note
     assert 0 < sum(map(driver.is_locked, on_host(model))) < len(on_host(model))
-    found = step(model, optimizer)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    weights = step(model, optimizer)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_a_child_reads_what_its_parent_has_and_unlocks_nothing(driver: Driver) -> None:
     memory = HostMemory(torch.device("cuda"))
-    kept = memory.zeros(8, torch.float32)
-    kept.fill_(3)
+    tensor = memory.zeros(8, torch.float32)
+    tensor.fill_(3)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         del memory
         host_memory.unlock_dropped()
         os.read(read, 1)
-        os._exit(0 if driver.is_locked(kept) and kept.tolist() == [4.0] * 8 else 1)
-    kept.fill_(4)  # on the pages that the device knows: a private one would be copied here
+        os._exit(0 if driver.is_locked(tensor) and tensor.tolist() == [4.0] * 8 else 1)
+    tensor.fill_(4)  # on the pages that the device knows: a private one would be copied here
     os.write(write, b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    found = []
+    result = []
     text = page.read_text()
     for match in _BLOCK.finditer(text):
         marked = match[0].startswith("<!-- run")
@@ -40,16 +40,16 @@ def blocks(page: Path) -> list[Block]:
         line = text.count("\n", 0, match.start(3)) + 1
         after = re.match(r"\n+```\n(.*?)^```$", text[match.end() :], flags=re.S | re.M)
         output = after[1] if after is not None else ""
-        found.append(Block(page, line, (match[1] or "") if marked else None, code, output))
-    return found
+        result.append(Block(page, line, (match[1] or "") if marked else None, code, output))
+    return result
 
 
 def diff(old: Path, new: Path) -> str:
     """Without the first line of each, which says how it is run."""
     before, after = (path.read_text().splitlines()[1:] for path in (old, new))
     lines = list(difflib.unified_diff(before, after, lineterm="", n=0))[2:]
-    shown = [line for line in lines if not line.startswith("@@") and line not in ("+", "-")]
-    return "```diff\n" + "\n".join(shown) + "\n```\n"
+    changed = [line for line in lines if not line.startswith("@@") and line not in ("+", "-")]
+    return "```diff\n" + "\n".join(changed) + "\n```\n"
 
 
 def with_diffs(page: Path) -> str:

@@ -30,15 +30,15 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.anchors.add(given.get("id") or "")
-        if tag == "a" and given.get("href"):
-            self.links.append(given["href"] or "")
+        attributes = dict(attrs)
+        self.anchors.add(attributes.get("id") or "")
+        if tag == "a" and attributes.get("href"):
+            self.links.append(attributes["href"] or "")
 
 
 def broken(pages: dict[str, Page]) -> list[str]:
     """Links within the pages that lead nowhere."""
-    found = []
+    links = []
     for name, page in pages.items():
         for link in page.links:
             if re.match(r"https?:", link):
@@ -46,8 +46,8 @@ def broken(pages: dict[str, Page]) -> list[str]:
             path, _, anchor = link.partition("#")
             target = str((Path("/") / Path(name).parent / path).resolve())[1:] if path else name
             if target not in pages or (anchor and anchor not in pages[target].anchors):
-                found.append(f"{name}: {link}")
-    return found
+                links.append(f"{name}: {link}")
+    return links
 
 
 @pytest.mark.skipif(find_spec("pdoc") is None, reason="pdoc is not installed: the extra test has it")

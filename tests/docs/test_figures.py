@@ -141,11 +141,11 @@ def test_no_figure_of_a_reader_s_page_is_left_out(page: str) -> None:
 
 def test_ratios_that_benchmarks_names_are_in_its_tables() -> None:
     text = (ROOT / "docs" / "benchmarks.md").read_text()
-    made = " ".join(match[0] for match in tables.MARKED.finditer(text))
+    generated = " ".join(match[0] for match in tables.MARKED.finditer(text))
     first = text[text.index("## Where zc is behind") : text.index("## How")]
     numbers = re.findall(r"\b\d\.\d{3}\b|\b[\d.]+(?= (?:MB|s)\b)", first)
     assert len(numbers) >= 10
-    assert [n for n in numbers if re.search(rf"(?<![\d.,]){re.escape(n)}(?![\d.,]*\d)", made) is None] == []
+    assert [n for n in numbers if re.search(rf"(?<![\d.,]){re.escape(n)}(?![\d.,]*\d)", generated) is None] == []
 
 
 def test_pages_are_short() -> None:
@@ -199,9 +199,9 @@ def test_options_of_the_pages_exist() -> None:
     checked = 0
     for page in sorted([ROOT / "README.md", *(Path(ROOT, "docs").glob("*.md"))]):
         for name, arguments in re.findall(r"zc\.(compile|plan|explain)\(([^()]*)\)", page.read_text()):
-            known = set(inspect.signature(getattr(zc, name)).parameters)
+            parameters = set(inspect.signature(getattr(zc, name)).parameters)
             used = set(re.findall(r"\b(\w+)=(?!=)", arguments))
-            assert used <= known, f"{page.name}: zc.{name}({arguments})"
+            assert used <= parameters, f"{page.name}: zc.{name}({arguments})"
             checked += len(used)
     assert checked > 20
 

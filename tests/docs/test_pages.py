@@ -108,11 +108,11 @@ def test_diffs_are_the_files(page: Path) -> None:
 
 
 def test_the_guide_shows_two_lines_against_ddp() -> None:
-    shown = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), flags=re.S)
-    assert len(shown) == 2
-    added = [line for line in shown[1].splitlines() if line.startswith("+")]
+    diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), flags=re.S)
+    assert len(diffs) == 2
+    added = [line for line in diffs[1].splitlines() if line.startswith("+")]
     assert added == ["+import zc", "+model, optimizer = zc.compile(model, optimizer, stage=2)"]
-    assert sum(line.startswith("-") for line in shown[1].splitlines()) == 2
+    assert sum(line.startswith("-") for line in diffs[1].splitlines()) == 2
     assert len((EXAMPLES / "train.py").read_text().splitlines()) == 30
 
 
@@ -195,12 +195,12 @@ def test_the_picture_is_what_its_command_draws() -> None:
     """The same operations; the times are of another run."""
     with tempfile.TemporaryDirectory() as folder:
         launched("docs/examples/picture.py", f"{folder}/made.svg", ranks=2)
-        made = Path(folder, "made.svg").read_text()
-    shown, drawn = (
+        new = Path(folder, "made.svg").read_text()
+    committed, drawn = (
         sorted(re.findall(r'data-said="(.*?): [\d.,]+ (?:ms|µs), from', text))
-        for text in (made, (ROOT / "docs" / "backward.svg").read_text())
+        for text in (new, (ROOT / "docs" / "backward.svg").read_text())
     )
-    assert shown == drawn and len(shown) > 20, "draw it anew: docs/examples/picture.py"
+    assert committed == drawn and len(committed) > 20, "draw it anew: docs/examples/picture.py"
 
 
 # --- figures of the README's first screen ---

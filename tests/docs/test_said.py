@@ -31,12 +31,12 @@ def _notes(rank: int, world_size: int, keeps: int, num_steps: int) -> tuple[list
         model, optimizer = zc.compile(
             model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager", verify=False, overlap_gather=True
         )
-        kept = model[0].weight.data if rank in (keeps, -keeps) else None
+        weight = model[0].weight.data if rank in (keeps, -keeps) else None
         for _ in range(num_steps):
             model(torch.ones(3, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert kept is None or kept.isfinite().all()
+    assert weight is None or weight.isfinite().all()
     return [str(w.message) for w in caught if str(w.message).startswith("zc")], zc.explain(model).sections["notes"]
 
 
@@ -91,9 +91,9 @@ def test_an_optimizer_with_state_is_told_of_load_state_dict() -> None:
     with pytest.raises(zc.PlanError, match=r"zc\.load_state_dict\(model, optimizer") as caught:
         zc.compile(model, old)
     model, optimizer = zc.compile(model, torch.optim.AdamW(model.parameters()), backend="eager")
-    given = re.search(r"zc\.load_state_dict\(.*\)$", str(caught.value))
-    assert given is not None
-    eval(given[0], {"zc": zc, "model": model, "optimizer": optimizer, "old": old})
+    call = re.search(r"zc\.load_state_dict\(.*\)$", str(caught.value))
+    assert call is not None
+    eval(call[0], {"zc": zc, "model": model, "optimizer": optimizer, "old": old})
     whole = zc.full_optimizer_state(model, optimizer)
     for k, state in old.state_dict()["state"].items():
         torch.testing.assert_close(whole["state"][k]["exp_avg"], state["exp_avg"])

@@ -20,18 +20,18 @@ import zc
 
 def state_of(model: Any, optimizer: Any) -> list[Any]:
     """Everything that an error must leave as it was: values, storages, groups, hooks, and whether it is compiled."""
-    found: list[Any] = []
+    state: list[Any] = []
     if isinstance(model, nn.Module):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             pointer = tensor.data_ptr() if tensor.device.type == "cpu" and tensor.layout == torch.strided else 0
             hooks = len(tensor._post_accumulate_grad_hooks or ()) if tensor.is_leaf and tensor.requires_grad else 0
-            found.append((name, id(tensor), pointer, tensor.dtype, tensor.requires_grad, hooks))
-        found.append(model._compiled_call_impl)
-        found.append("zero_grad" in vars(model))
+            state.append((name, id(tensor), pointer, tensor.dtype, tensor.requires_grad, hooks))
+        state.append(model._compiled_call_impl)
+        state.append("zero_grad" in vars(model))
     if isinstance(optimizer, torch.optim.Optimizer):
-        found += [[id(p) for p in g["params"]] for g in optimizer.param_groups]
-        found.append((len(optimizer._optimizer_step_pre_hooks), "zero_grad" in vars(optimizer)))
-    return found
+        state += [[id(p) for p in g["params"]] for g in optimizer.param_groups]
+        state.append((len(optimizer._optimizer_step_pre_hooks), "zero_grad" in vars(optimizer)))
+    return state
 
 
 def refused(

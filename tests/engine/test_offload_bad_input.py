@@ -17,8 +17,8 @@ from zc.errors import PlanError
 
 def compiled(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     model: nn.Module = mlp(16, 2)
-    given = options.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=1e-3, **options.pop("arguments", {}))
-    return zc.compile(model, given, backend="eager", offload="cpu", **options)
+    optimizer = options.pop("optimizer", torch.optim.AdamW)(model.parameters(), lr=1e-3, **options.pop("arguments", {}))
+    return zc.compile(model, optimizer, backend="eager", offload="cpu", **options)
 
 
 def test_too_little_host_memory_is_refused_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +53,8 @@ def test_threads_leave_the_other_ranks_their_processors(monkeypatch: pytest.Monk
 
 
 def test_memory_that_is_available_is_counted() -> None:
-    found = machine.available_nbytes()
-    assert found is None or 2**20 < found < 2**50
+    nbytes = machine.available_nbytes()
+    assert nbytes is None or 2**20 < nbytes < 2**50
 
 
 def test_cpu_only_works_and_says_that_it_saves_nothing() -> None:

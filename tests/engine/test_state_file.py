@@ -30,9 +30,9 @@ def life(folder: Path, snapshot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
         def around(*args: Any, real: Any = real) -> Any:
             snapshot()
-            found = real(*args)
+            result = real(*args)
             snapshot()
-            return found
+            return result
 
         monkeypatch.setattr(disk_file.os, name, around)
     file = StateFile(folder, 0, 1, place(SIZES), ["plan"])
@@ -75,10 +75,10 @@ def test_killed_at_any_moment(broken: str | None, tmp_path: Path, monkeypatch: p
         life(live, snapshot, patched)
     assert len(taken) > 30
     whole = {update: [update * n for n, _ in SIZES.values() if n] for update in (1.0, 2.0)}
-    found = [trusted(folder) for folder in taken]
-    torn = [one for one in found if one is not None and one[1] != whole.get(one[0])]
+    states = [trusted(folder) for folder in taken]
+    torn = [one for one in states if one is not None and one[1] != whole.get(one[0])]
     assert bool(torn) == (broken is not None), torn
-    assert {one[0] for one in found if one is not None} >= {1.0, 2.0} and None in found
+    assert {one[0] for one in states if one is not None} >= {1.0, 2.0} and None in states
 
 
 def test_one_run_a_folder_and_nothing_is_left_of_one_that_just_ends(tmp_path: Path) -> None:

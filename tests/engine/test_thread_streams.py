@@ -26,9 +26,9 @@ class _AtOnce:
     """The simulation's exchanges on threads: done where they are launched."""
 
     def transfer(self, task: object) -> Transfer:
-        made = Transfer(task)
-        made.finish()
-        return made
+        transfer = Transfer(task)
+        transfer.finish()
+        return transfer
 
 
 def run_on_threads(shape: str, producers: int, delays: dict[str, float]) -> dict[str, Tensor]:

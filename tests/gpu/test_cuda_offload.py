@@ -62,14 +62,14 @@ def test_device_memory_falls_by_the_formula(stage: int, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["cpu", "device"])
 def test_the_weights_are_those_without_offload(mode: str) -> None:
     """Only AdamW runs somewhere else, in another order of its operations."""
-    found: list[dict[str, Tensor]] = []
+    runs: list[dict[str, Tensor]] = []
     for options in ({}, {"offload": "cpu", "offload_accumulate": mode}):
         model, optimizer, _ = run(steps=3, **options)
-        found.append({name: p.detach().cpu() for name, p in model.named_parameters()})
+        runs.append({name: p.detach().cpu() for name, p in model.named_parameters()})
         state = next(iter(optimizer.state.values()))["exp_avg"]
         assert state.device.type == ("cpu" if options else "cuda")
-    for name, value in found[0].items():
-        assert (found[1][name] - value).abs().max() < 2e-5, name
+    for name, value in runs[0].items():
+        assert (runs[1][name] - value).abs().max() < 2e-5, name
 
 
 def test_what_is_copied_from_is_page_locked() -> None:

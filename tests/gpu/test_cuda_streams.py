@@ -117,8 +117,8 @@ def test_bitwise_the_serial_result_whichever_stream_is_slow(shape: str, stage: i
     reference = run(shape, OneStream(device), stage=stage, producers=3)
     assert not any(t.isnan().any() for t in reference.values())
     for slow in (None, "compute", "compute.1", "compute.2", COMM):
-        found = run(shape, Delayed(device, slow), stage=stage, producers=3)
-        assert all(torch.equal(found[k], reference[k]) for k in reference), slow
+        weights = run(shape, Delayed(device, slow), stage=stage, producers=3)
+        assert all(torch.equal(weights[k], reference[k]) for k in reference), slow
 
 
 def test_without_its_waits_the_delay_shows() -> None:
@@ -129,8 +129,8 @@ def test_without_its_waits_the_delay_shows() -> None:
 
     device = torch.device("cuda", torch.cuda.current_device())
     reference = run("mlp", OneStream(device), stage=2, producers=1)
-    found = run("mlp", NoWaits(device, "compute"), stage=2, producers=1)
-    assert not all(torch.equal(found[k], reference[k]) for k in reference)
+    weights = run("mlp", NoWaits(device, "compute"), stage=2, producers=1)
+    assert not all(torch.equal(weights[k], reference[k]) for k in reference)
 
 
 def test_the_callers_own_stream_is_home() -> None:
@@ -141,8 +141,8 @@ def test_the_callers_own_stream_is_home() -> None:
         first = run("mlp", streams, stage=2, producers=2)
     second = run("mlp", streams, stage=2, producers=2)  # home changes back
     torch.cuda.synchronize()
-    for found in (first, second):
-        assert all(torch.equal(found[k], reference[k]) for k in reference)
+    for weights in (first, second):
+        assert all(torch.equal(weights[k], reference[k]) for k in reference)
 
 
 def test_no_host_synchronisation_and_overlap_in_a_trace(tmp_path: Path) -> None:

@@ -45,14 +45,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, xs: list[Tensor]) -
 @pytest.mark.parametrize("stage", [1, 2])
 def test_plain_torchs_numbers(stage: int, backend: str) -> None:
     """SGD: Adam would make a whole step of a gradient that is nothing but rounding."""
-    found = []
+    runs = []
     for options in ({}, {"stage": stage, "backend": backend}):
         model, optimizer = make(sgd=True, **options)
         for _ in range(3):
             step(model, optimizer, batches(2))
-        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
-    for name, expected in found[0].items():
-        assert (found[1][name] - expected).abs().max() < 1e-5, name
+        runs.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    for name, expected in runs[0].items():
+        assert (runs[1][name] - expected).abs().max() < 1e-5, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

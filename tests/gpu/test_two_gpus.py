@@ -101,8 +101,8 @@ def _train(rank: int, kind: str, options: dict[str, Any] | None, on_side: bool =
 
 
 def _against_ddp(rank: int, kind: str, options: dict[str, Any], on_side: bool) -> dict[str, float]:
-    expected, found = _train(rank, kind, None), _train(rank, kind, options, on_side)
-    return {name: float((found[name] - value).abs().max() / value.abs().max()) for name, value in expected.items()}
+    expected, trained = _train(rank, kind, None), _train(rank, kind, options, on_side)
+    return {name: float((trained[name] - value).abs().max() / value.abs().max()) for name, value in expected.items()}
 
 
 OPTIONS = [
@@ -115,8 +115,8 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", MODELS)
 def test_ddps_weights(kind: str, options: dict[str, Any], on_side: bool, tmp_path: Path) -> None:
-    for found in on_two_gpus(_against_ddp, tmp_path, kind, options, on_side):
-        assert max(found.values()) < 1e-4, found
+    for difference in on_two_gpus(_against_ddp, tmp_path, kind, options, on_side):
+        assert max(difference.values()) < 1e-4, difference
 
 
 def _group(rank: int) -> list[Any]:

@@ -36,8 +36,8 @@ def test_references_can_be_followed() -> None:
     unknown = re.compile(r"INVARIANTS|DESIGN\.md|TORCH\.md|HOUSE\.md|STYLE\.md|TOPOLOGY\.md|\b(?:DS|PR|PT|HF|MLM)#\d")
     for path in [*DOCUMENTS, *SOURCES]:
         if path != Path(__file__).resolve():
-            found = [line.strip() for line in path.read_text().splitlines() if unknown.search(line)]
-            assert not found, f"{path.relative_to(ROOT)}: {found[:3]}"
+            lines = [line.strip() for line in path.read_text().splitlines() if unknown.search(line)]
+            assert not lines, f"{path.relative_to(ROOT)}: {lines[:3]}"
 
 
 def _anchors(text: str) -> set[str]:
@@ -58,4 +58,4 @@ def test_the_schedule_of_the_design_is_the_one_that_runs() -> None:
     text = (ROOT / "docs" / "design.md").read_text()
     block = re.search(r"## The life of one gradient.*?```\n(.*?)```", text, flags=re.S)
     assert block is not None and "flatten_cast" in block[1]
-    assert all(block[1] in shown for shown in run_ranks(_explained, 2))
+    assert all(block[1] in explanation for explanation in run_ranks(_explained, 2))

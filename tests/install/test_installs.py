@@ -68,8 +68,8 @@ def copy_of_the_repository(to: Path) -> Path:
 def sdist_of(source: Path, **env: str) -> Path:
     code = "from setuptools.build_meta import build_sdist as build; build('made')"
     run(sys.executable, "-c", code, cwd=source, **env)
-    (made,) = (source / "made").iterdir()
-    return made
+    (archive,) = (source / "made").iterdir()
+    return archive
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +99,8 @@ def installed(lockfile: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         if kind == "editable":
             pip_install(folder, python, "--no-build-isolation", "-e", source)
         elif kind != "checkout":
-            given = source if kind == "wheel" else sdist_of(source)
-            pip_install(folder, python, "--no-build-isolation", given)
+            origin = source if kind == "wheel" else sdist_of(source)
+            pip_install(folder, python, "--no-build-isolation", origin)
         return run(python, "-c", IMPORTS, cwd=source if kind == "checkout" else folder / "elsewhere").split()
 
     with ThreadPoolExecutor(2) as pool:
@@ -135,8 +135,8 @@ def test_sdist_and_wheel_hold_each_file_once_and_no_other(tmp_path: Path) -> Non
         code = f"from setuptools.build_meta import build_wheel as build; build({str(tmp_path / str(number))!r})"
         run(sys.executable, "-c", f"import os; os.mkdir({str(tmp_path / str(number))!r}); {code}", cwd=folder)
         (wheel,) = (tmp_path / str(number)).iterdir()
-        found = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
-        assert sorted(found) == sorted(wanted)
+        files = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+        assert sorted(files) == sorted(wanted)
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +145,8 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist_of(copy_of_the_repository(folder / "source"))) as sdist:
         sdist.extractall(folder / "there")
-    (found,) = (folder / "there").iterdir()
-    return found
+    (unpacked_folder,) = (folder / "there").iterdir()
+    return unpacked_folder
 
 
 def test_an_sdist_has_what_its_makefile_and_its_documents_name(unpacked: Path) -> None:
@@ -164,9 +164,9 @@ def metadata(folder: Path, **env: str) -> tuple[Message, str]:
     """An sdist's metadata, and the description in them."""
     with tarfile.open(sdist_of(copy_of_the_repository(folder / "source"), **env)) as sdist:
         (name,) = [n for n in sdist.getnames() if n.count("/") == 1 and n.endswith("/PKG-INFO")]
-        found = sdist.extractfile(name)
-        assert found is not None
-        message = message_from_bytes(found.read())
+        member = sdist.extractfile(name)
+        assert member is not None
+        message = message_from_bytes(member.read())
     return message, str(message.get_payload())
 
 
@@ -178,8 +178,8 @@ def test_on_an_index_page_no_link_is_dead(tmp_path: Path) -> None:
     named, linked = metadata(tmp_path / "named", ZC_URL="https://example.org/own/zc/")
     at = f"https://example.org/own/zc/blob/v{zc.__version__}"
     assert f"[docs/design.md]({at}/docs/design.md) follows one gradient" in linked
-    for kept in (text, linked):
-        assert not re.search(r"\]\((?!https://)", kept)
+    for page in (text, linked):
+        assert not re.search(r"\]\((?!https://)", page)
     assert any(url.endswith(", https://example.org/own/zc") for url in named.get_all("Project-URL") or ())
     with pytest.raises(AssertionError, match="ZC_URL is 'own/zc', expected https://"):
         metadata(tmp_path / "wrong", ZC_URL="own/zc")

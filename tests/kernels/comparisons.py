@@ -82,7 +82,7 @@ def mixed_grads(sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: str
 
 def transposed(dtypes: Sequence[torch.dtype], device: str) -> list[Tensor]:
     """Of [B, J, M] in memory of another order, J at a stride of 1: sizes at a tile's edges, of several tiles, of 1."""
-    made = [
+    tensors = [
         values((16, 64), dtypes[0], device).t(),
         values((17, 65), dtypes[-1], device).t(),
         values((7, 3, 3, 40), dtypes[0], device).permute(0, 3, 1, 2),  # channels-last, as of a convolution
@@ -91,7 +91,7 @@ def transposed(dtypes: Sequence[torch.dtype], device: str) -> list[Tensor]:
         values((4, 70, 1, 33), dtypes[-1], device)[..., 1:].permute(0, 3, 1, 2),  # holes, and an odd address
         values((1, 40, 20), dtypes[0], device).expand(3, 40, 20).transpose(1, 2),  # B at a stride of 0
     ]
-    return [grad.unsqueeze(1) for grad in made]
+    return [grad.unsqueeze(1) for grad in tensors]
 
 
 def spread(grads: Sequence[Tensor], gaps: Sequence[int]) -> tuple[list[int], int]:
@@ -189,16 +189,16 @@ def check_sums_of_squares(run: Callable[[Sequence[Tensor]], Tensor], tensors: Se
     assert_bits(torch.cat([run([x.clone()]) for x in tensors]), sums)
     filled = [i for i, x in enumerate(tensors) if x.numel() > 0]
     for first in range(3):
-        kept = {}
+        results = {}
         for i in filled[first::3]:
-            kept[i] = tensors[i].clone()
+            results[i] = tensors[i].clone()
             largest = 65504.0 if tensors[i].dtype == F16 else 3e38  # its square overflows fp32
             tensors[i][(0, -1)[i % 2]] = (torch.nan, torch.inf, largest)[i // 2 % 3]
         special = run(tensors)
         assert_squares(special, tensors)
-        others = [i for i in range(len(tensors)) if i not in kept]
+        others = [i for i in range(len(tensors)) if i not in results]
         assert_bits(special[others], sums[others])
-        for i, x in kept.items():
+        for i, x in results.items():
             tensors[i].copy_(x)
 
 

@@ -42,15 +42,15 @@ class _Driver:
 @contextlib.contextmanager
 def compiled_on(target: str) -> Iterator[list[Any]]:
     """What is launched inside, compiled for ``target``: a kernel a launch, the same one where it is launched again."""
-    found: list[Any] = []
+    binaries: list[Any] = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        found.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+        binaries.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
     driver.set_active(_Driver(target))
     try:
         with mock.patch.object(JITFunction, "run", compile_only):
-            yield found
+            yield binaries
     finally:
         driver._active = None  # found again by whoever launches next; here there may be none

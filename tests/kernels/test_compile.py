@@ -68,9 +68,9 @@ def squared(dtypes: Sequence[torch.dtype]) -> None:
 
 
 def one_kernel(launch: Callable[[], None], target: str) -> Any:
-    with compiled_on(target) as found:
+    with compiled_on(target) as binaries:
         launch()
-    return found[0]
+    return binaries[0]
 
 
 def num_wide(num_rows: int, dtype: torch.dtype, add: bool = True) -> tuple[int, int]:
@@ -148,21 +148,21 @@ def spilled(binary: Any, target: str, folder: Path) -> dict[str, int]:
     """What of the binary is not zero and means a spill."""
     if "amdgcn" in binary.asm:
         pattern = r"\.(vgpr_spill_count|sgpr_spill_count|private_segment_fixed_size):\s+(\d+)"
-        found = re.findall(pattern, binary.asm["amdgcn"])
+        matches = re.findall(pattern, binary.asm["amdgcn"])
     else:
         cubin = folder / "kernel.cubin"
         cubin.write_bytes(binary.asm["cubin"])
         nvidia = triton.knobs.nvidia
         usage = run(nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)).stdout
-        found = re.findall(r"\b(STACK|LOCAL):(\d+)", usage)
-        if any(int(value) for _, value in found):
+        matches = re.findall(r"\b(STACK|LOCAL):(\d+)", usage)
+        if any(int(value) for _, value in matches):
             ptx = folder / "kernel.ptx"
             ptx.write_text(binary.asm["ptx"])
             ptxas = nvidia.ptxas_blackwell if int(target[3:]) >= 100 else nvidia.ptxas
             said = run(ptxas.path, "-v", f"--gpu-name={target}", str(ptx), "-o", str(folder / "again.cubin")).stderr
-            found = [(name, value) for value, name in re.findall(r"(\d+) bytes (spill \w+)", said)]
-    assert len(found) >= 2, "no resource usage found"
-    return {name: int(value) for name, value in found if int(value)}
+            matches = [(name, value) for value, name in re.findall(r"(\d+) bytes (spill \w+)", said)]
+    assert len(matches) >= 2, "no resource usage found"
+    return {name: int(value) for name, value in matches if int(value)}
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -188,9 +188,9 @@ def test_compiles_with_wide_accesses_and_no_spills(target: str, case: str, tmp_p
 
 @pytest.mark.parametrize("target", ALWAYS)
 def test_the_end_of_sums_of_squares_compiles(target: str, tmp_path: Path) -> None:
-    with compiled_on(target) as found:
+    with compiled_on(target) as binaries:
         CASES["sums_of_squares"][0]()
-    assert len(found) == 2 and spilled(found[1], target, tmp_path) == {}
+    assert len(binaries) == 2 and spilled(binaries[1], target, tmp_path) == {}
 
 
 def test_a_tile_is_read_along_one_dimension_and_written_along_the_other() -> None:
@@ -232,10 +232,10 @@ COUNTED: dict[str, Callable[[int], None]] = {
 @pytest.mark.parametrize("what", COUNTED)
 def test_a_count_compiles_nothing_anew(what: str) -> None:
     """1, 2 and 16 are three kinds of number to Triton: 1 a constant, 16 a multiple of 16."""
-    with compiled_on("sm_90") as found:
+    with compiled_on("sm_90") as binaries:
         for number in (1, 2, 16):
             COUNTED[what](number)
-    assert len({id(kernel) for kernel in found}) == len(found) // 3
+    assert len({id(kernel) for kernel in binaries}) == len(binaries) // 3
 
 
 def test_every_launch_says_whether_products_and_sums_are_fused() -> None:

@@ -149,29 +149,29 @@ def test_adopt_writes(narrow: torch.dtype, numel: int) -> None:
     """Element by element: written ones are taken, the others keep the bits that ``narrow`` has dropped; NaN is NaN."""
     generator = torch.Generator().manual_seed(numel)
     master = torch.randn(numel + 3, generator=generator)[3:]  # begins in the middle of a word of 8 bytes
-    given = master.to(narrow, copy=True)
-    kernels.adopt_writes(before := master.clone(), given)
+    params = master.to(narrow, copy=True)
+    kernels.adopt_writes(before := master.clone(), params)
     assert torch.equal(before, master), "nothing was written"
     is_written = torch.rand(numel, generator=generator) < 0.3
-    given[is_written] = 9.0
+    params[is_written] = 9.0
     odd = torch.tensor([float("nan"), float("nan"), 1.0, float("inf"), -0.0])[:numel]
-    wanted = torch.where(is_written, given.float(), master)
+    wanted = torch.where(is_written, params.float(), master)
     master[: len(odd)] = torch.tensor([float("nan"), 1.0, float("nan"), float("inf"), 0.0])[:numel]
-    given[: len(odd)], wanted[: len(odd)] = odd.to(narrow), odd
-    kernels.adopt_writes(master, given)
+    params[: len(odd)], wanted[: len(odd)] = odd.to(narrow), odd
+    kernels.adopt_writes(master, params)
     torch.testing.assert_close(master, wanted, rtol=0, atol=0, equal_nan=True)
     if numel > 10 and narrow.itemsize < 4:
-        kept = master[5:][~is_written[5:]]
-        assert not torch.equal(kept, kept.to(narrow).float()), "precision is kept"
+        unwritten = master[5:][~is_written[5:]]
+        assert not torch.equal(unwritten, unwritten.to(narrow).float()), "precision is kept"
 
 
 def test_adopt_writes_compares_with_what_was_there_before() -> None:
     master, before = torch.tensor([1.25, 2.25, 3.25]), torch.tensor([1.0, 2.0, 3.0])
-    given = before.clone()
-    kernels.adopt_writes(master, given, before)
+    params = before.clone()
+    kernels.adopt_writes(master, params, before)
     assert master.tolist() == [1.25, 2.25, 3.25], "nothing was written"
-    given[1] = 9.0
-    kernels.adopt_writes(master, given, before)
+    params[1] = 9.0
+    kernels.adopt_writes(master, params, before)
     assert master.tolist() == [1.25, 9.0, 3.25]
 
 

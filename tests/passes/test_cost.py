@@ -64,11 +64,11 @@ def test_flops_of_convolutions_and_attention(mode: str) -> None:
     """By hand, forward and backward; a symbolic size counts as 1, and nothing is guarded on."""
 
     def both(x, w, q, k, v):  # type: ignore[no-untyped-def]
-        made = F.conv2d(x, w).sum() + F.scaled_dot_product_attention(q, k, v).sum()
-        return torch.autograd.grad(made, (x, w, q, k, v))
+        total = F.conv2d(x, w).sum() + F.scaled_dot_product_attention(q, k, v).sum()
+        return torch.autograd.grad(total, (x, w, q, k, v))
 
     inputs = [torch.randn(shape, requires_grad=True) for shape in ((2, 3, 8, 8), (4, 3, 3, 3), *((2, 4, 16, 8),) * 3)]
     graph = make_fx(both, tracing_mode=mode)(*inputs).graph
-    found = [work for node in graph.nodes if (work := cost.flops(node))]
+    flops = [work for node in graph.nodes if (work := cost.flops(node))]
     once = 2 * (2 * 4 * 6 * 6) * (3 * 3 * 3), 4 * (2 * 4 * 16 * 8) * 16
-    assert found == ([once[0], once[1], once[1] * 10 / 4, once[0] * 2] if mode == "fake" else [2, 4, 10, 4])
+    assert flops == ([once[0], once[1], once[1] * 10 / 4, once[0] * 2] if mode == "fake" else [2, 4, 10, 4])

@@ -77,16 +77,16 @@ def traced(dtype: torch.dtype, num_layers: int, **options: Any) -> list[tuple[fx
     torch._dynamo.reset()
     model = Llama(num_layers).to(dtype)
     zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="aot_eager", **options)
-    found: list[tuple[fx.Graph, Plan]] = []
+    schedules: list[tuple[fx.Graph, Plan]] = []
     build = graphs.build
 
     def spy(graph: fx.Graph, plan: Plan, *args: Any, **kwargs: Any) -> Any:
-        found.append((graph, plan))
+        schedules.append((graph, plan))
         return build(graph, plan, *args, **kwargs)
 
     with mock.patch.object(graphs, "build", spy):
         model(torch.randn(2, SEQ, WIDTH, dtype=dtype), torch.zeros(2, SEQ, dtype=torch.int64)).backward()
-    return found
+    return schedules
 
 
 def kernels_when_cut(graph: fx.Graph, plan: Plan, passes: tuple[Pass, ...]) -> list[str]:
@@ -147,13 +147,13 @@ def parts(graph: fx.Graph, plan: Plan, *, keeping: bool = True) -> list[list[str
     """The names of the operations between the cuts."""
     names = [p.name for p in pipeline(in_place=False)]
     chosen = pipeline(in_place=False)[: names.index("keep_fusions") + keeping]
-    found: list[list[str]] = [[]]
+    groups: list[list[str]] = [[]]
     for node in run_passes(graph, plan, chosen)[0].nodes:
         if isinstance(op_of(node), FlattenCast):
-            found.append([])
+            groups.append([])
         elif node.op == "call_function" and not is_schedule_node(node):
-            found[-1].append(node.name)
-    return found
+            groups[-1].append(node.name)
+    return groups
 
 
 def test_what_reads_the_same_goes_up() -> None:
@@ -182,8 +182,8 @@ def test_what_fuses_with_later_work_alone_goes_down() -> None:
 def test_no_group_is_torn() -> None:
     def backward(g, x, w):  # type: ignore[no-untyped-def]
         mm = g.mm(w)
-        kept, beside = mm.sin(), mm.cos()  # the first gradient needs kept, so what reads the same stays with it
-        d_0 = x.mm(kept)
+        needed, beside = mm.sin(), mm.cos()  # the first gradient needs `needed`, so what reads the same stays with it
+        d_0 = x.mm(needed)
         return d_0, x.mm(beside + mm.mm(d_0))
 
     graph, plan = graph_of(backward, 2, 3)

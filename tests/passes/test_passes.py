@@ -42,9 +42,9 @@ def test_tag_gradients_makes_gradients_deposits_and_leaves_other_outputs() -> No
     new = tag_gradients.run(graph, plan_for(names))
     returned = new.output_node().args[0]
     assert returned[:3] == (None, None, None) and isinstance(returned[3], fx.Node)
-    found = [(n.args[0], n.args[1]) for n in new.nodes if isinstance(op_of(n), Deposit)]
+    deposits = [(n.args[0], n.args[1]) for n in new.nodes if isinstance(op_of(n), Deposit)]
     # reverse registration order: layer 2 and 1 share bucket 0, layer 0 is alone in bucket 1; dW_2 is made first
-    assert found == [(0, 0), (0, 1), (1, 0)]
+    assert deposits == [(0, 0), (0, 1), (1, 0)]
     for node in new.nodes:
         if isinstance(op_of(node), Deposit):
             assert node.prev is node.args[2], "a deposit stands right behind the gradient it takes"

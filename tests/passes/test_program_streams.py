@@ -34,8 +34,8 @@ def some_layers() -> tuple[fx.Graph, list[str], fx.Node]:
     return graph, names, nodes[len(nodes) // 2]
 
 
-def number_or_value(kind: str, given: fx.Node) -> object:
-    return {"Tensor": given, "str": "cuda"}.get(kind, 1)
+def number_or_value(kind: str, node: fx.Node) -> object:
+    return {"Tensor": node, "str": "cuda"}.get(kind, 1)
 
 
 def refused(graph: fx.Graph, names: list[str], says: str) -> None:
@@ -65,9 +65,9 @@ def test_one_inside_control_deps_is_refused() -> None:
     graph.owning_module.subgraph_wait_event = fx.GraphModule(nn.Module(), body)
     users = list(middle.users)
     with graph.inserting_after(middle):
-        held = graph.get_attr("subgraph_wait_event")
-    with graph.inserting_after(held):
-        call = graph.call_function(control_deps, ((middle,), held, middle))
+        wait = graph.get_attr("subgraph_wait_event")
+    with graph.inserting_after(wait):
+        call = graph.call_function(control_deps, ((middle,), wait, middle))
     with graph.inserting_after(call):
         behind = graph.call_function(operator.getitem, (call, 1))
     behind.meta = dict(middle.meta)

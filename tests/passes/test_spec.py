@@ -70,8 +70,8 @@ def test_a_record_comes_back_as_it_was_put_in() -> None:
 def test_what_does_not_look_like_its_kind_is_refused_by_name(kind: type[Op], args: tuple, says: str | None) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    given = [x if arg == "x" else [x] if arg == ["x"] else arg for arg in args]
-    node = graph.call_function(TARGETS[kind], tuple(given))
+    arguments = [x if arg == "x" else [x] if arg == ["x"] else arg for arg in args]
+    node = graph.call_function(TARGETS[kind], tuple(arguments))
     if says is None:
         assert op_of(node) is not None
         return
@@ -99,9 +99,9 @@ def test_whoever_changes_arguments_changes_the_record() -> None:
     write.kwargs = {"spans": ((0, 1),)}
     assert op_of(write) == FlattenCast(0, RING, (), (), ((0, 1),))
     replaced = graph.placeholder("y")
-    kept = put(graph, Deposit(0, 0, graph.placeholder("x")))
-    kept.replace_input_with(kept.all_input_nodes[0], replaced)
-    assert op_of(kept) == Deposit(0, 0, replaced)
+    deposit = put(graph, Deposit(0, 0, graph.placeholder("x")))
+    deposit.replace_input_with(deposit.all_input_nodes[0], replaced)
+    assert op_of(deposit) == Deposit(0, 0, replaced)
 
 
 def test_every_kind_has_its_own_name() -> None:

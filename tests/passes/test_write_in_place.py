@@ -43,9 +43,9 @@ def writes(graph: fx.Graph) -> list[fx.Node]:
 def test_a_matmul_that_only_feeds_the_bucket_is_gone_and_its_inputs_go_to_the_slot() -> None:
     graph, names = chain(4)
     new = after("write_in_place", graph, plan_for(names))
-    made = writes(new)
-    assert [type(op_of(n)) for n in made] == [WgradInto] * 4, "nothing is left to copy, and nothing to pad"
-    assert [n.args[:5] for n in made] == [
+    slots = writes(new)
+    assert [type(op_of(n)) for n in slots] == [WgradInto] * 4, "nothing is left to copy, and nothing to pad"
+    assert [n.args[:5] for n in slots] == [
         (0, "flat_grad[0]", 0, 0, 64), (0, "flat_grad[0]", 1, 64, 128),
         (1, "flat_grad[1]", 0, 0, 64), (1, "flat_grad[1]", 1, 64, 128),
     ]  # fmt: skip
@@ -57,9 +57,9 @@ def test_a_matmul_that_only_feeds_the_bucket_is_gone_and_its_inputs_go_to_the_sl
 def test_stage_1_opens_the_accumulator_first() -> None:
     graph, names = chain(4)
     plan = plan_for(names, stage=1)
-    made = writes(after("reduce_buckets", graph, plan))
-    assert [type(op_of(n)) for n in made] == [AccumulateCast, WgradInto, WgradInto] * 2
-    assert made[0].args[2:] == ((), []) and made[0].kwargs == {"spans": ()}
+    slots = writes(after("reduce_buckets", graph, plan))
+    assert [type(op_of(n)) for n in slots] == [AccumulateCast, WgradInto, WgradInto] * 2
+    assert slots[0].args[2:] == ((), []) and slots[0].kwargs == {"spans": ()}
     launches = [n for n in after("reduce_buckets", graph, plan).nodes if isinstance(op_of(n), LaunchReduce)]
     assert all(isinstance(op_of(n.prev), WgradInto) for n in launches), "a bucket is sent when its last part is there"
 
@@ -89,8 +89,8 @@ def both(product: Tensor) -> tuple[Tensor, Tensor]:
     ],
 )
 def test_what_stays_copied(make: Any) -> None:
-    made = writes(after("write_in_place", one_gradient(make), plan_for(["w"], per_bucket=1)))
-    assert [type(op_of(n)) for n in made] == [FlattenCast] and made[0].args[2] == (0,) and not made[0].kwargs
+    slots = writes(after("write_in_place", one_gradient(make), plan_for(["w"], per_bucket=1)))
+    assert [type(op_of(n)) for n in slots] == [FlattenCast] and slots[0].args[2] == (0,) and not slots[0].kwargs
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_what_stays_copied(make: Any) -> None:
     ],
 )
 def test_what_is_made_in_place(make: Any) -> None:
-    made = writes(after("write_in_place", one_gradient(make), plan_for(["w"], per_bucket=1)))
-    assert [type(op_of(n)) for n in made] == [WgradInto]
+    slots = writes(after("write_in_place", one_gradient(make), plan_for(["w"], per_bucket=1)))
+    assert [type(op_of(n)) for n in slots] == [WgradInto]
 
 
 def embedding_of_2_11(g: Tensor, x: Tensor, put: Any, accumulate: bool = True) -> tuple[Tensor]:
@@ -118,12 +118,12 @@ def embedding_of_2_11(g: Tensor, x: Tensor, put: Any, accumulate: bool = True) -
 def test_an_embedding_of_torch_2_11_is_made_in_place(put: Any) -> None:
     """It makes nothing of its size, and what the pass leaves makes the slot's bits."""
     graph = one_gradient(lambda g, x: embedding_of_2_11(g, x, put))
-    (made,) = writes(new := after("write_in_place", graph, plan_for(["w"], per_bucket=1)))
-    assert isinstance(op_of(made), WgradInto) and made.kwargs == {"how": "rows"} and len(made.args) == 7
+    (slot,) = writes(new := after("write_in_place", graph, plan_for(["w"], per_bucket=1)))
+    assert isinstance(op_of(slot), WgradInto) and slot.kwargs == {"how": "rows"} and len(slot.args) == 7
     assert not [n for n in new.nodes if n.target in (put, _aten.full.default) and n.args[0] == [8, 8]]
     g, x, out = torch.randn(8, 8), torch.randn(8, 8), torch.full((64,), torch.nan)
-    new.output_node().args = ((made.args[5], made.args[6]),)
-    new.erase_node(made)
+    new.output_node().args = ((slot.args[5], slot.args[6]),)
+    new.erase_node(slot)
     index, values = fx.Interpreter(fx.GraphModule(torch.nn.Module(), new)).run(g, x)
     rows_into(out, index, values, add=False)
     assert torch.equal(out.view(8, 8), embedding_of_2_11(g, x, put)[0])
@@ -141,8 +141,8 @@ def test_an_embedding_of_torch_2_11_is_made_in_place(put: Any) -> None:
     ],
 )
 def test_what_of_index_put_stays_copied(make: Any) -> None:
-    made = writes(after("write_in_place", one_gradient(make), plan_for(["w"], per_bucket=1)))
-    assert [type(op_of(n)) for n in made] == [FlattenCast]
+    slots = writes(after("write_in_place", one_gradient(make), plan_for(["w"], per_bucket=1)))
+    assert [type(op_of(n)) for n in slots] == [FlattenCast]
 
 
 # --- the numbers ---
@@ -163,7 +163,7 @@ class ByRow(torch.nn.Module):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=full_only)])
 def test_rows_by_number_have_the_copied_path_s_bits(backend: str, stage: int) -> None:
     """Some come often, some never, some by a negative number; the second microbatch is added."""
-    found = []
+    weights = []
     for in_place in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -172,9 +172,9 @@ def test_rows_by_number_have_the_copied_path_s_bits(backend: str, stage: int) ->
         zc.compile(model, optimizer, stage=stage, backend=backend, write_in_place=in_place)
         for index in (torch.tensor([[3, -1, 3], [0, 15, -13]]), torch.tensor([[3, 4, 4], [-16, 2, 2]])):
             model(index).backward()
-        found.append(model.table.grad.full_tensor().clone())
+        weights.append(model.table.grad.full_tensor().clone())
     # added row by row in place, a microbatch's sum in the copied path: stage 1 rounds in another order
-    assert torch.equal(*found) if stage == 2 else torch.allclose(*found, rtol=1e-6, atol=1e-6)
+    assert torch.equal(*weights) if stage == 2 else torch.allclose(*weights, rtol=1e-6, atol=1e-6)
     assert "how=rows" in str(zc.explain(model))
 
 
@@ -208,14 +208,14 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_stage_2_has_the_copied_path_s_bits(dtype: torch.dtype) -> None:
-    (copied, _), (made, report) = trained(False, dtype=dtype), trained(True, dtype=dtype)
-    assert equal(copied, made)
+    (copied, _), (in_place, report) = trained(False, dtype=dtype), trained(True, dtype=dtype)
+    assert equal(copied, in_place)
     assert any("wgrad_into" in body for body in report.sections.values()), "nothing was made in place: it shows nothing"
 
 
 def test_stage_1_has_them_where_it_overwrites() -> None:
-    copied, made = trained(False, stage=1, microbatches=1)[0], trained(True, stage=1, microbatches=1)[0]
-    assert equal(copied, made)
+    copied, in_place = trained(False, stage=1, microbatches=1)[0], trained(True, stage=1, microbatches=1)[0]
+    assert equal(copied, in_place)
 
 
 def share(dtype: torch.dtype, stage: int) -> float:
@@ -223,11 +223,11 @@ def share(dtype: torch.dtype, stage: int) -> float:
     schedules = [body for name, body in report.sections.items() if name.startswith("schedule backward")]
     assert len(schedules) == 1
     line = next(line for line in schedules[0].splitlines() if "gradients made in place" in line)
-    made, total = line.split("gradients made in place: ")[1].split(" bytes")[0].split(" of ")
+    in_place, total = line.split("gradients made in place: ")[1].split(" bytes")[0].split(" of ")
     numel = sum(p.numel() for p in Llama().parameters())
     size = 2 if dtype == torch.bfloat16 and stage == 2 else 4
     assert int(total.replace(",", "")) == numel * size, "explain counts every gradient byte of the model"
-    return int(made.replace(",", "")) / int(total.replace(",", ""))
+    return int(in_place.replace(",", "")) / int(total.replace(",", ""))
 
 
 @pytest.mark.parametrize(("dtype", "stage"), [(torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 2)], ids=str)
@@ -240,7 +240,7 @@ def test_nothing_of_what_an_accumulator_held_is_read() -> None:
     """Stage 1 overwrites an empty accumulator: NaN in it, as after a step that was skipped, reaches no weight."""
     from zc.registry import sharded
 
-    found = []
+    weights = []
     for poison in (False, True):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -253,8 +253,8 @@ def test_nothing_of_what_an_accumulator_held_is_read() -> None:
             buffers.acc[bucket.index].fill_(torch.nan)
         model(tokens(0, 0)).backward()
         optimizer.step()
-        found.append([p.detach().clone() for p in model.parameters()])
-    assert equal(*found)
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert equal(*weights)
 
 
 def test_slots_that_a_failed_backward_has_opened_hold_zeros() -> None:

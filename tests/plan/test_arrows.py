@@ -50,8 +50,8 @@ def test_the_repository_has_none(trees: dict[str, ast.Module]) -> None:
 
 @pytest.mark.parametrize(("file", "line", "said"), PLANTED)
 def test_a_planted_arrow_is_found(trees: dict[str, ast.Module], file: str, line: str, said: str) -> None:
-    found = arrows.check(with_line(trees, file, line))
-    assert any(said in text for text in found), found
+    errors = arrows.check(with_line(trees, file, line))
+    assert any(said in text for text in errors), errors
 
 
 def test_a_type_checker_may_see_what_is_not_loaded(trees: dict[str, ast.Module]) -> None:
@@ -64,5 +64,5 @@ def test_a_long_chain_is_found(trees: dict[str, ast.Module]) -> None:
     for number in range(arrows.LONGEST):
         long = with_line(long, f"zc/chain_{number}.py", f"import zc.{last}")
         last = f"chain_{number}"
-    (found,) = arrows.check(long)
-    assert "modules, at most 11: zc.chain_10 -> zc.chain_9" in found
+    (error,) = arrows.check(long)
+    assert "modules, at most 11: zc.chain_10 -> zc.chain_9" in error

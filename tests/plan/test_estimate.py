@@ -79,23 +79,23 @@ def test_frozen_parameters_are_shards_in_stage_3_alone() -> None:
     with torch.device("meta"):
         backbone = nn.Linear(1024, 1024, bias=False, dtype=BF16).requires_grad_(False)
         model = nn.Sequential(backbone, nn.Linear(1024, 4, bias=False))
-    found = zc.plan(model, world_size=8, stage=3)
-    assert found.device["frozen"] == 2 * 1024**2 // 8 and found.device["weight"] == 4 * 4096 // 8
-    assert found.device["arena"] == 2 * 2 * 1024**2  # the frozen bucket, and the next one as large
-    assert found.wire["parameters"] == 2 * (7 * 2 * 1024**2 // 8 + 7 * 4 * 4096 // 8)
+    plan = zc.plan(model, world_size=8, stage=3)
+    assert plan.device["frozen"] == 2 * 1024**2 // 8 and plan.device["weight"] == 4 * 4096 // 8
+    assert plan.device["arena"] == 2 * 2 * 1024**2  # the frozen bucket, and the next one as large
+    assert plan.wire["parameters"] == 2 * (7 * 2 * 1024**2 // 8 + 7 * 4 * 4096 // 8)
     assert "frozen" not in zc.plan(model, world_size=8, stage=2).device
 
 
 def test_state_on_a_disk() -> None:
     """By hand: bf16, 4 ranks; two moments and the master of each of the S elements, the moments read and written."""
     numel = 4 * 2**20
-    found = zc.plan(meta_linear(), world_size=4, param_dtype=BF16, offload="disk", disk_bandwidth=1e9)
+    plan = zc.plan(meta_linear(), world_size=4, param_dtype=BF16, offload="disk", disk_bandwidth=1e9)
     cpu = zc.plan(meta_linear(), world_size=4, param_dtype=BF16, offload="cpu")
-    assert dict(found.disk) == {"optimizer_state": 2 * numel, "master_shard": numel} and not cpu.disk
-    assert found.device == cpu.device and found.bus == cpu.bus
-    assert cpu.host_nbytes - found.host_nbytes == 2 * numel and found.host["optimizer_state"] == 0
-    assert found.floor_seconds["disk"] == pytest.approx(4 * numel / 1e9) == found.step_floor
-    assert "disk | optimizer_state" in str(found)
+    assert dict(plan.disk) == {"optimizer_state": 2 * numel, "master_shard": numel} and not cpu.disk
+    assert plan.device == cpu.device and plan.bus == cpu.bus
+    assert cpu.host_nbytes - plan.host_nbytes == 2 * numel and plan.host["optimizer_state"] == 0
+    assert plan.floor_seconds["disk"] == pytest.approx(4 * numel / 1e9) == plan.step_floor
+    assert "disk | optimizer_state" in str(plan)
 
 
 def test_one_rank_gives_up_twelve_bytes_a_parameter() -> None:
@@ -109,38 +109,38 @@ def test_one_rank_gives_up_twelve_bytes_a_parameter() -> None:
 def test_stage_3_with_offload_leaves_shards_and_what_is_gathered_on_the_device() -> None:
     """By hand: bf16, 4 ranks; S is 1 Mi elements, all in one bucket."""
     mi = 2**20
-    found = zc.plan(meta_linear(), world_size=4, stage=3, param_dtype=BF16, offload="cpu", microbatches=2)
-    assert {kind: nbytes for kind, nbytes in found.device.items() if nbytes} == {
+    plan = zc.plan(meta_linear(), world_size=4, stage=3, param_dtype=BF16, offload="cpu", microbatches=2)
+    assert {kind: nbytes for kind, nbytes in plan.device.items() if nbytes} == {
         "weight": 2 * mi, "staging": 4 * mi, "arena": 16 * mi, "flat_grad": 8 * mi, "recv": 8 * mi,
     }  # fmt: skip
-    assert dict(found.host) == {"master_shard": 4 * mi, "host": 4 * mi, "param": 2 * mi, "optimizer_state": 8 * mi}
-    assert dict(found.bus) == {"to host": 8 * mi, "to device": 4 * mi + 2 * mi}
-    assert str(found).startswith("4 ranks, stage 3, 2 microbatches, offload to cpu: 39.8 MB per rank")
+    assert dict(plan.host) == {"master_shard": 4 * mi, "host": 4 * mi, "param": 2 * mi, "optimizer_state": 8 * mi}
+    assert dict(plan.bus) == {"to host": 8 * mi, "to device": 4 * mi + 2 * mi}
+    assert str(plan).startswith("4 ranks, stage 3, 2 microbatches, offload to cpu: 39.8 MB per rank")
     stage_2 = zc.plan(meta_linear(), world_size=4, stage=2, param_dtype=BF16, offload="cpu", microbatches=2)
-    assert stage_2.peers["zc, stage 3"].held == found.device_nbytes == 38 * mi
+    assert stage_2.peers["zc, stage 3"].held == plan.device_nbytes == 38 * mi
     assert "zc, stage 3" not in zc.plan(meta_linear(), world_size=4, offload="disk").peers
 
 
 def test_stage_1_moves_partial_sums() -> None:
     numel = 4 * 2**20
-    found = zc.plan(meta_linear(), world_size=4, stage=1, offload="cpu", microbatches=2)
-    assert found.host["host"] == 4 * numel and "acc" in found.device and found.device["acc"] == 0
-    assert dict(found.bus) == {"to host": 4 * numel + numel, "to device": 4 * numel + numel}
-    kept = zc.plan(meta_linear(), world_size=4, stage=1, offload="cpu", offload_accumulate="device", microbatches=2)
-    assert kept.device["acc"] == 4 * numel and dict(kept.bus) == {"to host": numel, "to device": numel}
-    assert kept.wire["gradients"] == 4 * numel * 3 // 4, "once an update, whatever the microbatches"
+    plan = zc.plan(meta_linear(), world_size=4, stage=1, offload="cpu", microbatches=2)
+    assert plan.host["host"] == 4 * numel and "acc" in plan.device and plan.device["acc"] == 0
+    assert dict(plan.bus) == {"to host": 4 * numel + numel, "to device": 4 * numel + numel}
+    there = zc.plan(meta_linear(), world_size=4, stage=1, offload="cpu", offload_accumulate="device", microbatches=2)
+    assert there.device["acc"] == 4 * numel and dict(there.bus) == {"to host": numel, "to device": numel}
+    assert there.wire["gradients"] == 4 * numel * 3 // 4, "once an update, whatever the microbatches"
 
 
 def test_muon_and_a_mapping_of_names() -> None:
     """By hand: 4 matrices of 1 Mi elements, bf16, on 2 ranks: each has 2, one moment; in one bucket of equal shards
     nothing moves. With 3 ranks one has 2, and its master and moment are 8 bytes each of them."""
     mi = 2**20
-    found = zc.plan(meta_linear(), world_size=2, param_dtype=BF16, optimizer="Muon")
-    assert dict(found.device) == {
+    plan = zc.plan(meta_linear(), world_size=2, param_dtype=BF16, optimizer="Muon")
+    assert dict(plan.device) == {
         "flat_param": 8 * mi, "master_shard": 8 * mi, "acc": 8 * mi, "flat_grad": 8 * mi, "recv": 8 * mi,
         "optimizer_state": 8 * mi, "whole_grad": 8 * mi,
     }  # fmt: skip
-    assert dict(found.wire) == {"gradients": 4 * mi, "parameters": 4 * mi} and found.update_nbytes == 20 * 2 * mi
+    assert dict(plan.wire) == {"gradients": 4 * mi, "parameters": 4 * mi} and plan.update_nbytes == 20 * 2 * mi
     three = zc.plan(meta_linear(), world_size=3, param_dtype=BF16, optimizer="Muon", stage=1)
     assert three.device["optimizer_state"] == three.device["master_shard"] == 8 * mi
     assert "whole_grad" not in three.device, "stage 1 has room in its accumulator"
@@ -151,25 +151,25 @@ def test_muon_and_a_mapping_of_names() -> None:
 
 
 def test_the_floor_is_the_slowest_part() -> None:
-    found = zc.plan(
+    plan = zc.plan(
         meta_linear(), world_size=2, offload="cpu", compute_seconds=0.001, bus_bandwidth=1e9, wire_bandwidth=1e12,
         host_bandwidth=1e10,
     )  # fmt: skip
     half = 2 * 2**20
-    assert found.floor_seconds["bus to host"] == pytest.approx(4 * half / 1e9)
-    assert found.floor_seconds["update"] == pytest.approx(28 * half / 1e10)
-    assert found.step_floor == max(found.floor_seconds.values()) == found.floor_seconds["bus to host"]
-    assert "floor" in str(found) and "optimizer_state" in str(found)
+    assert plan.floor_seconds["bus to host"] == pytest.approx(4 * half / 1e9)
+    assert plan.floor_seconds["update"] == pytest.approx(28 * half / 1e10)
+    assert plan.step_floor == max(plan.floor_seconds.values()) == plan.floor_seconds["bus to host"]
+    assert "floor" in str(plan) and "optimizer_state" in str(plan)
     assert zc.plan(meta_linear(), world_size=2).step_floor is None
 
 
 def test_4096_ranks_on_the_meta_device() -> None:
     """Without a process group, a GPU or the model's memory; in seconds."""
     start = time.process_time()
-    found = zc.plan(meta_linear(8192, 48), world_size=4096, param_dtype=BF16, offload="cpu")
+    plan = zc.plan(meta_linear(8192, 48), world_size=4096, param_dtype=BF16, offload="cpu")
     assert time.process_time() - start < 20
-    assert found.num_params == 48 * 8192**2 and found.device["flat_param"] >= 2 * found.num_params
-    assert found.host["optimizer_state"] == 2 * found.host["master_shard"] >= 8 * found.num_params // 4096
+    assert plan.num_params == 48 * 8192**2 and plan.device["flat_param"] >= 2 * plan.num_params
+    assert plan.host["optimizer_state"] == 2 * plan.host["master_shard"] >= 8 * plan.num_params // 4096
 
 
 def really(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
@@ -198,15 +198,15 @@ def really(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> t
 def test_a_run_holds_and_moves_what_was_planned(stage: int, options: dict[str, Any]) -> None:
     """To the byte; only the moments have no padding."""
     for dtype in (FP32, BF16):
-        given = {**options, "param_dtype": dtype}
-        for found, moved in run_ranks(really, 2, stage, given):
+        arguments = {**options, "param_dtype": dtype}
+        for nbytes, moved in run_ranks(really, 2, stage, arguments):
             planned = zc.plan(
-                mlp(32, 3), world_size=2, ranks_per_host=2, stage=stage, bucket_nbytes=5000, microbatches=2, **given
+                mlp(32, 3), world_size=2, ranks_per_host=2, stage=stage, bucket_nbytes=5000, microbatches=2, **arguments
             )
             claimed = {**planned.device, **planned.host}
             state = claimed.pop("optimizer_state")
-            assert state >= found.pop("optimizer_state") > 0
-            assert {k: n for k, n in found.items() if n} == {k: n for k, n in claimed.items() if n}
+            assert state >= nbytes.pop("optimizer_state") > 0
+            assert {k: n for k, n in nbytes.items() if n} == {k: n for k, n in claimed.items() if n}
             assert moved == {"to_host": planned.bus["to host"], "to_device": planned.bus["to device"]}
 
 

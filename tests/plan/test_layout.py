@@ -35,7 +35,7 @@ def whole(shapes: Shapes, world_size: int, align: int) -> FlatLayout:
 LAYOUTS = [flat_layout, whole]
 
 dims = st.lists(st.sampled_from([0, 1, 2, 3, 7, 8, 31, 64, 65]), max_size=3).map(tuple)
-shapes_of = st.lists(dims, min_size=1, max_size=8).map(lambda found: [(f"p{k}", s) for k, s in enumerate(found)])
+shapes_of = st.lists(dims, min_size=1, max_size=8).map(lambda shapes: [(f"p{k}", s) for k, s in enumerate(shapes)])
 world_sizes = st.one_of(st.sampled_from([1, 2, 3, 4, 7, 8, 4095, 4096]), st.integers(1, 4096))
 aligns = st.sampled_from([1, 16, 32, 64, 128])
 
@@ -133,8 +133,8 @@ def test_the_whole_layout_never_cuts_a_parameter(shapes: Shapes, world_size: int
     owners = owners_of(shapes, world_size)
     layout = whole_layout(shapes, world_size, align, owners)
     for slot in layout.slots:
-        found = [r for r in range(world_size) if layout.owned(slot, r) == (slot.offset, slot.stop)]
-        assert found == [owners[slot.name]] or slot.numel == 0
+        ranks = [r for r in range(world_size) if layout.owned(slot, r) == (slot.offset, slot.stop)]
+        assert ranks == [owners[slot.name]] or slot.numel == 0
     check_runs(layout)
 
 

@@ -44,11 +44,11 @@ def planned(specs: list[ParamSpec], rules: list[Rule], world_size: int, stage: i
 
 def owned(plan: Plan) -> dict[int, int]:
     """By rank, elements without alignment, of the optimizer that reads whole parameters."""
-    found = dict.fromkeys(range(plan.world_size), 0)
+    numel_by_rank = dict.fromkeys(range(plan.world_size), 0)
     for bucket in plan.buckets:
         for slot, rank in zip(bucket.slots, bucket.layout.owners or (), strict=False):
-            found[rank] += slot.numel
-    return found
+            numel_by_rank[rank] += slot.numel
+    return numel_by_rank
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -76,10 +76,10 @@ def test_a_llama_pads_nothing_at_any_number_of_ranks(what: str, world_size: int)
 def test_a_ranks_state_is_its_share(world_size: int) -> None:
     """Where the mean is above the largest parameter (the embedding, a twentieth), a rank has at most 1.1 of it."""
     for rules in ([Rule(whole=True)], [MUON]):
-        found = owned(planned(ALL, rules, world_size))
-        mean = sum(found.values()) / world_size
+        shares = owned(planned(ALL, rules, world_size))
+        mean = sum(shares.values()) / world_size
         largest = max(math.prod(spec.shape) for spec in ALL)
-        assert max(found.values()) <= max(largest, ROOM * mean), max(found.values()) / mean
+        assert max(shares.values()) <= max(largest, ROOM * mean), max(shares.values()) / mean
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16, 32])
@@ -97,12 +97,12 @@ def test_muons_flops_are_shared_out(world_size: int) -> None:
 
 def test_planning_takes_as_long_for_4096_ranks() -> None:
     def seconds(world_size: int) -> float:
-        found = []
+        times = []
         for _ in range(3):
             started = time.process_time()
             planned(MATRICES, [MUON, Rule()], world_size)
-            found.append(time.process_time() - started)
-        return min(found)
+            times.append(time.process_time() - started)
+        return min(times)
 
     assert seconds(4096) < 3 * seconds(2) + 0.02
 
@@ -115,7 +115,7 @@ def test_newton_schulz_by_hand() -> None:
 
 
 shapes_of = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=12).map(
-    lambda found: [(f"p{k}", shape) for k, shape in enumerate(found)]
+    lambda shapes: [(f"p{k}", shape) for k, shape in enumerate(shapes)]
 )
 
 
@@ -124,11 +124,11 @@ shapes_of = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tu
 def test_every_parameter_has_an_owner_and_no_rank_too_much(
     shapes: list[tuple[str, tuple[int, ...]]], world_size: int, cost: str
 ) -> None:
-    found = assign(shapes, COSTS[cost], world_size, {})
-    assert found.keys() == {name for name, _ in shapes} and all(0 <= rank < world_size for rank in found.values())
+    owners = assign(shapes, COSTS[cost], world_size, {})
+    assert owners.keys() == {name for name, _ in shapes} and all(0 <= rank < world_size for rank in owners.values())
     loads: dict[int, int] = {}
     for name, shape in shapes:
-        loads[found[name]] = loads.get(found[name], 0) + math.prod(shape)
+        loads[owners[name]] = loads.get(owners[name], 0) + math.prod(shape)
     numel = [math.prod(shape) for _, shape in shapes]
     assert max(loads.values()) <= max(ROOM * sum(numel) / world_size, max(numel)) + max(numel), "Graham's bound"
     if world_size >= len(shapes):

@@ -37,7 +37,7 @@ specs_of = st.lists(
     st.tuples(st.lists(st.integers(0, 20), max_size=2).map(tuple), st.sampled_from([F32, BF16, F64])),
     min_size=1,
     max_size=12,
-).map(lambda found: [ParamSpec(f"p{k}", shape, dtype, CPU) for k, (shape, dtype) in enumerate(found)])
+).map(lambda pairs: [ParamSpec(f"p{k}", shape, dtype, CPU) for k, (shape, dtype) in enumerate(pairs)])
 
 
 @given(
@@ -99,9 +99,9 @@ def test_a_plan_written_out() -> None:
         ParamSpec("b.bias", (16,), BF16, CPU),  # 32 bytes
     ]
     plan = plan_of(specs, bucket_nbytes=600)
-    found = [[(s.name, s.offset) for s in b.slots] for b in plan.buckets]
+    offsets = [[(s.name, s.offset) for s in b.slots] for b in plan.buckets]
     # bf16: 128 bytes are 64 elements; 32 + 512 bytes fit in 600, 256 more do not
-    assert found == [[("b.bias", 0), ("b.weight", 64)], [("a.weight", 0)], [("norm.weight", 0)]]
+    assert offsets == [[("b.bias", 0), ("b.weight", 64)], [("a.weight", 0)], [("norm.weight", 0)]]
     assert [b.numel for b in plan.buckets] == [384, 128, 64]  # 64 + 256 -> a multiple of 2 * 64; fp32: 2 * 32
     assert [(b.param_dtype, b.reduce_dtype, b.acc_dtype) for b in plan.buckets] == [
         (BF16, BF16, F32),
@@ -149,8 +149,8 @@ def test_the_default_bucket_of_a_small_model_is_25_mib() -> None:
     no_large_one = [ParamSpec(f"w{k}", (2048, 2048), BF16, CPU) for k in range(200)]  # 1.7 GB in 8 MB each
     near = Topology(ranks_per_host=2, reads_memory=True)
     for specs in (small, no_large_one):
-        found = plan_of(specs, bucket_nbytes=None, topology=near)
-        assert found == plan_of(specs, bucket_nbytes=25 * 2**20, topology=near)
+        plan = plan_of(specs, bucket_nbytes=None, topology=near)
+        assert plan == plan_of(specs, bucket_nbytes=25 * 2**20, topology=near)
 
 
 def test_what_travels_is_the_sum_in_stage_1_and_single_gradients_in_stage_2() -> None:
@@ -182,10 +182,10 @@ def test_a_plan_is_frozen_hashable_and_printable() -> None:
         plan.buckets = ()  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.buckets[0].index = 3  # type: ignore[misc]
-    shown = str(plan)
-    assert "stage 2" in shown and "W=2" in shown
+    text = str(plan)
+    assert "stage 2" in text and "W=2" in text
     for bucket in plan.buckets:
-        assert f"bucket {bucket.index}: {len(bucket.slots)} parameters, P={bucket.numel}" in shown
+        assert f"bucket {bucket.index}: {len(bucket.slots)} parameters, P={bucket.numel}" in text
 
 
 _PRINT_PLAN = """

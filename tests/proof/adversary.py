@@ -123,9 +123,9 @@ class AdversarialStreams:
 
     def transfer(self, task: Task) -> Transfer:
         """Called by a launch while it runs: ``task`` may run at any later time, at the latest in ``finish``."""
-        made = Transfer(task)
-        self._put(f"{TRANSFER}{self._issued}", made)
-        return made
+        transfer = Transfer(task)
+        self._put(f"{TRANSFER}{self._issued}", transfer)
+        return transfer
 
     # --- inside ---
 
@@ -151,12 +151,12 @@ class AdversarialStreams:
                 self._at[stream] = at
         for stream in [s for s, tasks in self._lanes.items() if tasks and _is_over(tasks[-1][1])]:
             del self._lanes[stream]
-        found = []
+        ready = []
         for stream, tasks in self._lanes.items():
             at = self._at[stream]
             if at < len(tasks) and not isinstance(tasks[at][1], _Fence):
-                found.append(Ready(stream, tasks[at][0]))
-        return sorted(found)
+                ready.append(Ready(stream, tasks[at][0]))
+        return sorted(ready)
 
 
 def _is_over(item: Task | _Fence) -> bool:

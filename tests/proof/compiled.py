@@ -177,24 +177,24 @@ def capture(name: str) -> Captured:
     plain = copy.deepcopy(model)
     plain(x).square().mean().backward()
     specs = [ParamSpec(n, tuple(p.shape), p.dtype, p.device) for n, p in model.named_parameters()]
-    found = Captured(specs, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
-    given: dict[int, fx.Graph] = {}  # id of the schedule -> the graph that it was made from
+    captured = Captured(specs, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
+    graphs: dict[int, fx.Graph] = {}  # id of the schedule -> the graph that it was made from
     run_as_is, build_as_is, receive_as_is = Runtime.run_program, program.run_passes, Runtime.receive
 
     def build(graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
         before, _ = copy_graph(graph)
-        made = build_as_is(graph, *args, **kwargs)
-        given[id(made[0])] = before
-        return made
+        schedule = build_as_is(graph, *args, **kwargs)
+        graphs[id(schedule[0])] = before
+        return schedule
 
     def run(runtime: Runtime, schedule: Any, args: list[Any]) -> Any:
-        kept = [a.detach() if isinstance(a, Tensor) else a for a in args]
-        found.graphs.append((given[id(schedule.graph)], copy.deepcopy(kept)))
-        found.num_owed += len(schedule.graph.output_node().meta["debt"].gradients)
+        detached = [a.detach() if isinstance(a, Tensor) else a for a in args]
+        captured.graphs.append((graphs[id(schedule.graph)], copy.deepcopy(detached)))
+        captured.num_owed += len(schedule.graph.output_node().meta["debt"].gradients)
         return run_as_is(runtime, schedule, args)
 
     def receive(runtime: Runtime, bucket: int, slot: int, grad: Tensor) -> None:
-        found.hooks[runtime.plan.buckets[bucket].slots[slot].name] = grad.clone()
+        captured.hooks[runtime.plan.buckets[bucket].slots[slot].name] = grad.clone()
         receive_as_is(runtime, bucket, slot, grad)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -208,7 +208,7 @@ def capture(name: str) -> Captured:
     ):
         model(x).square().mean().backward()
     torch._dynamo.reset()
-    return found
+    return captured
 
 
 def case(
@@ -233,8 +233,8 @@ def case(
         graphs.append(_scheduled(new, plan, passes, f"{name} {number}"))
     graphs += list(_rest(captured, plan, passes, owed))
     more = [f"offload {offload}"] * bool(offload) + ["in place"] * in_place + ["no overlap"] * (not overlap)
-    shown = " ".join([name, f"s{stage} w{world_size} r{ring} p{producers}", *more])
-    return Case(shown, plan, tuple(graphs))
+    label = " ".join([name, f"s{stage} w{world_size} r{ring} p{producers}", *more])
+    return Case(label, plan, tuple(graphs))
 
 
 def _scheduled(graph: fx.Graph, plan: Plan, passes: tuple[Pass, ...], name: str) -> fx.Graph:
@@ -257,8 +257,9 @@ def _rest(captured: Captured, plan: Plan, passes: tuple[Pass, ...], owed: Debt) 
             flushed = plan if ring else plan.microbatch()
             yield _scheduled(graph, flushed, no_segments, f"flush {bucket.index}")
         if not ring and plan.world_size > 1 and bucket.index not in owed.sums:
-            made = tuple(p for p in no_segments if p.name not in ("bucket_gradients", "reduce_buckets"))
-            yield _scheduled(eager_gradients.GRAPHS["reduce"](plan, bucket.index), plan, made, f"reduce {bucket.index}")
+            graph = eager_gradients.GRAPHS["reduce"](plan, bucket.index)
+            rest = tuple(p for p in no_segments if p.name not in ("bucket_gradients", "reduce_buckets"))
+            yield _scheduled(graph, plan, rest, f"reduce {bucket.index}")
 
 
 def cases() -> Iterator[Case]:

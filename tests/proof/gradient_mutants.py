@@ -98,14 +98,14 @@ def slots_swapped(graph: fx.Graph) -> Iterator[Mutant]:
             yield _swapped(first, second, ("grad",), f"{first[0].name} for {second[0].name}")
 
 
-def _swapped(first: tuple[fx.Node, Any], second: tuple[fx.Node, Any], kept: tuple[str, ...], name: str) -> Mutant:
+def _swapped(first: tuple[fx.Node, Any], second: tuple[fx.Node, Any], names: tuple[str, ...], name: str) -> Mutant:
     """Each of two becomes the other in all but the fields ``kept``."""
 
     def edit(g: fx.Graph, where: dict[fx.Node, fx.Node]) -> None:
         a, b = where[first[0]], where[second[0]]
         own, other = op_of(a), op_of(b)
-        change(a, replace(other, **{name: getattr(own, name) for name in kept}))
-        change(b, replace(own, **{name: getattr(other, name) for name in kept}))
+        change(a, replace(other, **{name: getattr(own, name) for name in names}))
+        change(b, replace(own, **{name: getattr(other, name) for name in names}))
 
     return name, edit
 

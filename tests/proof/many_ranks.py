@@ -128,9 +128,9 @@ class Rank(Simulation):
     def gather_net(self, bucket: int, buffer: str) -> None:
         segment = slice(*self.plan.buckets[bucket].layout.host_range(self.rank))
         own, out = self._part_of(bucket, self.rank), self.part(buffer, bucket)
-        kept = out[own].clone()
+        own_values = out[own].clone()
         out[segment] = 0.75 * out[segment] + 2.0
-        out[own] = kept
+        out[own] = own_values
 
     def gather(self, bucket: int, buffer: str) -> None:
         self.places.remove((bucket, buffer))
@@ -167,20 +167,20 @@ def run(case: Case, choose: Chooser, world_size: int) -> dict[str, Tensor]:
             if isinstance(op, Segment):
                 num_results[op.key] = 1 + max(map(item_of, results(node)), default=-1)
     everyone: list[Rank] = []
-    found: dict[str, Tensor] = {}
+    final: dict[str, Tensor] = {}
     for rank in range(world_size):
         mine = RankStreams(rank, world_size, streams, messages)
         everyone.append(Rank(case.plan, mine, num_results, rank=rank, everyone=everyone))  # type: ignore[arg-type]
     for sim in everyone:
-        _issue(case, sim, sim.streams, found)  # type: ignore[arg-type]
+        _issue(case, sim, sim.streams, final)  # type: ignore[arg-type]
     streams.synchronize()
     for sim in everyone:
-        found.update({f"{sim.rank} {k}": v for k, v in sim.buffers.items() if is_lasting(k)})
-        found.update({f"{sim.rank} published {k}": v for k, v in enumerate(sim.published)})
-    return found
+        final.update({f"{sim.rank} {k}": v for k, v in sim.buffers.items() if is_lasting(k)})
+        final.update({f"{sim.rank} published {k}": v for k, v in enumerate(sim.published)})
+    return final
 
 
-def _issue(case: Case, sim: Rank, streams: RankStreams, found: dict[str, Tensor]) -> None:
+def _issue(case: Case, sim: Rank, streams: RankStreams, final: dict[str, Tensor]) -> None:
     _past(sim, case)
     expected, mine = 0, dict[str, Tensor]()
     for number, graph in enumerate(case.graphs):
@@ -194,7 +194,7 @@ def _issue(case: Case, sim: Rank, streams: RankStreams, found: dict[str, Tensor]
         streams.nodes = (op for _, op in ops(graph) if not isinstance(op, Event))
         codegen.load(graph)(values, streams, sim.bound(graph))
         streams.nodes = iter(())
-        streams.run_on(MAIN, _left(values, graph, number, mine, sim, expected, found))
+        streams.run_on(MAIN, _left(values, graph, number, mine, sim, expected, final))
     _future(sim, case)
 
 
@@ -214,7 +214,7 @@ def _entered(values: Values, graph: fx.Graph, number: int, sim: Rank) -> Callabl
     def task() -> None:
         enter()
         for name, value in values.items():
-            if not any(value is held for held in sim.buffers.values()):
+            if not any(value is buffer for buffer in sim.buffers.values()):
                 values[name] = value * (1 + sim.rank / 4)  # ranks have other data
 
     return task
@@ -222,13 +222,13 @@ def _entered(values: Values, graph: fx.Graph, number: int, sim: Rank) -> Callabl
 
 def _left(
     values: Values, graph: fx.Graph, number: int, mine: dict[str, Tensor], sim: Rank, expected: int,
-    found: dict[str, Tensor],
+    final: dict[str, Tensor],
 ) -> Callable[[], None]:  # fmt: skip
     leave = _leave(values, graph, number, mine, sim, expected)
 
     def task() -> None:
         leave()
-        found.update({f"{sim.rank} {k}": v for k, v in mine.items()})
+        final.update({f"{sim.rank} {k}": v for k, v in mine.items()})
 
     return task
 

@@ -51,14 +51,14 @@ def shorter_ring(graph: fx.Graph, kind: str = "flat_grad") -> Iterator[Mutant]:
     """One buffer less: the last one's users take one before."""
     used = sorted({b for _, op in ops(graph) for b in buffers_of(op).values() if b.kind == kind})
     for k, gone in enumerate(used):
-        for kept in used[:k]:
+        for other in used[:k]:
 
-            def edit(g: fx.Graph, where: dict[fx.Node, fx.Node], gone: Buffer = gone, kept: Buffer = kept) -> None:
+            def edit(g: fx.Graph, where: dict[fx.Node, fx.Node], gone: Buffer = gone, other: Buffer = other) -> None:
                 for node, op in list(ops(g)):
                     if isinstance(op, BufferOp):
-                        change(node, renamed(op, gone, kept))
+                        change(node, renamed(op, gone, other))
 
-            yield f"{kept} in place of {gone}", edit
+            yield f"{other} in place of {gone}", edit
 
 
 def early_release(graph: fx.Graph) -> Iterator[Mutant]:

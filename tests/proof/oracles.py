@@ -112,12 +112,12 @@ def _both(access: Access) -> tuple[Access, ...]:
 
 def _cells(ops: Sequence[Op]) -> dict[Access, set[int]]:
     """Each extent as a set of numbers, overlapping where the sets do: the sanitizer knows no extents."""
-    found: dict[object, set[Access]] = collections.defaultdict(set)
+    accesses_of: dict[object, set[Access]] = collections.defaultdict(set)
     for op in ops:
         for access in (*op.reads, *op.writes):
-            found[access.buffer].add(access)
+            accesses_of[access.buffer].add(access)
     numbers, cells = itertools.count(1), {}
-    for _, group in sorted(found.items()):
+    for _, group in sorted(accesses_of.items()):
         cuts = sorted({a.start for a in group} | {a.stop for a in group})
         ids = {cut: next(numbers) for cut in cuts}
         for access in group:

@@ -136,8 +136,8 @@ def _insert(
     """A record or a wait, anywhere."""
     nodes = [*steps(graph), graph.output_node()]
     with graph.inserting_before(nodes[draw(st.integers(0, len(nodes) - 1))]):
-        made = draw(st.sampled_from((RecordEvent, WaitEvent)))(draw(st.sampled_from(events)))
-        put(graph, made, stream=draw(st.sampled_from(streams)))
+        op = draw(st.sampled_from((RecordEvent, WaitEvent)))(draw(st.sampled_from(events)))
+        put(graph, op, stream=draw(st.sampled_from(streams)))
 
 
 def _edit(draw: st.DrawFn, graph: fx.Graph) -> None:

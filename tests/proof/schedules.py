@@ -184,11 +184,11 @@ def schedule(shape: str, plan: Plan, producers: int = 1, *, in_place: bool = Fal
     return builder.finish(SHAPES[shape](builder))
 
 
-def part_of(plan: Plan, buckets: Sequence[int], kept: Sequence[int] = (), producers: int = 1) -> fx.Graph:
+def part_of(plan: Plan, buckets: Sequence[int], still_whole: Sequence[int] = (), producers: int = 1) -> fx.Graph:
     """One graph of several (graph breaks): some buckets whole, of others one gradient."""
     b = Builder(plan, producers, tag=f"{buckets[0]}_")
     *_, grad = mlp(b, buckets)
-    for index in kept:
+    for index in still_whole:
         (half,) = b.segment([grad], 1)
         b.part(index, 0, half)
     return b.finish([grad])
@@ -205,8 +205,8 @@ def forward(plan: Plan, layers_a_bucket: int = 1) -> fx.Graph:
     saved = []
     for index in sorted(params, reverse=True):
         for _ in range(layers_a_bucket):
-            x, kept = b.segment([x, params[index]], 2)
-            saved.append(kept)
+            x, saved_tensors = b.segment([x, params[index]], 2)
+            saved.append(saved_tensors)
     (x,) = b.segment([x, params[max(params)]], 1)
     b.graph.output((x, *saved, params[0]))  # a parameter that the backward needs as well
     return placed(plan, cut_forward.run(b.graph, plan))
@@ -257,8 +257,8 @@ def offloaded() -> Iterator[Case]:
             num_buckets, stage=stage, ring=ring, overlap=overlap, world_size=world_size, offload=mode, dtype=dtype
         )
         inside, outside = (schedule("mlp", p, producers) for p in (plan.microbatch(), plan))
-        shown = f"{'' if overlap else ' no overlap'}{' bf16' if dtype == torch.bfloat16 else ''}"
-        name = f"offload {mode} b{num_buckets} r{ring} p{producers} s{stage} w{world_size}{shown}"
+        label = f"{'' if overlap else ' no overlap'}{' bf16' if dtype == torch.bfloat16 else ''}"
+        name = f"offload {mode} b{num_buckets} r{ring} p{producers} s{stage} w{world_size}{label}"
         gathers = (gathers_of(plan),) if plan.placement.shards_weights else ()
         step, copies = step_of(plan), step_of(plan, with_update=False)
         yield Case(name, plan, (inside, outside, step, *gathers, outside, copies, *gathers))

@@ -105,11 +105,11 @@ class Simulation:
         out = self.part(buffer, bucket)
         self.aside[bucket] = out.clone()
         self.opened[buffer] = self.keep * out
-        kept = self.opened[buffer].clone()
+        before = self.opened[buffer].clone()
         if spans is not None:  # the other slots are wgrad_into's to fill
             out.fill_(NAN)
         for start, stop in spans if spans is not None else ((0, len(out)),):
-            out[start:stop] = kept[start:stop]
+            out[start:stop] = before[start:stop]
         self._put(out, bucket, slots, grads, spans)
 
     def wgrad_into(
@@ -248,11 +248,11 @@ class Bound:
         taken = list(args)
         args.clear()
         self._sim.num_done += 1
-        made = [m.clone() if any(m is a for a in taken) else m for m in body(*taken)]
+        outputs = [m.clone() if any(m is a for a in taken) else m for m in body(*taken)]
         for k in body.meta["donated"]:  # Inductor may have written its results there
             if taken[k].is_floating_point():
                 taken[k].fill_(NAN)
-        return made
+        return outputs
 
 
 def _flat(grad: Tensor, numel: int) -> Tensor:
@@ -282,7 +282,7 @@ def run(
             if isinstance(op, Segment):
                 num_results[op.key] = 1 + max(map(item_of, results(node)), default=-1)
     sim = kind(case.plan, streams, num_results)
-    found: dict[str, Tensor] = {}
+    final: dict[str, Tensor] = {}
     expected = 0
     if contract:
         _past(sim, case)
@@ -295,15 +295,15 @@ def run(
             streams.run_on(MAIN, _read(sim, weights))
         streams.run_on(MAIN, _enter(values, graph, number, sim))
         codegen.load(graph)(values, streams, sim.bound(graph))
-        streams.run_on(MAIN, _leave(values, graph, number, found, sim, expected))
+        streams.run_on(MAIN, _leave(values, graph, number, final, sim, expected))
     if contract:
         _future(sim, case)
     streams.synchronize()
-    found.update({k: v for k, v in sim.buffers.items() if is_lasting(k)})
-    found.update({f"published {k}": v for k, v in enumerate(sim.published)})
-    found.update({f"kept {k}": v for k, v in sim.kept.items()})
-    found.update({f"touched {k}": torch.tensor(v) for k, v in sim.touched.items()})
-    return found
+    final.update({k: v for k, v in sim.buffers.items() if is_lasting(k)})
+    final.update({f"published {k}": v for k, v in enumerate(sim.published)})
+    final.update({f"kept {k}": v for k, v in sim.kept.items()})
+    final.update({f"touched {k}": torch.tensor(v) for k, v in sim.touched.items()})
+    return final
 
 
 def _read(sim: Simulation, weights: Sequence[Buffer]) -> Callable[[], None]:
@@ -314,8 +314,8 @@ def _past(sim: Simulation, case: Case) -> None:
     """The entry contract. The caller has used every buffer that the plan owns, on the main stream; earlier schedules
     have used those that have a carried event, one after the other in an order that nobody knows: so each on a stream of
     its own here, which only the carrier itself comes after."""
-    found = {a.buffer for g in case.graphs for n in steps(g) for group in accesses(n) for a in group}
-    buffers = sorted(b for b in found if isinstance(b, Buffer))
+    accessed = {a.buffer for g in case.graphs for n in steps(g) for group in accesses(n) for a in group}
+    buffers = sorted(b for b in accessed if isinstance(b, Buffer))
     for buffer in (b for b in buffers if b.on_host):
         sim.streams.run_on(MAIN, _scale(sim.buffer(str(buffer)), 0.5 if is_lasting(str(buffer)) else NAN))
     # the thread that issues is the processor: it has done what it did with host memory. It does not come after what
@@ -359,8 +359,8 @@ def _enter(values: Values, graph: fx.Graph, number: int, sim: Simulation) -> Cal
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
 
     def task() -> None:
-        given = copy.deepcopy([n.meta.get("given") for n in placeholders])  # in one: what shares storage still does
-        for k, (node, value) in enumerate(zip(placeholders, given, strict=True)):
+        inputs = copy.deepcopy([n.meta.get("given") for n in placeholders])  # in one: what shares storage still does
+        for k, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
             if "kept" in node.meta:  # a flush takes what was deposited
                 value = sim.kept.get(node.meta["kept"], value)
             elif "buffer" in node.meta:  # a parameter
@@ -373,24 +373,24 @@ def _enter(values: Values, graph: fx.Graph, number: int, sim: Simulation) -> Cal
 
 
 def _leave(
-    values: Values, graph: fx.Graph, number: int, found: dict[str, Tensor], sim: Simulation, expected: int
+    values: Values, graph: fx.Graph, number: int, final: dict[str, Tensor], sim: Simulation, expected: int
 ) -> Callable[[], None]:
     returned = graph.output_node().all_input_nodes
 
     def task() -> None:
         for node in returned:
             value = torch.as_tensor(values.pop(node.name))
-            found[f"schedule {number} {node.name}"] = value.clone()  # the caller's, to free as well
+            final[f"schedule {number} {node.name}"] = value.clone()  # the caller's, to free as well
         late = torch.tensor(NAN if sim.num_done < expected else 0.0)
-        found[f"schedule {number} joined"] = late
+        final[f"schedule {number} joined"] = late
 
     return task
 
 
 def plan_of(graph: fx.Graph) -> Plan:
     """The plan that a schedule was made for: that of a microbatch, in some."""
-    found: Plan = graph.output_node().meta["plan"]
-    return found
+    plan: Plan = graph.output_node().meta["plan"]
+    return plan
 
 
 def replaced(case: Case, graph: fx.Graph, by: fx.Graph) -> Case:
@@ -401,10 +401,10 @@ def is_wrong(case: Case, reference: dict[str, Tensor], orders: Iterable[Chooser]
     """Whether some order gives another result, NaN, or no result at all."""
     for choose in orders:
         try:
-            found = run(case, choose)
+            result = run(case, choose)
         except (RuntimeError, AssertionError, ValueError, IndexError, KeyError, TypeError):
             return True
-        if not same(reference, found):
+        if not same(reference, result):
             return True
     return False
 

@@ -55,8 +55,8 @@ def cases(world_size: int) -> Iterator[Case]:
 
 
 def orders(case: Case, world_size: int, num_seeds: int) -> list[adversary.Chooser]:
-    found = adversary.worst(many_ranks.all_lanes(case, world_size))
-    return [*found, *(adversary.seeded(seed) for seed in range(num_seeds))]
+    result = adversary.worst(many_ranks.all_lanes(case, world_size))
+    return [*result, *(adversary.seeded(seed) for seed in range(num_seeds))]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -120,15 +120,15 @@ def test_verify_and_every_order_agree(world_size: int, capsys: pytest.CaptureFix
                 if not FULL and (k + number) % (7 if world_size == 2 else 11):
                     continue
                 broken = replaced(twice, graph, mutant)
-                found = bool(examine(mutant, plan_of(graph)))
+                is_rejected = bool(examine(mutant, plan_of(graph)))
                 runs = (many_ranks.outcome(broken, choose, world_size) for choose in chosen)
-                shown = any(result is None or not same(reference, result) for result in runs)
+                is_wrong = any(result is None or not same(reference, result) for result in runs)
                 total[kind] += 1
-                rejected[kind] += found
-                wrong[kind] += shown
-                assert found or not shown, f"{case.name}: {name} {kind} is accepted, and wrong in some order"
-                assert shown or not found, f"{case.name}: {name} {kind} is rejected, and right in every order"
-                assert found or kind == "moved", f"{case.name}: {name} {kind} is accepted"
+                rejected[kind] += is_rejected
+                wrong[kind] += is_wrong
+                assert is_rejected or not is_wrong, f"{case.name}: {name} {kind} is accepted, and wrong in some order"
+                assert is_wrong or not is_rejected, f"{case.name}: {name} {kind} is rejected, and right in every order"
+                assert is_rejected or kind == "moved", f"{case.name}: {name} {kind} is accepted"
     with capsys.disabled():
         shown_of = ", ".join(f"{kind} {rejected[kind]} and {wrong[kind]} of {total[kind]}" for kind in total)
         print(f"\n{world_size} ranks, signals, rejected by verify and wrong under some order: {shown_of}")
@@ -141,8 +141,8 @@ def test_what_is_wrong_is_named() -> None:
 
     def without(kind: type[Signal]) -> str:
         node = next(n for n in steps(graph) if type(op_of(n)) is kind)
-        found = examine(mutants.edited(graph, lambda g, where: g.erase_node(where[node])), plan)
-        return "\n".join((*found.races, *found.faults))
+        faults = examine(mutants.edited(graph, lambda g, where: g.erase_node(where[node])), plan)
+        return "\n".join((*faults.races, *faults.faults))
 
     assert "flat_grad[0] is signalled 0 times and waited for 1 times: await_full" in without(SignalFull)
     assert "flat_grad[0] is signalled 1 times and waited for 0 times: signal_free" in without(AwaitFree)

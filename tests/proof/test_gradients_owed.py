@@ -56,11 +56,11 @@ def by_hand() -> list[Case]:
 @pytest.mark.parametrize("name", list(compiled.MODELS))
 def test_models_give_what_their_names_say(name: str) -> None:
     """What the other tests rely on is there: else they would show less than they say."""
-    found = compiled.capture(name)
-    assert found.num_owed + len(found.hooks) >= len(found.expected) > 0, "each gradient is owed, or came by a hook"
-    assert len(found.graphs) > 1 or name not in ("graph break", "eager part")
-    assert bool(found.hooks) == (name == "eager part")
-    nodes = [n for graph, _ in found.graphs for n in graph.nodes]
+    captured = compiled.capture(name)
+    assert captured.num_owed + len(captured.hooks) >= len(captured.expected) > 0, "each is owed, or came by a hook"
+    assert len(captured.graphs) > 1 or name not in ("graph break", "eager part")
+    assert bool(captured.hooks) == (name == "eager part")
+    nodes = [n for graph, _ in captured.graphs for n in graph.nodes]
     if name == "dynamic":
         assert any(isinstance(n.meta.get("val"), torch.SymInt) for n in nodes if n.op == "placeholder")
     if name == "donated":
@@ -68,7 +68,7 @@ def test_models_give_what_their_names_say(name: str) -> None:
     if name == "collective":
         assert any("_c10d_functional" in str(n.target) for n in nodes)
     if name == "views":
-        outputs = [n for graph, _ in found.graphs for n in graph.output_node().all_input_nodes]
+        outputs = [n for graph, _ in captured.graphs for n in graph.output_node().all_input_nodes]
         storages = [n.meta.get("storage") for n in outputs]
         assert len(set(storages)) < len(storages), "two outputs share their storage"
 
@@ -78,10 +78,10 @@ def test_schedules_of_models_leave_autograd_s_gradients() -> None:
     for case in of_models():
         name = next(n for n in sorted(compiled.MODELS, key=len, reverse=True) if case.name.startswith(n))
         expected = compiled.capture(name).expected
-        found = simulation.run(case, adversary.in_order, contract=False, kind=Plain)
+        result = simulation.run(case, adversary.in_order, contract=False, kind=Plain)
         for bucket in case.plan.buckets:
             buffer = "acc" if case.plan.offload is None else "host"
-            flat = found[f"{buffer}[{bucket.index}]"].clone()
+            flat = result[f"{buffer}[{bucket.index}]"].clone()
             for slot in bucket.slots:
                 wanted = expected[slot.name].double().reshape(-1)
                 assert torch.allclose(flat[slot.offset : slot.stop], wanted, rtol=1e-4, atol=1e-6), (case.name, slot)
@@ -106,10 +106,10 @@ def test_no_schedule_of_a_model_can_lose_a_wait(capsys: pytest.CaptureFixture[st
     for case in of_models():
         for graph in case.graphs:
             for _, name, mutant in mutants.of(graph, 1 if FULL else 7):
-                found = examine(mutant, plan_of(graph))
+                faults = examine(mutant, plan_of(graph))
                 total += 1
-                rejected += bool(found.races or found.faults)
-                assert found.races or found.faults, f"{case.name}: {name} is accepted"
+                rejected += bool(faults.races or faults.faults)
+                assert faults.races or faults.faults, f"{case.name}: {name} is accepted"
     with capsys.disabled():
         print(f"\nof models, broken orders rejected by verify: {rejected}/{total}")
     assert total > 50

@@ -47,10 +47,10 @@ def test_verify_rejects_every_mutant(capsys: pytest.CaptureFixture[str]) -> None
     for case in ALL:
         for graph in dict.fromkeys(case.graphs):
             for kind, name, mutant in mutants.of(graph, sample(case, 3, 3, 25)):
-                found = examine(mutant, plan_of(graph))
+                faults = examine(mutant, plan_of(graph))
                 total[kind] += 1
-                rejected[kind] += bool(found.races or found.faults)
-                assert found.races or found.faults, f"{case.name}: {name} is accepted"
+                rejected[kind] += bool(faults.races or faults.faults)
+                assert faults.races or faults.faults, f"{case.name}: {name} is accepted"
     with capsys.disabled():
         print("\nrejected by verify:", ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in total))
     assert rejected == total and set(total) == set(mutants.KINDS) and sum(total.values()) > (1500 if FULL else 500)
@@ -83,5 +83,5 @@ def test_a_wait_too_many_is_rejected() -> None:
     plan = make(4, ring=2)
     graph = schedule("mlp", plan, producers=3)
     for _, name, doubled in mutants.wait_twice(graph):
-        found = examine(doubled, plan)
-        assert found.redundant and not found.races, name
+        faults = examine(doubled, plan)
+        assert faults.redundant and not faults.races, name

@@ -89,8 +89,8 @@ def test_verify_rejects_every_mutant_and_an_order_shows_it(capsys: pytest.Captur
                     continue  # one stream reduces one bucket after the other: one buffer would do
                 if number % SAMPLE:
                     continue
-                found = examine(mutant, plan_of(graph))
-                if not (found.races or found.faults):  # the end of main comes after that use: a record nobody needs
+                faults = examine(mutant, plan_of(graph))
+                if not (faults.races or faults.faults):  # the end of main comes after that use: a record nobody needs
                     assert kind == "record before producer", f"{case.name}: {name} is accepted"
                     assert not sanitizer_finds_a_race(mutant, plan_of(graph)), f"{case.name}: {name} is accepted"
                     assert not is_wrong(replaced(around, graph, mutant), reference, orders(case)), name
@@ -105,8 +105,8 @@ def test_verify_rejects_every_mutant_and_an_order_shows_it(capsys: pytest.Captur
                     else:
                         missed.append(f"{case.name}: {name}")
     with capsys.disabled():
-        shown = ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in total)
-        print(f"\noffload, rejected by verify: {shown}; wrong under some order: {caught}/{run}", *missed, sep="\n  ")
+        text = ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in total)
+        print(f"\noffload, rejected by verify: {text}; wrong under some order: {caught}/{run}", *missed, sep="\n  ")
     assert spare <= sum(total.values()) // 20
     assert rejected == total and sum(total.values()) > (500 if FULL else 40)
     assert run > (80 if FULL else 10) and caught == run
@@ -123,8 +123,8 @@ def shorter_staging(graph: fx.Graph) -> Iterator[tuple[str, str, fx.Graph]]:
 def test_a_wait_too_many_is_rejected(case: Case) -> None:
     for graph in dict.fromkeys(case.graphs):
         for _, name, doubled in list(mutants.wait_twice(graph))[:: 1 if FULL else 4]:
-            found = examine(doubled, plan_of(graph))
-            assert found.redundant and not found.races, name
+            faults = examine(doubled, plan_of(graph))
+            assert faults.redundant and not faults.races, name
 
 
 def edited(graph: fx.Graph, kind: type[Op], how: str, plan: object) -> list[str]:
@@ -206,8 +206,8 @@ def test_stage_3_an_update_reaches_its_shard_once(case: Case) -> None:
         reference = simulation.run(around, adversary.in_order)
         for number, (name, mutant) in enumerate(mutants_of_shards(graph)):
             num += 1
-            found = examine(mutant, plan_of(graph))
-            assert found.races or found.faults, f"{case.name}: {name} is accepted"
+            faults = examine(mutant, plan_of(graph))
+            assert faults.races or faults.faults, f"{case.name}: {name} is accepted"
             # a copy done twice gives the same, and what publish does knows no bucket
             is_seen = has_update and "double" not in name and not name.startswith("publish")
             if is_seen and number % (4 if FULL else 24) == 0:

@@ -27,29 +27,29 @@ relaxed = settings(
 
 @relaxed
 @given(st.one_of(schedules(), offloaded_schedules()))
-def test_verify_agrees_with_all_orders_tried(made: tuple[fx.Graph, Plan]) -> None:
+def test_verify_agrees_with_all_orders_tried(schedule: tuple[fx.Graph, Plan]) -> None:
     """A race where and only where some legal order has one, and a wait is redundant where and only where no order
     has one without it."""
-    graph, plan = made
-    found = examine(graph, plan)
-    unknown = any("no node before records" in fault for fault in found.faults)
-    assert bool(found.races) == Enumeration(graph, plan).finds_a_race(), f"{found}\n{text(graph)}"
-    assert bool(found.races) == sanitizer_finds_a_race(graph, plan), f"{found}\n{text(graph)}"
-    if found.races or unknown:
+    graph, plan = schedule
+    faults = examine(graph, plan)
+    unknown = any("no node before records" in fault for fault in faults.faults)
+    assert bool(faults.races) == Enumeration(graph, plan).finds_a_race(), f"{faults}\n{text(graph)}"
+    assert bool(faults.races) == sanitizer_finds_a_race(graph, plan), f"{faults}\n{text(graph)}"
+    if faults.races or unknown:
         return
     redundant = 0
     for node in [n for n in steps(graph) if isinstance(op_of(n), WaitEvent)]:
         new, where = copy_graph(graph)
         new.erase_node(where[node])
         redundant += not Enumeration(new, plan).finds_a_race()
-    assert redundant == len(found.redundant), f"{found.redundant}\n{text(graph)}"
+    assert redundant == len(faults.redundant), f"{faults.redundant}\n{text(graph)}"
 
 
 @relaxed
 @given(st.one_of(schedules(), offloaded_schedules()))
-def test_inserted_events_are_needed_and_enough(made: tuple[fx.Graph, Plan]) -> None:
+def test_inserted_events_are_needed_and_enough(schedule: tuple[fx.Graph, Plan]) -> None:
     """Whatever the streams and the operations are."""
-    graph, plan = made
+    graph, plan = schedule
     bare, where = copy_graph(graph)
     for node in list(steps(graph)):
         if isinstance(op_of(node), Sync):
@@ -59,8 +59,8 @@ def test_inserted_events_are_needed_and_enough(made: tuple[fx.Graph, Plan]) -> N
     except insert_events.PassError:
         assert examine(bare, plan).races, "refused, though nothing is in flight"
         return
-    found = examine(placed, plan)
-    assert not found.races and not found.redundant, f"{found}\n{text(placed)}"
+    faults = examine(placed, plan)
+    assert not faults.races and not faults.redundant, f"{faults}\n{text(placed)}"
     assert not Enumeration(placed, plan).finds_a_race()
 
 

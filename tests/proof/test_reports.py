@@ -38,8 +38,8 @@ def test_ds8364_a_wait_that_nothing_needs() -> None:
     plan = make(2, ring=2)
     graph = schedule("mlp", plan)
     stalled = reverse_wait(graph)
-    found = examine(stalled, plan)
-    assert not found.races and found.redundant
+    faults = examine(stalled, plan)
+    assert not faults.races and faults.redundant
     with pytest.raises(RaceError, match=r"redundant wait: compute waits for stall"):
         verify(stalled, plan)
     reference = simulation.run(Case("zc", plan, (graph,)), adversary.in_order)
@@ -69,13 +69,13 @@ def test_near_linear() -> None:
     def seconds(num_buckets: int) -> tuple[float, int]:
         plan = make(num_buckets, ring=4)
         graph = schedule("encdec", plan, producers=7)
-        found = []
+        times = []
         for _ in range(3):
             start = time.process_time()  # the processor's time: other work on the machine must not decide
             verdict = verify(graph, plan)
-            found.append(time.process_time() - start)
+            times.append(time.process_time() - start)
         assert verdict.streams == 8
-        return min(found), verdict.nodes
+        return min(times), verdict.nodes
 
     small, num_small = seconds(180)
     large, num_large = seconds(375)

@@ -94,8 +94,8 @@ def test_verify_and_the_machines_agree_on_every_mutant(capsys: pytest.CaptureFix
         rejected[kind] += is_rejected
         assert is_rejected or fault is None, f"{kind}: {name}: accepted, and {fault}"
     with capsys.disabled():
-        shown = ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in sorted(total))
-        print(f"\npasses of stage 3, rejected and wrong: {sum(rejected.values())} of {sum(total.values())}: {shown}")
+        text = ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in sorted(total))
+        print(f"\npasses of stage 3, rejected and wrong: {sum(rejected.values())} of {sum(total.values())}: {text}")
     assert len(+rejected) >= (35 if FULL else 25) and sum(rejected.values()) > (4000 if FULL else 200)
 
 
@@ -112,6 +112,6 @@ def test_rejected_passes_read_wrong_values(capsys: pytest.CaptureFixture[str]) -
             total[kind] += 1
             wrong[kind] += weights_machine.fault_of(mutant, setting, ledger=False, every_cut=True) is not None
     with capsys.disabled():
-        shown = ", ".join(f"{kind} {wrong[kind]}/{total[kind]}" for kind in sorted(total))
-        print(f"\npasses of stage 3 that are rejected, and a use reads something else: {shown}")
+        text = ", ".join(f"{kind} {wrong[kind]}/{total[kind]}" for kind in sorted(total))
+        print(f"\npasses of stage 3 that are rejected, and a use reads something else: {text}")
     assert sum(wrong.values()) >= 0.9 * sum(total.values()) and len(total) > 10

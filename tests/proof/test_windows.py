@@ -38,12 +38,12 @@ def case(seed: int) -> tuple[fx.Graph, Plan, Views]:
     def segment(inputs: list[fx.Node], view_of: int | None) -> list[fx.Node]:
         key = f"segment_{len(views)}_{rng.randrange(1000)}"
         call = put(graph, Segment(key, tuple(inputs)), name=key, stream="compute")
-        made = [graph.call_function(operator.getitem, (call, k)) for k in range(1 + (view_of is not None))]
-        made[0].meta["storage"] = 100 + len(list(graph.nodes))
+        outputs = [graph.call_function(operator.getitem, (call, k)) for k in range(1 + (view_of is not None))]
+        outputs[0].meta["storage"] = 100 + len(list(graph.nodes))
         if view_of is not None:
-            made[1].meta["storage"] = inputs[view_of].meta["storage"]
+            outputs[1].meta["storage"] = inputs[view_of].meta["storage"]
             views[key] = view_of
-        return made
+        return outputs
 
     for _ in range(rng.randint(1, 4)):
         places = tuple(rng.sample(sorted(params), rng.randint(1, 2)))
@@ -134,10 +134,10 @@ def nothing() -> Tensor:
 def is_wrong(graph: fx.Graph, views: Views) -> bool:
     for others_first in (True, False):
         try:
-            found = run(graph, views, others_first=others_first)
+            values = run(graph, views, others_first=others_first)
         except Wrong:
             return True
-        if any(math.isnan(value) for value in found):
+        if any(math.isnan(value) for value in values):
             return True
     return False
 
@@ -155,8 +155,8 @@ def test_verify_and_a_run_agree_on_every_mutant(capsys: pytest.CaptureFixture[st
             rejected[kind] += bool(findings)
             assert bool(findings) == is_wrong(mutant, views), f"{seed} {kind}: {name}: {findings}"
     with capsys.disabled():
-        shown = ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in sorted(total))
-        print(f"\nwindows, rejected and wrong: {sum(rejected.values())} of {sum(total.values())}: {shown}")
+        text = ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in sorted(total))
+        print(f"\nwindows, rejected and wrong: {sum(rejected.values())} of {sum(total.values())}: {text}")
     assert len(+rejected) >= 12
 
 
