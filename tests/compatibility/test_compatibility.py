@@ -15,6 +15,7 @@ import torch
 from generate import DOCUMENT, documented_rows
 from harness import run_ranks
 from models import mlp
+from repeats import REPEATS
 from rows import ROWS, Row, adamw
 from run_rows import ALL_CELLS, Cell, Outcome, run_cells
 from tiers import FULL
@@ -31,32 +32,6 @@ INDUCTOR = (
     "a hook on a parameter sees its gradient",
     "convolutions and max pooling: an evaluation between, a smaller last batch",  # strides are Inductor's to choose
 )
-
-
-# Rows that only the full tier runs, since others show the same of zc: schedulers write a group's options and nothing
-# else; torch's elementwise optimizers differ in their state alone; a gradient may be cleared in five ways, and each
-# way, like each loop around it, stays in some row.
-REPEATS = frozenset(
-    [f"scheduler {name}" for name in (
-        "StepLR", "MultiStepLR", "MultiplicativeLR", "ConstantLR with LinearLR (ChainedScheduler)", "ExponentialLR",
-        "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "LinearLR then PolynomialLR (SequentialLR)",
-    )]
-    + [f"optimizer {name}" for name in ("SGD", "Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta")]
-    + [f"{loop} {way}" for loop, ways in {
-        "a backward raises half-way and is caught, then": (
-            "param.grad = None", "the zero_grad of the optimizer's class"),
-        "the second backward raises and is caught, then": (
-            "model.zero_grad()", "optimizer.zero_grad()", ".grad = None of what the optimizer holds"),
-        "gradients cleared by": (
-            "model.zero_grad()", "optimizer.zero_grad()", ".grad = None of what the optimizer holds"),
-        "a skipped step, by": ("model.zero_grad()", "param.grad = None", "the zero_grad of the optimizer's class"),
-    }.items() for way in ways]
-    + [f"{count} on one rank alone, {ways}(set_to_none=False)" for count, ways in (
-        ("1 backward(s)", "after the zero_grad of the optimizer's class"),
-        ("2 backward(s)", "declared with no_sync, after model.zero_grad"),
-        ("1 backward(s)", "after optimizer.zero_grad"),
-    )]
-)  # fmt: skip
 
 
 def sample() -> list[Cell]:
@@ -76,13 +51,13 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Outcomes of the cells that were selected, run in jobs of PER_JOB when the first of them is asked for."""
     items = [item for item in request.session.items if getattr(item, "originalname", "") == "test_cell"]
     selected = [item.callspec.params["cell"] for item in items]  # type: ignore[attr-defined]
-    found: dict[Cell, Outcome] = {}
+    by_cell: dict[Cell, Outcome] = {}
 
     def outcome(cell: Cell) -> Outcome:
-        if cell not in found:
+        if cell not in by_cell:
             start = selected.index(cell) // PER_JOB * PER_JOB
-            found.update(run_cells(selected[start : start + PER_JOB]))
-        return found[cell]
+            by_cell.update(run_cells(selected[start : start + PER_JOB]))
+        return by_cell[cell]
 
     return outcome  # type: ignore[return-value]
 
@@ -135,8 +110,8 @@ def test_what_is_asked_of_one_gradient_looks_at_no_other(
         model = mlp(depth=depth)
         zc.compile(model, adamw(model.parameters()), backend="eager")
         model(torch.ones(2, 16)).sum().backward()
-        found = []
-        monkeypatch.setattr(param_grads, "check", lambda params, *_: found.append(len(params)))
+        num_params = []
+        monkeypatch.setattr(param_grads, "check", lambda params, *_: num_params.append(len(params)))
         if read == "norms and clipping":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         else:
@@ -144,7 +119,7 @@ def test_what_is_asked_of_one_gradient_looks_at_no_other(
                 assert param.grad is not None
                 param.grad.zero_()
         monkeypatch.undo()
-        return len(found)
+        return len(num_params)
 
     assert looks(depth=1) == looks(depth=12) == num_looks
 

@@ -30,7 +30,7 @@ def combinations() -> list[tuple[int, str, int, str]]:
     if FULL:
         return chosen
     four = [(4, "eager", 1, "declared"), (4, "aot_eager", 2, "declared")]
-    two = [(2, "eager", 2, "undeclared"), (2, "aot_eager", 1, "undeclared"), (2, "inductor", 1, "one")]
+    two = [(2, "eager", 2, "undeclared"), (2, "aot_eager", 1, "undeclared")]
     return [*SMOKE, *four, *two]
 
 

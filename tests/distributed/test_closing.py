@@ -24,7 +24,7 @@ from models import mean_square, mlp, vectors
 from tiers import FULL, full_only
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from training_runs import adamw
+from training_runs import adamw, environment
 
 import zc
 
@@ -144,7 +144,8 @@ def test_a_closed_model_is_a_plain_module(backend: str, options: dict[str, Any])
 def _after_a_failure(rank: int, world_size: int) -> str:
     """Job: rank 1 has left the loop; what rank 0 is told. Its close returns."""
     before = threads_of_zc()
-    model, optimizer = trained(rank)
+    with environment(ZC_RANK_TIMEOUT="2"):
+        model, optimizer = trained(rank)
     mean_square(model, vectors()(rank, 1, 0)).backward()
     text = ""
     if rank == 0:
@@ -158,16 +159,9 @@ def _after_a_failure(rank: int, world_size: int) -> str:
     return text
 
 
-def test_close_does_not_wait_for_ranks_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_ranks_that_are_lost() -> None:
     """Groups on which a collective never ends stay: gloo's destructor would wait for it."""
-    from harness import shutdown
-
-    monkeypatch.setenv("ZC_RANK_TIMEOUT", "2")
-    shutdown()  # the ranks read it when they start
-    try:
-        assert "RankMismatchError" in run_ranks(_after_a_failure, 2, timeout=60.0)[0]
-    finally:
-        shutdown()
+    assert "RankMismatchError" in run_ranks(_after_a_failure, 2, timeout=60.0)[0]
 
 
 def _in_a_backward(rank: int, world_size: int, mesh: tuple[int, int] | None) -> None:

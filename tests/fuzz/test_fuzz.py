@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import fuzz_draw
 import fuzz_optimizers
@@ -13,7 +15,7 @@ import fuzz_options
 import fuzz_script
 import fuzz_shrink
 import pytest
-from fuzz_judge import Outcome, judge
+from fuzz_judge import Outcome, Verdict, judge
 from fuzz_oracle import Wanted
 from fuzz_program import Op, Program, check_all, is_legal
 from fuzz_ranks import verdicts
@@ -63,18 +65,18 @@ def test_the_reference_gives_what_ddp_gives() -> None:
 def test_a_fixed_sample_of_programs_is_right() -> None:
     without = frozenset((*fuzz_draw.OPEN, "inductor"))
     programs = [fuzz_draw.draw(seed, without) for seed in range(40 if FULL else 14)]  # the last but one has 3 ranks
-    found = dict(verdicts(programs))
-    assert len(found) == len(programs)
-    for k, verdict in found.items():
+    by_number = dict(verdicts(programs))
+    assert len(by_number) == len(programs)
+    for k, verdict in by_number.items():
         assert verdict.is_fine, (programs[k].seed, verdict.text, fuzz_script.body(programs[k]))
-    assert sum(verdict.kind == "right" for verdict in found.values()) > len(programs) * 3 // 4  # refusals prove little
+    assert sum(v.kind == "right" for v in by_number.values()) > len(programs) * 3 // 4  # refusals say little
 
 
 @pytest.mark.parametrize(
     ("fault", "kinds", "option"),
     [("loses_microbatches", {"forward", "backward", "micro"}, "quiet"), ("clips_too_little", {"clip"}, "how")],
 )
-def test_a_planted_fault_is_found_and_made_small(fault: str, kinds: set[str], option: str) -> None:
+def test_a_planted_fault_is_found(fault: str, kinds: set[str], option: str) -> None:
     # where ranks differ, the fault is most often a wait until patience ends: slow, and no wrong number
     without = frozenset(
         (*fuzz_draw.OPEN, "differ", "aot_eager", "inductor", "offload", "overlap_gather", *fuzz_options.GROUPS)
@@ -85,14 +87,34 @@ def test_a_planted_fault_is_found_and_made_small(fault: str, kinds: set[str], op
     assert wrong, "no program shows the fault"
     program, verdict = min(wrong, key=lambda pair: len(pair[0].ops))
     assert verdict.kind == "wrong", verdict
-    if not FULL and fault == "clips_too_little":  # to make it small is the same work as with the other fault
-        assert any(op.kind in kinds and op.args.get(option) for op in program.ops), fuzz_script.body(program)
-        return
-    small, shown = fuzz_shrink.shrink(program, verdict, prepare=prepare)
-    assert shown.kind == "wrong"
-    assert len(small.ops) <= 5, fuzz_script.body(small)
-    assert any(op.kind in kinds and op.args.get(option) for op in small.ops), fuzz_script.body(small)
-    assert next(iter(verdicts([small])))[1].kind == "right", "without the fault it must be right"
+    if FULL:
+        program, verdict = fuzz_shrink.shrink(program, verdict, prepare=prepare)
+        assert verdict.kind == "wrong"
+        assert len(program.ops) <= 5, fuzz_script.body(program)
+        assert next(iter(verdicts([program])))[1].kind == "right", "without the fault it must be right"
+    assert any(op.kind in kinds and op.args.get(option) for op in program.ops), fuzz_script.body(program)
+
+
+def is_at_fault(program: Program) -> bool:
+    return any(op.kind == "clip" for part in program.parts for op in part.ops)
+
+
+def test_a_failing_program_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule judges the candidates in place of ranks: a program with an operation that clips is wrong."""
+
+    def judged(candidates: Sequence[Program], **_: Any) -> Iterator[tuple[int, Verdict]]:
+        for k, candidate in enumerate(candidates):
+            assert is_legal(candidate)
+            yield k, Verdict("wrong" if is_at_fault(candidate) else "right", "")
+
+    monkeypatch.setattr(fuzz_shrink, "verdicts", judged)
+    programs = [program for program in map(fuzz_draw.draw, range(60)) if is_at_fault(program)]
+    assert len(programs) >= 5
+    for program in programs:
+        small, verdict = fuzz_shrink.shrink(program, Verdict("wrong", ""))
+        assert verdict.kind == "wrong" and is_at_fault(small)
+        assert len(small.parts) == 1 and len(small.launches) == 1 and len(small.ops) <= 3, fuzz_script.body(small)
+        assert small.world_size == 2 and small.backend == "eager" and small.model["dim"] == 2, small
 
 
 REFUSED = {"group_state", "group_state_by_shape"}
@@ -136,7 +158,7 @@ def test_illegal_programs_are_told_apart() -> None:
     program = fuzz_draw.draw(0)
     forward = next(op for op in program.ops if op.kind == "forward")
     backward = Op("backward", {"of": [0], "quiet": False, "retain": False})
-    made = json.loads(program.to_json())
+    fields = json.loads(program.to_json())
     for ops, legal in [
         ([forward, backward], True),
         ([forward, backward, backward], False),
@@ -146,4 +168,4 @@ def test_illegal_programs_are_told_apart() -> None:
         ([Op("load", {})], False),
         ([Op("restore", {})], False),
     ]:
-        assert is_legal(Program.from_json(json.dumps({**made, "ops": ops}))) == legal, ops
+        assert is_legal(Program.from_json(json.dumps({**fields, "ops": ops}))) == legal, ops
