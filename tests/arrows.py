@@ -29,28 +29,28 @@ ARROWS = {
 
 def modules(root: Path) -> dict[str, ast.Module]:
     """Every module by name. Links are left out: passes and kernels are read where they lie."""
-    found = {}
+    by_name = {}
     for top, name in (("zc", "zc"), ("passes", "zc.passes"), ("kernels", "zc.kernels")):
         for path in sorted((root / top).rglob("*.py")):
             parts = path.relative_to(root / top).with_suffix("").parts
             if not (root / top / parts[0]).is_symlink():
-                found[".".join((name, *(p for p in parts if p != "__init__")))] = ast.parse(path.read_text())
-    return found
+                by_name[".".join((name, *(p for p in parts if p != "__init__")))] = ast.parse(path.read_text())
+    return by_name
 
 
 def imports(tree: ast.AST, how: str = "load") -> list[tuple[str, int, str]]:
     """(what, line, how): by loading the module, by a call (in a function), or for type checkers alone."""
-    found = []
+    result = []
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.expr):
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
             prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            found += [(prefix + alias.name, node.lineno, how) for alias in node.names]
+            result += [(prefix + alias.name, node.lineno, how) for alias in node.names]
         typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         call = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and how == "load"
-        found += imports(node, "type" if typing else "call" if call else how)
-    return found
+        result += imports(node, "type" if typing else "call" if call else how)
+    return result
 
 
 def private_names(trees: dict[str, ast.Module]) -> list[str]:
@@ -121,6 +121,6 @@ def check(trees: dict[str, ast.Module]) -> list[str]:
 
 
 if __name__ == "__main__":
-    found = check(modules(Path(__file__).resolve().parents[1]))
-    print(*found, sep="\n")
-    sys.exit(bool(found))
+    errors = check(modules(Path(__file__).resolve().parents[1]))
+    print(*errors, sep="\n")
+    sys.exit(bool(errors))

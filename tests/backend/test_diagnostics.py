@@ -55,9 +55,9 @@ def trained(backend: str, *steps: tuple[bool, ...]) -> tuple[nn.Module, list[str
 
 
 def line(section: str, start: str) -> str:
-    found = [row for row in section.splitlines() if row.startswith(start)]
-    assert len(found) == 1, section
-    return found[0]
+    rows = [row for row in section.splitlines() if row.startswith(start)]
+    assert len(rows) == 1, section
+    return rows[0]
 
 
 def test_which_bucket_was_filled_by_what_and_how_often() -> None:
@@ -185,7 +185,7 @@ def test_page_faults_of_the_last_step_are_counted_and_many_come_with_advice(monk
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zc.compile(model, optimizer, backend="eager")
-    found = []
+    notes = []
     for step in range(3):
         model(torch.ones(2, 8)).sum().backward()
         if step == 1:
@@ -195,8 +195,8 @@ def test_page_faults_of_the_last_step_are_counted_and_many_come_with_advice(monk
                     fresh[page * mmap.PAGESIZE] = 1
         optimizer.step()
         optimizer.zero_grad()
-        found.append(line(zc.explain(model).sections["last step"], "page faults:"))
-    counts = [int(re.findall(r"[\d,]+", row)[0].replace(",", "")) for row in found]
-    assert num_pages <= counts[1] and counts[2] < num_pages, found
-    assert "MALLOC_TRIM_THRESHOLD_" in found[1]
-    assert counts[2] >= MANY_PAGE_FAULTS or "MALLOC" not in found[2]
+        notes.append(line(zc.explain(model).sections["last step"], "page faults:"))
+    counts = [int(re.findall(r"[\d,]+", row)[0].replace(",", "")) for row in notes]
+    assert num_pages <= counts[1] and counts[2] < num_pages, notes
+    assert "MALLOC_TRIM_THRESHOLD_" in notes[1]
+    assert counts[2] >= MANY_PAGE_FAULTS or "MALLOC" not in notes[2]

@@ -60,10 +60,10 @@ def test_the_second_models_sizes_are_no_dynamic_sizes_of_the_first() -> None:
 @pytest.mark.parametrize("apart", [False, True], ids=["one graph", "a graph break"])
 def test_many_models_are_all_compiled(apart: bool) -> None:
     """The compiled forward has its own limit for each model; where they share code, each raises the common one."""
-    kept = []
+    models = []
     for _ in range(10):  # Dynamo's own limit is 8
         model = Net(apart=apart)
-        kept.append((model, trained(model, 3)))
+        models.append((model, trained(model, 3)))
         assert num_schedules(model) == 1 + apart
 
 
@@ -101,4 +101,4 @@ def test_a_dropped_model_goes_with_its_graphs(apart: bool, overlap_gather: bool)
     del model, optimizer, runtime
     for _ in range(2):  # the first frees the graphs, which let go of the rest
         gc.collect()
-    assert [name for name, found in left.items() if found() is not None] == []
+    assert [name for name, reference in left.items() if reference() is not None] == []

@@ -250,11 +250,11 @@ def test_many_sets_of_hooks_make_a_bounded_number_of_programs() -> None:
 def test_options_of_torch_compile_are_passed_on() -> None:
     from torch._inductor import compile_fx, config
 
-    found = []
+    options = []
     inner = compile_fx.compile_fx_inner
 
     def spy(gm, example_inputs, **kwargs):
-        found.append((config.max_fusion_size, any(isinstance(i, torch.SymInt) for i in example_inputs)))
+        options.append((config.max_fusion_size, any(isinstance(i, torch.SymInt) for i in example_inputs)))
         return inner(gm, example_inputs, **kwargs)
 
     x = torch.randn(8, 32)
@@ -262,8 +262,8 @@ def test_options_of_torch_compile_are_passed_on() -> None:
     plain.load_state_dict(model.state_dict())
     with mock.patch.object(compile_fx, "compile_fx_inner", spy):
         got = trained(model, x, compiled=True, options={"max_fusion_size": 7}, dynamic=True, fullgraph=True)
-    assert len(found) > 1 and {size for size, _ in found} == {7} and config.max_fusion_size != 7
-    assert any(is_symbol for _, is_symbol in found), "dynamic=True"
+    assert len(options) > 1 and {size for size, _ in options} == {7} and config.max_fusion_size != 7
+    assert any(is_symbol for _, is_symbol in options), "dynamic=True"
     for a, b in zip(got, trained(plain, x, compiled=False), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 

@@ -36,6 +36,6 @@ def after_backward(backend: str, *, by_zc: bool) -> Tensor | None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_its_gradient_is_what_torch_compile_makes_of_it(backend: str) -> None:
     wanted = None if backend == "eager" else torch.zeros(2, 4)
-    for found in (after_backward(backend, by_zc=False), after_backward(backend, by_zc=True)):
-        assert (found is None) == (wanted is None)
-        assert found is None or torch.equal(found, wanted)
+    for after in (after_backward(backend, by_zc=False), after_backward(backend, by_zc=True)):
+        assert (after is None) == (wanted is None)
+        assert after is None or torch.equal(after, wanted)

@@ -79,30 +79,30 @@ class Job:
 
 def parts(model: nn.Module, optimizer: Optimizer) -> dict[str, Part]:
     """This rank's masters (``name``) and states (``name/key``), read from the optimizer's own slices and the layout."""
-    held = sharded(model)
-    found: dict[str, Part] = {}
-    for bucket in held.runtime.plan.buckets:
+    compiled = sharded(model)
+    by_name: dict[str, Part] = {}
+    for bucket in compiled.runtime.plan.buckets:
         for slot in bucket.slots:
-            first, stop = bucket.layout.owned(slot, held.runtime.group.rank)
+            first, stop = bucket.layout.owned(slot, compiled.runtime.group.rank)
             if first == stop:
                 continue
-            mine = held.optimizer_of(bucket).slices[slot.name]
-            found[slot.name] = (first - slot.offset, mine.detach().reshape(-1).clone())
+            mine = compiled.optimizer_of(bucket).slices[slot.name]
+            by_name[slot.name] = (first - slot.offset, mine.detach().reshape(-1).clone())
             for key, value in optimizer.state[mine].items():
                 whole = isinstance(value, Tensor) and value.shape == mine.shape
                 values = value.reshape(-1).clone() if whole else torch.as_tensor(value).reshape(-1).double()
-                found[f"{slot.name}/{key}"] = (first - slot.offset if whole else 0, values)
-    return found
+                by_name[f"{slot.name}/{key}"] = (first - slot.offset if whole else 0, values)
+    return by_name
 
 
 def joined(ranks: list[dict[str, Part]]) -> dict[str, Tensor]:
     """Whole 1-D tensors from all ranks' parts; scalars must be the same on every rank that has them."""
-    found: dict[str, dict[int, Tensor]] = {}
+    by_name: dict[str, dict[int, Tensor]] = {}
     for rank in ranks:
         for name, (start, values) in rank.items():
-            known = found.setdefault(name, {}).setdefault(start, values)
-            assert torch.equal(known, values), f"{name} differs between ranks"
-    return {name: torch.cat([chunks[start] for start in sorted(chunks)]) for name, chunks in found.items()}
+            first = by_name.setdefault(name, {}).setdefault(start, values)
+            assert torch.equal(first, values), f"{name} differs between ranks"
+    return {name: torch.cat([chunks[start] for start in sorted(chunks)]) for name, chunks in by_name.items()}
 
 
 def train_and_save(rank: int, world_size: int, job: Job, path: Path, steps: int) -> dict[str, Any]:

@@ -42,12 +42,12 @@ def _async(rank: int, world_size: int, path: Path) -> dict[str, Any]:
 
 
 def test_an_asynchronous_save_holds_the_state_of_its_call(tmp_path: Path) -> None:
-    found = run_ranks(_async, 2, tmp_path / "a")
-    wanted = joined([rank["saved"] for rank in found])
-    assert_same(joined([rank["loaded"] for rank in found]), wanted)
-    changed = joined([rank["changed"] for rank in found])
+    results = run_ranks(_async, 2, tmp_path / "a")
+    wanted = joined([rank["saved"] for rank in results])
+    assert_same(joined([rank["loaded"] for rank in results]), wanted)
+    changed = joined([rank["changed"] for rank in results])
     assert not any(torch.equal(changed[name], wanted[name]) for name in wanted), "training stood still"
-    assert [rank["visible"] for rank in found] == [tmp_path / "a"] * 2
+    assert [rank["visible"] for rank in results] == [tmp_path / "a"] * 2
 
 
 AT_THE_END = """
@@ -77,7 +77,7 @@ def test_who_has_waited_for_a_call_finds_its_thread_gone() -> None:
             let_go.append(True)
 
     go = threading.Event()  # once nobody but the thread holds it
-    call = Call(partial(lambda held: go.wait(), Slow()), torch.device("cpu"))
+    call = Call(partial(lambda plan: go.wait(), Slow()), torch.device("cpu"))
     go.set()
     assert call()
     assert let_go
@@ -124,8 +124,8 @@ def _keep(rank: int, world_size: int, path: Path) -> tuple[list[str], dict[str, 
 
 def test_keep_and_extra(tmp_path: Path) -> None:
     (tmp_path / ".step_1.job.removed").mkdir()  # of a removal that was killed
-    found = run_ranks(_keep, 2, tmp_path)
-    assert found == [(["step_3", "step_4"], {"step": 4, "rank": rank}) for rank in range(2)]
+    results = run_ranks(_keep, 2, tmp_path)
+    assert results == [(["step_3", "step_4"], {"step": 4, "rank": rank}) for rank in range(2)]
 
 
 def _dies(path: Path) -> None:

@@ -53,11 +53,11 @@ def _refused(rank: int, world_size: int, job: Job, path: Path) -> tuple[str, str
 
 def refused(job: Job, path: Path) -> str:
     """The same words on both ranks."""
-    found = run_ranks(_refused, 2, job, path)
-    for kind, text, same in found:
+    results = run_ranks(_refused, 2, job, path)
+    for kind, text, same in results:
         assert kind == "CheckpointError", (kind, text)
         assert same, f"half loaded: {text}"
-    return str(found[0][1]) + "\n" + str(found[1][1])
+    return str(results[0][1]) + "\n" + str(results[1][1])
 
 
 def truncate(path: Path) -> None:
@@ -118,13 +118,13 @@ def lose_sums_and_list(path: Path) -> None:
 
 def swap_metadata(path: Path) -> None:
     """Two tensors of one shape change places in the index."""
-    found = pickle.loads((path / ".metadata").read_bytes())
-    names = [k for k in found.storage_data if k.fqn.startswith("optimizer.state.0.weight.exp_avg")]
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    names = [k for k in metadata.storage_data if k.fqn.startswith("optimizer.state.0.weight.exp_avg")]
     first = next(k for k in names if k.fqn.endswith("exp_avg"))
     second = next(k for k in names if k.fqn.endswith("exp_avg_sq") and k.offset == first.offset)
-    places = found.storage_data
+    places = metadata.storage_data
     places[first], places[second] = places[second], places[first]
-    (path / ".metadata").write_bytes(pickle.dumps(found))
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def swap_metadata_without_the_list(path: Path) -> None:
@@ -181,25 +181,25 @@ def test_a_half_damaged_index_without_a_checksum(seed: int, good: Path, tmp_path
     assert refusals > 50
 
 
-def lose_chunk(found: Any) -> None:
-    del found.storage_data[next(k for k in found.storage_data if k.fqn == "model.0.weight")]
+def lose_chunk(metadata: Any) -> None:
+    del metadata.storage_data[next(k for k in metadata.storage_data if k.fqn == "model.0.weight")]
 
 
-def lose_path(found: Any) -> None:
-    del found.planner_data["model.0.weight"]
+def lose_path(metadata: Any) -> None:
+    del metadata.planner_data["model.0.weight"]
 
 
-def grow(found: Any) -> None:
-    found.state_dict_metadata["model.0.weight"].size = torch.Size([2**40, 16])
+def grow(metadata: Any) -> None:
+    metadata.state_dict_metadata["model.0.weight"].size = torch.Size([2**40, 16])
 
 
-def lengthen(found: Any) -> None:
-    for info in found.storage_data.values():
+def lengthen(metadata: Any) -> None:
+    for info in metadata.storage_data.values():
         info.length = 2**60
 
 
-def other_path(found: Any) -> None:
-    found.planner_data["model.0.weight"] = ("model",)
+def other_path(metadata: Any) -> None:
+    metadata.planner_data["model.0.weight"] = ("model",)
 
 
 @pytest.mark.parametrize("damage", [lose_chunk, lose_path, grow, lengthen, other_path])
@@ -207,9 +207,9 @@ def test_an_index_that_does_not_agree_with_itself(damage: Callable[[Any], None],
     path = tmp_path / "damaged"
     shutil.copytree(good, path)
     lose_sums(path)
-    found = pickle.loads((path / ".metadata").read_bytes())
-    damage(found)
-    (path / ".metadata").write_bytes(pickle.dumps(found))
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    damage(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert str(path) in refused(Job("mlp"), path)
     if damage is not lose_path and damage is not other_path:  # export reads no paths
         with pytest.raises(zc.CheckpointError, match=str(path)):
@@ -237,14 +237,14 @@ def test_a_checkpoint_of_something_else(name: str, good: Path, tmp_path: Path) -
 
 def _unsavable(rank: int, world_size: int, path: Path) -> list[tuple[str, str]]:
     model, optimizer = Job("mlp").compiled()
-    found = []
+    messages = []
     (path / "taken").mkdir(exist_ok=True)
-    found.append(message_of(lambda: zc.save(path / "taken", model, optimizer)))
-    found.append(message_of(lambda: zc.save(path / "extra", model, optimizer, extra={"f": Evil()} if rank else {})))
-    found.append(message_of(lambda: zc.save(path / ".hidden", model, optimizer)))
+    messages.append(message_of(lambda: zc.save(path / "taken", model, optimizer)))
+    messages.append(message_of(lambda: zc.save(path / "extra", model, optimizer, extra={"f": Evil()} if rank else {})))
+    messages.append(message_of(lambda: zc.save(path / ".hidden", model, optimizer)))
     usage = checkpoint_folders.shutil.disk_usage
     checkpoint_folders.shutil.disk_usage = lambda where: usage(where)._replace(free=1000)
-    found.append(message_of(lambda: zc.save(path / "full", model, optimizer)))
+    messages.append(message_of(lambda: zc.save(path / "full", model, optimizer)))
     checkpoint_folders.shutil.disk_usage = usage
     if rank == 1:  # the disk fills up while rank 1 writes
         import resource
@@ -253,12 +253,12 @@ def _unsavable(rank: int, world_size: int, path: Path) -> list[tuple[str, str]]:
         gc.disable()
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    found.append(message_of(lambda: zc.save(path / "fills_up", model, optimizer)))
+    messages.append(message_of(lambda: zc.save(path / "fills_up", model, optimizer)))
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         gc.enable()
     zc.save(path / "good", model, optimizer)
-    return found
+    return messages
 
 
 def test_what_can_not_be_saved(tmp_path: Path) -> None:
@@ -269,8 +269,8 @@ def test_what_can_not_be_saved(tmp_path: Path) -> None:
         "has room for 1000 bytes, the checkpoint full needs",
         "fills_up failed",
     ]
-    for found in run_ranks(_unsavable, 2, tmp_path):
-        for (kind, text), words in zip(found, wanted, strict=True):
+    for result in run_ranks(_unsavable, 2, tmp_path):
+        for (kind, text), words in zip(result, wanted, strict=True):
             assert kind == "CheckpointError"
             assert words in text
     assert zc.latest(tmp_path) == tmp_path / "good"

@@ -13,8 +13,8 @@ from zc.checkpoint.shards import ShardOf, boxes
 
 
 def test_the_picture_of_the_docstring() -> None:
-    found = [(box.offsets, box.sizes) for box in boxes((4, 5), 3, 17)]
-    assert found == [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
+    pairs = [(box.offsets, box.sizes) for box in boxes((4, 5), 3, 17)]
+    assert pairs == [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
 
 
 def test_a_tensor_without_dimensions() -> None:
@@ -34,12 +34,12 @@ def test_boxes_cover_the_range_once_and_in_order(case: tuple[tuple[int, ...], in
     shape, start, stop = case
     whole = torch.arange(math.prod(shape)).reshape(shape)
     seen: list[int] = []
-    found = boxes(shape, start, stop)
-    for box in found:
+    cover = boxes(shape, start, stop)
+    for box in cover:
         region = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
         seen += whole[region].reshape(-1).tolist()
     assert seen == list(range(start, stop))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
+    assert len(cover) <= max(1, 2 * len(shape) - 1)
 
 
 @given(ranges(), st.data())

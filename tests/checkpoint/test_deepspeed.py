@@ -24,31 +24,31 @@ def maker() -> Any:
 
 
 def _load(rank: int, world_size: int) -> dict[str, Any]:
-    made = maker()
-    model = made.make_model()
+    source = maker()
+    model = source.make_model()
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(9.0)
     model, optimizer = zc.compile(model, torch.optim.AdamW(model.parameters(), lr=1e-2), backend="eager")
     zc.load_universal(FOLDER, model, optimizer)
     loaded = parts(model, optimizer)
-    model(made.batch(3)).square().mean().backward()
+    model(source.batch(3)).square().mean().backward()
     optimizer.step()
     return {"loaded": loaded, "after": parts(model, optimizer)}
 
 
 def test_zero2_goes_on_in_zc() -> None:
     """Weights and moments after the load, and after one more step: a moment left behind would show there."""
-    found = run_ranks(_load, 2)
-    made = maker()
-    model = made.make_model()
+    results = run_ranks(_load, 2)
+    source = maker()
+    model = source.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for key in ("loaded", "after"):
         for step in range(3) if key == "loaded" else (3,):
             optimizer.zero_grad()
-            model(made.batch(step)).square().mean().backward()
+            model(source.batch(step)).square().mean().backward()
             optimizer.step()
-        ours = joined([rank[key] for rank in found])
+        ours = joined([rank[key] for rank in results])
         for name, param in model.named_parameters():
             torch.testing.assert_close(ours[name], param.detach().reshape(-1), rtol=1e-5, atol=1e-7)
             for state in ("exp_avg", "exp_avg_sq"):

@@ -62,17 +62,17 @@ def test_another_number_of_ranks_goes_on(
 def _full(rank: int, world_size: int, kind: str) -> Any:
     """What goes out loads into plain optimizers, and into zc's by every way in."""
     model = CASE.model()
-    made = wide_muon(model)
-    given: Any = made if kind == "list" else {"matrices": made[0], "rest": made[1]}
-    model, optimizers = zc.compile(model, given, backend="eager", bucket_nbytes=8192)
+    pair = wide_muon(model)
+    argument: Any = pair if kind == "list" else {"matrices": pair[0], "rest": pair[1]}
+    model, optimizers = zc.compile(model, argument, backend="eager", bucket_nbytes=8192)
     each = list(optimizers.values()) if kind == "dict" else list(optimizers)
     loop = Loop(updates=2)
     on_ranks(loop, model, each, rank)
-    found = [zc.full_optimizer_state(model, optimizers)]
+    states = [zc.full_optimizer_state(model, optimizers)]
     alone = [zc.full_optimizer_state(model, each[1])]
-    dist.broadcast_object_list(found)
+    dist.broadcast_object_list(states)
     dist.broadcast_object_list(alone)
-    state, parts = found[0], list(found[0].values()) if kind == "dict" else found[0]
+    state, parts = states[0], list(states[0].values()) if kind == "dict" else states[0]
     assert type(state).__name__ == kind and (kind == "list" or list(state) == ["matrices", "rest"])
     assert str(parts[1]) == str(alone[0])
     ended = weights(model)
@@ -107,10 +107,10 @@ def _full(rank: int, world_size: int, kind: str) -> Any:
 def _merged(model: Any, parts: Any, each: Any) -> dict[str, Any]:
     """As torch.distributed.checkpoint.state_dict makes one state of several optimizers' (DDP, FSDP2)."""
     twin = CASE.model()
-    made = wide_muon(twin)
-    for optimizer, part in zip(made, parts, strict=True):
+    pair = wide_muon(twin)
+    for optimizer, part in zip(pair, parts, strict=True):
         optimizer.load_state_dict(copy.deepcopy(part))
-    return dict(get_optimizer_state_dict(twin, tuple(made)))
+    return dict(get_optimizer_state_dict(twin, tuple(pair)))
 
 
 @pytest.mark.parametrize("kind", ["list", "dict"])
@@ -125,15 +125,15 @@ def _own(rank: int, world_size: int) -> dict[str, Any]:
     model = CASE.model()
     model, optimizers = zc.compile(model, wide_muon(model), backend="eager", bucket_nbytes=8192)
     on_ranks(Loop(updates=2), model, optimizers, rank)
-    kept = [copy.deepcopy(o.state_dict()) for o in optimizers], weights(model)
+    before = [copy.deepcopy(o.state_dict()) for o in optimizers], weights(model)
     on_ranks(THEN, model, optimizers, rank)
     once = weights(model)
-    zc.load_state_dict(model, optimizers, {"model": kept[1]})
-    for optimizer, state in zip(optimizers, kept[0], strict=True):
+    zc.load_state_dict(model, optimizers, {"model": before[1]})
+    for optimizer, state in zip(optimizers, before[0], strict=True):
         optimizer.load_state_dict(state)
     on_ranks(THEN, model, optimizers, rank)
     same = all(torch.equal(w, once[n]) for n, w in weights(model).items())
-    wrong = message_of(lambda: optimizers[0].load_state_dict(kept[0][1]))
+    wrong = message_of(lambda: optimizers[0].load_state_dict(before[0][1]))
     return {"same": same, "wrong": wrong}
 
 
@@ -149,11 +149,11 @@ def test_what_is_not_this_models_is_refused(tmp_path: Path) -> None:
     train(NONE, optimizers, lambda *_: None, lambda _: None)
     saved = zc.save(tmp_path / "ck", model, optimizers).wait()
     first, second = optimizers
-    for given in (first, [second, first], [first]):
+    for others in (first, [second, first], [first]):
         with pytest.raises(
             zc.PlanError, match="not what GPT was compiled with: give the same AdamW, AdamW in that order"
         ):
-            zc.load(saved, model, given)
+            zc.load(saved, model, others)
     state = {"model": model.state_dict(), "optimizer": [zc.full_optimizer_state(model, first)]}
     with pytest.raises(zc.CheckpointError, match="a list of 1, and wanted is one state_dict, or a list of them"):
         zc.load_state_dict(model, optimizers, state)

@@ -29,17 +29,17 @@ def run_chain(job: Job, widths: tuple[int, ...], folder: Path, steps: int = 5, *
     wanted, reports = joined([rank["saved"] for rank in first]), [first[0]]
     for k, width in enumerate(widths[1:]):
         other = Job(**{**vars(job), "seed": 7, "options": {**job.options, **others}})
-        found = run_ranks(load_and_train, width, other, folder / str(k), folder / str(k + 1))
-        assert_same(joined([rank["loaded"] for rank in found]), wanted)
-        reports.append(found[0])
+        results = run_ranks(load_and_train, width, other, folder / str(k), folder / str(k + 1))
+        assert_same(joined([rank["loaded"] for rank in results]), wanted)
+        reports.append(results[0])
         if width == widths[0] and not others:
-            assert_same(joined([rank["end"] for rank in found]), joined([rank["end"] for rank in first]))
+            assert_same(joined([rank["end"] for rank in results]), joined([rank["end"] for rank in first]))
     return reports
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    differing = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    differing = [name for name in wanted if not torch.equal(got[name], wanted[name])]
     assert not differing, differing
 
 
@@ -60,9 +60,9 @@ def test_plain_dcp_reads_it_in_the_modules_own_shapes(tmp_path: Path) -> None:
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=tmp_path / "a", no_dist=True)
     wanted = joined([rank["saved"] for rank in first])
-    given = CASES["frozen"].model(0).state_dict()
+    target = CASES["frozen"].model(0).state_dict()
     for name, value in state["model"].items():
-        expected = wanted.get(name, given[name].reshape(-1))  # frozen ones and buffers: as the seed made them
+        expected = wanted.get(name, target[name].reshape(-1))  # frozen ones and buffers: as the seed made them
         assert torch.equal(value.reshape(-1), expected), name
     keys = dcp.FileSystemReader(tmp_path / "a").read_metadata().state_dict_metadata
     name = next(n for n in wanted if n.endswith("weight"))
@@ -98,16 +98,16 @@ def _late_gathers(rank: int, world_size: int, options: dict[str, Any], path: Pat
     saved = parts(model, optimizer)
     job.steps(model, optimizer, 3, 5)
     zc.load(path, model, optimizer)
-    found = {name: param.detach().clone() for name, param in model.named_parameters()}  # no zc.synchronize before
-    return {"saved": saved, "loaded": parts(model, optimizer), "weights": found}
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}  # no zc.synchronize before
+    return {"saved": saved, "loaded": parts(model, optimizer), "weights": values}
 
 
 @pytest.mark.parametrize("options", [{}, {"param_dtype": torch.bfloat16}], ids=["fp32", "bf16"])
 def test_gathers_in_flight(options: dict[str, Any], tmp_path: Path) -> None:
-    found = run_ranks(_late_gathers, 2, options, tmp_path / "a")
-    wanted = joined([rank["saved"] for rank in found])
-    assert_same(joined([rank["loaded"] for rank in found]), wanted)
-    for rank in found:
+    results = run_ranks(_late_gathers, 2, options, tmp_path / "a")
+    wanted = joined([rank["saved"] for rank in results])
+    assert_same(joined([rank["loaded"] for rank in results]), wanted)
+    for rank in results:
         for name, weight in rank["weights"].items():
             assert torch.equal(weight.reshape(-1), wanted[name].to(weight.dtype)), name
 

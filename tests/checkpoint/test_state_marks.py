@@ -50,14 +50,14 @@ def _ddp_habit(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     dist.barrier()
     theirs = torch.load(path / "rank0.pt", weights_only=True)["optimizer"]
     own = torch.load(path / f"own{rank}.pt", weights_only=True)
-    found: dict[str, Any] = {"warned": [str(w.message) for w in caught if "zc.full_optimizer_state" in str(w.message)]}
-    found["habit"] = _said(job, path, theirs, rank)
-    found["other plan"] = _said(Job("mlp", options={"bucket_nbytes": 64}), path, own, rank)
-    found["only rank 0"] = _only_rank_0(job, own, rank)
+    result: dict[str, Any] = {"warned": [str(w.message) for w in caught if "zc.full_optimizer_state" in str(w.message)]}
+    result["habit"] = _said(job, path, theirs, rank)
+    result["other plan"] = _said(Job("mlp", options={"bucket_nbytes": 64}), path, own, rank)
+    result["only rank 0"] = _only_rank_0(job, own, rank)
     wrong = CASES["narrow_mlp"].model(0)
     plain = torch.optim.AdamW([*wrong.parameters()][:2]).state_dict()
-    found["of another model"] = _said(job, path, plain, rank)
-    found["in zc.load_state_dict"] = message_of(
+    result["of another model"] = _said(job, path, plain, rank)
+    result["in zc.load_state_dict"] = message_of(
         lambda: zc.load_state_dict(model, optimizer, {"model": model.state_dict(), "optimizer": theirs})
     )
 
@@ -71,8 +71,8 @@ def _ddp_habit(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     for pair in ((model, optimizer), (again, its)):
         job.steps(*pair, 3, 6, rank)
         ends.append(parts(*pair))
-    found["own"] = all(torch.equal(ends[0][name][1], ends[1][name][1]) for name in ends[0])
-    return found
+    result["own"] = all(torch.equal(ends[0][name][1], ends[1][name][1]) for name in ends[0])
+    return result
 
 
 def _only_rank_0(job: Job, own: Any, rank: int) -> tuple[str, str]:
@@ -84,8 +84,8 @@ def _only_rank_0(job: Job, own: Any, rank: int) -> tuple[str, str]:
 
 def test_rank_0s_state_is_no_other_ranks(tmp_path: Path) -> None:
     """Shapes fit, and rank 1 took rank 0's moments. Rank 0 is told before the next update, none is done apart."""
-    found = run_ranks(_ddp_habit, 2, tmp_path)
-    for rank, seen in enumerate(found):
+    results = run_ranks(_ddp_habit, 2, tmp_path)
+    for rank, seen in enumerate(results):
         assert ["only this rank can load it" in text for text in seen["warned"]] == [True] * (rank == 0)  # for all
         kind, text, same, (next_kind, next_text) = seen["habit"]
         if rank == 0:
@@ -154,11 +154,11 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_a_whole_state_is_taken(name: str, tmp_path: Path) -> None:
     """torch said "doesn't match the size of optimizer's group"."""
     make, options = KINDS[name]
-    found = run_ranks(_whole, 2, make, options, tmp_path if name == "disk" else None)
+    results = run_ranks(_whole, 2, make, options, tmp_path if name == "disk" else None)
     for which in ("taken", "again"):
-        states = [{k: v for k, v in rank[which].items() if "/" in k} for rank in found]
-        assert_same(joined(states), found[0]["wanted"])
-    for rank in found:
+        states = [{k: v for k, v in rank[which].items() if "/" in k} for rank in results]
+        assert_same(joined(states), results[0]["wanted"])
+    for rank in results:
         assert rank["lr"] == 0.0123
         assert rank["apart"] < 1e-5
 

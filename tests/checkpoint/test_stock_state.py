@@ -62,9 +62,9 @@ def test_saved_by_2_ranks_and_resumed_by_others(name: str, tmp_path: Path) -> No
     job = Job(case, make)
     first = run_ranks(_first, widths[0], job, tmp_path / "a")
     for width in widths[1:]:
-        found = run_ranks(_again, width, job, tmp_path / "a")
-        assert_same(joined([rank["loaded"] for rank in found]), joined([rank["saved"] for rank in first]))
-        torch.testing.assert_close(found[0]["losses"], first[0]["losses"], rtol=1e-5, atol=0)
+        results = run_ranks(_again, width, job, tmp_path / "a")
+        assert_same(joined([rank["loaded"] for rank in results]), joined([rank["saved"] for rank in first]))
+        torch.testing.assert_close(results[0]["losses"], first[0]["losses"], rtol=1e-5, atol=0)
 
 
 def _whole(rank: int, world_size: int) -> None:

@@ -63,9 +63,9 @@ assert "zc" not in sys.modules
 
 def test_from_pretrained_reads_the_export(tmp_path: Path) -> None:
     """In a process without zc: the same logits, from one file and from several with an index."""
-    found = run_ranks(_train_gpt2, 2, tmp_path)[0]
-    assert found is not None
-    names, wanted = found
+    results = run_ranks(_train_gpt2, 2, tmp_path)[0]
+    assert results is not None
+    names, wanted = results
     assert names[0] == "model.safetensors" and names[1].startswith("model-00001-of-")
     index = json.loads((tmp_path / "split" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == set(names[1:])
@@ -88,11 +88,11 @@ def test_export_casts(tmp_path: Path, case: str) -> None:
     model, optimizer = job.compiled()
     zc.save(tmp_path / "a", model, optimizer)
     zc.export(tmp_path / "out", tmp_path / "a", dtype=torch.bfloat16)
-    found = safetensors.load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == model.state_dict().keys()
+    exported = safetensors.load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == model.state_dict().keys()
     for name, value in model.state_dict().items():
         wanted = value.bfloat16() if value.is_floating_point() else value
-        assert found[name].dtype == wanted.dtype and torch.equal(found[name], wanted), name
+        assert exported[name].dtype == wanted.dtype and torch.equal(exported[name], wanted), name
 
 
 def _out(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -118,14 +118,14 @@ def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, case: str, f
 
 
 def test_a_plain_adamw_goes_on(tmp_path: Path) -> None:
-    found = run_ranks(_out, 3, tmp_path)
+    results = run_ranks(_out, 3, tmp_path)
     model = CASES["gpt_tied"].model(9)
-    model.load_state_dict(found[0]["weights"])
+    model.load_state_dict(results[0]["weights"])
     optimizer = adamw(model)
-    optimizer.load_state_dict(found[0]["state"])
+    optimizer.load_state_dict(results[0]["state"])
     losses = plain_steps(model, optimizer, "gpt_tied", 3, 6)
-    torch.testing.assert_close(losses, found[0]["losses"], rtol=1e-6, atol=0)
-    ends = joined([rank["end"] for rank in found])
+    torch.testing.assert_close(losses, results[0]["losses"], rtol=1e-6, atol=0)
+    ends = joined([rank["end"] for rank in results])
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.detach().reshape(-1), ends[name], rtol=1e-4, atol=1e-6)
 
@@ -152,8 +152,8 @@ def _from_ddp(rank: int, world_size: int, case: str) -> dict[str, Any]:
 
 
 def test_from_ddp(tmp_path: Path) -> None:
-    found = run_ranks(_from_ddp, 2, "gpt_tied")
-    assert_same(joined([rank["taken"] for rank in found]), found[0]["wanted"])
-    for rank in found:
+    results = run_ranks(_from_ddp, 2, "gpt_tied")
+    assert_same(joined([rank["taken"] for rank in results]), results[0]["wanted"])
+    for rank in results:
         torch.testing.assert_close(rank["losses"][1], rank["losses"][0], rtol=1e-6, atol=0)
         assert rank["refused"][0] == "CheckpointError" and "extra (foreign)" in rank["refused"][1]

@@ -58,23 +58,23 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from run_rows import ALL_CELLS, run_cells
 
-    known = read()
+    outcomes = read()
     chosen = [c for c in ALL_CELLS if not args.only or any(word in c.row for word in args.only)]
     chosen = [c for c in chosen if not args.backend or c.backend in args.backend]
     if args.missing:
-        chosen = [c for c in chosen if known.get(tuple(c), ("", ""))[0] not in ("right", "refused")]
+        chosen = [c for c in chosen if outcomes.get(tuple(c), ("", ""))[0] not in ("right", "refused")]
     started = time.monotonic()
     for k in range(0, len(chosen), 12):
         if time.monotonic() - started > args.seconds:
             break
         for cell, outcome in run_cells(chosen[k : k + 12]).items():
-            known[tuple(cell)] = (outcome.kind, outcome.text)  # type: ignore[index]
+            outcomes[tuple(cell)] = (outcome.kind, outcome.text)  # type: ignore[index]
             if not outcome.is_fine:
                 print(f"{outcome.kind}: {cell}: {outcome.text}", flush=True)
         print(f"{min(k + 12, len(chosen))} of {len(chosen)} cells, {time.monotonic() - started:.0f} s", flush=True)
-        write(known, [tuple(cell) for cell in ALL_CELLS])  # type: ignore[misc]
-    write(known, [tuple(cell) for cell in ALL_CELLS])  # type: ignore[misc]
-    DOCUMENT.write_text(document(known))
+        write(outcomes, [tuple(cell) for cell in ALL_CELLS])  # type: ignore[misc]
+    write(outcomes, [tuple(cell) for cell in ALL_CELLS])  # type: ignore[misc]
+    DOCUMENT.write_text(document(outcomes))
 
 
 def read() -> dict[Key, tuple[str, str]]:
@@ -84,18 +84,18 @@ def read() -> dict[Key, tuple[str, str]]:
         return {(r["row"], r["backend"], int(r["stage"])): (r["kind"], r["text"]) for r in csv.DictReader(file)}
 
 
-def write(known: dict[Key, tuple[str, str]], order: list[Key]) -> None:
+def write(outcomes: dict[Key, tuple[str, str]], order: list[Key]) -> None:
     with RESULTS.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["row", "backend", "stage", "kind", "text"])
-        writer.writerows([*key, known[key][0], known[key][1][:TEXT]] for key in order if key in known)
+        writer.writerows([*key, outcomes[key][0], outcomes[key][1][:TEXT]] for key in order if key in outcomes)
 
 
-def document(known: dict[Key, tuple[str, str]]) -> str:
+def document(outcomes: dict[Key, tuple[str, str]]) -> str:
     from rows import BACKENDS, ROWS, STAGES
 
     keys = [(backend, stage) for backend in BACKENDS for stage in STAGES]
-    kinds = [kind for (name, _, _), (kind, _) in known.items() if name in ROWS]
+    kinds = [kind for (name, _, _), (kind, _) in outcomes.items() if name in ROWS]
     lines = [HEAD, f"\n{len(ROWS)} rows, {len(kinds)} cells: " + ", ".join(
         f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)
     ) + "."]  # fmt: skip
@@ -103,18 +103,18 @@ def document(known: dict[Key, tuple[str, str]]) -> str:
         lines += ["", f"## {title}", "", "| row | " + " | ".join(f"{b} {s}" for b, s in keys) + " | note |"]
         lines += ["|---" * (len(keys) + 2) + "|"]
         for row in (r for r in ROWS.values() if r.item == item):
-            cells = [known.get((row.name, *key), ("not run", ""))[0] for key in keys]
-            lines.append(f"| {row.name} | {' | '.join(cells)} | {note(row, known, keys)} |")
+            cells = [outcomes.get((row.name, *key), ("not run", ""))[0] for key in keys]
+            lines.append(f"| {row.name} | {' | '.join(cells)} | {note(row, outcomes, keys)} |")
     return "\n".join(lines) + "\n"
 
 
-def note(row: object, known: dict[Key, tuple[str, str]], keys: list[tuple[str, int]]) -> str:
+def note(row: object, outcomes: dict[Key, tuple[str, str]], keys: list[tuple[str, int]]) -> str:
     from rows import Row
 
     assert isinstance(row, Row)
-    refused = [key for key in keys if known.get((row.name, *key), ("", ""))[0] == "refused"]
+    refused = [key for key in keys if outcomes.get((row.name, *key), ("", ""))[0] == "refused"]
     where = "in stage 3: " if refused and all(stage == 3 for _, stage in refused) else ""
-    texts = [where + re.sub(r"[|<>]", "", known[(row.name, *key)][1]) for key in refused[:1]]
+    texts = [where + re.sub(r"[|<>]", "", outcomes[(row.name, *key)][1]) for key in refused[:1]]
     texts += [row.note] if row.note else []
     if row.tolerance != 2e-5:
         texts.append(f"within {row.tolerance:g}")

@@ -179,6 +179,6 @@ def row(item: int, name: str, **options: Any) -> Callable[[Loop], Loop]:
     return put
 
 
-def add(made: Row) -> None:
-    assert made.name not in ROWS, f"two rows are named {made.name}"
-    ROWS[made.name] = made
+def add(new: Row) -> None:
+    assert new.name not in ROWS, f"two rows are named {new.name}"
+    ROWS[new.name] = new

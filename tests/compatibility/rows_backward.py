@@ -197,10 +197,10 @@ STALE = "PyTorch's own, with and without zc: run the forward again after the ste
 @row(2, "a backward through a forward of before the step", note=STALE,
      refused={"always": "RuntimeError: modified by an inplace operation"})  # fmt: skip
 def stale_forward(s: Script) -> None:
-    kept = s.loss(0, 1)
+    old_loss = s.loss(0, 1)
     s.loss(0).backward()
     s.update()
-    kept.backward()
+    old_loss.backward()
 
 
 @row(2, "anomaly detection")

@@ -166,8 +166,8 @@ def zeros_of_class(s: Script) -> None:
      refused={"always": "ZcError: the optimizer's own tensor of"})  # fmt: skip
 def some_slices(s: Script) -> None:
     s.loss(0).backward()
-    held = s.optimizer.param_groups[0]["params"]
-    held[0].grad = None
+    params = s.optimizer.param_groups[0]["params"]
+    params[0].grad = None
     s.update()
 
 

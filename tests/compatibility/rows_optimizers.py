@@ -60,9 +60,9 @@ class JointNorm(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in held]).norm()
-        for param in held:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for param in params:
             param.sub_(self.param_groups[0]["lr"] * param.grad / norm)
 
 
@@ -122,8 +122,8 @@ def _eight_bit(package: str) -> Make:
     """A third party's 8-bit AdamW: blocks of 256 elements share a scale, for parameters of 4096 elements or more."""
 
     def make(params: Iterable[Any]) -> torch.optim.Optimizer:
-        found: torch.optim.Optimizer = importlib.import_module(package).AdamW8bit(params, lr=1e-3)
-        return found
+        optimizer: torch.optim.Optimizer = importlib.import_module(package).AdamW8bit(params, lr=1e-3)
+        return optimizer
 
     return make
 
@@ -151,8 +151,8 @@ def _by_closure(s: Script, step: int, by_name: bool = False) -> None:
         s.reduced()  # plain PyTorch averages before a step; here the step begins before the gradients are there
         return loss
 
-    found = s.optimizer.step(closure=evaluate) if by_name else s.optimizer.step(evaluate)
-    s.note(f"loss {step}", found)
+    returned = s.optimizer.step(closure=evaluate) if by_name else s.optimizer.step(evaluate)
+    s.note(f"loss {step}", returned)
 
 
 @row(6, "step(closure)")

@@ -140,5 +140,5 @@ def assigned(s: Script) -> None:
 @row(6, "clipping the optimizer's parameters", refused={"always": "ZcError: model.parameters()"})
 def clip_groups(s: Script) -> None:
     s.loss(0).backward()
-    held = [p for group in s.optimizer.param_groups for p in group["params"]]
-    torch.nn.utils.clip_grad_norm_(held, 1.0)
+    params = [p for group in s.optimizer.param_groups for p in group["params"]]
+    torch.nn.utils.clip_grad_norm_(params, 1.0)

@@ -127,12 +127,12 @@ def bf16_by_hand(s: Script) -> None:
 
 @row(5, "bf16 parameters, load_state_dict between steps", note="against fp32", **BF16)
 def bf16_load(s: Script) -> None:
-    given = {name: value.clone() for name, value in s.model.state_dict().items()}
+    state = {name: value.clone() for name, value in s.model.state_dict().items()}
     for step in range(5):
         narrow_loss(s, step).backward()
         s.update()
         if step == 2:
-            s.model.load_state_dict({name: value * 0.5 for name, value in given.items()})
+            s.model.load_state_dict({name: value * 0.5 for name, value in state.items()})
 
 
 def rmsprop(params: Iterable[Any]) -> Optimizer:
@@ -154,12 +154,12 @@ def swapped(s: Script) -> None:
     for step in range(5):
         narrow_loss(s, step).backward()
         s.update()
-        kept = [param.data.clone() for param in s.model.parameters()]
+        before = [param.data.clone() for param in s.model.parameters()]
         for param, mean in zip(s.model.parameters(), average, strict=True):
             mean.lerp_(param.detach().to(mean.dtype), 0.5)
             param.data.copy_(mean)
         s.note(f"evaluated {step}", narrow_loss(s, step, 1))
-        for param, value in zip(s.model.parameters(), kept, strict=True):
+        for param, value in zip(s.model.parameters(), before, strict=True):
             if step != 3:
                 param.data.copy_(value)
 

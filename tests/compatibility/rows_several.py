@@ -21,8 +21,8 @@ def stack() -> nn.Module:
 
 
 def _split(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    found = list(params)
-    return [p for p in found if p.dim() == 2], [p for p in found if p.dim() != 2]
+    both = list(params)
+    return [p for p in both if p.dim() == 2], [p for p in both if p.dim() != 2]
 
 
 def pair(params: Iterable[Any]) -> list[Optimizer]:
@@ -163,11 +163,11 @@ def states(s: Script) -> None:
     for step in range(2):
         s.loss(step).backward()
         s.update()
-    kept = [copy.deepcopy(o.state_dict()) for o in s.optimizer]
+    saved_states = [copy.deepcopy(o.state_dict()) for o in s.optimizer]
     for step in range(2, 4):
         s.loss(step).backward()
         s.update()
-    for optimizer, state in zip(s.optimizer, kept, strict=True):
+    for optimizer, state in zip(s.optimizer, saved_states, strict=True):
         optimizer.load_state_dict(state)
     for step in range(4, 6):
         s.loss(step).backward()
@@ -183,9 +183,9 @@ def saved(s: Script) -> None:
         s.loss(step).backward()
         s.update()
         if s.is_zc and step == 2:
-            found = [tempfile.mkdtemp()]
-            torch.distributed.broadcast_object_list(found)
-            path = zc.save(Path(found[0]) / "step", s.model, s.optimizer).wait()
+            folder_of_rank_0 = [tempfile.mkdtemp()]
+            torch.distributed.broadcast_object_list(folder_of_rank_0)
+            path = zc.save(Path(folder_of_rank_0[0]) / "step", s.model, s.optimizer).wait()
             with torch.no_grad():
                 s.model[0].weight.zero_()
             zc.load(path, s.model, s.optimizer)

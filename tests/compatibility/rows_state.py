@@ -33,9 +33,9 @@ def own_state(s: Script) -> None:
 @row(6, "each rank loads the whole optimizer state (zc.full_optimizer_state; DDP's)")
 def whole_state(s: Script) -> None:
     def saved(s: Script) -> Any:
-        found = [zc.full_optimizer_state(s.model, s.optimizer) if s.is_zc else s.optimizer.state_dict()]
-        dist.broadcast_object_list(found, 0)
-        return found[0]
+        state = [zc.full_optimizer_state(s.model, s.optimizer) if s.is_zc else s.optimizer.state_dict()]
+        dist.broadcast_object_list(state, 0)
+        return state[0]
 
     _goes_back(s, saved)
 
@@ -49,9 +49,9 @@ def whole_state(s: Script) -> None:
 def rank_0s_state(s: Script) -> None:
     s.loss(0).backward()
     s.update()
-    found = [s.optimizer.state_dict()]
-    dist.broadcast_object_list(found, 0)
+    state = [s.optimizer.state_dict()]
+    dist.broadcast_object_list(state, 0)
     with contextlib.suppress(zc.CheckpointError):
-        s.optimizer.load_state_dict(found[0])
+        s.optimizer.load_state_dict(state[0])
     s.loss(1).backward()
     s.update()

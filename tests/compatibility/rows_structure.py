@@ -176,8 +176,8 @@ class Flattened(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.rnn.flatten_parameters()
-        found: Tensor = self.head(self.rnn(x.view(-1, 4, 4))[0][:, -1])
-        return found
+        output: Tensor = self.head(self.rnn(x.view(-1, 4, 4))[0][:, -1])
+        return output
 
 
 row(3, "an LSTM, flatten_parameters() in the forward", make=Flattened)(plain)

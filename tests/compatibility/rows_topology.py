@@ -15,10 +15,10 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
 
 
-def _over_mesh(name: str, loop: Loop = plain, refused: str = "", **given: Any) -> None:
-    options = {"mesh": mesh, **given.pop("options", {})}
+def _over_mesh(name: str, loop: Loop = plain, refused: str = "", **fields: Any) -> None:
+    options = {"mesh": mesh, **fields.pop("options", {})}
     errors = {"always": refused} if refused else {}
-    add(Row(f"a mesh of two dimensions: {name}", 12, loop, options=options, refused=errors, **given))
+    add(Row(f"a mesh of two dimensions: {name}", 12, loop, options=options, refused=errors, **fields))
 
 
 _over_mesh("the plain loop")

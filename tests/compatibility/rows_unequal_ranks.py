@@ -78,8 +78,8 @@ def looked_at_apart(s: Script) -> None:
     for step in range(STEPS):
         loss = task_losses(s, step, (1 + s.rank,))[0]
         weight = s.model.heads[1].weight
-        found = torch.autograd.grad(loss, weight, retain_graph=True, allow_unused=True)[0]
-        s.note(f"gradient {step}", 0.0 if found is None else found.norm())
+        grad = torch.autograd.grad(loss, weight, retain_graph=True, allow_unused=True)[0]
+        s.note(f"gradient {step}", 0.0 if grad is None else grad.norm())
         total = loss.detach().clone()
         dist.all_reduce(total)
         s.note(f"loss {step}", total)

@@ -213,12 +213,12 @@ def varying_microbatches(s: Script) -> None:
 
 @row(2, "load_state_dict between steps")
 def load_between(s: Script) -> None:
-    given = {name: value.clone() for name, value in s.model.state_dict().items()}
+    state = {name: value.clone() for name, value in s.model.state_dict().items()}
     for step in range(STEPS):
         s.loss(step).backward()
         s.update()
         if step == 2:
-            s.model.load_state_dict(given)
+            s.model.load_state_dict(state)
 
 
 @row(2, "a layer initialised anew between steps")

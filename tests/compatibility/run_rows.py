@@ -77,18 +77,18 @@ ALL_CELLS = [Cell(name, backend, stage) for name in ROWS for backend in BACKENDS
 def run_cells(cells: Sequence[Cell], timeout: float = 240.0) -> dict[Cell, Outcome]:
     """All of them in one job; where that fails, one by one, so that the failure gets a name."""
     wanted = [cell for cell in cells if _is_there(_row(cell.row).needs)]
-    found = {cell: Outcome("skipped", f"needs {_row(cell.row).needs}") for cell in cells if cell not in wanted}
+    outcomes = {cell: Outcome("skipped", f"needs {_row(cell.row).needs}") for cell in cells if cell not in wanted}
     try:
         ranks = run_ranks(_job, 2, [tuple(cell) for cell in wanted], timeout=timeout)
     except RanksFailed as error:
         if len(wanted) == 1:
-            return {**found, wanted[0]: Outcome("failed", str(error))}
+            return {**outcomes, wanted[0]: Outcome("failed", str(error))}
         for cell in wanted:
-            found.update(run_cells([cell], timeout=60.0))
-        return found
+            outcomes.update(run_cells([cell], timeout=60.0))
+        return outcomes
     for k, cell in enumerate(wanted):
-        found[cell] = _judge(_row(cell.row), cell, [seen[k] for seen in ranks])
-    return found
+        outcomes[cell] = _judge(_row(cell.row), cell, [seen[k] for seen in ranks])
+    return outcomes
 
 
 def _is_there(package: str) -> bool:
@@ -154,8 +154,8 @@ def _cell(rank: int, world_size: int, row: Row, backend: str, stage: int) -> See
     try:
         model = _fresh(row)
         optimizer = row.optimizer(p for p in model.parameters() if p.requires_grad)
-        given = {name: value() if callable(value) else value for name, value in row.options.items()}
-        options = {"bucket_nbytes": 512, **given}
+        own = {name: value() if callable(value) else value for name, value in row.options.items()}
+        options = {"bucket_nbytes": 512, **own}
         with late_gathers(LATE) if options.get("overlap_gather") else contextlib.nullcontext():
             zc.compile(model, optimizer, stage=stage, backend=backend, **options)
             script = Script(model, optimizer, rank, world_size, torch.float32, is_zc=True, backend=backend)

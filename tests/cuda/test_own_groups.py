@@ -92,15 +92,15 @@ def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: b
 def test_exchanges_are_on_a_group_of_zcs_own(members: tuple[int, ...], is_bound: bool) -> None:
     """A group of all ranks may be split from one that is bound to a device; one of some must not be, as the others
     would have to come, too."""
-    for found in run_ranks(_exchanges, 3, members, is_bound)[: len(members)]:
-        assert len(found["used"]) == 5 and all(found["is_own"].values()), found
-        assert found["options"] == [(True, timedelta(minutes=3), is_bound and len(members) == 3)]
-        assert found["bound"] == ("cuda:0" if is_bound else "None")
+    for result in run_ranks(_exchanges, 3, members, is_bound)[: len(members)]:
+        assert len(result["used"]) == 5 and all(result["is_own"].values()), result
+        assert result["options"] == [(True, timedelta(minutes=3), is_bound and len(members) == 3)]
+        assert result["bound"] == ("cuda:0" if is_bound else "None")
         if hasattr(dist.distributed_c10d, "_nccl2_device"):  # else the group binds itself in its first collective
-            assert found["devices"] == ["cuda:1"], "the device of the parameters, not one guessed by the rank"
-        assert found["config"] == ["max_ctas=4"], "NCCL's options of the program's own group"
-        assert found["of a rank without pieces"] == {"meta"}, "NCCL takes no tensor of the CPU, even an empty one"
-        assert (found["note"], found["asked"], found["reads"]) == (None, [], False)
+            assert result["devices"] == ["cuda:1"], "the device of the parameters, not one guessed by the rank"
+        assert result["config"] == ["max_ctas=4"], "NCCL's options of the program's own group"
+        assert result["of a rank without pieces"] == {"meta"}, "NCCL takes no tensor of the CPU, even an empty one"
+        assert (result["note"], result["asked"], result["reads"]) == (None, [], False)
 
 
 def _refused(rank: int, world_size: int) -> str:
@@ -112,8 +112,8 @@ def _refused(rank: int, world_size: int) -> str:
 
 
 def test_a_group_without_a_backend_for_the_device_is_refused() -> None:
-    for found in run_ranks(_refused, 2):
-        assert "parameters are on cuda, for whose tensors the process group has no backend: it has cpu:gloo" in found
+    for result in run_ranks(_refused, 2):
+        assert "parameters are on cuda, for whose tensors the process group has no backend: it has cpu:gloo" in result
 
 
 def _timeouts(rank: int, world_size: int) -> list[float]:

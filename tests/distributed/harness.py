@@ -43,18 +43,18 @@ PROBE = "import torch._inductor.cpu_vec_isa as isa; print(isa.pick_vec_isa())"
 def patience() -> float:
     """How many times longer than on an idle machine work may take: processes that want a core, by cores. Or
     ``ZC_PATIENCE``, where that is set."""
-    given = os.environ.get("ZC_PATIENCE")
+    setting = os.environ.get("ZC_PATIENCE")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1.0, float(given) if given else os.getloadavg()[0] / cores)
+    return max(1.0, float(setting) if setting else os.getloadavg()[0] / cores)
 
 
-def probed(kept: Path = ROOT / "build" / "processor") -> Path:
+def probed(cache: Path = ROOT / "build" / "processor") -> Path:
     """A folder of Inductor's with what it has found out about the processor; made once for this Python and its torch.
 
     Where that fails, there is no compiler, say, the folder is empty, and those tests fail that need one.
     """
     version = importlib.metadata.version("torch")
-    folder = kept / f"{version}-{sys.version_info.major}.{sys.version_info.minor}"
+    folder = cache / f"{version}-{sys.version_info.major}.{sys.version_info.minor}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         making = Path(tempfile.mkdtemp(dir=folder.parent))

@@ -34,16 +34,16 @@ def _serve(connection: Connection, stacks: str) -> None:
         except EOFError:
             return  # the session ended
         sys.path[:] = path
-        is_fine, held = True, []
+        is_fine, groups = True, []
         try:
             # lifetime: longer than the job's objects. A DDP module that is the last to hold the group ends it under the
             # GIL, and joins a thread of it that may wait for the GIL (torch 2.13)
-            held = [_start_job(rank, store, world_size, timeout)]
+            groups = [_start_job(rank, store, world_size, timeout)]
             fn, args = pickle.loads(message)
             answer = pickle.dumps((True, _run(fn, rank, world_size, args)))
         except BaseException:  # noqa: BLE001  (whatever it is, it goes to the test that asked)
             is_fine, answer = False, pickle.dumps((False, traceback.format_exc()))
-        held.clear()
+        groups.clear()
         connection.send_bytes(answer)
         _end_job(is_fine)
 

@@ -100,16 +100,16 @@ def test_the_probe_notices_a_leak() -> None:
 def _count_in_bf16(rank: int, world_size: int, stage: int, backend: str, declared: bool) -> list[float]:
     model = nn.Linear(4, 1, bias=False).bfloat16()
     zc.compile(model, sgd(model), stage=stage, backend=backend)
-    found = []
+    sums = []
     for values in ([256.0, 1.0], [1.0] * 300):
         for k, value in enumerate(values):
             with zc.no_sync(model) if declared and k < len(values) - 1 else contextlib.nullcontext():
                 model(torch.full((1, 4), value, dtype=torch.bfloat16)).sum().backward()
         grad = zc.full_grad(model)["weight"]
         assert grad is not None and grad.dtype == torch.float32
-        found.append(grad[0, 0].item())
+        sums.append(grad[0, 0].item())
         model.zero_grad()
-    return found
+    return sums
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -118,8 +118,8 @@ def test_256_and_1_is_257(stage: int) -> None:
     256."""
     for backend in ("eager", "aot_eager"):
         for declared in (True, False):
-            for found in run_ranks(_count_in_bf16, 2, stage, backend, declared):
-                assert found == [257.0, 300.0], (backend, declared)
+            for result in run_ranks(_count_in_bf16, 2, stage, backend, declared):
+                assert result == [257.0, 300.0], (backend, declared)
     assert (torch.tensor(256.0, dtype=torch.bfloat16) + 1).item() == 256.0, "the control: bf16 can't count on"
 
 
@@ -152,15 +152,15 @@ def test_declared_microbatches_send_nothing_in_stage_1(backend: str) -> None:
     bucket and update with no_sync, in every update; without it and in stage 2 one a bucket and backward. The order is
     the same on every rank."""
     for stage, declared, backwards in ((1, True, 1), (1, False, 4), (2, True, 4), (2, False, 4)):
-        found = run_ranks(_what_is_sent, 2, stage, backend, declared)
-        assert found[0] == found[1]
+        results = run_ranks(_what_is_sent, 2, stage, backend, declared)
+        assert results[0] == results[1]
         num_buckets = 2  # each layer's 1,024 bytes of weight and 64 of bias do not fit together with another's
-        for calls in found[0]:
+        for calls in results[0]:
             per_bucket = {call: calls.count(call) for call in calls}
             assert sum(per_bucket.values()) % backwards == 0 and calls, (stage, declared, calls)
             assert len(calls) // backwards >= num_buckets
-            assert calls == found[0][0], "every update sends the same"
-        declared_calls = len(found[0][0]) // backwards
+            assert calls == results[0][0], "every update sends the same"
+        declared_calls = len(results[0][0]) // backwards
         assert declared_calls == len(run_ranks(_what_is_sent, 2, 1, backend, True)[0][0])
 
 

@@ -27,8 +27,8 @@ class Around(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.inner(x)
-        return found
+        output: Tensor = self.inner(x)
+        return output
 
 
 MOVES: tuple[Callable[[nn.Module], Any], ...] = (
@@ -57,7 +57,7 @@ def _moved(rank: int, world_size: int, options: dict[str, Any], is_moved: bool) 
         optimizer.zero_grad()
     assert places == [param.data_ptr() for param in model.parameters()]
     assert all(param.device == torch.device("cpu") for param in model.parameters())
-    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     if is_moved:
         with torch.no_grad():
             next(model.parameters()).view(-1)[0] = float("nan")
@@ -68,7 +68,7 @@ def _moved(rank: int, world_size: int, options: dict[str, Any], is_moved: bool) 
         dtype = next(model.parameters()).dtype
         said = message_of(lambda: mean_square(model, [t.to(dtype) for t in batch(rank, 9, 0)]).backward())
         assert said[0] == "ZcError" and "has left its bucket" in said[1], "one that changes something"
-    return found
+    return weights
 
 
 @pytest.mark.parametrize("options", [{"backend": "eager"}, {"backend": "aot_eager", "overlap_gather": True}], ids=str)
@@ -96,8 +96,8 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.rnn.flatten_parameters()  # as many scripts have it
-        found: Tensor = self.last(self.rnn(x.view(-1, 4, 4))[0][:, -1])
-        return found
+        output: Tensor = self.last(self.rnn(x.view(-1, 4, 4))[0][:, -1])
+        return output
 
 
 def _recurrent(rank: int, world_size: int, backend: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -121,18 +121,18 @@ def _recurrent(rank: int, world_size: int, backend: str) -> tuple[dict[str, Tens
         copied.rnn.flatten_parameters()
         assert copied.rnn.weight_ih_l0.data_ptr() != before, "a plain module has its class's method"
         assert copied.to("meta").last.weight.is_meta
-    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    trained = {name: param.detach().clone() for name, param in model.named_parameters()}
     zc.close(model)
     assert "flatten_parameters" not in vars(model.rnn) and not {"_apply"} & vars(model).keys()
     DistributedDataParallel(model)
-    return found, {name: param.detach().clone() for name, param in plain.module.named_parameters()}
+    return trained, {name: param.detach().clone() for name, param in plain.module.named_parameters()}
 
 
 @pytest.mark.filterwarnings("ignore:zc")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_an_rnn_stays_in_its_bucket(backend: str) -> None:
-    for found, wanted in run_ranks(_recurrent, 2, backend):
-        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-7)
+    for result, wanted in run_ranks(_recurrent, 2, backend):
+        torch.testing.assert_close(result, wanted, rtol=2e-5, atol=1e-7)
 
 
 class _FabricModule(Around):
@@ -166,9 +166,9 @@ def test_accelerates_optimizer() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = mlp()
     inside = adamw(model)
-    given = accelerate.Accelerator(cpu=True).prepare(inside)
+    prepared = accelerate.Accelerator(cpu=True).prepare(inside)
     before = [param.data_ptr() for param in model.parameters()]
     with pytest.raises(zc.PlanError, match=r"AcceleratedOptimizer, which wraps .* attribute \.optimizer"):
-        zc.compile(model, given, backend="eager")
+        zc.compile(model, prepared, backend="eager")
     assert before == [param.data_ptr() for param in model.parameters()]
-    zc.compile(model, given.optimizer, backend="eager")
+    zc.compile(model, prepared.optimizer, backend="eager")

@@ -41,8 +41,8 @@ def _train(rank: int, backend: str, updates: int = 2, microbatches: int = 2, **o
         digest.update(param.detach().numpy().tobytes())
     num_buckets = zc.explain(model).sections["buckets"].count(" at 0\n")
     if options.get("write_in_place"):
-        made = re.search(r"made in place: ([0-9,]+) of ([0-9,]+) bytes", str(zc.explain(model)))
-        assert made and int(made[1].replace(",", "")) > 0.9 * int(made[2].replace(",", "")), made
+        in_place = re.search(r"made in place: ([0-9,]+) of ([0-9,]+) bytes", str(zc.explain(model)))
+        assert in_place and int(in_place[1].replace(",", "")) > 0.9 * int(in_place[2].replace(",", "")), in_place
     return digest.hexdigest(), num_buckets
 
 
@@ -52,9 +52,9 @@ def _hashes(rank: int, world_size: int, backend: str, runs: list[dict[str, Any]]
 
 def same(world_size: int, backend: str, runs: list[dict[str, Any]]) -> list[int]:
     """Asserts that all runs, on all ranks, end with the same weights; the number of buckets of each run."""
-    found = run_ranks(_hashes, world_size, backend, runs, timeout=240)
-    assert {h for ranks in found for h, _ in ranks} == {found[0][0][0]}, found
-    return [n for _, n in found[0]]
+    results = run_ranks(_hashes, world_size, backend, runs, timeout=240)
+    assert {h for ranks in results for h, _ in ranks} == {results[0][0][0]}, results
+    return [n for _, n in results[0]]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_eager_and_aot_eager_run_the_same_kernels() -> None:
 
 
 def _flat_weights(rank: int, world_size: int, backends: list[str]) -> list[torch.Tensor]:
-    found = []
+    flat = []
     for backend in backends:
         torch.manual_seed(0)
         model: nn.Module = mlp(32, 3)
@@ -105,8 +105,8 @@ def _flat_weights(rank: int, world_size: int, backends: list[str]) -> list[torch
             mean_square(model, vectors(32)(rank, step, 0)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
-    return found
+        flat.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    return flat
 
 
 def test_native_reduction_is_not_promised_to_be_bitwise_but_repeats() -> None:

@@ -263,8 +263,8 @@ def depths(rank: int, world_size: int) -> list[tuple[int, int, int]]:
             optimizer.step()
             optimizer.zero_grad()
         runtime = zc.registry.sharded(net).runtime
-        made = [p for p in runtime.programs if p.like is None]
-        counts.append((len(runtime.ledger.graphs), len(runtime.compiled_segments), len(made)))
+        schedules = [p for p in runtime.programs if p.like is None]
+        counts.append((len(runtime.ledger.graphs), len(runtime.compiled_segments), len(schedules)))
         zc.close(net)
     return counts
 

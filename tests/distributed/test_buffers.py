@@ -43,12 +43,12 @@ class Codebook(nn.Module):
         # nothing behind it that a backward would compute again from the changed buffer, as torch 2.13 does
         y = self.last(F.gelu(x)) + 0.1 * (self.mean + self.replaced.sum() + self.wide.mean().float())
         if self.training:
-            given = x.detach()
-            self.mean.mul_(0.5).add_(given.mean(0))
-            self.seen.logical_or_(given.mean() > 0)
+            detached = x.detach()
+            self.mean.mul_(0.5).add_(detached.mean(0))
+            self.seen.logical_or_(detached.mean() > 0)
             self.calls.add_(1)
-            self.wide.add_(given.mean())
-            self.replaced = self.replaced + 0.01 * given.mean()
+            self.wide.add_(detached.mean())
+            self.replaced = self.replaced + 0.01 * detached.mean()
         return y
 
 
@@ -104,9 +104,9 @@ def _against_ddp(rank: int, world_size: int, backend: str, stage: int, chosen: l
             wanted = _loop(ddp, plain, optimizer, ddp.no_sync, rank, how)
             torch.manual_seed(0)
             model = MODELS[name]()
-            held = SGD(model.parameters(), lr=0.1)
-            zc.compile(model, held, backend=backend, stage=stage, bucket_nbytes=512)
-            got = _loop(model, model, held, lambda model=model: zc.no_sync(model), rank, how)  # type: ignore[misc]
+            inner = SGD(model.parameters(), lr=0.1)
+            zc.compile(model, inner, backend=backend, stage=stage, bucket_nbytes=512)
+            got = _loop(model, model, inner, lambda model=model: zc.no_sync(model), rank, how)  # type: ignore[misc]
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}, {how}: {m}")  # noqa: B023
             zc.close(model)
 
@@ -134,7 +134,7 @@ def _compiled(**options: Any) -> Iterator[tuple[nn.Module, SGD]]:
 
 def _differently(rank: int, world_size: int) -> list[Any]:
     """Job: ranks call the model differently often, one alone evaluates, and the caller has collectives of its own."""
-    found: list[Any] = []
+    results: list[Any] = []
     for more in range(world_size):  # the one with more forwards between two updates
         with _compiled(stage=1) as (model, optimizer):
             for step in range(4):  # behind the last one all have caught up
@@ -149,18 +149,18 @@ def _differently(rank: int, world_size: int) -> list[Any]:
                         model(torch.ones(2, 16))
                     model.train()
                 dist.barrier()
-            found.append({name: value.clone() for name, value in model.named_buffers()})
+            results.append({name: value.clone() for name, value in model.named_buffers()})
     with _compiled(stage=2, broadcast_buffers=False) as (model, optimizer):
         F.mse_loss(model(_batch(rank, 0, 0)[0]), torch.ones(4, 16)).backward()
         optimizer.step()
-        found.append(model.mean.clone())
-    return found
+        results.append(model.mean.clone())
+    return results
 
 
 def test_nobody_waits_for_a_forward_that_another_rank_does_not_run() -> None:
     (first, second, own), (first_1, second_1, own_1) = run_ranks(_differently, 2)
     torch.testing.assert_close((first_1, second_1), (first, second), rtol=0, atol=0)
-    assert [int(found["calls"]) for found in (first, second)] == [10, 4], "rank 0's own"
+    assert [int(buffers["calls"]) for buffers in (first, second)] == [10, 4], "rank 0's own"
     assert not torch.equal(own, own_1), "broadcast_buffers=False leaves each rank its own"
 
 
@@ -169,8 +169,8 @@ def _dropped(rank: int, world_size: int) -> float:
     model = batch_norm()
     optimizer = SGD(model.parameters(), lr=0.1)
     zc.compile(model, optimizer, stage=3, backend="eager")
-    held = zc.registry.sharded(model)
-    (sync,) = (each for each in held.runtime.listeners if isinstance(each, BufferSync))
+    sharded_model = zc.registry.sharded(model)
+    (sync,) = (each for each in sharded_model.runtime.listeners if isinstance(each, BufferSync))
     receive = sync.after_meeting
 
     def late() -> None:
@@ -183,7 +183,7 @@ def _dropped(rank: int, world_size: int) -> float:
         optimizer.step()
     mean = float(model.get_buffer("1.running_mean").sum())
     if rank == 0:
-        del model, optimizer, held, sync, receive, late
+        del model, optimizer, sharded_model, sync, receive, late
         gc.collect()
     return mean
 
@@ -199,9 +199,9 @@ def _other_shapes(rank: int, world_size: int) -> str:
         F.mse_loss(model(_batch(rank, 0, 0)[0]), torch.ones(4, 16)).backward()
         if rank == 1:
             model.replaced = torch.zeros(9)
-        with pytest.raises(zc.RankMismatchError) as found:
+        with pytest.raises(zc.RankMismatchError) as caught:
             optimizer.step()
-        return str(found.value)
+        return str(caught.value)
 
 
 def test_buffers_of_other_shapes_are_named_on_all_ranks() -> None:

@@ -42,12 +42,12 @@ def threads_of_zc() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("zc ")}
 
 
-def wait_until(found: Callable[[], bool]) -> bool:
+def wait_until(condition: Callable[[], bool]) -> bool:
     """Two seconds at most: a thread ends a moment after it was told to."""
     end = time.monotonic() + 2
-    while not found() and time.monotonic() < end:
+    while not condition() and time.monotonic() < end:
         time.sleep(0.01)
-    return found()
+    return condition()
 
 
 def nothing_left(before: tuple[int, int], after: tuple[int, int]) -> bool:
@@ -100,7 +100,7 @@ def _plain_again(rank: int, world_size: int, backend: str, options: dict[str, An
     before = threads_of_zc()
     model, optimizer = trained(rank, 3, backend=backend, **options)
     mean_square(model, vectors()(rank, 9, 0)).backward()  # a gradient that no step takes
-    kept = {name: param.detach().clone() for name, param in model.named_parameters()}
+    at_close = {name: param.detach().clone() for name, param in model.named_parameters()}
     places = {param.data_ptr() for param in model.parameters()}
     x, y = vectors()(0, 10, 0)
     with torch.no_grad():
@@ -109,7 +109,7 @@ def _plain_again(rank: int, world_size: int, backend: str, options: dict[str, An
     if options.get("overlap_gather"):
         assert not any(module._forward_pre_hooks or module._state_dict_pre_hooks for module in model.modules())
     for name, param in model.named_parameters():
-        assert type(param) is nn.Parameter and param.grad is None and torch.equal(param, kept[name])
+        assert type(param) is nn.Parameter and param.grad is None and torch.equal(param, at_close[name])
         assert param.data_ptr() not in places, "memory of its own"
     assert wait_until(lambda: threads_of_zc() <= before) and torch.allclose(model(x), wanted, atol=1e-6)
     with pytest.raises(zc.PlanError, match="was not compiled"):
@@ -124,7 +124,7 @@ def _plain_again(rank: int, world_size: int, backend: str, options: dict[str, An
     F.mse_loss(model(vectors()(rank, 11, 0)[0]), y).backward()
     again.step()
     zc.synchronize(model)
-    assert not torch.equal(next(model.parameters()), next(iter(kept.values())))
+    assert not torch.equal(next(model.parameters()), next(iter(at_close.values())))
     zc.close(model)
 
 
@@ -242,5 +242,6 @@ def test_a_model_that_was_saved_whole_says_what_it_is(tmp_path: Path) -> None:
     # where zc is not installed, too
     code = f"import sys, torch; sys.modules['zc'] = None; torch.load({str(tmp_path / '0.pt')!r}, weights_only=False)"
     folders = os.pathsep.join(sys.path)
-    found = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": folders}, capture_output=True)
-    assert found.returncode == 0 and b"saved whole" in found.stderr, found.stderr.decode()[-2000:]
+    env = {**os.environ, "PYTHONPATH": folders}
+    process = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
+    assert process.returncode == 0 and b"saved whole" in process.stderr, process.stderr.decode()[-2000:]

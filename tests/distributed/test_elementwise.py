@@ -131,8 +131,8 @@ def test_a_lie_is_caught_and_nothing_changes(lie: str) -> None:
         model = nn.Linear(16, 16, bias=False)
     optimizer = make(model.parameters())
     before, random = weights(model), torch.get_rng_state()
-    kind, found = message_of(lambda: zc.compile(model, optimizer, backend="eager"))
-    assert kind == "PlanError" and text in found and type(optimizer).__name__ in found, found
+    kind, message = message_of(lambda: zc.compile(model, optimizer, backend="eager"))
+    assert kind == "PlanError" and text in message and type(optimizer).__name__ in message, message
     assert all(torch.equal(before[n], w) for n, w in weights(model).items())
     assert torch.equal(random, torch.get_rng_state()) and not optimizer.state
 

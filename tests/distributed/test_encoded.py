@@ -44,12 +44,12 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
 
 def run(rank: int, world_size: int, per_host: int, every: list[dict[str, Any]]) -> list[Any]:
     """Job: weights after six updates with each of the options, and the bytes of the last one."""
-    found = []
+    runs = []
     for options in every:
         model, optimizer = model_of(options, world_size, rank, per_host)
         train(model, optimizer, rank, range(6))
-        found.append((weights_of(model), dict(sharded(model).runtime.ledger.last.nbytes_sent), str(zc.explain(model))))
-    return found
+        runs.append((weights_of(model), dict(sharded(model).runtime.ledger.last.nbytes_sent), str(zc.explain(model))))
+    return runs
 
 
 @pytest.mark.parametrize(("world_size", "per_host"), [(2, 1), (4, 2)])

@@ -64,8 +64,8 @@ def _poisoned(rank: int, world_size: int, options: dict[str, Any]) -> tuple[bool
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("options", [{"backend": "eager"}, {"backend": "aot_eager", "write_in_place": True}])
 def test_what_is_in_new_memory_reaches_no_weight(stage: int, options: dict[str, Any]) -> None:
-    for found in run_ranks(_poisoned, 2, {"stage": stage, **options}):
-        assert found == (True, True)
+    for result in run_ranks(_poisoned, 2, {"stage": stage, **options}):
+        assert result == (True, True)
 
 
 def _kept(rank: int, world_size: int) -> tuple[bool, str]:
@@ -73,9 +73,9 @@ def _kept(rank: int, world_size: int) -> tuple[bool, str]:
     torch.manual_seed(0)
     model = mlp(DIM, 2)
     model, optimizer = zc.compile(model, adamw(model), backend="eager", bucket_nbytes=BUCKET)
-    kept, values = [], []
+    gradients, values = [], []
     optimizer.register_step_pre_hook(
-        lambda o, *_: kept.extend(p.grad for g in o.param_groups for p in g["params"] if p.grad is not None)
+        lambda o, *_: gradients.extend(p.grad for g in o.param_groups for p in g["params"] if p.grad is not None)
     )
     said = ""
     for step in range(2):
@@ -83,13 +83,13 @@ def _kept(rank: int, world_size: int) -> tuple[bool, str]:
         stand_in = model[0].weight.grad
         optimizer.step()
         if not step:
-            values = [grad.clone() for grad in kept]
+            values = [grad.clone() for grad in gradients]
         optimizer.zero_grad()
     try:
         stand_in.mul_(2.0)
     except ZcError as error:
         said = str(error)
-    return all(torch.equal(a, b) for a, b in zip(kept, values, strict=False)) and bool(values), said
+    return all(torch.equal(a, b) for a, b in zip(gradients, values, strict=False)) and bool(values), said
 
 
 def test_a_kept_gradient_keeps_its_values_and_an_old_stand_in_says_that_it_is_old() -> None:
@@ -107,15 +107,15 @@ def test_the_models_own_zero_grad_lets_go_before_new_memory_is_taken(stage: int)
     model(x).sum().backward()
     optimizer.step()
     old = {t.data_ptr() for t in runtime.buffers.acc}
-    held: list[bool] = []
+    is_alive: list[bool] = []
 
     def room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        held.append(any(g is not None and g.untyped_storage().data_ptr() in old for g in grads))
+        is_alive.append(any(g is not None and g.untyped_storage().data_ptr() in old for g in grads))
         return torch.empty(numel, dtype=dtype, device=device)
 
     model.zero_grad()
     with mock.patch.object(zc.engine.buffers, "_room", room):
         model(x).sum().backward()
-    assert held
-    assert not any(held)
+    assert is_alive
+    assert not any(is_alive)

@@ -89,11 +89,11 @@ def _norms(rank: int, world_size: int, stage: int, backend: str) -> tuple[float,
     model = case.model()
     zc.compile(model, adamw(model), stage=stage, backend=backend, bucket_nbytes=4096)
     case.loss(model, case.batch(rank, 0, 0)).backward()
-    found = zc.clip_grad_norm_(model, 0.5)
-    assert found.dim() == 0 and found.dtype == torch.float32
+    norm = zc.clip_grad_norm_(model, 0.5)
+    assert norm.dim() == 0 and norm.dtype == torch.float32
     wanted = full_gradients(case.model(), case.loss, [[case.batch(r, 0, 0)] for r in range(world_size)])
     joint = math.sqrt(sum(g.square().sum().item() for g in wanted.values()))
-    return found.item(), zc.clip_grad_norm_(model, 0.5).item(), joint
+    return norm.item(), zc.clip_grad_norm_(model, 0.5).item(), joint
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -101,8 +101,8 @@ def _norms(rank: int, world_size: int, stage: int, backend: str) -> tuple[float,
 def test_the_norm_is_the_one_process_norm(world_size: int, stage: int) -> None:
     """deepspeed#7302, pytorch#149768, pytorch#88955: replicas or a tied weight counted twice give a norm that is wrong
     by a few per cent. A second call sees the clipped gradients."""
-    for found, again, wanted in run_ranks(_norms, world_size, stage, "eager"):
-        assert found == pytest.approx(wanted, rel=1e-6)
+    for result, again, wanted in run_ranks(_norms, world_size, stage, "eager"):
+        assert result == pytest.approx(wanted, rel=1e-6)
         assert again == pytest.approx(min(0.5, wanted), rel=1e-4)
 
 

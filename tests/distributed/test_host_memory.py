@@ -28,9 +28,9 @@ def _counted(rank: int, world_size: int, run: Run, host_memory: str) -> tuple[di
     """Job: the weights, and how many bytes this rank has read of the others' memory."""
     nbytes: list[int] = []
 
-    def counting(self: memory.Reader, *given: int) -> None:
-        nbytes.append(given[-1])
-        _READ(self, *given)
+    def counting(self: memory.Reader, *arguments: int) -> None:
+        nbytes.append(arguments[-1])
+        _READ(self, *arguments)
 
     memory.Reader.read_into = counting  # type: ignore[method-assign, assignment]
     try:
@@ -43,9 +43,9 @@ def _counted(rank: int, world_size: int, run: Run, host_memory: str) -> tuple[di
 @pytest.mark.parametrize(("world_size", "number"), [(2, 0), (3, 3), *([(3, 1), (3, 2)] if FULL else [])])
 def test_the_same_bits_as_by_messages(world_size: int, number: int) -> None:
     read, sent = (run_ranks(_counted, world_size, RUNS[number], host_memory) for host_memory in "10")
-    for (found, nbytes), (wanted, none) in zip(read, sent, strict=True):
-        assert all(torch.equal(found[name], wanted[name]) for name in found) and found.keys() == wanted.keys()
-        assert nbytes > sum(value.nbytes for value in found.values()) and none == 0
+    for (got, nbytes), (wanted, none) in zip(read, sent, strict=True):
+        assert all(torch.equal(got[name], wanted[name]) for name in got) and got.keys() == wanted.keys()
+        assert nbytes > sum(value.nbytes for value in got.values()) and none == 0
 
 
 def _ways(rank: int, world_size: int, refused_on: int | None, how: str) -> tuple[str, str, list[str]]:
@@ -69,9 +69,9 @@ def _ways(rank: int, world_size: int, refused_on: int | None, how: str) -> tuple
     finally:
         memory.Reader.read_into, topology.Reader = _READ, memory.Reader  # type: ignore[method-assign, misc]
         topology.Listener = _LISTENER  # type: ignore[misc]
-    found = zc.explain(model).sections
+    sections = zc.explain(model).sections
     now = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
-    return found["plan"], found["notes"], sorted(now - before)
+    return sections["plan"], sections["notes"], sorted(now - before)
 
 
 _READ, _LISTENER = memory.Reader.read_into, topology.Listener
@@ -90,9 +90,9 @@ def _no_reader() -> Any:
 
 
 def _elsewhere() -> Any:
-    made = _LISTENER()
-    made.address = made.address._replace(pid=os.getppid())
-    return made
+    listener = _LISTENER()
+    listener.address = listener.address._replace(pid=os.getppid())
+    return listener
 
 
 def test_explain_says_which_way() -> None:
@@ -139,6 +139,6 @@ def _refused_later(rank: int, world_size: int) -> tuple[str, str]:
 
 def test_a_refusal_in_the_middle_of_a_run_is_named_on_every_rank() -> None:
     """It was a plain RuntimeError on one rank, and a lost rank without the reason on the other."""
-    found = run_ranks(_refused_later, 2)
-    assert found[0] == found[1] and found[0][0] == "RankLostError", found
-    assert "the memory of rank 0 can't be read by rank 1" in found[0][1] and "ZC_HOST_MEMORY=0" in found[0][1]
+    results = run_ranks(_refused_later, 2)
+    assert results[0] == results[1] and results[0][0] == "RankLostError", results
+    assert "the memory of rank 0 can't be read by rank 1" in results[0][1] and "ZC_HOST_MEMORY=0" in results[0][1]

@@ -54,9 +54,9 @@ except zc.RankLostError as error:
 
 
 def _shared_segments() -> set[str]:
-    found = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+    names = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
     sysv = Path("/proc/sysvipc/shm")
-    return found | (set(sysv.read_text().splitlines()) if sysv.exists() else set())
+    return names | (set(sysv.read_text().splitlines()) if sysv.exists() else set())
 
 
 @pytest.mark.parametrize("number", KILLS)

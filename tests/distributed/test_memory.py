@@ -56,12 +56,12 @@ def formula(world_size: int, stage: int, reduce: str, dtype: torch.dtype, num_bu
 
 def _storages() -> set[tuple[int, int]]:
     """Address and bytes of every storage that a Python tensor of this process holds."""
-    found = set()
+    storages = set()
     for item in gc.get_objects():
         if type(item) in (Tensor, torch.nn.Parameter) and item.device.type == "cpu" and item.layout == torch.strided:
             storage = item.untyped_storage()
-            found.add((storage.data_ptr(), storage.nbytes()))
-    return found
+            storages.add((storage.data_ptr(), storage.nbytes()))
+    return storages
 
 
 def _alive(before: set[tuple[int, int]]) -> int:
@@ -89,8 +89,8 @@ def _held(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> di
         del x, y
         alive = _alive(before)
         optimizer.zero_grad()
-    found = {"claimed": zc.persistent_nbytes(model), "alive": alive, "between": _alive(before)}
-    return {**found, "numel": sum(p.numel() for p in model.parameters())}
+    nbytes = {"claimed": zc.persistent_nbytes(model), "alive": alive, "between": _alive(before)}
+    return {**nbytes, "numel": sum(p.numel() for p in model.parameters())}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -102,10 +102,10 @@ def test_persistent_bytes_are_the_formula(world_size: int, stage: int, dtype: to
     if world_size == 2:
         options += [{**options[0], "reduce": "native"}, {**options[0], "num_buffers": 1}]
     for option in options:
-        found = run_ranks(_held, world_size, stage, option)
+        results = run_ranks(_held, world_size, stage, option)
         wanted = formula(world_size, stage, option.get("reduce", "exact"), dtype, option.get("num_buffers", 2))
         moments = 0
-        for seen in found:
+        for seen in results:
             claimed = dict(seen["claimed"])
             state = claimed.pop("optimizer_state")
             assert claimed == wanted, option
@@ -117,7 +117,7 @@ def test_persistent_bytes_are_the_formula(world_size: int, stage: int, dtype: to
             assert 0 <= seen["alive"] - sum(seen["claimed"].values()) <= 1024, seen
             gone = sum(claimed[kind] for kind in ("acc", "flat_grad", "recv"))
             assert seen["alive"] - seen["between"] == gone, "zero_grad gives the gradients' memory back, and no other"
-        assert moments == 8 * found[0]["numel"], "two fp32 moments for each element, once over all ranks"
+        assert moments == 8 * results[0]["numel"], "two fp32 moments for each element, once over all ranks"
 
 
 def _peak(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, int, int, int]:
@@ -128,9 +128,9 @@ def _peak(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, int
         sizes = [p.nbytes for p in model.parameters()]
         model, optimizer = zc.compile(model, adamw(model), backend="eager", bucket_nbytes=1, **options)
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = list(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    in_use = list(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
     del optimizer
-    return sum(sizes), max(sizes), max(held), held[-1]
+    return sum(sizes), max(sizes), max(in_use), in_use[-1]
 
 
 @pytest.mark.parametrize("options", [{}, {"param_dtype": torch.bfloat16}, {"offload": "cpu"}], ids=str)

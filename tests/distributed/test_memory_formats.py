@@ -34,8 +34,8 @@ class Formats(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.gelu(self.conv(x.view(-1, 1, 4, 4).repeat(1, 2, 1, 1).contiguous(memory_format=torch.channels_last)))
-        found: Tensor = self.last(F.gelu(self.norm(self.deep(x))).flatten(1))
-        return found
+        output: Tensor = self.last(F.gelu(self.norm(self.deep(x))).flatten(1))
+        return output
 
 
 def row_major() -> nn.Module:
@@ -73,12 +73,12 @@ def _against_ddp(rank: int, world_size: int, run: Run) -> tuple[float, str]:
     batch = run.of.batch(rank, 99, 0)
     mean_square(model, batch).backward()
     mean_square(plain, batch).backward()
-    found = zc.full_grad(model)
+    grads = zc.full_grad(model)
     for name, param in plain.named_parameters():
-        assert param.grad is not None and found[name] is not None
+        assert param.grad is not None and grads[name] is not None
         dist.all_reduce(wanted := param.grad.contiguous())
-        torch.testing.assert_close(found[name].contiguous(), wanted / world_size, msg=name)
-        assert found[name].stride() == param.stride() == model.get_parameter(name).grad.stride(), name
+        torch.testing.assert_close(grads[name].contiguous(), wanted / world_size, msg=name)
+        assert grads[name].stride() == param.stride() == model.get_parameter(name).grad.stride(), name
         norm = model.get_parameter(name).grad.norm()
         torch.testing.assert_close(norm, wanted.norm() / world_size, msg=name)
     return error
@@ -135,11 +135,11 @@ def _chain(
     return [*seen, {n: p.detach().clone() for n, p in model.named_parameters()}]
 
 
-def _assert_same_states(found: Any, wanted: Any) -> None:
-    assert found["state"].keys() == wanted["state"].keys() and found["state"]
+def _assert_same_states(got: Any, wanted: Any) -> None:
+    assert got["state"].keys() == wanted["state"].keys() and got["state"]
     for number, values in wanted["state"].items():
         for key, value in values.items():
-            assert torch.equal(torch.as_tensor(found["state"][number][key]), torch.as_tensor(value)), (number, key)
+            assert torch.equal(torch.as_tensor(got["state"][number][key]), torch.as_tensor(value)), (number, key)
 
 
 @pytest.mark.parametrize("make", [adamw, factors])
@@ -153,11 +153,11 @@ def test_checkpoints_know_names_and_shapes_not_the_order(make: Any, tmp_path: Pa
     ]
     source, first = None, None
     for k, (world_size, case, options) in enumerate(chain):
-        found = run_ranks(_chain, world_size, case, make, options, source, tmp_path / str(k))[0]
-        source, first = tmp_path / str(k), first or found
-        assert all(torch.equal(found[0][name], first[0][name]) for name in first[0]), case
-        _assert_same_states(found[1], first[1])
-        assert worst(found[2], first[2])[0] < 1e-5
+        results = run_ranks(_chain, world_size, case, make, options, source, tmp_path / str(k))[0]
+        source, first = tmp_path / str(k), first or results
+        assert all(torch.equal(results[0][name], first[0][name]) for name in first[0]), case
+        _assert_same_states(results[1], first[1])
+        assert worst(results[2], first[2])[0] < 1e-5
 
 
 def _apart(rank: int, world_size: int) -> str:
@@ -179,9 +179,9 @@ def test_which_strides_are_kept() -> None:
         assert own_strides(shape, plain.stride()) is None
         for order in itertools.permutations(range(len(shape))):
             turned = plain.permute(order)
-            kept = own_strides(turned.shape, turned.stride())
-            assert kept in (None, turned.stride()) and (kept is not None or turned.is_contiguous())
-            slot = Slot("p", tuple(turned.shape), 0, kept)
+            strides = own_strides(turned.shape, turned.stride())
+            assert strides in (None, turned.stride()) and (strides is not None or turned.is_contiguous())
+            slot = Slot("p", tuple(turned.shape), 0, strides)
             assert (slot.order is None) == turned.is_contiguous()
             assert slot.order is None or turned.permute(slot.order).is_contiguous()
     wide = torch.zeros(4, 6)

@@ -73,10 +73,10 @@ def measured(rank: int, world_size: int, backend: str) -> list[tuple[int, int, i
             net(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        held = sum(nbytes for key, (nbytes, _) in storages().items() if key not in before) - 4 * x.numel()
+        between = sum(nbytes for key, (nbytes, _) in storages().items() if key not in before) - 4 * x.numel()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
             net(x).square().mean().backward()
-        rows.append((stage, cap, held, most_nbytes(prof)))
+        rows.append((stage, cap, between, most_nbytes(prof)))
         optimizer.step()
         zc.close(net)
     return rows
@@ -87,8 +87,8 @@ def test_bytes_between_steps_and_in_a_pass(backend: str) -> None:
     num_params = LAYERS * LAYER_NBYTES // 4
     for rows in run_ranks(measured, 2, backend, timeout=200.0):
         (_, _, _, in_stage_2), *in_stage_3 = rows
-        for _, cap, held, most in in_stage_3:
-            assert 12 * num_params / 2 <= held < 1.01 * 12 * num_params / 2
+        for _, cap, between, most in in_stage_3:
+            assert 12 * num_params / 2 <= between < 1.01 * 12 * num_params / 2
             assert most - in_stage_2 <= cap, "beside what stage 2 allocates: gathered weights alone"
             assert most - in_stage_2 > cap // 2, "the counter sees them"
 
@@ -117,10 +117,10 @@ def offloaded(rank: int, world_size: int, dtype: torch.dtype | None) -> tuple[in
         optimizer.zero_grad()
     states = [item for state in optimizer.state.values() for item in state.values() if item.dim()]
     in_states = {item.untyped_storage()._cdata for item in states}
-    held = {key: nbytes for key, (nbytes, _) in storages().items() if key not in before}
-    left = sum(held.values()) - sum(held[key] for key in in_states | (in_host & held.keys())) - x.nbytes
+    on_host = {key: nbytes for key, (nbytes, _) in storages().items() if key not in before}
+    left = sum(on_host.values()) - sum(on_host[key] for key in in_states | (in_host & on_host.keys())) - x.nbytes
     masters = {item.untyped_storage()._cdata for item in sharded(net).runtime.buffers.master_shard}
-    return sum(held[key] for key in in_states), sum(held[key] for key in in_host), left, masters <= in_host
+    return sum(on_host[key] for key in in_states), sum(on_host[key] for key in in_host), left, masters <= in_host
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -116,19 +116,19 @@ def train(rank: int, world_size: int, loop: Loop, memory: bool = True) -> dict[s
             run = DistributedDataParallel(model, find_unused_parameters=True)
         else:
             compiled(loop, model, optimizers)
-    found: dict[str, Any] = {"losses": [], "norms": [], "weights": []}
+    result: dict[str, Any] = {"losses": [], "norms": [], "weights": []}
     for step in range(loop.updates):
         losses, norm = update(model, run, optimizers, rank, step)
         zc.synchronize(model) if loop.shape is not None else None
-        found["losses"] += losses
-        found["norms"].append(norm)
-        found["weights"].append({name: param.detach().clone() for name, param in model.named_parameters()})
+        result["losses"] += losses
+        result["norms"].append(norm)
+        result["weights"].append({name: param.detach().clone() for name, param in model.named_parameters()})
     if loop.shape is not None:
         states = [value for o in optimizers for state in o.state.values() for value in state.values()]
-        found["numel_state"] = sum(v.numel() for v in states if isinstance(v, Tensor) and v.dim())
-        found["explained"] = str(zc.explain(model))
-        found["sent"] = sharded(model).runtime.ledger.last.nbytes_sent
-    return found
+        result["numel_state"] = sum(v.numel() for v in states if isinstance(v, Tensor) and v.dim())
+        result["explained"] = str(zc.explain(model))
+        result["sent"] = sharded(model).runtime.ledger.last.nbytes_sent
+    return result
 
 
 _DDP: dict[str, list[dict[str, Any]]] = {}
@@ -140,11 +140,11 @@ def ddp(make: str) -> list[dict[str, Any]]:
     return _DDP[make]
 
 
-def assert_as_ddp(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    for mine, theirs in zip(found, wanted, strict=True):
+def assert_as_ddp(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    for mine, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(mine["losses"], theirs["losses"], rtol=TOLERANCE, atol=TOLERANCE)
         torch.testing.assert_close(mine["norms"], theirs["norms"], rtol=TOLERANCE, atol=TOLERANCE)
-        for here, first, there in zip(mine["weights"], found[0]["weights"], theirs["weights"], strict=True):
+        for here, first, there in zip(mine["weights"], got[0]["weights"], theirs["weights"], strict=True):
             assert all(torch.equal(here[name], first[name]) for name in first), "ranks have different weights"
             assert worst(here, there)[0] < TOLERANCE
 
@@ -169,16 +169,16 @@ def test_ddp_s_losses_and_weights(
 ) -> None:
     """Clipped and accumulated, with a parameter that some ranks use and one that none does; all ranks have the same
     bits after every update."""
-    found = run_ranks(train, 4, Loop(shape, make, stage, backend, options=options), memory)
-    assert_as_ddp(found, ddp(make))
-    held = sum(p.numel() for n, p in Branches().named_parameters() if not n.startswith("never"))
-    states = [each["numel_state"] for each in found]
+    results = run_ranks(train, 4, Loop(shape, make, stage, backend, options=options), memory)
+    assert_as_ddp(results, ddp(make))
+    numel = sum(p.numel() for n, p in Branches().named_parameters() if not n.startswith("never"))
+    states = [each["numel_state"] for each in results]
     if make == "adamw":  # two moments an element; every row has each once
         rows = [states[k : k + shape[1]] for k in range(0, 4, shape[1])]
-        assert [sum(row) for row in rows] == [2 * held] * shape[0]
-        assert max(states) <= 2 * held / shape[1] * 1.25
+        assert [sum(row) for row in rows] == [2 * numel] * shape[0]
+        assert max(states) <= 2 * numel / shape[1] * 1.25
     reads = "read from the other ranks' memory" if memory and shape[1] > 1 else "messages"
-    assert all(f"reductions: {reads}" in each["explained"] for each in found) or shape[1] == 1
+    assert all(f"reductions: {reads}" in each["explained"] for each in results) or shape[1] == 1
 
 
 def resumed(rank: int, world_size: int, loop: Loop, folder: str, loads: str | None) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def odd_meshes(rank: int, world_size: int) -> dict[str, Any]:
         return DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=names or None)
 
     square = mesh([[0, 1], [2, 3]], *NAMES)
-    given: dict[str, Any] = {
+    meshes: dict[str, Any] = {
         "three": {"mesh": mesh([[[0, 1], [2, 3]]], "a", "b", "c")},
         "few": {"mesh": mesh([[0, 1]], *NAMES)},
         "down": {"mesh": mesh([[1, 0], [3, 2]], *NAMES)},
@@ -271,19 +271,19 @@ def odd_meshes(rank: int, world_size: int) -> dict[str, Any]:
         "offload": {"mesh": square, "offload": "cpu"},
         "differs": {"mesh": square if rank else None},
     }
-    found: dict[str, Any] = {}
-    for name, options in given.items():
+    messages: dict[str, Any] = {}
+    for name, options in meshes.items():
         model, optimizers = made(Loop())
         before = [(id(p), p.data_ptr(), p.grad) for p in model.parameters()]
         call = message_of(lambda: zc.compile(model, optimizers, backend="eager", **options))  # noqa: B023
         assert before == [(id(p), p.data_ptr(), p.grad) for p in model.parameters()] and not optimizers[0].state
-        found[name] = call
-    return found
+        messages[name] = call
+    return messages
 
 
 def test_a_mesh_that_does_not_fit_is_refused_with_both_shapes() -> None:
-    for found in run_ranks(odd_meshes, 4):
-        said = {name: text for name, (kind, text) in found.items() if kind == "PlanError"}
+    for result in run_ranks(odd_meshes, 4):
+        said = {name: text for name, (kind, text) in result.items() if kind == "PlanError"}
         assert "mesh (a=1, b=2, c=2) has 3 dimensions" in said["three"] and "all 4 ranks" in said["three"]
         assert "mesh (replicate=1, shard=2) has 2 ranks, and the default group has 4" in said["few"]
         assert "mesh (replicate=2, shard=2) of the ranks [[1, 0], [3, 2]]: ranks must ascend" in said["down"]
@@ -291,8 +291,8 @@ def test_a_mesh_that_does_not_fit_is_refused_with_both_shapes() -> None:
         assert "both group and mesh were given" in said["both"]
         assert "reduce='native' and a mesh of two dimensions with 2 replicas" in said["native"]
         assert "offload='cpu' and a mesh of two dimensions with 2 replicas" in said["offload"]
-        assert found["no mesh"] == ("TypeError", "mesh must be a torch.distributed.DeviceMesh, got tuple")
-        kind, text = found["differs"]
+        assert result["no mesh"] == ("TypeError", "mesh must be a torch.distributed.DeviceMesh, got tuple")
+        kind, text = result["differs"]
         assert kind == "RankMismatchError"
         assert "rank 0 has none, rank 1 has (replicate=2, shard=2) of the ranks [[0, 1], [2, 3]]" in text
 
@@ -304,9 +304,9 @@ def test_one_result_for_every_bucket_size_and_way() -> None:
         ({"bucket_nbytes": 2000}, True), ({"bucket_nbytes": 10**6, "num_buffers": 1}, False),
         ({"overlap": False, "bucket_nbytes": 500}, False),
     ):  # fmt: skip
-        found = run_ranks(train, 4, Loop((2, 2), updates=3, options=options), memory)
-        first = first or found
-        for each in found:
+        results = run_ranks(train, 4, Loop((2, 2), updates=3, options=options), memory)
+        first = first or results
+        for each in results:
             for mine, wanted in zip(each["weights"], first[0]["weights"], strict=True):
                 assert all(torch.equal(mine[name], wanted[name]) for name in wanted), (options, memory)
 
@@ -333,14 +333,14 @@ def test_what_is_sent_and_held_is_what_was_planned(shape: tuple[int, int], memor
         Stack(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40)), world_size=4, num_replicas=shape[0],
         ranks_per_host=4 if memory else None, bucket_nbytes=4000, microbatches=2,
     )  # fmt: skip
-    for sent, held in run_ranks(sent_and_held, 4, shape, memory):
+    for sent, result in run_ranks(sent_and_held, 4, shape, memory):
         reductions = {kind: n for kind, n in sent.items() if kind.startswith(("reduce", "gather sums"))}
         inside = {"reduce"} if shape[1] > 1 else set()
         assert set(reductions) == inside | {"reduce, between replicas", "gather sums, between replicas"}
         assert sum(reductions.values()) == planned.wire["gradients"]
         assert sent.get("gather weights", 0) == planned.wire["parameters"]
-        assert {kind: n for kind, n in held.items() if n} == {k: planned.device[k] for k, n in held.items() if n}
-        assert held["recv"] > 0 and ("host_sum" in held) == (shape[1] > 1)
+        assert {kind: n for kind, n in result.items() if n} == {k: planned.device[k] for k, n in result.items() if n}
+        assert result["recv"] > 0 and ("host_sum" in result) == (shape[1] > 1)
     assert f"4 ranks in {shape[0]} replicas" in str(planned)
 
 
@@ -377,10 +377,11 @@ def on_hosts(rank: int, world_size: int, shape: tuple[int, int], hosts: str) -> 
 )  # fmt: skip
 def test_all_replicas_take_one_way(hosts: str, how: str, note: str) -> None:
     """Whatever hosts they lie on: all have one plan, and one order of summation."""
-    found = run_ranks(on_hosts, 4, (2, 2), hosts)
-    assert_as_ddp(found, [{key: values[: len(found[0][key])] for key, values in each.items()} for each in ddp("adamw")])
-    assert all(how in each["explained"] and note in each["explained"] for each in found)
-    assert all(("stands for itself" in each["explained"]) == bool(note) for each in found)
+    results = run_ranks(on_hosts, 4, (2, 2), hosts)
+    first = results[0]
+    assert_as_ddp(results, [{key: values[: len(first[key])] for key, values in each.items()} for each in ddp("adamw")])
+    assert all(how in each["explained"] and note in each["explained"] for each in results)
+    assert all(("stands for itself" in each["explained"]) == bool(note) for each in results)
 
 
 def uneven(rank: int, world_size: int, stage: int, declared: bool, backend: str) -> Any:
@@ -392,7 +393,7 @@ def uneven(rank: int, world_size: int, stage: int, declared: bool, backend: str)
     model[1].weight.requires_grad_(False)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
     zc.compile(model, optimizer, stage=stage, backend=backend, mesh=mesh)
-    given = model[0].weight.detach().clone()
+    before = model[0].weight.detach().clone()
     for _ in range(3):
         num = rank if declared else 2
         for k in range(num):
@@ -400,15 +401,15 @@ def uneven(rank: int, world_size: int, stage: int, declared: bool, backend: str)
                 model(torch.full((1, 6), float(10**rank))).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return (given - model[0].weight.detach()).unique()
+    return (before - model[0].weight.detach()).unique()
 
 
 @pytest.mark.parametrize(("stage", "backend"), [(1, "eager"), (2, "aot_eager")])
 def test_other_numbers_of_backwards(stage: int, backend: str) -> None:
     """By hand: the mean over ranks of 10^r times the number of its backwards."""
     for declared, wanted in ((True, 3 * (10 + 200 + 3000) / 4), (False, 3 * 2 * 1111 / 4)):
-        for found in run_ranks(uneven, 4, stage, declared, backend):
-            torch.testing.assert_close(found, torch.full_like(found, wanted), rtol=1e-5, atol=0.0)
+        for result in run_ranks(uneven, 4, stage, declared, backend):
+            torch.testing.assert_close(result, torch.full_like(result, wanted), rtol=1e-5, atol=0.0)
 
 
 def over_again(rank: int, world_size: int) -> dict[str, Tensor]:
@@ -446,5 +447,5 @@ def test_recompiled_closed_and_compiled_again() -> None:
         optimizer.zero_grad()
         model[0].requires_grad_(True)
     wanted = {name: param.detach() for name, param in model.named_parameters()}
-    for found in run_ranks(over_again, 4):
-        assert worst(found, wanted)[0] < TOLERANCE
+    for result in run_ranks(over_again, 4):
+        assert worst(result, wanted)[0] < TOLERANCE

@@ -58,18 +58,18 @@ def run_form(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, form
 def zc_runs(rank: int, world_size: int, form: str, options: list[dict[str, Any]]) -> list[dict[str, Any]]:
     import contextlib
 
-    found: list[dict[str, Any]] = []
-    for given in options:
+    runs: list[dict[str, Any]] = []
+    for choice in options:
         torch.manual_seed(0)
         model: nn.Module = Heads(DIM, TASKS)
-        model, optimizer = zc.compile(model, adamw(model), **given)
+        model, optimizer = zc.compile(model, adamw(model), **choice)
         run_form(
             model, optimizer, rank, form, lambda inner, m=model: zc.no_sync(m) if inner else contextlib.nullcontext()
         )
         rows = zc.explain(model).sections["buckets"].splitlines()
         counts = [int(row.split()[-2]) for row in rows if " at end " in row or " inline " in row]
-        found.append({"weights": weights(model), "times": counts, "explain": str(zc.explain(model))})
-    return found
+        runs.append({"weights": weights(model), "times": counts, "explain": str(zc.explain(model))})
+    return runs
 
 
 def ddp_run(rank: int, world_size: int, form: str) -> dict[str, Tensor]:
@@ -94,24 +94,24 @@ def test_ds7579_the_reported_script(form: str) -> None:
         options += [{**base, "offload": "cpu", "offload_accumulate": "device"}]
     reference = run_ranks(ddp_run, 2, form)[0]
     for rank in run_ranks(zc_runs, 2, form, options):
-        for number, found in enumerate(rank):
+        for number, run in enumerate(rank):
             plain = rank[number - number % 4]["weights"]
-            assert all(torch.equal(found["weights"][name], plain[name]) for name in plain), options[number]
-            assert worst(found["weights"], reference)[0] < 2e-5, options[number]
-            assert all(times >= 1 for times in found["times"]) and found["times"], found["explain"]
+            assert all(torch.equal(run["weights"][name], plain[name]) for name in plain), options[number]
+            assert worst(run["weights"], reference)[0] < 2e-5, options[number]
+            assert all(times >= 1 for times in run["times"]) and run["times"], run["explain"]
             if "offload" in options[number]:
-                assert "over the bus in the last step: to_host" in found["explain"]
-                assert "update(0, master[0], host[0])" in found["explain"], "the update's schedule is shown"
+                assert "over the bus in the last step: to_host" in run["explain"]
+                assert "update(0, master[0], host[0])" in run["explain"], "the update's schedule is shown"
 
 
 def bitwise(rank: int, world_size: int, options: list[dict[str, Any]], delays: list[dict[str, float]]) -> list[bool]:
     """Job: whether each run ends with the first one's weights, to the bit; of several streams' speeds."""
-    found: list[dict[str, Tensor]] = []
-    for given, slow in zip(options, delays, strict=True):
+    runs: list[dict[str, Tensor]] = []
+    for choice, slow in zip(options, delays, strict=True):
         torch.manual_seed(0)
         model: nn.Module = mlp(32, 3)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        model, optimizer = zc.compile(model, optimizer, backend="aot_eager", bucket_nbytes=5000, **given)
+        model, optimizer = zc.compile(model, optimizer, backend="aot_eager", bucket_nbytes=5000, **choice)
         sharded = zc.registry.sharded(model)
         sharded.runtime.streams = sharded.runtime.eager.streams = ThreadStreams(slow)
         for step in range(3):
@@ -121,9 +121,9 @@ def bitwise(rank: int, world_size: int, options: list[dict[str, Any]], delays: l
                 zc.clip_grad_norm_(model, 0.1)
             optimizer.step()
             optimizer.zero_grad(set_to_none=step != 1)
-        found.append(weights(model))
+        runs.append(weights(model))
         sharded.runtime.streams.close()
-    return [all(torch.equal(one[name], found[0][name]) for name in one) for one in found]
+    return [all(torch.equal(one[name], runs[0][name]) for name in one) for one in runs]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -191,7 +191,7 @@ def test_ds7981_ds6550_every_microbatch_counts_and_the_norm_is_ddps(mode: str) -
 
 def hooked(rank: int, world_size: int) -> list[bool]:
     """Job: a step pre-hook that is registered after zc's scales the gradients, with offload and without."""
-    found = []
+    norms = []
     for offload in (None, "cpu"):
         torch.manual_seed(0)
         model: nn.Module = mlp(16, 2)
@@ -212,8 +212,8 @@ def hooked(rank: int, world_size: int) -> list[bool]:
         handle.remove()
         mean_square(model, vectors(16)(rank, 9, 0)).backward()
         optimizer.step()
-        found.append(weights(model))
-    return [torch.equal(found[0][name], found[1][name]) for name in found[0]]
+        norms.append(weights(model))
+    return [torch.equal(norms[0][name], norms[1][name]) for name in norms[0]]
 
 
 def test_a_later_step_hook_still_changes_the_update() -> None:

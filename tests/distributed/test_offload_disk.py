@@ -42,9 +42,9 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 def build(kind: str = "AdamW", **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model: nn.Module = mlp(DIM, 2)
-    cls, given = OPTIMIZERS[kind]
+    cls, arguments = OPTIMIZERS[kind]
     model, optimizer = zc.compile(
-        model, cls(model.parameters(), **given), backend="eager", bucket_nbytes=1500, **options
+        model, cls(model.parameters(), **arguments), backend="eager", bucket_nbytes=1500, **options
     )  # type: ignore[call-arg]
     return model, optimizer
 
@@ -78,9 +78,9 @@ def restarted(rank: int, world_size: int, folder: str, kind: str, options: dict[
     second: nn.Module = mlp(DIM, 2)
     if rank == 0:  # the others get theirs from it
         second.load_state_dict({name: value.float() for name, value in saved.items()})
-    cls, given = OPTIMIZERS[kind]
+    cls, arguments = OPTIMIZERS[kind]
     second, optimizer = zc.compile(
-        second, cls(second.parameters(), **given), backend="eager", bucket_nbytes=1500, offload="disk",
+        second, cls(second.parameters(), **arguments), backend="eager", bucket_nbytes=1500, offload="disk",
         offload_dir=folder, **options,
     )  # type: ignore[call-arg]  # fmt: skip
     notes = zc.explain(second).sections["notes"]
@@ -98,10 +98,10 @@ def restarted(rank: int, world_size: int, folder: str, kind: str, options: dict[
 def test_bitwise_the_same_and_across_a_restart(kind: str, tmp_path: Path) -> None:
     """Fresh state would not do: see the next test for what it gives."""
     options = {"param_dtype": torch.bfloat16} if kind in ("AdamW", "amsgrad") else {"stage": 1}
-    for found in run_ranks(restarted, 2, str(tmp_path), kind, options):
-        assert found["same"] and found["mapped"] > 0
-        assert "state after update 2 taken up" in found["notes"]
-        assert f"optimizer state: {tmp_path}" in found["where"]
+    for result in run_ranks(restarted, 2, str(tmp_path), kind, options):
+        assert result["same"] and result["mapped"] > 0
+        assert "state after update 2 taken up" in result["notes"]
+        assert f"optimizer state: {tmp_path}" in result["where"]
 
 
 def dropped(rank: int, world_size: int, folder: str, how: str) -> dict[str, Any]:
@@ -110,35 +110,35 @@ def dropped(rank: int, world_size: int, folder: str, how: str) -> dict[str, Any]
     train(model, optimizer, rank, range(2))
     zc.flush_state(model)
     at_flush = {n: p.detach().clone() for n, p in model.named_parameters()}
-    kept = Path(folder) / "kept"
-    kept.mkdir(exist_ok=True)
+    backup = Path(folder) / "kept"
+    backup.mkdir(exist_ok=True)
     if how == "one rank only" and rank == 0:
-        _copy(folder, kept, rank)
+        _copy(folder, backup, rank)
     train(model, optimizer, rank, range(2, 3))
     if not (how == "one rank only" and rank == 0):
-        _copy(folder, kept, rank)  # what a killed process leaves
+        _copy(folder, backup, rank)  # what a killed process leaves
     torch.distributed.barrier()
     torch.manual_seed(0)
     again: nn.Module = mlp(DIM, 2)
     again.load_state_dict(at_flush)
     optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
     again, optimizer = zc.compile(
-        again, optimizer, backend="eager", bucket_nbytes=1500, offload="disk", offload_dir=kept
+        again, optimizer, backend="eager", bucket_nbytes=1500, offload="disk", offload_dir=backup
     )
     return {"notes": zc.explain(again).sections["notes"], "state": len(optimizer.state)}
 
 
-def _copy(folder: str, kept: Path, rank: int) -> None:
+def _copy(folder: str, backup: Path, rank: int) -> None:
     for path in Path(folder).glob(f"zc-rank{rank:05d}*"):
-        shutil.copy(path, kept)
+        shutil.copy(path, backup)
 
 
 @pytest.mark.parametrize(
     ("how", "says"), [("all", "it is not complete"), ("one rank only", "on some ranks it is not complete")]
 )
 def test_state_of_a_run_that_did_not_end_is_not_used(how: str, says: str, tmp_path: Path) -> None:
-    for found in run_ranks(dropped, 2, str(tmp_path), how):
-        assert says in found["notes"] and "is not used" in found["notes"] and found["state"] == 0
+    for result in run_ranks(dropped, 2, str(tmp_path), how):
+        assert says in result["notes"] and "is not used" in result["notes"] and result["state"] == 0
 
 
 def refuses(match: str, **options: Any) -> None:
@@ -200,12 +200,12 @@ def full_on_one(rank: int, world_size: int, folder: str) -> None:
     """Job: only rank 1's disk is too small."""
     if rank == 1:
         free = os.statvfs(folder)
-        kept, disk_file.os.statvfs = disk_file.os.statvfs, lambda path: os.statvfs_result([*free[:4], 1, *free[5:]])
+        original, disk_file.os.statvfs = disk_file.os.statvfs, lambda path: os.statvfs_result([*free[:4], 1, *free[5:]])
     try:
         build(offload="disk", offload_dir=folder)
     finally:
         if rank == 1:
-            disk_file.os.statvfs = kept
+            disk_file.os.statvfs = original
 
 
 def test_one_ranks_full_disk_stops_all_and_leaves_nothing(tmp_path: Path) -> None:
@@ -259,8 +259,8 @@ def test_state_that_was_loaded_moves_to_the_file_and_new_state_is_announced(tmp_
 def test_the_state_that_an_optimizer_will_have(shape: tuple[int, ...]) -> None:
     """A scalar parameter has the shape of Adagrad's count of steps."""
     param = nn.Parameter(torch.ones(shape))
-    found = {name: state_keys(cls([param], **given)) for name, (cls, given) in OPTIMIZERS.items()}
-    assert found == {
+    keys = {name: state_keys(cls([param], **arguments)) for name, (cls, arguments) in OPTIMIZERS.items()}
+    assert keys == {
         "AdamW": ["exp_avg", "exp_avg_sq"],
         "amsgrad": ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
         "momentum": ["momentum_buffer"],

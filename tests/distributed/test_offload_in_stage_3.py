@@ -87,15 +87,15 @@ def runs(rank: int, world_size: int, optimizer: str, options: list[dict[str, Any
     """Job: what differs from the first of these options, in losses, norms, scales, weights, masters and states."""
     first: list[Any] = []
     different = []
-    for given in options:
-        net, its = compiled(optimizer, given)
+    for choice in options:
+        net, its = compiled(optimizer, choice)
         values, own = train(net, its, rank), masters(net)
-        found = values, zc.full_state_dict(net), own
-        first = first or list(found)
-        if str(found[0]) != str(first[0]):  # as text: NaN equals NaN
-            different.append(f"{given}: {found[0]} for {first[0]}")
-        for one, other in zip(found[1:], first[1:], strict=True):
-            different += [f"{given}: {name}" for name in differing(one, other)]
+        result = values, zc.full_state_dict(net), own
+        first = first or list(result)
+        if str(result[0]) != str(first[0]):  # as text: NaN equals NaN
+            different.append(f"{choice}: {result[0]} for {first[0]}")
+        for one, other in zip(result[1:], first[1:], strict=True):
+            different += [f"{choice}: {name}" for name in differing(one, other)]
         zc.close(net)
     return different
 
@@ -124,9 +124,9 @@ def late(rank: int, world_size: int, delays: list[dict[str, float]]) -> list[str
         net, optimizer = compiled("AdamW", {"stage": 3, "offload": "cpu", "param_dtype": torch.bfloat16})
         runtime = sharded(net).runtime
         runtime.streams = runtime.eager.streams = ThreadStreams(slow)
-        found = train(net, optimizer, rank, 4), zc.full_state_dict(net)
-        first = first or list(found)
-        different += [f"{slow}: {name}" for name in differing(found[1], first[1])]
+        result = train(net, optimizer, rank, 4), zc.full_state_dict(net)
+        first = first or list(result)
+        different += [f"{slow}: {name}" for name in differing(result[1], first[1])]
         runtime.streams.close()
     return different
 

@@ -137,10 +137,10 @@ def _broadcast(rank: int, world_size: int, stage: int) -> dict[str, Any]:
 def test_everything_starts_from_rank_0(stage: int) -> None:
     """Ranks that were seeded apart: parameters, frozen ones and buffers of any dtype are rank 0's afterwards, as
     under DDP."""
-    found = run_ranks(_broadcast, 4, stage)
-    wanted = found[0]["own"]
-    assert not torch.equal(found[1]["own"]["0.weight"], wanted["0.weight"])
-    for seen in found:
+    results = run_ranks(_broadcast, 4, stage)
+    wanted = results[0]["own"]
+    assert not torch.equal(results[1]["own"]["0.weight"], wanted["0.weight"])
+    for seen in results:
         assert all(torch.equal(seen["after"][name], wanted[name]) for name in wanted)
 
 
@@ -154,17 +154,17 @@ def _padding(rank: int, world_size: int, stage: int) -> bool:
         mean_square(model, vectors(3)(rank, step, 0)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    kept = True
-    found = 0
+    is_zero = True
+    count = 0
     for flat in zc.registry.sharded(model).runtime.buffers.flat_param:
         covered = torch.zeros(flat.numel(), dtype=torch.bool)
         for p in model.parameters():
             first = (p.data_ptr() - flat.data_ptr()) // flat.element_size()
             if p.numel() and 0 <= first < flat.numel():
                 covered[first : first + p.numel()] = True
-                found += 1
-        kept = kept and bool((flat[~covered] == 0).all()) and bool((~covered).any())
-    return kept and found == sum(p.numel() > 0 for p in model.parameters())
+                count += 1
+        is_zero = is_zero and bool((flat[~covered] == 0).all()) and bool((~covered).any())
+    return is_zero and count == sum(p.numel() > 0 for p in model.parameters())
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -189,20 +189,20 @@ def _one_number(rank: int, world_size: int, recompiled: bool) -> list[float]:
     model = Scale()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5, initial_accumulator_value=0.25)
     zc.compile(model, optimizer, backend="eager")
-    found = []
+    norms = []
     for step in range(3):
         model(torch.ones(2) * (rank + 1)).sum().backward()  # gradients 2 and 4: 3 in the mean
         optimizer.step()
         optimizer.zero_grad()
-        found.append(model.scale.item())
+        norms.append(model.scale.item())
         if recompiled and step == 0:
             zc.recompile(model)
-    return found
+    return norms
 
 
 @pytest.mark.parametrize("recompiled", [False, True])
 def test_state_of_one_number_that_a_rank_has_nothing_of(recompiled: bool) -> None:
     """Adagrad makes its sums with the optimizer, 0-d ones of a 0-d parameter (fuzz program 20075: RuntimeError)."""
     wanted = [0.75 - 0.5 * sum(3 / (0.25 + 9 * n) ** 0.5 for n in range(1, step + 1)) for step in (1, 2, 3)]
-    for found in run_ranks(_one_number, 2, recompiled):
-        assert found == pytest.approx(wanted, rel=1e-6)
+    for result in run_ranks(_one_number, 2, recompiled):
+        assert result == pytest.approx(wanted, rel=1e-6)

@@ -20,8 +20,8 @@ def _ddp_gradients(rank: int, world_size: int, name: str, fault: str) -> tuple[f
     wrapped = DistributedDataParallel(model, find_unused_parameters=bool(case.unused))
     batches = [[case.batch(r, 0, m) for m in range(MICROBATCHES)] for r in range(world_size)]
     wanted = full_gradients(case.model(), case.loss, batches)
-    kept = batches[rank][:-1] if fault == "last microbatch dropped" else batches[rank]
-    for batch in kept:
+    own = batches[rank][:-1] if fault == "last microbatch dropped" else batches[rank]
+    for batch in own:
         if fault == "not reduced":
             case.loss(model, widen(batch)).backward()
         else:

@@ -26,9 +26,9 @@ from zc.engine.overlap_gather import WeightGather
 
 def _with_and_without(rank: int, world_size: int, options: dict[str, Any]) -> tuple[bool, bool, str]:
     expected, _ = train_late(rank, Late, **options)
-    found, explanation = train_late(rank, Late, overlap_gather=True, **options)
+    trained, explanation = train_late(rank, Late, overlap_gather=True, **options)
     careless, _ = train_late(rank, Careless, overlap_gather=True, **options)
-    same = [all(torch.equal(expected[k], w[k]) for k in expected) for w in (found, careless)]
+    same = [all(torch.equal(expected[k], w[k]) for k in expected) for w in (trained, careless)]
     return same[0], same[1], explanation
 
 
@@ -37,8 +37,8 @@ def _with_and_without(rank: int, world_size: int, options: dict[str, Any]) -> tu
     [("eager", 1), ("aot_eager", 1), ("aot_eager", 2), pytest.param("inductor", 2, marks=full_only)],
 )
 def test_bitwise_the_same_weights(stage: int, backend: str) -> None:
-    found = run_ranks(_with_and_without, 2, {"stage": stage, "backend": backend}, timeout=240)
-    for same, careless, explanation in found:
+    results = run_ranks(_with_and_without, 2, {"stage": stage, "backend": backend}, timeout=240)
+    for same, careless, explanation in results:
         assert same, "every late gather is waited for"
         assert not careless, "the control: without the waits the delay shows"
         if backend != "eager":
@@ -58,15 +58,15 @@ def _saved(model: nn.Module) -> torch.Tensor:
     file = io.BytesIO()
     torch.save(last_weight(model), file)
     file.seek(0)
-    found = torch.load(file)
-    assert type(found) is nn.Parameter
-    return found.detach()
+    loaded = torch.load(file)
+    assert type(loaded) is nn.Parameter
+    return loaded.detach()
 
 
 def _copied(model: nn.Module) -> torch.Tensor:
-    found = copy.deepcopy(last_weight(model))
-    assert type(found) is nn.Parameter
-    return found.detach()
+    copied = copy.deepcopy(last_weight(model))
+    assert type(copied) is nn.Parameter
+    return copied.detach()
 
 
 def _clamped(model: nn.Module) -> None:

@@ -134,12 +134,12 @@ DIFFERENCES = [
 @pytest.mark.parametrize(("what", "stage", "backend", "options", "words"), DIFFERENCES)
 def test_ranks_out_of_step(what: str, stage: int, backend: str, options: dict[str, Any], words: list[str]) -> None:
     """deepspeed#2343, megatron-lm#1150, pytorch#150074."""
-    found = run_ranks(differ, 2, what, stage, backend, options, timeout=90)
-    for kind, text, seconds in found:
+    results = run_ranks(differ, 2, what, stage, backend, options, timeout=90)
+    for kind, text, seconds in results:
         assert kind == "RankMismatchError", (kind, text)
         assert "rank 0" in text and "rank 1" in text and all(word in text for word in words), text
         assert seconds < LIMIT_S
-    assert found[0][1] == found[1][1], "one verdict, everyone's"
+    assert results[0][1] == results[1][1], "one verdict, everyone's"
 
 
 def test_three_ranks_of_which_one_differs() -> None:
@@ -178,8 +178,8 @@ ALIKE = [
 def test_ranks_may_be_late_compile_alone_and_see_other_tasks(what: str, stage: int, backend: str) -> None:
     """Inputs are ones, so a batch's length changes no gradient, and heads 1 and 2 on a rank each have the mean of both:
     the same weights as of ranks that do all alike."""
-    found, wanted = (run_ranks(in_step, 2, how, stage, backend, timeout=90) for how in (what, "alike"))
-    for mine in found:
+    results, wanted = (run_ranks(in_step, 2, how, stage, backend, timeout=90) for how in (what, "alike"))
+    for mine in results:
         for name, value in wanted[0].items():
             torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-7)
 
@@ -229,9 +229,9 @@ def test_a_backward_that_raises_between_two_reductions_keeps_nobody_waiting(stag
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = run_ranks(skips_a_step, 2, stage, backend, timeout=60)
-    assert backend == "eager" or found[-1][1] > 0
-    for mine, _ in found:
+    results = run_ranks(skips_a_step, 2, stage, backend, timeout=60)
+    assert backend == "eager" or results[-1][1] > 0
+    for mine, _ in results:
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-7)
 

@@ -201,14 +201,14 @@ def under_zc(rank: int, world_size: int, name: str, stage: int, backend: str, op
 
 
 def check(name: str, stage: int, backend: str, world_size: int = 2, **options: Any) -> list[Seen]:
-    found: list[Seen] = run_ranks(under_zc, world_size, name, stage, backend, options)
+    results: list[Seen] = run_ranks(under_zc, world_size, name, stage, backend, options)
     wanted = alone(name, world_size)
     rtol = 0.02 if options.get("reduce_dtype") is torch.bfloat16 else 1e-5
-    for mine in found:
+    for mine in results:
         for param, value in wanted.items():
-            assert torch.equal(mine.weights[param], found[0].weights[param]), f"ranks ended with another {param}"
+            assert torch.equal(mine.weights[param], results[0].weights[param]), f"ranks ended with another {param}"
             torch.testing.assert_close(mine.weights[param].double(), value, rtol=rtol, atol=rtol / 10)
-    return found
+    return results
 
 
 ALL = [(name, stage, backend) for name in LOOPS for stage in (1, 2) for backend in ("eager", "aot_eager")]

@@ -69,8 +69,8 @@ def _one_rank_is_refused(rank: int, world_size: int) -> tuple[str, str]:
 
 def test_an_error_on_one_rank_is_an_error_on_all() -> None:
     """Local checks come before the first collective; the ranks that pass them must not wait for ever."""
-    found = run_ranks(_one_rank_is_refused, 2, timeout=60)
-    assert found[1][0] == "PlanError" and found[0][0] in ("RankMismatchError", "PlanError")
+    results = run_ranks(_one_rank_is_refused, 2, timeout=60)
+    assert results[1][0] == "PlanError" and results[0][0] in ("RankMismatchError", "PlanError")
 
 
 def _outside_the_group(rank: int, world_size: int) -> tuple[str, str]:
@@ -81,5 +81,5 @@ def _outside_the_group(rank: int, world_size: int) -> tuple[str, str]:
 
 def test_a_rank_outside_the_group() -> None:
     """Otherwise it trains alone beside the others."""
-    found = run_ranks(_outside_the_group, 2, timeout=60)
-    assert found[0] == ("", "") and found[1][0] == "PlanError" and "not a member" in found[1][1]
+    results = run_ranks(_outside_the_group, 2, timeout=60)
+    assert results[0] == ("", "") and results[1][0] == "PlanError" and "not a member" in results[1][1]

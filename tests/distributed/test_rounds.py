@@ -32,7 +32,7 @@ def _said(rank: int, world_size: int, make: Any, stage: int, backend: str) -> li
         said.append(what.split(" ")[0])
         return announce(self, what, *rest)
 
-    found: list[tuple[list[str], bool]] = []
+    rounds: list[tuple[list[str], bool]] = []
     with mock.patch.object(Announcements, "announce", listening):
         for _ in range(STEPS):
             said.clear()
@@ -41,19 +41,19 @@ def _said(rank: int, world_size: int, make: Any, stage: int, backend: str) -> li
             reduced = all(runtime.accumulators.num_reductions)
             optimizer.step()
             optimizer.zero_grad()
-            found.append((list(said), reduced))
-    return found
+            rounds.append((list(said), reduced))
+    return rounds
 
 
 @pytest.mark.parametrize(("make", "backend"), [(mlp, "eager"), (mlp, "aot_eager"), (Broken, "aot_eager")])
 def test_one_announcement_a_backward(make: Any, backend: str) -> None:
     """Stage 1: one, whatever comes in, hooks and broken graphs too; from the second update on all buckets overlap with
     the backward. Whoever knows that all parameters have a gradient asks nobody at its end."""
-    for found in run_ranks(_said, 2, make, 1, backend):
+    for result in run_ranks(_said, 2, make, 1, backend):
         is_known = (make, backend) == (mlp, "aot_eager")
         wanted = ["reduce", "finish"] if is_known else ["reduce", "end", "finish"]
-        assert [said for said, _ in found] == [wanted] * STEPS
-        assert all(reduced for _, reduced in found[1:])
+        assert [said for said, _ in result] == [wanted] * STEPS
+        assert all(reduced for _, reduced in result[1:])
 
 
 def test_the_journal_of_a_loop_that_never_steps_does_not_grow() -> None:

@@ -34,11 +34,11 @@ def _run(rank: int, world_size: int, loop: Loop, options: dict[str, Any], own_cl
 
 
 def check(world_size: int, loop: Loop, tolerance: float = 2e-5, own_clip: bool = False, **options: Any) -> None:
-    found = run_ranks(_run, world_size, loop, options, own_clip)
-    for seen in found:
+    results = run_ranks(_run, world_size, loop, options, own_clip)
+    for seen in results:
         assert seen["error"][0] < tolerance, seen["error"]
         assert seen["norms"] < tolerance
-        assert all(torch.equal(w, found[0]["weights"][n]) for n, w in seen["weights"].items()), "ranks differ"
+        assert all(torch.equal(w, results[0]["weights"][n]) for n, w in seen["weights"].items()), "ranks differ"
 
 
 ALL = Loop(updates=4, microbatches=2, max_norm=0.5, scheduled=True)
@@ -70,12 +70,12 @@ def test_zc_clip_grad_norm_counts_all_parameters() -> None:
 @pytest.mark.parametrize("kind", ["list", "tuple", "dict", "alone"])
 def test_what_was_given_comes_back(kind: str) -> None:
     model = CASE.model()
-    made = two_adamw(model)
-    given: Any = {"list": made, "tuple": tuple(made), "dict": {"matrices": made[0], "rest": made[1]}}.get(kind)
+    pair = two_adamw(model)
+    argument: Any = {"list": pair, "tuple": tuple(pair), "dict": {"matrices": pair[0], "rest": pair[1]}}.get(kind)
     if kind == "alone":
-        given = AdamW(model.parameters())
-    same, back = zc.compile(model, given, backend="eager")
-    assert same is model and back is given and type(back).__name__ in (kind, "AdamW")
+        argument = AdamW(model.parameters())
+    same, back = zc.compile(model, argument, backend="eager")
+    assert same is model and back is argument and type(back).__name__ in (kind, "AdamW")
 
 
 def test_one_bucket_one_optimizer() -> None:
@@ -103,8 +103,8 @@ def _twice(model: nn.Module) -> Any:
 
 
 def _same(model: nn.Module) -> Any:
-    made = AdamW(model.parameters())
-    return [made, made]
+    single = AdamW(model.parameters())
+    return [single, single]
 
 
 def _foreign(model: nn.Module) -> Any:
@@ -128,10 +128,10 @@ REFUSED = {
 def test_refused_before_anything_changes(what: str) -> None:
     make, kind, text = REFUSED[what]
     model = CASE.model()
-    given = make(model)
+    optimizers = make(model)
     before, hooks = weights(model), [len(p._backward_hooks or ()) for p in model.parameters()]
-    found = message_of(lambda: zc.compile(model, given, backend="eager"))
-    assert found[0] == kind and text in found[1], found
+    message = message_of(lambda: zc.compile(model, optimizers, backend="eager"))
+    assert message[0] == kind and text in message[1], message
     assert all(torch.equal(before[n], w) for n, w in weights(model).items())
     assert [len(p._backward_hooks or ()) for p in model.parameters()] == hooks
     zc.compile(model, AdamW(model.parameters()), backend="eager")  # as if nothing had been
@@ -140,8 +140,8 @@ def test_refused_before_anything_changes(what: str) -> None:
 def _differ(rank: int, world_size: int) -> tuple[str, str]:
     model = CASE.model()
     matrices, rest = split(model)
-    given = [AdamW(matrices), AdamW(rest)] if rank == 0 else [AdamW(matrices[1:]), AdamW([*rest, matrices[0]])]
-    return message_of(lambda: zc.compile(model, given, backend="eager"))
+    optimizers = [AdamW(matrices), AdamW(rest)] if rank == 0 else [AdamW(matrices[1:]), AdamW([*rest, matrices[0]])]
+    return message_of(lambda: zc.compile(model, optimizers, backend="eager"))
 
 
 def test_ranks_that_share_out_parameters_differently() -> None:
@@ -155,8 +155,8 @@ def test_ranks_that_share_out_parameters_differently() -> None:
 def _zero_one(rank: int, world_size: int, stage: int, how: str) -> dict[str, Any]:
     """Clears the first optimizer's gradients between two backwards, in one of many ways."""
     model, twin = CASE.model(), CASE.model().double()
-    given, plain = two_adamw(model), two_adamw(twin)
-    model, optimizers = zc.compile(model, given, stage=stage, backend="eager", bucket_nbytes=8192)
+    sharded_pair, plain = two_adamw(model), two_adamw(twin)
+    model, optimizers = zc.compile(model, sharded_pair, stage=stage, backend="eager", bucket_nbytes=8192)
 
     def clear(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
         if how == "its zero_grad":
@@ -182,8 +182,8 @@ def _zero_one(rank: int, world_size: int, stage: int, how: str) -> dict[str, Any
             its.step()
         model.zero_grad()
         twin.zero_grad()
-    shown = [p.grad is None for p in model.parameters()]
-    return {"error": worst(weights(model), weights(twin)), "none": all(shown)}
+    is_none = [p.grad is None for p in model.parameters()]
+    return {"error": worst(weights(model), weights(twin)), "none": all(is_none)}
 
 
 @pytest.mark.parametrize("how", ["its zero_grad", "zeros", "its class's", "by hand"])
@@ -201,12 +201,12 @@ def _memory(rank: int, world_size: int) -> tuple[int, int, int]:
     CASE.loss(model, CASE.batch(rank, 0, 0)).backward()
     first.step()
     second.step()
-    held = [sum(a.nbytes for a in buffers.acc)]
+    nbytes = [sum(a.nbytes for a in buffers.acc)]
     for optimizer in (first, second):
         optimizer.zero_grad()
-        held.append(sum(a.nbytes for a in buffers.acc))
+        nbytes.append(sum(a.nbytes for a in buffers.acc))
     assert not buffers._has_ring
-    return held[0], held[1], held[2]
+    return nbytes[0], nbytes[1], nbytes[2]
 
 
 def test_the_accumulators_of_what_is_cleared_go() -> None:
@@ -260,9 +260,9 @@ def _explained(rank: int, world_size: int) -> str:
 
 
 def test_explain_says_who_updates_what() -> None:
-    found = run_ranks(_explained, 2)
+    results = run_ranks(_explained, 2)
     numel = sum(p.numel() for p in split(CASE.model())[0])
-    for text in found:
+    for text in results:
         assert text.startswith("0: WideMuon, buckets ") and f" {numel:,} elements; this rank updates 4 whole" in text
         assert "1: AdamW, buckets " in text and "an equal shard" in text
 

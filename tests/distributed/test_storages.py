@@ -91,11 +91,11 @@ def _saved(rank: int, world_size: int, name: str, folder: Path) -> None:
     path = folder / f"rank{rank}"
     if name.startswith("accelerate"):
         path.mkdir()
-    found = SAVERS[name](model, path)
+    state = SAVERS[name](model, path)
     wanted = model.state_dict()
-    assert found.keys() == wanted.keys(), "no tensor is taken for a part of another"
+    assert state.keys() == wanted.keys(), "no tensor is taken for a part of another"
     for key, value in wanted.items():
-        assert torch.equal(found[key], value), key
+        assert torch.equal(state[key], value), key
 
 
 @pytest.mark.parametrize("name", SAVERS)
@@ -128,14 +128,14 @@ def test_a_tensor_is_saved_and_copied_alone() -> None:
 
 def _kept(rank: int, world_size: int) -> None:
     model = _compiled(tied=False, rank=rank)
-    kept = next(model.parameters()).data
-    wanted = kept.clone()
+    data = next(model.parameters()).data
+    wanted = data.clone()
     zc.close(model)
-    assert kept.data_ptr() != next(model.parameters()).data_ptr()
+    assert data.data_ptr() != next(model.parameters()).data_ptr()
     del model
     gc.collect()
     more = [torch.full((numel,), 7.0) for numel in range(1, 1024)]  # who takes the bucket's place
-    assert torch.equal(kept, wanted) and len(more) == 1023
+    assert torch.equal(data, wanted) and len(more) == 1023
 
 
 def test_what_is_kept_of_a_parameter_keeps_its_memory() -> None:
@@ -144,10 +144,10 @@ def test_what_is_kept_of_a_parameter_keeps_its_memory() -> None:
 
 def _shared(rank: int, world_size: int) -> str:
     before = mlp().share_memory()
-    held = [p.detach() for p in before.parameters()]  # as another process has them
+    views = [p.detach() for p in before.parameters()]  # as another process has them
     zc.compile(before, adamw(before), backend="eager")
     notes = zc.explain(before).sections["notes"]
-    assert all(p.is_shared() for p in held) and not any(p.is_shared() for p in before.parameters())
+    assert all(p.is_shared() for p in views) and not any(p.is_shared() for p in before.parameters())
     model = mlp()
     optimizer = adamw(model)
     zc.compile(model, optimizer, backend="eager")
@@ -180,8 +180,8 @@ def _hub(rank: int, world_size: int, folder: Path) -> None:
     dist.barrier()
     again = transformers.GPT2LMHeadModel.from_pretrained(folder)
     wanted = model.state_dict()
-    found = again.state_dict()
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    state = again.state_dict()
+    assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted)
     assert again.lm_head.weight is again.transformer.wte.weight
 
 

@@ -42,11 +42,11 @@ def _trace(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[st
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     zc.compile(model, optimizer, bucket_nbytes=80, **options)
-    made: list[str] = []
+    names: list[str] = []
     enter = profiler.record_function.__enter__
 
     def counting(self: Any) -> Any:
-        made.append(self.name)
+        names.append(self.name)
         return enter(self)
 
     def step(number: int) -> None:
@@ -64,10 +64,10 @@ def _trace(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[st
     with profile(activities=[ProfilerActivity.CPU], experimental_config=ALL_THREADS) as seen:
         step(1)
     step(2)
-    found = [(event.name, event.thread) for event in seen.events() if event.name.startswith("zc ")]
-    home = [name for name, thread in found if thread == found[0][1]]
-    other = [name for name, thread in found if thread != found[0][1]]
-    ours = sum(name.startswith("zc ") for name in made)
+    events = [(event.name, event.thread) for event in seen.events() if event.name.startswith("zc ")]
+    home = [name for name, thread in events if thread == events[0][1]]
+    other = [name for name, thread in events if thread != events[0][1]]
+    ours = sum(name.startswith("zc ") for name in names)
     return home, other, [p.detach().clone() for p in model.parameters()], ours
 
 

@@ -42,8 +42,8 @@ def test_ddp_s_weights_and_one_result_for_every_bucket_size(world_size: int, per
     first = run_ranks(on_hosts, world_size, per_host, runs[0])
     assert worst(first[0], wanted)[0] < TOLERANCE
     for run in runs if FULL else runs[1:]:  # that the first gives the same twice is in test_bitwise.py
-        for found in run_ranks(on_hosts, world_size, per_host, run):
-            assert all(torch.equal(found[name], first[0][name]) for name in wanted), run.options
+        for result in run_ranks(on_hosts, world_size, per_host, run):
+            assert all(torch.equal(result[name], first[0][name]) for name in wanted), run.options
 
 
 def test_a_rank_s_shard_and_segment() -> None:
@@ -75,9 +75,9 @@ def loop(
         optimizer.zero_grad()
     if saves:
         zc.save(folder, model, optimizer)
-    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     sent = sharded(model).runtime.ledger.last.nbytes_sent
-    return {"weights": found, "gradient": gradient, "explained": str(zc.explain(model)), "sent": sent}
+    return {"weights": weights, "gradient": gradient, "explained": str(zc.explain(model)), "sent": sent}
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_one_topology_loads_in_another(tmp_path: Path, stage: in
         assert worst(other["gradient"], resumed[0]["gradient"])[0] < TOLERANCE
 
 
-def _own_state(rank: int, world_size: int, per_host: int, given: list[Any] | None) -> Any:
+def _own_state(rank: int, world_size: int, per_host: int, state: list[Any] | None) -> Any:
     """Job: this rank's optimizer.state_dict() after an update, or what loading the one given to it says."""
     with environment(GROUP_RANK=str(rank // per_host)):
         torch.manual_seed(0)
@@ -101,7 +101,7 @@ def _own_state(rank: int, world_size: int, per_host: int, given: list[Any] | Non
         zc.compile(model, optimizer, backend="eager")
     model(torch.ones(2, 40)).sum().backward()
     optimizer.step()
-    return optimizer.state_dict() if given is None else message_of(lambda: optimizer.load_state_dict(given[rank]))
+    return optimizer.state_dict() if state is None else message_of(lambda: optimizer.load_state_dict(state[rank]))
 
 
 @pytest.mark.filterwarnings("ignore:zc")
@@ -128,10 +128,10 @@ def test_with_offload(tmp_path: Path, options: dict[str, Any]) -> None:
 def test_what_leaves_a_host_is_what_was_planned(tmp_path: Path) -> None:
     """2 hosts of 2: half of the padded bytes for a reduction and half for the gather leave each host, whatever its
     ranks; two microbatches of stage 2 reduce twice."""
-    found = run_ranks(loop, 4, 2, str(tmp_path / "saved"), True, 2, {})
+    results = run_ranks(loop, 4, 2, str(tmp_path / "saved"), True, 2, {})
     model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
     planned = zc.plan(model, world_size=4, ranks_per_host=2, bucket_nbytes=4000, microbatches=2)
-    for host in (found[:2], found[2:]):
+    for host in (results[:2], results[2:]):
         kinds = "reduce, between hosts", "gather weights, between hosts"  # `zc.full_grad` gathers as well
         sent = sum(each["sent"][kind] for each in host for kind in kinds)
         assert sent == planned.host_wire["gradients"] + planned.host_wire["parameters"] > 0

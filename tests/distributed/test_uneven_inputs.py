@@ -34,16 +34,16 @@ def _joined(
     torch.manual_seed(0)
     model = CASE.model()
     model, optimizer = zc.compile(model, _optimizer(model), bucket_nbytes=512, **options)
-    given = 0
+    num_batches = 0
     for number, batch in enumerate(zc.join(model, _batches(rank, counts), microbatches=microbatches), 1):
-        given += 1
+        num_batches += 1
         if batch is not None:
             (CASE.loss(model, batch) / microbatches).backward()
         if number % microbatches == 0:
             zc.clip_grad_norm_(model, MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
-    return weights(model), given
+    return weights(model), num_batches
 
 
 def _ddp_joined(rank: int, world_size: int, counts: tuple[int, ...]) -> dict[str, Tensor]:
@@ -87,9 +87,9 @@ def _in_one_process(counts: tuple[int, ...], microbatches: int) -> dict[str, Ten
 def test_ranks_end_together(counts: tuple[int, ...], microbatches: int, options: dict[str, Any]) -> None:
     wanted = _in_one_process(counts, microbatches)
     updates = -(-max(counts) // microbatches)
-    for found, given in run_ranks(_joined, 2, counts, microbatches, options):
-        assert given == updates * microbatches
-        assert worst(found, wanted)[0] < 2e-5, worst(found, wanted)
+    for trained, num_batches in run_ranks(_joined, 2, counts, microbatches, options):
+        assert num_batches == updates * microbatches
+        assert worst(trained, wanted)[0] < 2e-5, worst(trained, wanted)
     if microbatches == 1:
         ddp = run_ranks(_ddp_joined, 2, counts)[0]
         assert worst(wanted, ddp)[0] < 2e-5, worst(wanted, ddp)
@@ -106,8 +106,8 @@ def _with_nothing(rank: int, world_size: int) -> tuple[list[Any], str]:
 
 
 def test_no_rank_has_data() -> None:
-    for found, error in run_ranks(_with_nothing, 2):
-        assert found == []
+    for result, error in run_ranks(_with_nothing, 2):
+        assert result == []
         assert error == "microbatches must be a whole number of at least 1, got 0"
 
 

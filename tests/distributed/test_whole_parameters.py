@@ -26,11 +26,11 @@ class AuxMuon(WideMuon):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        kept = self.param_groups
-        self.param_groups = [group for group in kept if group["matrix"]]
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if group["matrix"]]
         super().step()
-        self.param_groups = kept
-        for group in (group for group in kept if not group["matrix"]):
+        self.param_groups = groups
+        for group in (group for group in groups if not group["matrix"]):
             for param in (p for p in group["params"] if p.grad is not None):
                 mean = self.state[param].setdefault("exp_avg", torch.zeros_like(param)).lerp_(param.grad, 0.1)
                 square = self.state[param].setdefault("exp_avg_sq", torch.zeros_like(param))
@@ -47,8 +47,8 @@ def bits(rank: int, world_size: int, make: Any, stage: int, options: dict[str, A
     """Every rank has the same batch, so that means over 2 and 4 ranks are exact: one process's bits must come out."""
     twin, model = CASE.model(), CASE.model()
     alone = make(twin)
-    given = make(model)
-    model, optimizers = zc.compile(model, given, stage=stage, backend="eager", bucket_nbytes=8192, **options)
+    chosen = make(model)
+    model, optimizers = zc.compile(model, chosen, stage=stage, backend="eager", bucket_nbytes=8192, **options)
     for step in range(3):
         for one, its in ((twin, alone), (model, optimizers)):
             CASE.loss(one, CASE.batch(0, step, 0)).backward()
@@ -79,13 +79,13 @@ def bits(rank: int, world_size: int, make: Any, stage: int, options: dict[str, A
 )  # fmt: skip
 def test_the_bits_of_a_single_process(world_size: int, stage: int, options: dict[str, Any], make: Any) -> None:
     """bf16 iteration and all: an optimizer sees whole gradients, weights and states, and none of the ranks."""
-    found = run_ranks(bits, world_size, make, stage, options)
-    for seen in found:
+    results = run_ranks(bits, world_size, make, stage, options)
+    for seen in results:
         assert not seen["differ"]
-        assert seen["runs"] == found[0]["runs"]
+        assert seen["runs"] == results[0]["runs"]
         # nothing but alignment: 32 elements a parameter, and a rank's shard of a bucket
         assert seen["padding"] <= 32 * seen["slots"] + 32 * world_size * seen["buckets"]
-    assert len({rank for runs in found[0]["runs"] for rank in runs}) == world_size, "each rank updates something"
+    assert len({rank for runs in results[0]["runs"] for rank in runs}) == world_size, "each rank updates something"
 
 
 def _planned(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
@@ -108,18 +108,18 @@ def test_zc_plan_says_what_the_heaviest_rank_holds_and_sends(
     """To the byte; only states have no padding."""
     rest = ("embed*", "position*", "head*", "*norm*", "*bias")
     names = {**dict.fromkeys(rest, "AdamW"), "*": "Muon"}
-    found = zc.plan(
+    plan = zc.plan(
         CASE.model(), world_size=world_size, stage=stage, param_dtype=torch.bfloat16, bucket_nbytes=8192,
         optimizer=names, ranks_per_host=world_size, **options,
     )  # fmt: skip
-    claimed = {**found.device, **found.host}
+    claimed = {**plan.device, **plan.host}
     ranks = run_ranks(_planned, world_size, stage, options)
     for kind, nbytes in claimed.items():
-        held = max(seen.get(kind, 0) for seen, _ in ranks)
-        assert 0.9 * nbytes <= held <= nbytes if kind == "optimizer_state" else held == nbytes, kind
+        measured = max(seen.get(kind, 0) for seen, _ in ranks)
+        assert 0.9 * nbytes <= measured <= nbytes if kind == "optimizer_state" else measured == nbytes, kind
     sent = [(s["reduce"] + s["to owners"], s["gather weights"] + s["from owners"]) for _, s in ranks]
-    assert max(out for out, _ in sent) == found.wire["gradients"]
-    assert max(back for _, back in sent) == found.wire["parameters"]
+    assert max(out for out, _ in sent) == plan.wire["gradients"]
+    assert max(back for _, back in sent) == plan.wire["parameters"]
 
 
 def _few(rank: int, world_size: int, stage: int) -> Any:
@@ -156,10 +156,10 @@ def _few(rank: int, world_size: int, stage: int) -> Any:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ranks_that_own_nothing(stage: int) -> None:
-    found = run_ranks(_few, 4, stage)
-    for error, scale, _ in found:
+    results = run_ranks(_few, 4, stage)
+    for error, scale, _ in results:
         assert error[0] < 2e-5 and scale == 8.0
-    assert sorted(num for _, _, num in found) == [0, 0, 1, 1]
+    assert sorted(num for _, _, num in results) == [0, 0, 1, 1]
 
 
 class Gathering(WideMuon):
@@ -200,7 +200,7 @@ def test_one_slice_made_zeros_by_hand_is_named() -> None:
 
 def _nothing_moves(rank: int, world_size: int, stage: int, fault: str) -> float:
     """Breaks one of the two exchanges."""
-    kept = zc.ranks.comm.Group.exchange
+    exchange = zc.ranks.comm.Group.exchange
     loop = Loop(updates=3)
     twin, _, _ = reference(loop, world_size, torch.float64)
     model = CASE.model()
@@ -208,7 +208,7 @@ def _nothing_moves(rank: int, world_size: int, stage: int, fault: str) -> float:
     try:
         if fault != "none":
             def broken(self: Any, received: Any, sent: Any, what: str, bucket: int) -> Any:
-                done = kept(self, received, sent, what, bucket)
+                done = exchange(self, received, sent, what, bucket)
                 if what == fault:
                     done.wait()
                     for source, piece in received:
@@ -220,7 +220,7 @@ def _nothing_moves(rank: int, world_size: int, stage: int, fault: str) -> float:
             zc.ranks.comm.Group.exchange = broken  # type: ignore[method-assign]
         on_ranks(loop, model, optimizers, rank)
     finally:
-        zc.ranks.comm.Group.exchange = kept  # type: ignore[method-assign]
+        zc.ranks.comm.Group.exchange = exchange  # type: ignore[method-assign]
     return worst(weights(model), weights(twin))[0]
 
 

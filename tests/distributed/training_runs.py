@@ -90,10 +90,10 @@ def ddp_weights(rank: int, world_size: int, run: Run) -> dict[str, Tensor]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), run.max_norm)
 
     find_unused = bool(run.of.unused)
-    found, _ = train_ddp(
+    weights, _ = train_ddp(
         run.of.model(), run.loss, run.make_optimizer, run.batches(rank), after_backward=clip, find_unused=find_unused
     )
-    return found
+    return weights
 
 
 @cache
@@ -113,10 +113,10 @@ def ddp_reference(
 def against_ddp(world_size: int, run: Run, timeout: float = 120.0) -> DIFFERS_MOST:
     """Trains ``run`` with zc; the largest relative difference of a parameter to DDP's, over all ranks."""
     wanted = ddp_reference(world_size, run.case, run.microbatches, run.updates, run.make_optimizer, run.max_norm)
-    found = run_ranks(zc_weights, world_size, run, timeout=timeout)
-    for other in found[1:]:
-        assert all(torch.equal(other[name], found[0][name]) for name in wanted), "ranks ended with different weights"
-    return worst(found[0], wanted)
+    results = run_ranks(zc_weights, world_size, run, timeout=timeout)
+    for other in results[1:]:
+        assert all(torch.equal(other[name], results[0][name]) for name in wanted), "ranks ended with different weights"
+    return worst(results[0], wanted)
 
 
 @contextlib.contextmanager

@@ -56,17 +56,17 @@ def _part(
     if fuzz_optimizers.is_stacked(optimizer) or dtype == "bfloat16":  # frozen from the start it would stay in float32
         without = without | {"freeze", "thaw"}
     fuzz_options.fit(options, optimizer)
-    made = Loop(rng, sizes[0], model, options, without)
+    loop = Loop(rng, sizes[0], model, options, without)
     for k, world_size in enumerate(sizes):
         if k > 0:
             options = fuzz_options.draw_again(rng, dtype, options, without, group)
             fuzz_options.fit(options, optimizer)
-            made.relaunch(world_size, options)
+            loop.relaunch(world_size, options)
         for _ in range(rng.choice((1, 2, 2, 3)) if few or len(sizes) > 1 else rng.choice((2, 3, 3, 4, 5))):
-            made.update()
-    if made.is_uneven:  # a rank with more backwards is answered where the others meet it
-        made.put("step")
-    return Program(seed, sizes[0], dtype, dict(model), optimizer, first, tuple(made.ops))
+            loop.update()
+    if loop.is_uneven:  # a rank with more backwards is answered where the others meet it
+        loop.put("step")
+    return Program(seed, sizes[0], dtype, dict(model), optimizer, first, tuple(loop.ops))
 
 
 class Loop:

@@ -179,14 +179,14 @@ def judge(program: Program, launches: list[list[Outcome | None]], wanted: Wanted
         return Verdict("error", f"{kind}: {text[:500]} (rank {rank}; {others or 'no other rank'})\n{trace}")
     if any(outcome is None for outcome in last):
         return Verdict("hang", died or "a rank did not come back")
-    found = [[o for o in outcomes if o is not None] for outcomes in launches]
-    for rank, outcome in enumerate(found[-1]):
+    ran = [[o for o in outcomes if o is not None] for outcomes in launches]
+    for rank, outcome in enumerate(ran[-1]):
         for name, value in outcome.weights.items():
-            if not torch.equal(value, found[-1][0].weights[name]):
+            if not torch.equal(value, ran[-1][0].weights[name]):
                 return Verdict("wrong", f"{name} differs between rank 0 and rank {rank}", float("inf"))
     limits = [tolerance(part) for part in program.parts]
     worst, where = 0.0, "nothing differs"
-    for number, size, place in _differences(program, found, wanted):
+    for number, size, place in _differences(program, ran, wanted):
         size /= limits[number]
         if not size <= worst:  # NaN too
             worst, where = size, f"{place}: {size * limits[number]:.1e} (allowed {limits[number]:.0e})"
@@ -197,9 +197,9 @@ def judge(program: Program, launches: list[list[Outcome | None]], wanted: Wanted
 
 def _differences(program: Program, launches: list[list[Outcome]], wanted: Wanted) -> Iterator[tuple[int, float, str]]:
     """(model, relative difference, where), in the order of the loop."""
-    for found in launches:
-        for k in sorted({k for outcome in found for k in outcome.notes}):
-            for rank, outcome in enumerate(found):
+    for outcomes in launches:
+        for k in sorted({k for outcome in outcomes for k in outcome.notes}):
+            for rank, outcome in enumerate(outcomes):
                 if (k, rank) not in wanted.loose:
                     size = _distance(outcome.notes[k], wanted.notes[rank][k])
                     yield k // PART, size, f"operation {k} on rank {rank}"

@@ -134,28 +134,28 @@ def has(model: Model, *kinds: str) -> bool:
 
 def text(model: Model) -> str:
     """The class ``Net`` and the function ``loss``."""
-    dim, made, run, methods = model["dim"], [], [], []
+    dim, lines, run, methods = model["dim"], [], [], []
     if model["tokens"]:
-        made.append(f"self.embed = nn.Embedding({VOCAB}, {dim})")
+        lines.append(f"self.embed = nn.Embedding({VOCAB}, {dim})")
         run.append("x = self.embed(x)")
     for i, (kind, shared) in enumerate(model["blocks"]):
         what, does = (part.format(i=i, d=dim) for part in BLOCKS[kind])
         if what:
-            made.append(f"self.b{i} = {what}")
+            lines.append(f"self.b{i} = {what}")
         if shared is not None:
-            made.append(f"self.b{i}.weight = self.b{shared}.weight")
+            lines.append(f"self.b{i}.weight = self.b{shared}.weight")
         if i in model["frozen"]:
-            made.append(f"self.b{i}.requires_grad_(False)")
+            lines.append(f"self.b{i}.requires_grad_(False)")
         run += does.splitlines()
         if kind in METHODS:
             methods.append(METHODS[kind].format(i=i))
     for k, width in enumerate(model["heads"]):
-        made.append(f"self.head{k} = nn.Linear({dim}, {VOCAB if width == 'tied' else width}, bias={width != 'tied'})")
+        lines.append(f"self.head{k} = nn.Linear({dim}, {VOCAB if width == 'tied' else width}, bias={width != 'tied'})")
         if width == "tied":
-            made.append(f"self.head{k}.weight = self.embed.weight")
+            lines.append(f"self.head{k}.weight = self.embed.weight")
     run.append("return [getattr(self, f'head{k}')(x) for k in use] or [x]" if model["heads"] else "return [x]")
     parts = [
-        "def __init__(self):\n    super().__init__()\n" + _indent(made),
+        "def __init__(self):\n    super().__init__()\n" + _indent(lines),
         *methods,
         "def forward(self, x, use):\n" + _indent(run),
     ]

@@ -36,12 +36,12 @@ def run(program: Program) -> Wanted:
     most = max(which.world_size for which in program.launches)
     wanted = Wanted([{} for _ in range(most)], {})
     for number, part in enumerate(program.parts):
-        found, first = _Reference(part, most).run(), PART * number
-        for notes, more in zip(wanted.notes, found.notes, strict=True):
+        outcome, first = _Reference(part, most).run(), PART * number
+        for notes, more in zip(wanted.notes, outcome.notes, strict=True):
             notes.update({first + k: value for k, value in more.items()})
-        wanted.weights.update({suffix(number) + name: value for name, value in found.weights.items()})
-        wanted.travelled.update({suffix(number) + name: value for name, value in found.travelled.items()})
-        wanted.loose |= {(first + k, rank) for k, rank in found.loose}
+        wanted.weights.update({suffix(number) + name: value for name, value in outcome.weights.items()})
+        wanted.travelled.update({suffix(number) + name: value for name, value in outcome.travelled.items()})
+        wanted.loose |= {(first + k, rank) for k, rank in outcome.loose}
     return wanted
 
 
@@ -112,8 +112,8 @@ class _Reference:
         for name, p in self.params.items():
             if p.grad is not None:
                 part = p.grad * (self.hooked[name] / self.world_size)
-                held = self.grads[name]
-                self.grads[name] = part if held is None else held + part
+                before = self.grads[name]
+                self.grads[name] = part if before is None else before + part
             p.grad = None
 
     def total(self, args: dict[str, Any]) -> list[Tensor]:
@@ -142,8 +142,8 @@ class _Reference:
 
     def do_peek(self, k: int, args: dict[str, Any]) -> None:
         param = self.params[args["name"]]
-        found = [torch.autograd.grad(t, param, retain_graph=True, allow_unused=True)[0] for t in self.total(args)]
-        self.note(k, [None if g is None else g * self.hooked[args["name"]] for g in found])
+        grads = [torch.autograd.grad(t, param, retain_graph=True, allow_unused=True)[0] for t in self.total(args)]
+        self.note(k, [None if g is None else g * self.hooked[args["name"]] for g in grads])
 
     def do_evaluate(self, k: int, args: dict[str, Any]) -> None:
         self.sync_buffers(next_time=False)
@@ -205,8 +205,8 @@ class _Reference:
 
     def do_step(self, k: int, args: dict[str, Any]) -> None:
         for name, p in self.params.items():
-            held = self.grads[name]
-            p.grad = None if held is None else held.clone()
+            grad = self.grads[name]
+            p.grad = None if grad is None else grad.clone()
         self.optimizer.step()
         for p in self.params.values():
             p.grad = None

@@ -122,7 +122,7 @@ def crosses(program: Program) -> bool:
 
 def interleave(rng: random.Random, parts: Sequence[Program], may_cross: bool, may_differ: bool) -> list[Program]:
     """The parts, whose operations have got their ``at``."""
-    made: list[list[Op]] = [[] for _ in parts]
+    ordered: list[list[Op]] = [[] for _ in parts]
     for launch, which in enumerate(parts[0].launches):
         common = _common(rng, parts, launch, may_cross)
         by_rank = [list(common) for _ in range(which.world_size)]
@@ -135,15 +135,15 @@ def interleave(rng: random.Random, parts: Sequence[Program], may_cross: bool, ma
             for k in range(mine.start, mine.stop):
                 numbers = [at[number, k] for at in ats]
                 at: Any = numbers if len(set(numbers)) > 1 else numbers[0]
-                made[number].append(Op(part.ops[k].kind, {**part.ops[k].args, "at": at}))
+                ordered[number].append(Op(part.ops[k].kind, {**part.ops[k].args, "at": at}))
             if mine.stop < len(part.ops):
-                made[number].append(part.ops[mine.stop])  # the relaunch itself
-    return [part.with_ops(ops) for part, ops in zip(parts, made, strict=True)]
+                ordered[number].append(part.ops[mine.stop])  # the relaunch itself
+    return [part.with_ops(ops) for part, ops in zip(parts, ordered, strict=True)]
 
 
 def _common(rng: random.Random, parts: Sequence[Program], launch: int, may_cross: bool) -> list[Place]:
     left = [list(range(part.launches[launch].start, part.launches[launch].stop)) for part in parts]
-    waits, found = Waits(parts, launch), []
+    waits, common = Waits(parts, launch), []
     while any(left):
         number = rng.choice([n for n, ks in enumerate(left) if ks])
         if waits.open and not may_cross:
@@ -152,8 +152,8 @@ def _common(rng: random.Random, parts: Sequence[Program], launch: int, may_cross
             if left[number]:
                 k = left[number].pop(0)
                 waits.add(number, k)
-                found.append((number, k))
-    return found
+                common.append((number, k))
+    return common
 
 
 def _move_private(rng: random.Random, parts: Sequence[Program], launch: int, places: list[Place]) -> None:

@@ -73,15 +73,15 @@ class Program:
 
     @cached_property
     def launches(self) -> list[Launch]:
-        made, start, world_size, options = [], 0, self.world_size, self.options
+        result, start, world_size, options = [], 0, self.world_size, self.options
         frozen = at_start = list(self.model["frozen"])
         for k, (kind, args) in enumerate(self.ops):
             if kind in ("freeze", "thaw"):
                 frozen = [b for b in frozen if b != args["block"]] + ([args["block"]] if kind == "freeze" else [])
             if kind == "relaunch":
-                made.append(Launch(start, k, world_size, options, at_start))
+                result.append(Launch(start, k, world_size, options, at_start))
                 start, world_size, options, at_start = k + 1, args["world_size"], args["options"], frozen
-        return [*made, Launch(start, len(self.ops), world_size, options, at_start)]
+        return [*result, Launch(start, len(self.ops), world_size, options, at_start)]
 
     @property
     def backend(self) -> str:

@@ -45,10 +45,10 @@ def verdicts(
         going = set(range(len(programs)))
         for launch in range(max((len(program.launches) for program in programs), default=0)):
             left = [k for k in going if launch < len(programs[k].launches)]
-            for k, found, why in _launched(programs, left, launch, side, prepare, folder, a_job):
-                outcomes[k].append(found)
+            for k, seen_by_ranks, why in _launched(programs, left, launch, side, prepare, folder, a_job):
+                outcomes[k].append(seen_by_ranks)
                 is_last = launch + 1 == len(programs[k].launches)
-                if is_last or any(outcome is None or outcome.error for outcome in found):
+                if is_last or any(outcome is None or outcome.error for outcome in seen_by_ranks):
                     going.discard(k)
                     yield k, judge(programs[k], outcomes[k], wanted.pop(k).result(), why)
 
@@ -115,7 +115,7 @@ def run_items(rank: int, world_size: int, items: Sequence[Item], side: str, prep
             _wait_for_all(number, world_size, folder, GRACE_S if outcome.error else limit)
             faulthandler.cancel_dump_traceback_later()
             everyone = [_read(Path(folder, f"{number}.{other}")) for other in range(world_size)]
-            if any(found and found.error and not is_refusal(found.error) for found in everyone):
+            if any(one and one.error and not is_refusal(one.error) for one in everyone):
                 return  # connections may be broken: the next program gets a group of its own
 
 

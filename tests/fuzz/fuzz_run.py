@@ -44,19 +44,19 @@ def main() -> int:
     parser.add_argument("--shrink", type=int, default=20)
     parser.add_argument("--replay", type=Path, nargs="*")
     parser.add_argument("--side", choices=("zc", "ddp"), default="zc")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    without = frozenset(filter(None, given.without.split(",")))
-    only = frozenset(filter(None, given.only.split(",")))
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    without = frozenset(filter(None, arguments.without.split(",")))
+    only = frozenset(filter(None, arguments.only.split(",")))
     if unknown := only - fuzz_options.GROUPS.keys():
         parser.error(f"--only {','.join(sorted(unknown))}: the groups are {', '.join(fuzz_options.GROUPS)}")
-    if given.replay:
-        programs = [Program.from_json(path.read_text()) for path in given.replay]
+    if arguments.replay:
+        programs = [Program.from_json(path.read_text()) for path in arguments.replay]
     else:
-        programs = [fuzz_draw.draw(given.first + k, without, only) for k in range(given.programs)]
+        programs = [fuzz_draw.draw(arguments.first + k, without, only) for k in range(arguments.programs)]
     try:
-        failed = run_all(programs, given.side, given.out)
-        make_small(failed[: given.shrink] if given.side == "zc" else [], given.out)
+        failed = run_all(programs, arguments.side, arguments.out)
+        make_small(failed[: arguments.shrink] if arguments.side == "zc" else [], arguments.out)
     finally:
         shutdown()
     return 1 if failed else 0
@@ -107,14 +107,14 @@ def run_all(programs: list[Program], side: str, out: Path) -> list[tuple[Program
 
 def make_small(failed: list[tuple[Program, Verdict]], out: Path) -> None:
     for program, verdict in failed:
-        small, shown = fuzz_shrink.shrink(program, verdict)
+        small, last = fuzz_shrink.shrink(program, verdict)
         path = out / f"{program.seed}.py"
-        first = shown.text.splitlines()[0]
+        first = last.text.splitlines()[0]
         path.write_text(
-            fuzz_script.script(small, f"Program {program.seed} of the fuzzer, made small: {shown.kind}: {first}")
+            fuzz_script.script(small, f"Program {program.seed} of the fuzzer, made small: {last.kind}: {first}")
         )
         (out / f"{program.seed}.small.json").write_text(small.to_json())
-        print(f"\n# program {program.seed}: {shown.kind}: {first}\n# {path}\n{fuzz_script.body(small)}", flush=True)
+        print(f"\n# program {program.seed}: {last.kind}: {first}\n# {path}\n{fuzz_script.body(small)}", flush=True)
 
 
 if __name__ == "__main__":

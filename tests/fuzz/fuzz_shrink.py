@@ -25,10 +25,10 @@ def shrink(program: Program, verdict: Verdict, **how: Any) -> tuple[Program, Ver
         better = None
         for start in range(0, len(candidates), 12):  # the boldest first
             some = candidates[start : start + 12]
-            for k, found in sorted(verdicts(some, **how)):
-                hangs += found.kind == "hang"
-                if found.signature == verdict.signature and better is None:
-                    better = some[k], found
+            for k, candidate_verdict in sorted(verdicts(some, **how)):
+                hangs += candidate_verdict.kind == "hang"
+                if candidate_verdict.signature == verdict.signature and better is None:
+                    better = some[k], candidate_verdict
             if better is not None or hangs > HANGS:
                 break
         if better is None:
@@ -148,7 +148,7 @@ def _without_block(program: Program, k: int) -> Program:
         return j - (j > k)
 
     blocks = [[kind, None if shared is None else moved(shared)] for kind, shared in model["blocks"]]
-    made = {**model, "blocks": blocks[:k] + blocks[k + 1 :], "frozen": [moved(j) for j in model["frozen"] if j != k]}
+    smaller = {**model, "blocks": blocks[:k] + blocks[k + 1 :], "frozen": [moved(j) for j in model["frozen"] if j != k]}
     ops = []
     for kind, args in program.ops:
         args = dict(args)
@@ -162,7 +162,7 @@ def _without_block(program: Program, k: int) -> Program:
         ops.append(Op(kind, args))
     if len(ops) < len(program.ops):
         return program  # an operation names the block: the numbers of losses would change
-    return dataclasses.replace(program, model=made, ops=tuple(ops))
+    return dataclasses.replace(program, model=smaller, ops=tuple(ops))
 
 
 def _renamed(op: Op, change: Any, gone: str) -> Op:

@@ -19,12 +19,12 @@ TOLERANCE = 1e-5  # relative, against DDP's weights
 def torchrun(rank: int, world_size: int) -> Iterator[None]:
     """The variables that torchrun sets; the process group is there already. Singletons of an earlier job are gone."""
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK")
-    given = dict.fromkeys(names, str(rank)) | {"GROUP_RANK": "0"}
-    given |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "GROUP_WORLD_SIZE": "1"}
-    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "test"}
-    given |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+    variables = dict.fromkeys(names, str(rank)) | {"GROUP_RANK": "0"}
+    variables |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "GROUP_WORLD_SIZE": "1"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "test"}
+    variables |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
     before = dict(os.environ)
-    os.environ.update(given)
+    os.environ.update(variables)
     state: Any = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -52,8 +52,8 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().float().clone() for name, p in model.state_dict().items()}
 
 
-def furthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def furthest(trained: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """The largest difference, relative to the largest element of its tensor."""
-    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    assert trained.keys() == wanted.keys(), trained.keys() ^ wanted.keys()
     some = [k for k in wanted if wanted[k].numel()]
-    return max(((found[k] - wanted[k]).abs().max() / wanted[k].abs().max().clamp_min(1e-6)).item() for k in some)
+    return max(((trained[k] - wanted[k]).abs().max() / wanted[k].abs().max().clamp_min(1e-6)).item() for k in some)

@@ -52,7 +52,7 @@ def _train(
             model, optimizer, loader, scheduler = accelerator.prepare(*objects)
         else:
             model, optimizer, loader, scheduler = prepare(accelerator, *objects, **options)
-        found: Found = {"losses": [], "norms": [], "lr": [], "declared": True}
+        result: Found = {"losses": [], "norms": [], "lr": [], "declared": True}
         if resume_at:
             accelerator.load_state(folder)
         for number, (x, y) in enumerate(loader, 1):
@@ -60,34 +60,34 @@ def _train(
                 continue
             with accelerator.accumulate(model):
                 if options is not None:  # else each microbatch would be announced and, in stage 1, reduced
-                    found["declared"] &= sharded(model).runtime.is_boundary == accelerator.sync_gradients
+                    result["declared"] &= sharded(model).runtime.is_boundary == accelerator.sync_gradients
                 loss = nn.functional.mse_loss(model(x), y)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    found["norms"].append(accelerator.clip_grad_norm_(model.parameters(), 0.1).item())
+                    result["norms"].append(accelerator.clip_grad_norm_(model.parameters(), 0.1).item())
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            found["losses"].append(accelerator.gather(loss.detach()).tolist())
+            result["losses"].append(accelerator.gather(loss.detach()).tolist())
             if number == 6 and folder and not resume_at:
                 accelerator.save_state(folder)
-        found["lr"] = scheduler.get_last_lr()
+        result["lr"] = scheduler.get_last_lr()
         plain = accelerator.unwrap_model(model)
         with zc.whole_parameters(plain) if options is not None else nullcontext():
-            found["weights"] = whole(plain)
-        found["moments"] = None
+            result["weights"] = whole(plain)
+        result["moments"] = None
         if options is not None and resume_at == 0 and folder:
             whole_state = zc.full_optimizer_state(model, optimizer.optimizer)
-            found["moments"] = whole_state and {k: v["exp_avg"] for k, v in whole_state["state"].items()}
+            result["moments"] = whole_state and {k: v["exp_avg"] for k, v in whole_state["state"].items()}
         accelerator.end_training()
-        return found
+        return result
 
 
-def _same(found: Found, wanted: Found, tolerance: float) -> None:
-    assert furthest(found["weights"], wanted["weights"]) < tolerance
+def _same(got: Found, wanted: Found, tolerance: float) -> None:
+    assert furthest(got["weights"], wanted["weights"]) < tolerance
     for key in ("losses", "norms", "lr"):
-        assert len(found[key]) == len(wanted[key]) > 0, key
-        torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(wanted[key]), rtol=tolerance, atol=1e-7)
+        assert len(got[key]) == len(wanted[key]) > 0, key
+        torch.testing.assert_close(torch.tensor(got[key]), torch.tensor(wanted[key]), rtol=tolerance, atol=1e-7)
 
 
 CASES = [
@@ -103,15 +103,15 @@ CASES = [
 def test_the_loop_is_ddp_s(tmp_path: Path, options: dict[str, Any], precision: str, tolerance: float) -> None:
     """Accumulation, clipping, gather, schedulers; and a run that is saved in its middle and taken up again."""
     wanted = run_ranks(_train, 2, None, precision, str(tmp_path / "ddp"))
-    found = run_ranks(_train, 2, options, precision, str(tmp_path / "zc"))
+    results = run_ranks(_train, 2, options, precision, str(tmp_path / "zc"))
     again = run_ranks(_train, 2, options, precision, str(tmp_path / "zc"), 3)
     from_ddp = run_ranks(_train, 2, options, precision, str(tmp_path / "ddp"), 3)
     for rank in range(2):
-        _same(found[rank], wanted[rank], tolerance)
-        assert found[rank]["declared"]
-        assert furthest(again[rank]["weights"], found[rank]["weights"]) == 0, "a run that was resumed is another one"
+        _same(results[rank], wanted[rank], tolerance)
+        assert results[rank]["declared"]
+        assert furthest(again[rank]["weights"], results[rank]["weights"]) == 0, "a run that was resumed is another one"
         assert furthest(from_ddp[rank]["weights"], wanted[rank]["weights"]) < tolerance
-        assert again[rank]["lr"] == found[rank]["lr"]
+        assert again[rank]["lr"] == results[rank]["lr"]
     files = (load_file(tmp_path / where / "model.safetensors") for where in ("zc", "ddp"))
     saved, of_ddp = ({k.removeprefix("module."): v for k, v in file.items()} for file in files)
     assert furthest(saved, of_ddp) < tolerance
@@ -169,7 +169,7 @@ def test_a_frozen_module_stays_without_ddp() -> None:
 
 
 def _refusals(rank: int, world_size: int) -> list[str]:
-    found = []
+    messages = []
 
     def ask(make: Any, wrap: Any = None, **kwargs: Any) -> None:
         with torchrun(rank, world_size):
@@ -179,7 +179,7 @@ def _refusals(rank: int, world_size: int) -> list[str]:
             if wrap is not None:
                 model, optimizer = wrap(accelerator, model, optimizer)
             kind, text = message_of(lambda: prepare(accelerator, model, optimizer, backend="eager"))
-            found.append(f"{kind}: {text}")
+            messages.append(f"{kind}: {text}")
 
     class Told:
         """An Accelerator of another kind, as far as prepare asks."""
@@ -202,7 +202,7 @@ def _refusals(rank: int, world_size: int) -> list[str]:
     ask(lambda a: a, lambda accelerator, model, optimizer: (model, accelerator.prepare(optimizer)))
     ask(lambda a: a, lambda accelerator, model, optimizer: (accelerator.prepare(model), optimizer))
     ask(lambda a: a, lambda accelerator, model, optimizer: (optimizer, model))
-    return found
+    return messages
 
 
 def test_what_is_refused() -> None:
@@ -215,7 +215,7 @@ def test_what_is_refused() -> None:
         "the model was given to accelerator.prepare before",
         "takes (accelerator, model, optimizer, *rest) in this order, and was given a SGD as model",
     ]
-    for found in run_ranks(_refusals, 2):
-        assert len(found) == len(words)
-        for text, part in zip(found, words, strict=True):
+    for result in run_ranks(_refusals, 2):
+        assert len(result) == len(words)
+        for text, part in zip(result, words, strict=True):
             assert text.startswith("PlanError: ") and part in text, text

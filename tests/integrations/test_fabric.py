@@ -75,11 +75,11 @@ def test_fabric_is_ddp_s(tmp_path: Path, options: dict[str, Any], precision: str
     ddp, ours = str(tmp_path / "ddp"), str(tmp_path / "zc")
     exact = precision if precision != "bf16-true" else "32-true"  # zc has fp32 masters there
     wanted = run_ranks(_with_fabric, 2, None, ddp, exact, False)
-    found = run_ranks(_with_fabric, 2, options, ours, precision, False)
+    results = run_ranks(_with_fabric, 2, options, ours, precision, False)
     again = run_ranks(_with_fabric, 2, options, ours, precision, True)
     crossed = run_ranks(_with_fabric, 2, options, ddp, precision, True)
     for rank in range(2):
-        assert furthest(found[rank][0], wanted[rank][0]) < tolerance
+        assert furthest(results[rank][0], wanted[rank][0]) < tolerance
         assert furthest(crossed[rank][0], wanted[rank][0]) < tolerance
-        assert furthest(again[rank][0], found[rank][0]) == 0, "a run that was resumed is another one"
-        assert found[rank][1] == pytest.approx(wanted[rank][1], rel=max(tolerance, 1e-4))
+        assert furthest(again[rank][0], results[rank][0]) == 0, "a run that was resumed is another one"
+        assert results[rank][1] == pytest.approx(wanted[rank][1], rel=max(tolerance, 1e-4))

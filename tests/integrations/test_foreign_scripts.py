@@ -33,11 +33,11 @@ def _end(folder: Path, backend: str) -> dict[str, Tensor]:
     """The weights at the end; of compiled runs without the keys' bias. A softmax does not see that, so its gradient is
     0 but for rounding, which Adam turns into steps of the learning rate, compiled code in another direction."""
     saved = torch.load(folder / "end.pt", weights_only=True)["model"]
-    found = {name: value.float() for name, value in saved.items()}
-    for name, value in found.items():
+    weights = {name: value.float() for name, value in saved.items()}
+    for name, value in weights.items():
         if backend != "eager" and name.endswith(("qkv.bias", "in_proj_bias")):
             value.view(3, -1)[1] = 0
-    return found
+    return weights
 
 
 @pytest.mark.parametrize(("script", "backend"), [*EAGER, COMPILED, *INDUCTOR] if FULL else EAGER)

@@ -131,19 +131,19 @@ def _fit(
         numbers = {name: float(value) for name, value in trainer.callback_metrics.items()}
         numbers["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
         with zc.whole_parameters(module) if options is not None else contextlib.nullcontext():
-            found = {"weights": whole(module), "numbers": numbers, "programs": compiled}
+            result = {"weights": whole(module), "numbers": numbers, "programs": compiled}
         if kind == "forward":
-            found["boundaries"] = module.boundaries
+            result["boundaries"] = module.boundaries
             if options is not None and (full := zc.full_state_dict(module)):  # of rank 0, after the last epoch
                 plain, x = Forward(), torch.ones(2, 6)
                 plain.load_state_dict(full)
                 read = Forward.load_from_checkpoint(folder + "/last.ckpt", map_location="cpu")
-                found["outputs"] = torch.equal(plain(x), read(x))
+                result["outputs"] = torch.equal(plain(x), read(x))
             data = DataLoader(regression(8), batch_size=2)
-            found["validated"] = trainer.validate(module, data, verbose=False)
+            result["validated"] = trainer.validate(module, data, verbose=False)
             first = trainer.validate(module, data, verbose=False, ckpt_path=f"{resume or folder + '/epoch=0.ckpt'}")
-            found["validated first"] = first[0]["val"]
-        return found
+            result["validated first"] = first[0]["val"]
+        return result
 
 
 ACCUMULATE = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
@@ -166,7 +166,7 @@ def test_fit_is_ddp_s(
     """Validation, schedulers and checkpoints; resumed from its own checkpoint, and from DDP's; DDP from zc's."""
     ddp, ours = tmp_path / "ddp", tmp_path / "zc"
     wanted = run_ranks(_fit, 2, kind, None, str(ddp), more, timeout=300.0)
-    found = run_ranks(_fit, 2, kind, options, str(ours), more, timeout=300.0)
+    results = run_ranks(_fit, 2, kind, options, str(ours), more, timeout=300.0)
     again = run_ranks(_fit, 2, kind, options, str(tmp_path / "a"), more, str(ours / "epoch=0.ckpt"), timeout=300.0)
     ways = [(options, ddp), (None, ours)]
     crossed = [
@@ -174,19 +174,19 @@ def test_fit_is_ddp_s(
         for k, (how, source) in enumerate(ways)
     ]
     for rank in range(2):
-        assert found[rank]["programs"] == (0 if options["backend"] == "eager" else found[0]["programs"])
-        for other in (found, again, *crossed):
+        assert results[rank]["programs"] == (0 if options["backend"] == "eager" else results[0]["programs"])
+        for other in (results, again, *crossed):
             assert furthest(other[rank]["weights"], wanted[rank]["weights"]) < tolerance
             assert other[rank]["numbers"] == pytest.approx(wanted[rank]["numbers"], rel=max(tolerance, 1e-4))
-        assert furthest(again[rank]["weights"], found[rank]["weights"]) == 0, "a run that was resumed is another one"
+        assert furthest(again[rank]["weights"], results[rank]["weights"]) == 0, "a run that was resumed is another one"
         if kind == "forward":
-            assert found[0]["outputs"], "last.ckpt computes something else than zc.full_state_dict"
-            first, other = found[rank]["validated first"], wanted[rank]["validated first"]
+            assert results[0]["outputs"], "last.ckpt computes something else than zc.full_state_dict"
+            first, other = results[rank]["validated first"], wanted[rank]["validated first"]
             assert first == pytest.approx(other, rel=max(tolerance, 1e-4)), "validated with other weights"
             every = more.get("accumulate_grad_batches", 1)
             # no_sync around all but the last microbatch
-            assert found[rank]["boundaries"] == [k % every == every - 1 for k in range(3 * 4)]
-    assert options["backend"] == "eager" or found[0]["programs"] > 0, "nothing was compiled"
+            assert results[rank]["boundaries"] == [k % every == every - 1 for k in range(3 * 4)]
+    assert options["backend"] == "eager" or results[0]["programs"] > 0, "nothing was compiled"
     files = [torch.load(folder / "last.ckpt", weights_only=True) for folder in (ours, ddp)]
     assert furthest(files[0]["state_dict"], files[1]["state_dict"]) < tolerance
     assert files[0].keys() == files[1].keys()
@@ -247,8 +247,8 @@ def test_layers_that_a_callback_unfreezes(tmp_path: Path, backend: str) -> None:
             optimizer.zero_grad()
             mse_loss(net(x[start : start + 4]), y[start : start + 4]).backward()
             optimizer.step()
-    for found, groups in run_ranks(_finetune, 2, {"backend": backend}, str(tmp_path)):
-        assert furthest(found, whole(net)) < TOLERANCE
+    for result, groups in run_ranks(_finetune, 2, {"backend": backend}, str(tmp_path)):
+        assert furthest(result, whole(net)) < TOLERANCE
         assert [group["params"] for group in groups[0]] == [
             ["net.2.weight", "net.2.bias"],
             ["net.0.weight", "net.0.bias"],
@@ -297,17 +297,17 @@ def test_masters_of_narrow_weights(tmp_path: Path) -> None:
 
 
 def _refusals(rank: int, world_size: int) -> list[str]:
-    found = [": ".join(message_of(lambda: ZcStrategy(find_unused_parameters=True)))]
+    messages = [": ".join(message_of(lambda: ZcStrategy(find_unused_parameters=True)))]
     with torchrun(rank, world_size):
         fabric = lightning.Fabric(accelerator="cpu", devices=world_size, strategy=ZcFabricStrategy(backend="eager"))
         fabric.launch()
         module = mlp()
         plain = SGD(module.parameters(), lr=0.1)
-        found.append(": ".join(message_of(lambda: fabric.setup(mlp()))))
-        found.append(": ".join(message_of(lambda: fabric.setup_optimizers(plain))))
+        messages.append(": ".join(message_of(lambda: fabric.setup(mlp()))))
+        messages.append(": ".join(message_of(lambda: fabric.setup_optimizers(plain))))
         model, optimizer = fabric.setup(module, plain)
-        found.append(": ".join(message_of(lambda: fabric.clip_gradients(model, optimizer, clip_val=1.0))))
-    return found
+        messages.append(": ".join(message_of(lambda: fabric.clip_gradients(model, optimizer, clip_val=1.0))))
+    return messages
 
 
 def test_what_is_refused() -> None:
@@ -317,7 +317,7 @@ def test_what_is_refused() -> None:
         "PlanError: SGD was given to Fabric without its model",
         "PlanError: clip_val is not supported",
     ]
-    for found in run_ranks(_refusals, 2):
-        assert len(found) == len(words)
-        for text, part in zip(found, words, strict=True):
+    for result in run_ranks(_refusals, 2):
+        assert len(result) == len(words)
+        for text, part in zip(result, words, strict=True):
             assert text.startswith(part), text

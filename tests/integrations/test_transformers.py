@@ -66,7 +66,7 @@ def _model(seed: int = 0) -> LlamaForCausalLM:
 
 
 def _arguments(folder: str, **more: Any) -> TrainingArguments:
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "output_dir": folder,
         "use_cpu": True,
         "per_device_train_batch_size": 2,
@@ -86,7 +86,7 @@ def _arguments(folder: str, **more: Any) -> TrainingArguments:
         "report_to": [],
         "disable_tqdm": True,
     }
-    return TrainingArguments(**{**given, **more})
+    return TrainingArguments(**{**fields, **more})
 
 
 def _train(
@@ -106,32 +106,32 @@ def _train(
         trainer.train(resume_from_checkpoint=resume_from)
         keys = ("loss", "grad_norm", "learning_rate", "eval_loss")
         logged = [{k: float(row[k]) for k in keys if k in row} for row in trainer.state.log_history]
-        found = {"logged": [row for row in logged if row], "best": Path(str(trainer.state.best_model_checkpoint)).name}
+        result = {"logged": [row for row in logged if row], "best": Path(str(trainer.state.best_model_checkpoint)).name}
         with zc.whole_parameters(model) if options is not None else nullcontext():
-            found["weights"] = whole(model)
-        found["evaluated"] = trainer.evaluate()["eval_loss"]
+            result["weights"] = whole(model)
+        result["evaluated"] = trainer.evaluate()["eval_loss"]
         trainer.save_model(folder + "/end")
         trainer.accelerator.wait_for_everyone()
         read = LlamaForCausalLM.from_pretrained(folder + "/end")
-        found["read"] = whole(read)
+        result["read"] = whole(read)
         if options is not None and (full := zc.full_state_dict(model)):  # of rank 0
             plain = _model(seed=9)
             plain.load_state_dict(full)
             tokens = torch.arange(12)[None]
-            found["logits"] = torch.equal(plain.eval()(tokens).logits, read.eval()(tokens).logits)
-        return found
+            result["logits"] = torch.equal(plain.eval()(tokens).logits, read.eval()(tokens).logits)
+        return result
 
 
-def _same(found: Found, wanted: Found, tolerance: float) -> None:
-    assert furthest(found["weights"], wanted["weights"]) < tolerance
-    assert furthest(found["read"], found["weights"]) == 0, "save_pretrained wrote other weights"
-    assert found["best"] == wanted["best"]
-    assert len(found["logged"]) == len(wanted["logged"]) > 6
-    for row, other in zip(found["logged"], wanted["logged"], strict=True):
+def _same(got: Found, wanted: Found, tolerance: float) -> None:
+    assert furthest(got["weights"], wanted["weights"]) < tolerance
+    assert furthest(got["read"], got["weights"]) == 0, "save_pretrained wrote other weights"
+    assert got["best"] == wanted["best"]
+    assert len(got["logged"]) == len(wanted["logged"]) > 6
+    for row, other in zip(got["logged"], wanted["logged"], strict=True):
         assert row.keys() == other.keys()
         for key, value in row.items():
             assert value == pytest.approx(other[key], rel=max(tolerance, 1e-4), abs=1e-7), (key, row, other)
-    assert found["evaluated"] == pytest.approx(wanted["evaluated"], rel=max(tolerance, 1e-5))
+    assert got["evaluated"] == pytest.approx(wanted["evaluated"], rel=max(tolerance, 1e-5))
 
 
 CASES = [
@@ -149,13 +149,13 @@ CASES = [
 def test_the_numbers_are_ddp_s(tmp_path: Path, options: dict[str, Any], more: dict[str, Any], tolerance: float) -> None:
     """Accumulation, clipping, evaluation, a checkpoint every two steps, the best one at the end; and resuming."""
     wanted = run_ranks(_train, 2, str(tmp_path / "ddp"), None, more, timeout=300.0)
-    found = run_ranks(_train, 2, str(tmp_path / "zc"), options, more, timeout=300.0)
+    results = run_ranks(_train, 2, str(tmp_path / "zc"), options, more, timeout=300.0)
     third = str(tmp_path / "zc" / "checkpoint-4")
     again = run_ranks(_train, 2, str(tmp_path / "again"), options, more, third, timeout=300.0)
     for rank in range(2):
-        _same(found[rank], wanted[rank], tolerance)
-        assert furthest(again[rank]["weights"], found[rank]["weights"]) == 0, "a run that was resumed is another one"
-    assert found[0]["logits"], "the saved folder computes something else than zc.full_state_dict"
+        _same(results[rank], wanted[rank], tolerance)
+        assert furthest(again[rank]["weights"], results[rank]["weights"]) == 0, "a run that was resumed is another one"
+    assert results[0]["logits"], "the saved folder computes something else than zc.full_state_dict"
     assert (tmp_path / "zc" / "checkpoint-4" / "zc").is_dir()
 
 
@@ -163,9 +163,9 @@ def test_the_numbers_are_ddp_s(tmp_path: Path, options: dict[str, Any], more: di
 def test_a_plain_trainer_s_checkpoint_is_taken_up(tmp_path: Path) -> None:
     wanted = run_ranks(_train, 2, str(tmp_path / "ddp"), None, {}, timeout=300.0)
     third, options = str(tmp_path / "ddp" / "checkpoint-4"), {"backend": "eager"}
-    found = run_ranks(_train, 2, str(tmp_path / "zc"), options, {}, third, timeout=300.0)
+    results = run_ranks(_train, 2, str(tmp_path / "zc"), options, {}, third, timeout=300.0)
     for rank in range(2):
-        assert furthest(found[rank]["weights"], wanted[rank]["weights"]) < TOLERANCE
+        assert furthest(results[rank]["weights"], wanted[rank]["weights"]) < TOLERANCE
 
 
 def _twice(rank: int, world_size: int, folder: str, is_zc: bool) -> dict[str, Tensor]:
@@ -186,8 +186,8 @@ def _twice(rank: int, world_size: int, folder: str, is_zc: bool) -> dict[str, Te
 @full_only
 def test_training_twice(tmp_path: Path) -> None:
     wanted = run_ranks(_twice, 2, str(tmp_path / "ddp"), False, timeout=300.0)
-    found = run_ranks(_twice, 2, str(tmp_path / "zc"), True, timeout=300.0)
-    assert furthest(found[0], wanted[0]) < TOLERANCE
+    results = run_ranks(_twice, 2, str(tmp_path / "zc"), True, timeout=300.0)
+    assert furthest(results[0], wanted[0]) < TOLERANCE
 
 
 def _trials(rank: int, world_size: int, folder: str, is_zc: bool) -> dict[str, Tensor]:
@@ -205,8 +205,8 @@ def _trials(rank: int, world_size: int, folder: str, is_zc: bool) -> dict[str, T
 @full_only
 def test_a_model_of_each_trial(tmp_path: Path) -> None:
     wanted = run_ranks(_trials, 2, str(tmp_path / "ddp"), False, timeout=300.0)
-    found = run_ranks(_trials, 2, str(tmp_path / "zc"), True, timeout=300.0)
-    assert furthest(found[0], wanted[0]) < TOLERANCE
+    results = run_ranks(_trials, 2, str(tmp_path / "zc"), True, timeout=300.0)
+    assert furthest(results[0], wanted[0]) < TOLERANCE
 
 
 def _tokens_counted(prediction: Any) -> dict[str, float]:
@@ -247,24 +247,24 @@ def _generate(rank: int, world_size: int, folder: str, is_zc: bool) -> dict[str,
 
 def test_generation_in_an_evaluation(tmp_path: Path) -> None:
     wanted = run_ranks(_generate, 2, str(tmp_path / "ddp"), False, timeout=300.0)
-    found = run_ranks(_generate, 2, str(tmp_path / "zc"), True, timeout=120.0)
-    assert found == wanted
-    ends = [sum(token > 0 for token in row) for row in found[0]["predicted"]]
+    results = run_ranks(_generate, 2, str(tmp_path / "zc"), True, timeout=120.0)
+    assert results == wanted
+    ends = [sum(token > 0 for token in row) for row in results[0]["predicted"]]
     assert any(one != other for one, other in zip(ends[::2], ends[1::2], strict=True)), "both ranks end together"
 
 
 def _refusals(rank: int, world_size: int, folder: str) -> list[str]:
-    found = []
+    messages = []
     for more in ({"torch_compile": True}, {"auto_find_batch_size": True}, {"bf16_full_eval": True}):
         with torchrun(rank, world_size):
             arguments = _arguments(folder, **PLAIN, **more)
             kind, text = message_of(lambda arguments=arguments: ZcTrainer(_model(), arguments))
-            found.append(f"{kind}: {text}")
+            messages.append(f"{kind}: {text}")
 
     with torchrun(rank, world_size):
         with torch.device("meta"):
             empty = _model()
-        found.append(": ".join(message_of(lambda: ZcTrainer(empty, _arguments(folder, **PLAIN)))))
+        messages.append(": ".join(message_of(lambda: ZcTrainer(empty, _arguments(folder, **PLAIN)))))
 
     class Renamed(Trainer):
         _save_optimizer_and_scheduler = None  # as if a later version called it something else
@@ -278,13 +278,13 @@ def _refusals(rank: int, world_size: int, folder: str) -> list[str]:
     with torchrun(rank, world_size):
         import zc.integrations.transformers as ours
 
-        kept, ours._Trainer = ours._Trainer, Renamed
+        original, ours._Trainer = ours._Trainer, Renamed
         try:
-            found.append(": ".join(message_of(lambda: Mine(_model(), _arguments(folder, **PLAIN)))))
+            messages.append(": ".join(message_of(lambda: Mine(_model(), _arguments(folder, **PLAIN)))))
         finally:
-            ours._Trainer = kept
-        found.append(": ".join(message_of(NoTrainer)))
-    return found
+            ours._Trainer = original
+        messages.append(": ".join(message_of(NoTrainer)))
+    return messages
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         "ZcError: Renamed of transformers",
         "TypeError: NoTrainer needs transformers.Trainer among its bases",
     ]
-    for found in run_ranks(_refusals, 2, str(tmp_path)):
-        assert len(found) == len(words)
-        for text, part in zip(found, words, strict=True):
+    for result in run_ranks(_refusals, 2, str(tmp_path)):
+        assert len(result) == len(words)
+        for text, part in zip(result, words, strict=True):
             assert text.startswith(part), text

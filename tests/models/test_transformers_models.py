@@ -96,30 +96,31 @@ def difference(got: Outcome, wanted: Outcome) -> tuple[float, str]:
 ROWS = Path(__file__).parents[2] / "build" / "models.json"
 
 
-def keep_row(name: str, stage: int, backend: str, worst: float, found: Outcome) -> None:
+def keep_row(name: str, stage: int, backend: str, worst: float, outcome: Outcome) -> None:
     rows = json.loads(ROWS.read_text()) if ROWS.exists() else {}
-    rows[f"{name}, {stage}, {backend}"] = [worst, found.num_params, found.num_schedules, found.notes, found.uncovered]
+    numbers = [worst, outcome.num_params, outcome.num_schedules]
+    rows[f"{name}, {stage}, {backend}"] = [*numbers, outcome.notes, outcome.uncovered]
     ROWS.parent.mkdir(exist_ok=True)
     ROWS.write_text(json.dumps(rows, indent=1))
 
 
 def check(name: str, stage: int, backend: str) -> None:
     wanted = ddp(name)
-    found = run_ranks(train, 2, name, stage, backend, timeout=600)
-    worst, where = difference(found[0], wanted[0])
-    for other in found[1:]:
-        for param, value in found[0].weights.items():
+    results = run_ranks(train, 2, name, stage, backend, timeout=600)
+    worst, where = difference(results[0], wanted[0])
+    for other in results[1:]:
+        for param, value in results[0].weights.items():
             assert torch.equal(value, other.weights[param]), f"ranks ended with different {param}"
     assert worst <= TOLERANCE, f"{where} differs by {worst:.1e}"
-    for mine, theirs in zip(found, wanted, strict=True):
+    for mine, theirs in zip(results, wanted, strict=True):
         torch.testing.assert_close(torch.tensor(mine.losses), torch.tensor(theirs.losses), rtol=1e-4, atol=1e-5)
-    assert found[0].losses[0] != found[0].losses[-1]
+    assert results[0].losses[0] != results[0].losses[-1]
     if backend != "eager" and ZOO[name].why_eager is None:
-        assert found[0].num_schedules > 0, f"nothing was compiled: {found[0].compilation}"
+        assert results[0].num_schedules > 0, f"nothing was compiled: {results[0].compilation}"
     elif backend != "eager":
-        assert "nothing of the model was compiled" in found[0].notes and ZOO[name].why_eager in found[0].compilation
+        assert "nothing of the model was compiled" in results[0].notes and ZOO[name].why_eager in results[0].compilation
     if os.environ.get("ZC_MODELS_TABLE"):
-        keep_row(name, stage, backend, worst, found[0])
+        keep_row(name, stage, backend, worst, results[0])
 
 
 @pytest.mark.parametrize("name", ZOO if FULL else OP_BY_OP)
@@ -161,12 +162,12 @@ def table() -> str:
         "|---|---|" + "---|" * len(runs),
     ]
     for name in ZOO:
-        found = [rows.get(f"{name}, {stage}, {backend}") for stage, backend in runs]
+        entries = [rows.get(f"{name}, {stage}, {backend}") for stage, backend in runs]
         cells = [
             "not run" if row is None else f"{row[0]:.0e}" + _schedules(row[2], backend)
-            for row, (_, backend) in zip(found, runs, strict=True)
+            for row, (_, backend) in zip(entries, runs, strict=True)
         ]
-        num_params = next((row[1] for row in found if row is not None), 0)
+        num_params = next((row[1] for row in entries if row is not None), 0)
         lines.append(f"| {name} | {num_params:,} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

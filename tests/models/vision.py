@@ -52,8 +52,8 @@ def masks(rank: int, step: int) -> dict[str, Tensor]:
 def boxes(rank: int, step: int) -> dict[str, Tensor]:
     """Two objects an image: a class, and (centre, size) in units of the image's."""
     generator = seeded(rank, step)
-    pixels, found = torch.randn(BATCH, 3, 32, 32, generator=generator), torch.rand(BATCH, 2, 4, generator=generator)
-    return {"pixel_values": pixels, "labels": torch.randint(5, (BATCH, 2), generator=generator), "boxes": found}
+    pixels, places = torch.randn(BATCH, 3, 32, 32, generator=generator), torch.rand(BATCH, 2, 4, generator=generator)
+    return {"pixel_values": pixels, "labels": torch.randint(5, (BATCH, 2), generator=generator), "boxes": places}
 
 
 def noise(rank: int, step: int) -> dict[str, Tensor]:
@@ -181,15 +181,15 @@ def classify(model: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
 
 def detect(model: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
     """DETR's loss with the first queries matched in order (its own matcher needs scipy); the others find nothing."""
-    found, labels = model(batch["pixel_values"]), batch["labels"]
-    num_free = found.logits.shape[1] - labels.shape[1]
+    predicted, labels = model(batch["pixel_values"]), batch["labels"]
+    num_free = predicted.logits.shape[1] - labels.shape[1]
     wanted = F.pad(labels, (0, num_free), value=5)
-    placed = F.l1_loss(found.pred_boxes[:, : labels.shape[1]], batch["boxes"])
-    return F.cross_entropy(found.logits.flatten(0, 1), wanted.flatten()) + placed
+    placed = F.l1_loss(predicted.pred_boxes[:, : labels.shape[1]], batch["boxes"])
+    return F.cross_entropy(predicted.logits.flatten(0, 1), wanted.flatten()) + placed
 
 
 def denoise(model: Callable[..., Any], batch: dict[str, Tensor]) -> Tensor:
-    kept = 1 - batch["time"][:, None, None, None] / 20.0
-    noisy = kept.sqrt() * batch["pixel_values"] + (1 - kept).sqrt() * batch["noise"]
-    found = model(noisy, batch["time"])
-    return F.mse_loss(getattr(found, "sample", found), batch["noise"])
+    signal = 1 - batch["time"][:, None, None, None] / 20.0
+    noisy = signal.sqrt() * batch["pixel_values"] + (1 - signal).sqrt() * batch["noise"]
+    predicted = model(noisy, batch["time"])
+    return F.mse_loss(getattr(predicted, "sample", predicted), batch["noise"])

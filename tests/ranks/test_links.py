@@ -19,10 +19,10 @@ from zc.ranks.neighbours import Neighbours
 def test_hosts_and_their_order() -> None:
     assert topology.order(["a"] * 4) == (Topology(1, 4), None)
     assert topology.order(["a", "a", "b", "b"]) == (Topology(2, 2), None)
-    found, why = topology.order(["a", "b", "a", "b"])
-    assert found == flat(4) and why is not None and "don't follow each other" in why
-    found, why = topology.order(["a", "a", "b"])
-    assert found == flat(3) and why is not None and "hosts have 2, 1 ranks" in why
+    order, why = topology.order(["a", "b", "a", "b"])
+    assert order == flat(4) and why is not None and "don't follow each other" in why
+    order, why = topology.order(["a", "a", "b"])
+    assert order == flat(3) and why is not None and "hosts have 2, 1 ranks" in why
     assert Topology(2, 3).neighbours(4) == (3, 5) and Topology(2, 3).host_of(2) == 0
 
 
@@ -53,26 +53,26 @@ def test_messages_of_a_key_keep_their_order_and_no_others_wait() -> None:
 def test_two_ranks_that_send_more_than_a_socket_takes_do_not_stand_still() -> None:
     one, other = _pair()
     large = bytes(range(256)) * 8000
-    found: dict[int, bytes | None] = {}
+    received: dict[int, bytes | None] = {}
 
     def exchange(links: Links, peer: int) -> None:
         links.send(peer, 4, large)
-        found[peer] = links.receive(peer, 4, len(large), 15)
+        received[peer] = links.receive(peer, 4, len(large), 15)
 
     threads = [threading.Thread(target=exchange, args=pair) for pair in ((one, 1), (other, 0))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert found == {0: large, 1: large}
+    assert received == {0: large, 1: large}
 
 
 def test_two_threads_take_each_its_own() -> None:
     one, other = _pair()
-    found: dict[int, bytes | None] = {}
+    received: dict[int, bytes | None] = {}
 
     def take(key: int) -> None:
-        found[key] = other.receive(0, key, 4, 15)
+        received[key] = other.receive(0, key, 4, 15)
 
     threads = [threading.Thread(target=take, args=(key,)) for key in range(8)]
     for thread in threads:
@@ -81,7 +81,7 @@ def test_two_threads_take_each_its_own() -> None:
         one.send(1, k, b"%4d" % k)
     for thread in threads:
         thread.join(10)
-    assert found == {k: b"%4d" % k for k in range(8)}
+    assert received == {k: b"%4d" % k for k in range(8)}
 
 
 @pytest.mark.parametrize("num_unread", [0, 2])
@@ -115,11 +115,11 @@ def test_what_differs_in_size_is_no_read() -> None:
     reader = memory.Reader()
     here = Neighbours(0, one, {1: os.getpid()}, reader)
     there = Neighbours(1, other, {0: os.getpid()}, reader)
-    given, taken = torch.arange(6.0), torch.zeros(4)
-    here.signal_full(0, 0, given)
+    sent, taken = torch.arange(6.0), torch.zeros(4)
+    here.signal_full(0, 0, sent)
     places: dict[int, bytes] = {}
     assert there.await_full(0, 0, places)(None)
     with pytest.raises(RuntimeError, match="rank 0 gives 24 bytes, and rank 1 takes 16"):
         there.read(taken, 0, places[0])
     with pytest.raises(OSError, match="process 4194304 can't be read"):
-        reader.read(taken, 4194304, given.data_ptr())
+        reader.read(taken, 4194304, sent.data_ptr())

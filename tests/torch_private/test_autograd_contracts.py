@@ -60,9 +60,9 @@ def test_a_backward_inside_another_one() -> None:
     nodes: list[Any] = []
     Reentrant.look = lambda: nodes.append(torch_private.outer_node())
     Reentrant.look()
-    made = Reentrant.apply(torch.ones(1, requires_grad=True))
-    made.sum().backward()
-    assert nodes == [None, None, made.grad_fn]
+    output = Reentrant.apply(torch.ones(1, requires_grad=True))
+    output.sum().backward()
+    assert nodes == [None, None, output.grad_fn]
 
 
 @contract("call_once_left", "Node.register_prehook")
@@ -77,24 +77,24 @@ def test_a_call_where_the_outer_backward_goes_on() -> None:
 
     Reentrant.look = look
     x = torch.ones(1, requires_grad=True)
-    made = Reentrant.apply(x.mul(2)).sum()
+    output = Reentrant.apply(x.mul(2)).sum()
     for _ in range(2):  # the hook of the first one is gone
         tasks.clear()
-        made.backward(retain_graph=True)
+        output.backward(retain_graph=True)
         outer, inner, after = tasks
         assert outer == after != inner
 
 
 def in_backward(do: Callable[[], Any], *params: nn.Parameter, grad: bool = False) -> Any:
     """What ``do`` returns inside a backward to ``params``, or inside torch.autograd.grad."""
-    found: list[Any] = []
-    made = torch.stack([p.sum() for p in params]).sum() * 1
-    made.register_hook(lambda _: found.append(do()))
+    seen: list[Any] = []
+    total = torch.stack([p.sum() for p in params]).sum() * 1
+    total.register_hook(lambda _: seen.append(do()))
     if grad:
-        torch.autograd.grad(made, params)
+        torch.autograd.grad(total, params)
     else:
-        made.backward()
-    return found[0]
+        total.backward()
+    return seen[0]
 
 
 @contract("current_graph_task", "torch._C._current_graph_task_id")
@@ -188,12 +188,12 @@ def test_a_bare_copy() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
     optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    made: Any = torch_private.bare_copy(optimizer)
-    assert type(made) is Own and made.extra == [1] and made.extra is not optimizer.extra
-    assert made.param_groups == [] and not made.state
-    made.param_groups = [{**optimizer.param_groups[0], "params": [other]}]
+    copied: Any = torch_private.bare_copy(optimizer)
+    assert type(copied) is Own and copied.extra == [1] and copied.extra is not optimizer.extra
+    assert copied.param_groups == [] and not copied.state
+    copied.param_groups = [{**optimizer.param_groups[0], "params": [other]}]
     other.grad = torch.ones(2)
-    made.step()
+    copied.step()
     assert other.tolist() == [0.5, 0.5] and param.tolist() == [1.0, 1.0] and not calls
     assert not getattr(optimizer, "_opt_called", False) and scheduler.last_epoch == 0
     assert len(optimizer._optimizer_step_pre_hooks) == 1 and optimizer.param_groups[0]["params"] == [param]
@@ -251,11 +251,11 @@ class _Watching(TorchDispatchMode):
 
 @contract("unscale_", "torch._amp_foreach_non_finite_check_and_unscale_, which GradScaler calls")
 def test_unscale() -> None:
-    grads, found = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], torch.zeros(1)
-    torch_private.unscale_(grads, found, torch.tensor([0.5]))
-    assert [g.tolist() for g in grads] == [[1.0, 2.0], [3.0]] and found.item() == 0
-    torch_private.unscale_([torch.tensor([float("inf")])], found, torch.tensor([0.5]))
-    assert found.item() == 1
+    grads, found_inf = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], torch.zeros(1)
+    torch_private.unscale_(grads, found_inf, torch.tensor([0.5]))
+    assert [g.tolist() for g in grads] == [[1.0, 2.0], [3.0]] and found_inf.item() == 0
+    torch_private.unscale_([torch.tensor([float("inf")])], found_inf, torch.tensor([0.5]))
+    assert found_inf.item() == 1
     param = nn.Parameter(torch.ones(2))
     scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD([param], lr=0.1)
     scaler.scale(param.sum()).backward()

@@ -164,9 +164,9 @@ KNOWN = {"cudagraphs", "static_input_idxs", "is_backward", "graph_id", "cpp_wrap
 def test_inner_compilers_get_no_argument_that_zc_does_not_know(traced: Traced) -> None:
     from torch._inductor import compile_fx
 
-    given = {name for kwargs in traced.kwargs.values() for name in kwargs}
+    names = {name for kwargs in traced.kwargs.values() for name in kwargs}
     declared = set(compile_fx._CompileFxKwargs.__annotations__)
-    assert given | declared <= KNOWN and {"static_input_idxs", "is_backward"} <= declared
+    assert names | declared <= KNOWN and {"static_input_idxs", "is_backward"} <= declared
 
 
 @contract("use_of_streams", "the operators of torch.ops.streams, control_deps around them or meta['custom']['stream']")
@@ -219,8 +219,8 @@ def test_descriptors(traced: Traced) -> None:
     indices = [torch_private.input_index(n.meta.get("desc")) for n in placeholders]
     assert [names[i] for i in indices if i is not None] == names, "the forward's inputs, in order"
     descs = traced.graphs[True].graph.output_node().meta["desc"]
-    found = [torch_private.grad_of_index(desc) for desc in descs]
-    assert {names[i] for i in found if i is not None} == {"table.weight", "linear.weight", "linear.bias"}
+    grad_indices = [torch_private.grad_of_index(desc) for desc in descs]
+    assert {names[i] for i in grad_indices if i is not None} == {"table.weight", "linear.weight", "linear.bias"}
     assert torch_private.input_index(None) is None and torch_private.grad_of_index(None) is None
 
 
@@ -257,17 +257,17 @@ def test_inductor_on_one_graph(traced: Traced) -> None:
         compiled = torch_private.compile_inner(gm, example_inputs, **kwargs)
 
         def run(args: list[Any]) -> Any:
-            found = compiled(args)
+            outputs = compiled(args)
             emptied.append(not args)
-            return found
+            return outputs
 
         return torch_private.boxed(run)
 
     emptied: list[bool] = []
     a, b = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
     with torch.no_grad():
-        found = torch.compile(torch.mm, backend=backend)(a, b)  # an extern kernel: no C++ is compiled
-    assert torch.equal(found, torch.mm(a, b)) and emptied == [True]
+        product = torch.compile(torch.mm, backend=backend)(a, b)  # an extern kernel: no C++ is compiled
+    assert torch.equal(product, torch.mm(a, b)) and emptied == [True]
     sources = "".join(inspect.getsource(import_module(f"torch._inductor.{name}")) for name in ("compile_fx", "graph"))
     assert '"user_visible_output_idxs"' in sources and '"original_output_strides"' in sources, "nobody reads them"
 

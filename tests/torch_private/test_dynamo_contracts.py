@@ -134,8 +134,8 @@ def test_metadata_of_a_checkpoint(tmp_path: Path) -> None:
     from zc.checkpoint import files
 
     dcp.save({"a": torch.ones(3), "b": {"c": 1}}, checkpoint_id=tmp_path, no_dist=True)
-    found = files._MetadataUnpickler(io.BytesIO((tmp_path / ".metadata").read_bytes())).load()
-    assert {"a", "b.c"} <= found.state_dict_metadata.keys()
+    metadata = files._MetadataUnpickler(io.BytesIO((tmp_path / ".metadata").read_bytes())).load()
+    assert {"a", "b.c"} <= metadata.state_dict_metadata.keys()
 
 
 @contract("not_compiled_alone", "torch._dynamo.decorators.skip_code")

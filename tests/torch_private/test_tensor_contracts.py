@@ -70,9 +70,10 @@ class _Wrapper(Tensor):
 @contract("make_wrapper", "Tensor._make_wrapper_subclass")
 def test_wrapper_without_storage() -> None:
     like = torch.ones(3, 5, dtype=torch.bfloat16).t()
-    made = torch_private.make_wrapper(_Wrapper, like)
-    assert type(made) is _Wrapper
-    assert (made.shape, made.stride(), made.dtype, made.device) == (like.shape, like.stride(), like.dtype, like.device)
+    wrapper = torch_private.make_wrapper(_Wrapper, like)
+    assert type(wrapper) is _Wrapper
+    assert (wrapper.shape, wrapper.stride()) == (like.shape, like.stride())
+    assert (wrapper.dtype, wrapper.device) == (like.dtype, like.device)
 
 
 @contract("without_torch_function", "torch._C.DisableTorchFunctionSubclass")
@@ -274,8 +275,8 @@ def test_a_store_through_another_connection(monkeypatch: pytest.MonkeyPatch) -> 
     stores = torch.distributed.HashStore(), torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
     for store in (*stores, torch.distributed.PrefixStore("a", stores[1])):
         monkeypatch.setattr(torch_private, "default_store", lambda: store)  # noqa: B023
-        found, is_own = torch_private.own_store()
-        found.set("a key", "a value")
+        connection, is_own = torch_private.own_store()
+        connection.set("a key", "a value")
         assert is_own and store.get("a key") == b"a value"
     monkeypatch.setattr(torch_private, "default_store", object)
     assert not torch_private.own_store()[1]

@@ -65,12 +65,12 @@ def run_folder(python: Path, tests: str) -> Counts:
 
 def counts_of(report: Path, name: Callable[[str], str]) -> dict[str, Counts]:
     """Tests passed, failed (errors are), skipped, by the ``name`` of their module."""
-    found: dict[str, list[int]] = {}
+    result: dict[str, list[int]] = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
-        counts = found.setdefault(name(case.attrib["classname"] or case.attrib["name"]), [0, 0, 0])
+        counts = result.setdefault(name(case.attrib["classname"] or case.attrib["name"]), [0, 0, 0])
         kinds = {child.tag for child in case}
         counts[1 if kinds & {"failure", "error"} else 2 if "skipped" in kinds else 0] += 1
-    return {tests: (passed, failed, skipped) for tests, (passed, failed, skipped) in found.items()}
+    return {tests: (passed, failed, skipped) for tests, (passed, failed, skipped) in result.items()}
 
 
 def folder_of(module: str) -> str:
@@ -108,7 +108,7 @@ def cell(row: Row | None) -> str:
 
 def document(rows: list[Row], folders: list[str]) -> str:
     """A column for each torch and Python, a line for each folder of tests."""
-    found = {key(row): row for row in rows}
+    by_key = {key(row): row for row in rows}
     columns = {(r["torch"], r["python"]): r for r in rows}
     when = {c: sorted(r["date"] for r in rows if (r["torch"], r["python"]) == c)[-1] for c in columns}
     heads = [f"torch {t}, triton {r['triton']}, Python {p}" for (t, p), r in columns.items()]
@@ -125,7 +125,7 @@ def document(rows: list[Row], folders: list[str]) -> str:
         "|---|" + "---|" * len(heads),
     ]
     for folder in sorted({*folders, *(r["tests"] for r in rows)}):
-        lines.append(f"| {folder} | " + " | ".join(cell(found.get((*c, folder))) for c in columns) + " |")
+        lines.append(f"| {folder} | " + " | ".join(cell(by_key.get((*c, folder))) for c in columns) + " |")
     lines.append("| last run | " + " | ".join(when[c] for c in columns) + " |")
     return "\n".join(lines) + "\n"
 
