@@ -1,8 +1,8 @@
-"""Parameters without bytes (stage 3): who reads one outside of the model's forward and backward is told the way out.
+"""Refuses reads of parameters that have no bytes (stage 3), with an error that names the way out.
 
-Outside of them each parameter is of a class whose ``__torch_function__`` refuses whatever needs an element of it. In a
-forward or backward that is not compiled it gets the bytes first. The class of a tensor is changed as torch's own lazy
-parameters change theirs, and as `zc.engine.pending` does.
+Outside of the model's forward and backward, each parameter has a class whose ``__torch_function__`` refuses functions
+that read an element. In a forward or backward that is not compiled, it first gathers the bytes. torch's lazy parameters
+and `zc.engine.pending` change the class of a tensor in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zc.errors import ZcError
 
 _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its Absent
 
-# What hooks on parameters need, beside what asks for no element
+# functions that read no element, and those that hooks on parameters need
 _ALLOWED = NO_VALUE | torch_private.hook_attributes()
 _VIEWS = frozenset((Tensor.view_as, Tensor.expand_as))
 _DATA: Any = Tensor.data
@@ -44,10 +44,10 @@ _WAY_OUT = (
 
 
 class AbsentParameter(nn.Parameter):
-    """A parameter that has its shape, and no bytes."""
+    """A parameter that has its shape but no bytes."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
-        """Who makes another one by ``type(param)(...)`` means a parameter."""
+        """``type(param)(...)`` is meant to make an ordinary parameter."""
         return nn.Parameter(*args, **kwargs)
 
     @classmethod
@@ -73,7 +73,7 @@ class AbsentParameter(nn.Parameter):
         return output
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """A print, also a debugger's, raises nothing."""
+        """Never raises: debuggers print parameters, too."""
         if _can_read(Tensor.__repr__, [self]):
             with torch_private.without_torch_function():
                 return str(nn.Parameter.__repr__(self))  # type: ignore[no-untyped-call]
@@ -93,8 +93,8 @@ class AbsentParameter(nn.Parameter):
 
 
 class AbsentView(Tensor):
-    """What ``data``, ``detach``, view_as and expand_as give of an AbsentParameter, ``param``. Hooks and DDP-like code
-    take its ``grad_fn``, which leads to the parameter's own node, others its shape; they read no element."""
+    """The result of ``data``, ``detach``, view_as or expand_as of an AbsentParameter, ``param``. Hooks and code like
+    DDP read its ``grad_fn``, which leads to the parameter's own node, or its shape, but no element."""
 
     param: nn.Parameter
 
@@ -112,8 +112,8 @@ class AbsentView(Tensor):
 
 
 def _backward(func: Any, params: list[AbsentParameter], args: Any, kwargs: Any) -> Any:
-    """``backward(inputs=params)``, which reads no element of them: they are plain parameters meanwhile. What is eager
-    in that backward has read its parameters in the forward, so they are whole."""
+    """Runs ``backward(inputs=params)``, which reads no element of them, so they are plain parameters meanwhile. Eager
+    code of that backward has read its parameters in the forward, so they are whole."""
     lent = [param for param in params if Absent.lend(param)]
     try:
         return func(*args, **kwargs)
@@ -123,8 +123,8 @@ def _backward(func: Any, params: list[AbsentParameter], args: Any, kwargs: Any) 
 
 
 def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool, **others: Any) -> tuple[Tensor | None, ...]:
-    """torch.autograd.grad, which reads no element of its inputs. It gets their edges of the graph instead: with
-    `without_torch_function` around it, eager code of the backward would read parameters that have no bytes."""
+    """Runs torch.autograd.grad, which reads no element of its inputs, with their edges of the graph instead. Inside
+    `without_torch_function`, eager code of the backward would read parameters that have no bytes."""
     _need(torch.autograd.grad, [each for each in outputs if isinstance(each, AbsentParameter)])
     with torch_private.without_torch_function():
         edges = [get_gradient_edge(each) if isinstance(each, Tensor) else each for each in inputs]
@@ -135,13 +135,13 @@ def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool, **others: Any) 
 
 
 def _may_write(what: Any) -> bool:
-    """Whether this function writes its first argument, or gives access to its memory."""
+    """Whether this function writes its first argument or gives access to its memory."""
     name = getattr(what, "__name__", str(what))
     return what in _RAW or name in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
 def _can_read(what: Any, params: list[AbsentParameter]) -> bool:
-    """Whether these parameters are whole, or have become so."""
+    """Makes these parameters whole if their owners can, and says whether they are."""
     owners = [(_OWNERS.get(param), param) for param in params]
     return all(owner is None or owner.read(param, _may_write(what)) for owner, param in owners)
 
@@ -154,7 +154,7 @@ def _need(what: Any, params: list[AbsentParameter]) -> None:
 
 
 def _is_loaded(param: Tensor, value: Tensor, *_: Any) -> bool:
-    """Whether ``param.copy_(value)`` is of a load_state_dict, which has written this rank's elements then."""
+    """Whether ``param.copy_(value)`` is part of a load_state_dict; if so, this rank's elements are written."""
     owner = _OWNERS.get(param) if isinstance(param, AbsentParameter) else None
     return owner is not None and owner.load(param, value)
 
@@ -163,9 +163,9 @@ class Absent:
     """The parameters of one model. Both methods are held weakly.
 
     Args:
-        get_bytes: ``(param, is_raw)``: makes a parameter whole where it can, and says whether it is. ``is_raw``:
-            somebody may write it without autograd's knowing.
-        load: ``(param, value)``: writes a value into shards if a load_state_dict runs, and says whether it does.
+        get_bytes: ``(param, is_raw)``: makes a parameter whole if it can, and says whether it is. ``is_raw``: the
+            caller may write it without autograd noticing.
+        load: ``(param, value)``: if a load_state_dict runs, writes the value into shards and returns True.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Absent:
         self._params: list[nn.Parameter] = []
 
     def leave(self, params: Iterable[nn.Parameter]) -> None:
-        """From here on a read of one of these is refused, or gets its bytes. One without elements has all it needs."""
+        """From now on a read of these parameters is refused or gathers their bytes. Skips empty parameters."""
         for param in params:
             if type(param) is nn.Parameter and param.numel() > 0:
                 param.__class__ = AbsentParameter
@@ -183,14 +183,14 @@ class Absent:
                 _OWNERS[param] = self
 
     def release(self) -> None:
-        """Plain parameters again: who reads them now takes care of their bytes."""
+        """Makes them plain parameters again. The caller then sees to their bytes."""
         for param in self._params:
             param.__class__ = nn.Parameter
         self._params.clear()
 
     @staticmethod
     def lend(param: nn.Parameter) -> bool:
-        """A plain parameter until `take_back`; False where it is one already."""
+        """Makes it a plain parameter until `take_back`; False if it is one already."""
         is_absent = type(param) is AbsentParameter
         if is_absent:
             param.__class__ = nn.Parameter

@@ -1,33 +1,32 @@
-"""The tensors behind a plan, all made here, once.
+"""The tensors of a plan. All are allocated here.
 
-Bytes that a rank holds, by element of P (docs/design.md has the table by stage); ``acc`` and ``ring`` from a backward
-to the ``zero_grad`` that sets gradients to None, the others always::
+Bytes per rank, by element of P (docs/design.md has the table by stage). ``acc`` and ``ring`` exist from a backward to
+the ``zero_grad`` that sets gradients to None, the others always::
 
     flat_param    P * param_dtype    the parameters' own memory, whole on every rank
                                      (stage 3: nothing; parameters have bytes while they are read)
-    weight        S * param_dtype    stage 3: this rank's shard of the weights; the master too, if as wide
-    frozen        S * param_dtype    stage 3: the same of frozen parameters
-    arena         Plan.weight_cap    stage 3, at most, while a forward or backward runs: gathered weights
-    master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype; of an optimizer that reads whole
-                                     parameters those that the rank owns, as its optimizer state (`zc.planning.layout`)
+    weight        S * param_dtype    stage 3: this rank's shard of the weights; also the master, if as wide
+    frozen        S * param_dtype    stage 3: this rank's shard of the frozen parameters
+    arena         Plan.weight_cap    stage 3: gathered weights, at most, while a forward or backward runs
+    master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype; for an optimizer that reads
+                                     whole parameters, the parameters that this rank owns (`zc.planning.layout`)
     acc           S (stage 2) or P (stage 1) * acc_dtype
     ring          num_buffers flat_grad and one recv, in reduce_dtype, sized for the largest bucket; no recv where
-                  ranks read each other's memory. With two reductions also two host_sum: of P / ranks of a host
-                  each, or with replicas [S]; and a recv of the same number of elements at least. Ranks of a host
-                  that exchange messages sum them in flat_grad or acc. What leaves a host encoded lies in one wire,
-                  and recv has room for it
-    published     S * param_dtype    only where weights travel as differences: this rank's part of flat_param, as the
-                  last update has left it, shows a write of the caller's
-    update        there as well, the encoded differences of the largest bucket
+                  ranks read each other's memory. Two reductions also need two host_sum, of P / ranks per host
+                  elements each, or [S] with replicas, and a recv of at least as many elements. Ranks of one host
+                  that exchange messages sum them in flat_grad or acc. Rows that leave a host encoded are in one
+                  wire, and recv has room for them
+    published     S * param_dtype    only where weights travel as differences: this rank's part of flat_param after
+                  the last update, to notice writes of the caller
+    update        likewise: the encoded differences of the largest bucket
 
-With offload, host memory holds (pinned where the device is a GPU)::
+With offload, host memory (pinned if the device is a GPU) has::
 
     master_shard  S * acc_dtype      always: the weights are on the device, as flat_param or, in stage 3, weight
     host          S (stage 1 that accumulates there: P) * acc_dtype: the gradient that the update reads
     param         num_buffers * S * param_dtype of the largest bucket that has a cast
 
-and the device ``staging``: num_buffers times the largest ``host``. Where gradients accumulate in ``host`` there is no
-acc.
+The device has ``staging``: num_buffers times the largest ``host``; and no acc if gradients accumulate in ``host``.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ def fp32_shard(plan: Plan, bucket: Bucket) -> int:
 class Buffers:
     """flat_param, master_shard, accumulators and ring of one rank.
 
-    Lifetimes: accumulators and ring are there from a bucket's first write (`hold`) until gradients are set to None
-    (`release`), as plain PyTorch's gradients are; both on the main stream, the latter when all others have been joined,
-    so they need no record_stream unless the main stream has changed (`Streams.take`). Everything else lives as long as
-    the plan. A ring buffer holds one bucket's gradient from its flatten_cast until its accumulate; the
+    Lifetimes: accumulators and ring exist from a bucket's first write (`hold`) until gradients are set to None
+    (`release`), like plain PyTorch's gradients. The main stream calls both, and `release` after it has joined all other
+    streams, so they need no record_stream unless the main stream has changed (`Streams.take`). All other tensors live
+    as long as the plan. A ring buffer holds one bucket's gradient from its flatten_cast until its accumulate; the
     schedule's events keep the next user away until then. ``flat_param[b]`` never moves: it is the memory of its
-    parameters, each under a storage of its own that keeps it.
+    parameters, each with a storage of its own that keeps it alive.
 
-    Made without any of it; `add` and `add_staging` allocate what stays.
+    A new object has no tensors; `add` and `add_staging` allocate those that live as long as the plan.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -70,7 +69,7 @@ class Buffers:
         self.master_shard: list[Tensor] = []
         self.acc: list[Tensor] = []
         self.host: list[Tensor] = []
-        # views of a bucket's gradient that others have cut; they go with the memory that they would keep
+        # cached views of a bucket's gradient; `release` drops them, since a view keeps the memory alive
         self.cuts: dict[int, dict[str, list[Tensor]]] = {}
         self._memory = HostMemory(plan.buckets[0].device) if plan.offload is not None and plan.buckets else None
         self._staging: list[Tensor] = []
@@ -84,7 +83,7 @@ class Buffers:
         self._has_ring = False
 
     def add(self, bucket: Bucket) -> None:
-        """Allocates what stays of the next bucket of the plan."""
+        """Allocates the tensors of the plan's next bucket that live as long as the plan."""
         if bucket.is_frozen:
             assert bucket.index == FIRST_FROZEN + len(self.frozen)
             self.frozen.append(torch.zeros(bucket.layout.numel_shard, dtype=bucket.param_dtype, device=bucket.device))
@@ -109,7 +108,7 @@ class Buffers:
             self.acc.append(_room(0, bucket.acc_dtype, bucket.device))
 
     def _add_shard(self, bucket: Bucket) -> None:
-        """Stage 3: the shard of the weights, and the masters where they are not the same elements in the same dtype."""
+        """Stage 3: the shard of the weights, and the masters unless they have the same elements and dtype."""
         start, stop = bucket.layout.owned_range(self.rank)
         self.flat_param.append(_room(0, bucket.param_dtype, bucket.device))
         self.weight.append(torch.zeros(bucket.layout.numel_shard, dtype=bucket.param_dtype, device=bucket.device))
@@ -124,7 +123,7 @@ class Buffers:
             self.acc.append(_room(0, bucket.acc_dtype, bucket.device))
 
     def weight_shard(self, index: int) -> Tensor:
-        """[S]: stage 3, this rank's shard of the weights of a bucket, frozen or not."""
+        """[S]: stage 3, this rank's shard of a bucket's weights, frozen or not."""
         return self.weight[index] if index < FIRST_FROZEN else self.frozen[index - FIRST_FROZEN]
 
     @property
@@ -133,7 +132,7 @@ class Buffers:
         return [*range(len(self.weight)), *range(FIRST_FROZEN, FIRST_FROZEN + len(self.frozen))]
 
     def has_own_master(self, bucket: Bucket) -> bool:
-        """Whether the masters are apart from what the parameters have, or in stage 3 from this rank's shard of it."""
+        """Whether the masters have memory of their own, apart from the parameters (stage 3: from this rank's shard)."""
         is_apart = bucket.has_master or self.plan.offload is not None
         return is_apart or (self.plan.placement.shards_weights and bucket.layout.owners is not None)
 
@@ -146,16 +145,15 @@ class Buffers:
         self.arena.clear()
 
     def gathered(self, name: str, bucket: Bucket, start: int) -> Tensor:
-        """[P]: the whole weights of a bucket, which begin at byte ``start`` of the arena; or which are gathered
-        into memory of their own."""
+        """[P]: the whole weights of a bucket, at byte ``start`` of the arena or in memory of their own."""
         buffer = Buffer.named(name)
         if buffer.kind == "flat_param":
             return self.whole[buffer.index]
         return self.arena[buffer.index][start : start + bucket.nbytes].view(bucket.param_dtype)
 
     def hold(self, bucket: Bucket) -> None:
-        """Makes the accumulator of ``bucket`` and the ring, where they are not there; what is in them is not defined.
-        Called where the main stream begins to write a gradient, before other streams take it from there."""
+        """Allocates the accumulator of ``bucket`` and the ring if they do not exist; their values are undefined. The
+        main stream calls this before it writes a gradient, so before any other stream uses them."""
         if not self._has_ring:
             self._make_ring()
         if self.acc and not self.acc[bucket.index].numel():
@@ -164,9 +162,9 @@ class Buffers:
             self.cuts.pop(bucket.index, None)
 
     def release(self, buckets: Sequence[Bucket]) -> None:
-        """Lets go of the accumulators of ``buckets``, and of the ring when there is none left. No gradient is in them,
-        and no stream is using them; who still holds a view of one keeps its memory. `acc` keeps empty tensors of their
-        dtype and device."""
+        """Frees the accumulators of ``buckets``, and the ring if no accumulator is left. They contain no gradient, and
+        no stream uses them. A view that somebody still has keeps its memory. `acc` keeps empty tensors of their dtype
+        and device."""
         for bucket in buckets:
             self.cuts.pop(bucket.index, None)
             if self.acc:
@@ -175,12 +173,12 @@ class Buffers:
             self._drop_ring()
 
     def gradients(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        """What `release` of these would let go of, or more."""
+        """The tensors that `release` of these buckets would free, or more."""
         accs = [self.acc[bucket.index] for bucket in buckets] if self.acc else []
         return [*accs, *self._flat_grad, *self._recv, *self._host_sum, *self._wire]
 
     def close(self) -> None:
-        """Lets go of everything; copies are done, and the parameters keep their own memory."""
+        """Frees all tensors. All copies are complete, and the parameters keep their own memory."""
         self.cuts.clear()
         self._drop_ring()
         for tensors in self.all_tensors:
@@ -190,15 +188,15 @@ class Buffers:
             self._memory = None
 
     def grow(self, plan: Plan) -> None:
-        """Takes in ``plan``, whose first buckets are the present ones, for which nothing moves; the others are to be
-        added. Frozen buckets that ``plan`` lacks go. Nothing may be using the ring. Not with offload."""
+        """Replaces the plan. The present buckets are the first ones of ``plan`` and do not move; the caller adds the
+        others. Drops frozen buckets that ``plan`` lacks. Nothing may use the ring meanwhile. Not with offload."""
         for index in {bucket.index for bucket in self.plan.frozen} - {bucket.index for bucket in plan.frozen}:
             self.frozen[index - FIRST_FROZEN] = self.frozen[index - FIRST_FROZEN].new_empty(0)
         self.plan = plan
         self._drop_ring()  # the next one has room for the largest bucket of all
 
     def _ring_nbytes(self) -> tuple[int, int, int, int]:
-        """Bytes of one flat_grad, of recv, of one host_sum and of wire; 0 where there is none."""
+        """Bytes of one flat_grad, of recv, of one host_sum and of wire; 0 if there is none."""
         plan = self.plan
         if not plan.buckets:
             return 0, 0, 0, 0
@@ -209,7 +207,7 @@ class Buffers:
 
     @property
     def note(self) -> str | None:
-        """Of host memory that is not what was asked for."""
+        """Says why host memory is not as requested, if it is not."""
         return self._memory.note if self._memory is not None else None
 
     @property
@@ -218,7 +216,7 @@ class Buffers:
 
     @property
     def all_tensors(self) -> tuple[list[Tensor], ...]:
-        """Everything that is allocated, now and later: the same lists for as long as this object lives."""
+        """All lists of tensors. The lists stay the same while this object lives, and their tensors come and go."""
         return (
             self.flat_param, self.weight, self.frozen, self.arena, self.master_shard, self.acc, self.host,
             self._staging, self._param, self._flat_grad, self._recv, self._host_sum, self._wire, self._update,
@@ -239,14 +237,13 @@ class Buffers:
         self._has_ring = True
 
     def remember_shard(self, bucket: Bucket) -> None:
-        """An update has written this rank's part of flat_param: what differs from it later was written by the
-        caller."""
+        """Remembers this rank's part of flat_param after an update: later differences are writes of the caller."""
         if bucket.sends_differences:
             self.published[bucket.index].copy_(self.owned(self.flat_param[bucket.index], bucket))
 
     def add_staging(self) -> None:
-        """Allocates what weights go through: as encoded differences; with offload between the device and host
-        memory."""
+        """Allocates the buffers for weights on their way: encoded differences, and with offload the copies between the
+        device and host memory."""
         plan, memory = self.plan, self._memory
         update = max(map(plan.nbytes_update, plan.buckets))
         if update:
@@ -260,14 +257,14 @@ class Buffers:
         self._param = [memory.zeros(cast, torch.uint8) for _ in range(plan.num_staging if cast else 0)]
 
     def shard(self, tensor: Tensor, bucket: Bucket) -> Tensor:
-        """[S]: this rank's part of an accumulator, whether that is [P] or [S] already."""
+        """[S]: this rank's part of an accumulator of size [P] or [S]."""
         if tensor.numel() == bucket.layout.numel_shard:
             return tensor
         start, stop = bucket.layout.shard_range(self.rank)
         return tensor[start:stop]
 
     def owned(self, flat: Tensor, bucket: Bucket) -> Tensor:
-        """What this rank updates of ``flat`` [P]: its part [S], or its run of whole parameters."""
+        """The part of ``flat`` [P] that this rank updates: its part [S], or its run of whole parameters."""
         start, stop = bucket.layout.owned_range(self.rank)
         return flat[start:stop]
 
@@ -276,8 +273,8 @@ class Buffers:
         return stop - start
 
     def room_for_whole(self, bucket: Bucket) -> Tensor:
-        """[elements of this rank's run]: where the gradients of its whole parameters come together for an update. In
-        stage 1 that is their place in acc_flat, of which a reduction has left this rank's shard alone."""
+        """[elements of this rank's run]: the place for the gradients of its whole parameters in an update. In stage 1
+        that is their place in acc_flat, where only this rank's shard is in use after a reduction."""
         acc = self.acc[bucket.index] if self.acc and not self.host else None
         if acc is not None and acc.numel() == bucket.numel:
             return self.owned(acc, bucket)
@@ -289,15 +286,15 @@ class Buffers:
         return self.shard((self.host or self.acc)[bucket.index], bucket)
 
     def acc_copies(self, bucket: Bucket) -> list[Tensor]:
-        """[S] each: all that holds the reduced gradient. Who changes it in place changes every one."""
+        """[S] each: all copies of the reduced gradient. Code that changes it in place changes every copy."""
         return [self.shard(tensors[bucket.index], bucket) for tensors in (self.host, self.acc) if tensors]
 
     def named(self, name: str, bucket: Bucket) -> Tensor:
         """The tensor of a buffer of the schedule: ``flat_grad[i]`` [P], ``acc[b]``, ``host_sum[i]``; `received` has
         ``recv[i]``.
 
-        With offload ``staging[i]`` and ``host[b]`` [S] or [P], and of what this rank updates ``master[b]``,
-        ``param[i]`` and its part of ``flat_param[b]``.
+        With offload also ``staging[i]`` and ``host[b]`` [S] or [P], and, for the elements that this rank updates,
+        ``master[b]``, ``param[i]`` and its part of ``flat_param[b]``.
         """
         match Buffer.named(name):
             case Buffer("acc", index):
@@ -330,18 +327,18 @@ class Buffers:
         return {"wire": self._wire, "recv": self._recv, "update": self._update}[buffer.kind][buffer.index]
 
     def sum_in(self, name: str, bucket: Bucket) -> Tensor:
-        """[host range]: the sum over this host's ranks, at the start of the buffer that has been sent to them."""
+        """[host range]: the sum over this host's ranks, at the start of the buffer that was sent to them."""
         sent = self.named(name, bucket).view(torch.uint8)
         return _view(sent, bucket.layout.numel_host_range, bucket.net_dtype)
 
     def sent(self, name: str, bucket: Bucket, level: Level) -> Tensor:
-        """What an exchange in a reduction sends."""
+        """The tensor that an exchange of a reduction sends."""
         is_summed_there = level is Level.NET and self.plan.sums_in_place
         return self.sum_in(name, bucket) if is_summed_there else self.named(name, bucket)
 
     def received(self, name: str, bucket: Bucket, level: Level) -> Tensor:
-        """``recv[i]``: rows [P] of all ranks, or of those of this host (reduce="native": their sum [S]). Between hosts
-        their rows, and the sum [S] over the replicas."""
+        """``recv[i]``: rows [P] of all ranks or of this host's ranks (reduce="native": their sum [S]); between hosts,
+        the hosts' rows; between replicas, the sum [S]."""
         raw = self._recv[Buffer.named(name).index]
         if level is Level.REPLICAS:
             return _view(raw, bucket.layout.numel_shard, bucket.acc_dtype)
@@ -351,15 +348,15 @@ class Buffers:
         return _view(raw, numel, bucket.reduce_dtype)
 
     def nbytes_whole_grad(self) -> int:
-        """Of `room_for_whole` of all buckets, where that is memory of its own; during an update."""
+        """Bytes of `room_for_whole` of all buckets during an update, if that is memory of its own."""
         if self.plan.world_size == 1 or (not self.plan.placement.shards_gradients and not self.host):
             return 0
         whole = [b for b in self.plan.buckets if b.layout.owners is not None]
         return sum(self.numel_owned(b) * b.acc_dtype.itemsize for b in whole)
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes on this rank while it has gradients, each storage once; those that come and go by their sizes, the
-        others counted from the tensors."""
+        """Bytes on this rank while it has gradients, each storage once. Accumulators and ring count by their sizes,
+        since they come and go; all others by their tensors."""
         own = [self.has_own_master(b) for b in self.plan.buckets]
         masters = [m for m, is_own in zip(self.master_shard, own, strict=True) if is_own]
         acc = sum(fp32_shard(self.plan, b) * b.acc_dtype.itemsize for b in self.plan.buckets) if self.acc else 0

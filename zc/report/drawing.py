@@ -2,7 +2,7 @@
 
 In stage 3 a band shows the bytes of gathered weights, and a line the bytes that they may have (weight_nbytes).
 
-It uses no charting library: those that fit in one file have megabytes, and draw neither lanes nor waits between them.
+It uses no charting library: those that fit into one file take megabytes and draw neither lanes nor waits between them.
 Colors are CSS classes, which the page or the picture defines for light and dark (`STYLE`).
 """
 

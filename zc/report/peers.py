@@ -1,4 +1,4 @@
-"""What PyTorch's own ways would hold and send for the same model, by arithmetic: rows beside zc's."""
+"""Computes what DDP and FSDP2 would keep and send for the same model, as rows beside zc's."""
 
 from __future__ import annotations
 
