@@ -2,7 +2,7 @@
 
 The model is made on meta, in stage 3, and reads a folder of safetensors. Counted is the process's highest resident size
 (VmHWM) beyond that of an interpreter which has imported torch, and of one which has imported Dynamo, too, as
-torch.compile does. Each rank compares its elements with those of the folder afterwards.
+any optimizer of torch does. Each rank compares its elements with those of the folder afterwards.
 """
 
 from __future__ import annotations
