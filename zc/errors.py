@@ -3,6 +3,10 @@ unless its text says so."""
 
 from __future__ import annotations
 
+import inspect
+
+from torch.optim import Optimizer
+
 __all__ = [
     "CheckpointError",
     "PassError",
@@ -45,3 +49,22 @@ class UncoveredGradientError(ZcError):
 
 class CheckpointError(ZcError):
     """A checkpoint can't be written or read. It names the folder and the tensor or file. The state is unchanged."""
+
+
+def stepping_optimizer() -> str | None:
+    """The class of the optimizer whose ``step`` is running, if there is one."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "step" and isinstance(owner, Optimizer):
+            return type(owner).__name__
+        frame = frame.f_back
+    return None
+
+
+def not_given(optimizer: str) -> str:
+    """What is wrong with an optimizer of this class that steps by itself, and the way out."""
+    return (
+        f"zc.compile was not given this {optimizer}. Make it first, then call zc.compile(model, optimizer); several go "
+        "in as a list"
+    )

@@ -28,7 +28,6 @@ _ERRORS = {
         "overlap_gather: parameters read right after step()",
         "overlap_gather: parameters written right after step()",
         "zc.save and zc.load in the middle, two optimizers",
-        "an optimizer that zc.compile was not given",
         "sharpness-aware minimisation: weights move up, a second backward, weights move back",
         "slow weights every second step (lookahead), an average by _foreach_lerp_",
     ),

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zc import torch_private
 from zc.engine.pending import NO_VALUE
-from zc.errors import ZcError
+from zc.errors import ZcError, not_given, stepping_optimizer
 
 _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its Absent
 
@@ -149,6 +149,11 @@ def _can_read(what: Any, params: list[AbsentParameter]) -> bool:
 def _need(what: Any, params: list[AbsentParameter]) -> None:
     for param in params:
         if not _can_read(what, [param]):
+            if (optimizer := stepping_optimizer()) is not None:
+                raise ZcError(
+                    f"{optimizer}.step() met a parameter of shape {tuple(param.shape)}, whose bytes lie in shards with "
+                    f"stage=3: {not_given(optimizer)}"
+                )
             name = getattr(what, "__name__", str(what))
             raise ZcError(f"{name} reads a parameter of shape {tuple(param.shape)} {_WAY_OUT}")
 

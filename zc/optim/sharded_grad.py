@@ -8,17 +8,15 @@ would make clipping and logging wrong without a word.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.errors import ZcError
+from zc.errors import ZcError, not_given, stepping_optimizer
 
 aten = torch.ops.aten
 
@@ -146,11 +144,8 @@ _OF_DDP = (aten.mul.out, aten.copy_.default)  # its reducer's, into its bucket
 
 
 def _refusal(what: Any, name: str) -> str:
-    if (optimizer := _stepping()) is not None:
-        return (
-            f"{optimizer}.step() met the gradient of {name}, which is sharded over ranks: zc.compile was not given "
-            f"this {optimizer}. Make it first, then call zc.compile(model, optimizer); several go in as a list"
-        )
+    if (optimizer := stepping_optimizer()) is not None:
+        return f"{optimizer}.step() met the gradient of {name}, which is sharded over ranks: {not_given(optimizer)}"
     advice = (
         "use zc.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_ to clip, .norm() for its norm, .mul_() to scale it, "
         ".full_tensor() to gather it"
@@ -163,17 +158,6 @@ def _refusal(what: Any, name: str) -> str:
             "largest magnitude, .norm(1) / .numel() the mean one, .full_tensor() has all elements"
         )
     return f"{what} does not work on the gradient of {name}, which is sharded over ranks: {advice}"
-
-
-def _stepping() -> str | None:
-    """The class of the optimizer whose ``step`` is running, if there is one."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if frame.f_code.co_name == "step" and isinstance(owner, Optimizer):
-            return type(owner).__name__
-        frame = frame.f_back
-    return None
 
 
 def _norm(grad: ShardedGrad, order: float = 2, *_: Any, **__: Any) -> Tensor:
