@@ -14,7 +14,6 @@ import rows_structure
 import rows_tasks
 import rows_unfreezing
 import rows_updates
-import torch
 from models import GPT, Broken, Heads, PartlyEager, frozen, mlp
 from rows import STEPS, Loop, Row, Script, add, plain, sgd
 from torch import nn
@@ -68,15 +67,6 @@ def raw_reads(s: Script) -> None:
             s.note(f"{name} {step}", param.detach())
 
 
-def written(s: Script) -> None:
-    for step in range(STEPS):
-        s.loss(step).backward()
-        s.update()
-        with torch.no_grad():
-            for param in s.model.parameters():
-                param.clamp_(-0.2, 0.2)
-
-
 overlapped("state_dict after every step", state_dicts)
 overlapped("parameters read right after step()", raw_reads)
-overlapped("parameters written right after step()", written)
+overlapped("parameters written right after step()", rows_updates.by_hand)

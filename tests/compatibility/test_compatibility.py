@@ -1,8 +1,8 @@
 """Training loops as people write them: each row of the table is right, or refused with the error that it names.
 
-By default every row runs once, but for REPEATS, through aot_eager but for each EAGER-th one, stages in turn, and four
-run through Inductor. ZC_TESTS=full runs all cells, slow rows too. docs/compatibility.md is made from all of them:
-``python tests/compatibility/generate.py``.
+By default each row runs once, except those of repeats.py, with the stages in turn: two of three rows by aot_eager, the
+others eager. Four rows also run by Inductor. ZC_TESTS=full runs all cells, slow rows too. docs/compatibility.md is made
+from all cells: ``python tests/compatibility/generate.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INDUCTOR = (
 
 
 def sample() -> list[Cell]:
-    """Every row once but those of REPEATS, and a few through Inductor: the same cells in every run."""
+    """Every row once except REPEATS, and a few by Inductor; the same cells in every run."""
     if FULL:
         return ALL_CELLS
     assert set(ROWS) >= REPEATS, REPEATS - set(ROWS)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from clocks import Lists, compare, recorded
 from harness import run_ranks
+from inline_streams import Inline
 from torch import Tensor, nn
 from training_runs import environment
 
@@ -20,7 +21,6 @@ import zc
 from zc.engine.accumulators import Accumulators
 from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
-from zc.engine.clock import Clock
 from zc.engine.eager_gradients import EagerGradients
 from zc.engine.overlap_gather import gather_graph
 from zc.engine.program import build
@@ -95,26 +95,6 @@ class Done:
 
     def is_completed(self) -> bool:
         return True
-
-
-class Inline:
-    """Every stream is the calling thread."""
-
-    clock = Clock(torch.device("cpu"))
-
-    def run_on(self, stream: str, task: Any) -> None:
-        task()
-
-    def record(self, event: str, stream: str) -> None:
-        pass
-
-    wait = record
-
-    def mark(self) -> None:
-        pass
-
-    def take(self, tensors: Any, marks: Any) -> None:
-        pass
 
 
 def group_of(number: int, ranks: Members, hosts: Topology) -> Group:

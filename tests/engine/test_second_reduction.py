@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from inline_streams import Inline
 from torch import Tensor
 
 from zc.engine.accumulators import Accumulators
 from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
-from zc.engine.clock import Clock
 from zc.engine.eager_gradients import EagerGradients
 from zc.passes.pipeline import pipeline
 from zc.planning.placement import PLACEMENTS
@@ -51,26 +51,6 @@ class FakeGroup:
 
     def all_gather(self, out: Tensor, shard: Tensor, what: str, bucket: int) -> None:
         out.copy_(torch.cat(self.exchanges.swap(self.rank, shard)))
-
-
-class Inline:
-    """Every stream is the calling thread."""
-
-    clock = Clock(torch.device("cpu"))
-
-    def run_on(self, stream: str, task: Any) -> None:
-        task()
-
-    def record(self, event: str, stream: str) -> None:
-        pass
-
-    wait = record
-
-    def mark(self) -> None:
-        pass
-
-    def take(self, tensors: Any, marks: Any) -> None:
-        pass
 
 
 @pytest.mark.parametrize(("num_replicas", "world_size"), [(2, 2), (3, 2), (3, 1)])
