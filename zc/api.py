@@ -63,6 +63,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     overlap: bool = True,
     overlap_gather: bool = False,
     weight_nbytes: int | None = None,
+    shard_frozen: bool = False,
     device: torch.device | str | None = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
@@ -122,12 +123,15 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             takes tensors past torch's dispatch is not seen; call `synchronize` before such a read. Stage 3 gathers
             while forward and backward run, with or without it.
 
-    Stage 3:
-        weight_nbytes: the most bytes of gathered weights at any time. None: room for the largest bucket and for the
-            next one. With more, buckets stay from the forward to the backward, and are gathered once less.
-
-        device: where parameters and buffers go that are on the meta device. `load_pretrained`, `load` or `initialize`
-            brings their values, and no rank ever holds the whole model. Optimizers may be made before.
+    Sharded weights:
+        shard_frozen: stages 1 and 2 do for frozen parameters (``requires_grad=False``) what stage 3 does for all: each
+            rank keeps its shard, in their own dtype, and a bucket is gathered while it is read. What trains is whole on
+            every rank, as without. For adapters (LoRA) on a large backbone, of which a rank keeps 2 / W bytes per bf16
+            parameter. Stage 3 does so in any case.
+        weight_nbytes: the most bytes of gathered weights at any time. None: room for the largest sharded bucket and for
+            the next one. With more, buckets stay from the forward to the backward, and are gathered once less.
+        device: stage 3: where parameters and buffers go that are on the meta device. `load_pretrained`, `load` or
+            `initialize` brings their values, and no rank ever holds the whole model. Optimizers may be made before.
 
     Offload:
         offload: "cpu" keeps masters, optimizer state and accumulators in host memory, and the update is done there;
@@ -207,7 +211,7 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
 def _compiled_call(model: nn.Module, runtime: Runtime) -> Callable[..., Any] | None:
     """What ``model(...)`` calls from now on; None: what it calls today."""
     config, call = runtime.config, None
-    if config.backend != "eager" and not (config.placement.shards_weights and runtime.plan.kinds):
+    if config.backend != "eager" and not (runtime.plan.sharded and runtime.plan.kinds):
         before = runtime.weights.let_read if config.overlap_gather else None
         backend = compiler.make_backend(runtime)
         call = torch_private.compiled_call(model, backend, before, dynamic=config.dynamic, fullgraph=config.fullgraph)
@@ -239,7 +243,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     for each in compiled.optimizers:
         _own_methods(model, each)
     state_marks.install(compiled)
-    if runtime.plan.overlap_gather or runtime.plan.placement.shards_weights:
+    if runtime.plan.overlap_gather or runtime.plan.sharded:
         runtime.weights.install_hooks(model)
         runtime.weights.count_sharing()
     torch_private.call_instead(model, call)
@@ -248,7 +252,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     around = runtime.weights.plain if isinstance(runtime.weights, ShardedWeights) else None
     compile_blocks(model, kinds, make, guards.install_call, runtime.config.dynamic, around)
     runtime.around_blocks = matrices_around(model, kinds)
-    names = find_singles(model, kinds) if runtime.plan.placement.shards_weights else []
+    names = find_singles(model, kinds) if runtime.plan.sharded else []
     singles = [BlockKind(type(model.get_submodule(name)).__name__, (name,)) for name in names]
     make_single = partial(_backend_of_single, runtime)
     compile_blocks(model, singles, make_single, guards.install_call, runtime.config.dynamic, around)

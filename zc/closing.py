@@ -50,7 +50,7 @@ def close(model: nn.Module) -> None:
             runtime.streams.synchronize()
             runtime.weights.synchronize()
             if isinstance(runtime.weights, ShardedWeights):
-                runtime.weights.make_whole([bucket.index for bucket in runtime.plan.with_weights])
+                runtime.weights.make_whole([bucket.index for bucket in runtime.plan.sharded])
         runtime.group.close()
     finally:
         _hand_back(model, held)

@@ -33,6 +33,7 @@ class Config:
     overlap: bool = True
     overlap_gather: bool = False
     weight_nbytes: int | None = None
+    shard_frozen: bool = False
     backend: str = "inductor"
     offload: str | None = None
     offload_accumulate: str = "cpu"
@@ -61,7 +62,8 @@ class Config:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(f"{name} must be a whole number of at least 1, got {value!r}")
-        for name in ("overlap", "overlap_gather", "verify", "write_in_place", "broadcast_buffers", "fullgraph"):
+        flags = ("overlap", "overlap_gather", "shard_frozen", "verify", "write_in_place", "broadcast_buffers")
+        for name in (*flags, "fullgraph"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.offload_dir is not None and not isinstance(self.offload_dir, (str, Path)):
@@ -74,8 +76,16 @@ class Config:
         self._check_compiler_options()
         if self.placement.shards_weights:  # its gathers overlap in any case
             object.__setattr__(self, "overlap_gather", False)
-        if self.weight_nbytes is not None and not self.placement.shards_weights:
-            raise PlanError(f"weight_nbytes={self.weight_nbytes} and stage={self.stage}: only stage 3 gathers weights")
+        if self.weight_nbytes is not None and not self.shards_frozen:
+            raise PlanError(
+                f"weight_nbytes={self.weight_nbytes} and stage={self.stage}: only stage=3 and shard_frozen=True gather "
+                "weights while they are read; leave it out"
+            )
+        if self.overlap_gather and self.shard_frozen:
+            raise PlanError(
+                "overlap_gather=True and shard_frozen=True: a forward is cut before the first reader of each gathered "
+                "bucket, or into windows of sharded weights; leave overlap_gather out"
+            )
         self.check_wire()
         if self.overlap_gather and not self.overlap:
             raise PlanError("overlap_gather=True needs overlap=True: without it there is no comm stream to gather on")
@@ -159,6 +169,11 @@ class Config:
         except (RuntimeError, TypeError) as error:
             text = str(error).partition(", known options are")[0]
             raise PlanError(f"mode={self.mode!r}, options={self.options!r}: {text}") from None
+
+    @property
+    def shards_frozen(self) -> bool:
+        """Whether each rank keeps only shards of frozen parameters."""
+        return self.shard_frozen or self.placement.shards_weights
 
     @property
     def placement(self) -> Placement:

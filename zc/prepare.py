@@ -105,6 +105,11 @@ def notes_of(request: Request, ranks: Group) -> list[str]:
     notes = [note_of(each) for each in request.assignment.optimizers] if ranks.world_size > 1 else []
     notes += [ranks.shard.note, kernels.note_of(device), note_of_shared(request.assignment.params)]
     notes.append(_note_of_frozen(request.model, request.config.param_dtype))
+    if request.config.shard_frozen and not plan.frozen:
+        notes.append(
+            "shard_frozen=True: no parameter is frozen that is a dense tensor with memory of its own, so every rank "
+            "keeps what it keeps without the option. Freeze (requires_grad_(False)) before zc.compile"
+        )
     if not request.config.verify:
         notes.append("verify=False: schedules run without their proof")
     if device.type == "cuda" and plan.overlap and ranks.world_size > 1:
@@ -165,7 +170,7 @@ def plan_of(
         num_replicas=ranks.num_replicas,
         kinds=after.kinds if after is not None else find_kinds(model) if config.compiles_blocks else (),
     )
-    is_frozen_too = after is None and config.placement.shards_weights
+    is_frozen_too = after is None and config.shards_frozen
     return with_frozen(plan, shardable(model, params), config.bucket_nbytes) if is_frozen_too else plan
 
 
@@ -184,15 +189,15 @@ def check_wire(plan: Plan) -> None:
 
 
 def check_weights(plan: Plan) -> None:
-    """In stage 3 the largest bucket must fit into what weights may take."""
-    if not plan.placement.shards_weights:
+    """The largest sharded bucket must fit into what gathered weights may take."""
+    if not plan.sharded:
         return
-    if plan.offload is not None and plan.offload.state_on_disk:
+    if plan.placement.shards_weights and plan.offload is not None and plan.offload.state_on_disk:
         raise PlanError(
             "stage=3 and offload='disk': zc.flush_state compares checksums of whole weights, which no rank has; use "
             "offload='cpu', or stage=2"
         )
-    largest = max(plan.with_weights, key=lambda b: b.nbytes)
+    largest = max(plan.sharded, key=lambda b: b.nbytes)
     if plan.weight_cap < (least := align_up(largest.nbytes, ALIGN_NBYTES)):
         raise PlanError(
             f"weight_nbytes={plan.weight_cap} is too small: the largest bucket ({largest.slots[0].name}, ...) has "
@@ -288,7 +293,7 @@ def fill(runtime: Runtime, buckets: Sequence[Bucket], unset: Collection[str] = (
                 first, stop = bucket.layout.owned(slot, rank)
                 master = buffers.master_shard[bucket.index]
                 master[first - start : stop - start] = values[first - slot.offset : stop - slot.offset]
-            if runtime.plan.placement.shards_weights:
+            if runtime.plan.is_sharded(bucket):
                 low, high = bucket.layout.in_shard(slot, rank)
                 shard, begin = buffers.weight_shard(bucket.index), bucket.layout.shard_range(rank)[0]
                 shard[low - begin : high - begin] = values[low - slot.offset : high - slot.offset]

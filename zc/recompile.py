@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from zc.checks import check_added, owners_of, trainable
-from zc.engine.sharded_weights import ShardedWeights
+from zc.engine.sharded_weights import ShardedWeights, named_plainly
 from zc.errors import PlanError
 from zc.optim.assignment import Assignment
 from zc.planning.frozen import without_moved
@@ -35,8 +35,7 @@ def recompile(model: nn.Module) -> None:
         PlanError, TypeError: as `compile`; nothing has changed. RankMismatchError: ranks differ in what is trainable.
     """
     compiled = sharded(model)
-    weights = compiled.runtime.weights
-    with weights.named_plainly() if isinstance(weights, ShardedWeights) else nullcontext():
+    with named_plainly(compiled.runtime.weights):
         _recompile(model, compiled)
 
 
@@ -66,7 +65,7 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
         runtime.grow(plan, params)
         fill(runtime, buckets)
     compiled.adopt(buckets)
-    if plan.placement.shards_weights:
+    if isinstance(weights, ShardedWeights):
         runtime.weights.install_hooks(model)
     if plan.overlap_gather:
         runtime.weights.count_sharing()

@@ -34,5 +34,9 @@ def persistent_nbytes(model: nn.Module) -> dict[str, int]:
     nbytes = sharded_model.runtime.buffers.nbytes()
     by_param = [state for optimizer in sharded_model.optimizers for state in optimizer.optimizer.state.values()]
     states = [v for state in by_param if isinstance(state, dict) for v in state.values() if isinstance(v, Tensor)]
+    runtime = sharded_model.runtime
+    whole = sum(param.nbytes for name, param in runtime.frozen.items() if name not in runtime.placed)
+    if whole:
+        nbytes["frozen"] = nbytes.get("frozen", 0) + whole
     nbytes["optimizer_state"] = sum(v.nbytes for v in states if v.dim() > 0)
     return nbytes

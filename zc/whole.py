@@ -45,7 +45,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     is_first = runtime.group.rank == 0
     if isinstance(weights, ShardedWeights):
-        for bucket in runtime.plan.with_weights:
+        for bucket in runtime.plan.sharded:
             flat = weights.gathered_once(bucket.index)
             for slot in bucket.slots if is_first else ():
                 part = in_shape(flat[slot.offset : slot.stop], slot)

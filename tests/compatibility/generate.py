@@ -30,6 +30,7 @@ TITLES = {
     11: "Several optimizers, and whole parameters",
     12: "Over a mesh of two dimensions (mesh=)",
     13: "Written without knowing of zc",
+    14: "With shard_frozen=True",
 }
 HEAD = """# Training loops: right, or refused with a reason
 

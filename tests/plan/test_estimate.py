@@ -74,7 +74,7 @@ def test_options_left_out_are_those_of_zc_compile() -> None:
     assert line.endswith("113.2 MB sent per step. Stage 1: 58.7 MB per rank, 25.2 MB sent."), line
 
 
-def test_frozen_parameters_are_shards_in_stage_3_alone() -> None:
+def test_frozen_parameters_are_shards_in_stage_3_and_with_shard_frozen() -> None:
     """A bf16 backbone of 1,024 x 1,024 on 8 ranks: 2 / 8 bytes a parameter; an adapter of 1,024 x 4 in fp32."""
     with torch.device("meta"):
         backbone = nn.Linear(1024, 1024, bias=False, dtype=BF16).requires_grad_(False)
@@ -83,7 +83,17 @@ def test_frozen_parameters_are_shards_in_stage_3_alone() -> None:
     assert plan.device["frozen"] == 2 * 1024**2 // 8 and plan.device["weight"] == 4 * 4096 // 8
     assert plan.device["arena"] == 2 * 2 * 1024**2  # the frozen bucket, and the next one as large
     assert plan.wire["parameters"] == 2 * (7 * 2 * 1024**2 // 8 + 7 * 4 * 4096 // 8)
-    assert "frozen" not in zc.plan(model, world_size=8, stage=2).device
+    for stage in (1, 2):  # the adapter stays as it is, and the backbone is whole, or in shards
+        whole, sharded = (zc.plan(model, world_size=8, stage=stage, shard_frozen=flag) for flag in (False, True))
+        assert whole.device["frozen"] == 2 * 1024**2 and sharded.device["frozen"] == 2 * 1024**2 // 8
+        others = {kind: nbytes for kind, nbytes in whole.device.items() if kind != "frozen"}
+        assert sharded.device == {**others, "frozen": 2 * 1024**2 // 8, "arena": 2 * 2 * 1024**2}
+        assert sharded.wire["parameters"] == whole.wire["parameters"] + 2 * (7 * 2 * 1024**2 // 8)
+        assert whole.peers["DDP, fp32"].held == 2 * 1024**2 + 16 * 4096 and not whole.residency and sharded.residency
+    with pytest.raises(zc.PlanError, match=r"weight_nbytes=.* only stage=3 and shard_frozen=True gather"):
+        zc.plan(model, world_size=8, stage=2, weight_nbytes=2**22)
+    capped = zc.plan(model, world_size=8, stage=2, shard_frozen=True, weight_nbytes=2**22 + 128)
+    assert capped.device["arena"] == 2**22 + 128
 
 
 def test_state_on_a_disk() -> None:

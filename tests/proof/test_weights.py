@@ -54,8 +54,8 @@ def case(seed: int) -> tuple[fx.Graph, Plan, Setting]:
     cap = smallest_cap(uses, nbytes) + 128 * rng.randint(0, 8)
     plan = replace(plan, weight_nbytes=max(cap, 1))
     graph = build_weights_schedule(plan, plan_residency(uses, nbytes, cap), verify=False)
-    machines = world_size if plan.reads_weights else 1
-    return graph, plan, Setting(tuple(uses), nbytes, plan.weight_cap, machines, plan.reads_weights)
+    machines = world_size if plan.reads_shards else 1
+    return graph, plan, Setting(tuple(uses), nbytes, plan.weight_cap, machines, plan.reads_shards)
 
 
 @pytest.mark.parametrize("seed", range(3 * NUM_CASES))

@@ -89,7 +89,7 @@ def _inner_compile(compiling: _Compiling, gm: fx.GraphModule, example_inputs: Se
         if compiling.inside is not None and is_differentiated and not _saves_own(compiling, gm):
             compiling.guard_identity()
             compiling.inside = None
-        if runtime.plan.placement.shards_weights:
+        if runtime.plan.sharded:
             return _compile_in_windows(compiling, gm, kwargs)
         if runtime.plan.overlap_gather:
             return _compile_forward(runtime, names, gm, example_inputs, kwargs)
@@ -170,14 +170,14 @@ def _compile_forward(
 
 
 def _compile_in_windows(compiling: _Compiling, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
-    """A forward graph in stage 3: its weights come while it reads them."""
+    """A forward graph: its sharded weights come while it reads them."""
     runtime = compiling.runtime
     for index in torch_private.written_inputs():
-        if compiling.names[index] is not None:
+        if compiling.names[index] in runtime.plan.sharded_names:
             raise ZcError(
                 f"the forward writes parameter {compiling.names[index]} in place (an embedding with max_norm does), "
-                "and with stage=3 such a write reaches no shard. Write inside `with zc.whole_parameters(model):` on "
-                "all ranks, or train with stage=2"
+                f"and with {runtime.plan.why_sharded} such a write reaches no shard. Write inside `with "
+                f"zc.whole_parameters(model):` on all ranks, or train without {runtime.plan.why_sharded}"
             )
     forward = CompiledForward(runtime, compiling.names, gm, kwargs, compiling.inside)
 

@@ -1,4 +1,4 @@
-"""A forward graph of stage 3: its weights come while it reads them."""
+"""A forward graph whose sharded weights come while it reads them."""
 
 from __future__ import annotations
 

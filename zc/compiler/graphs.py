@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -47,7 +47,7 @@ class CompiledGraph(ABC):
         self.graph, _ = copy_graph(gm.graph)
         self.graph.owning_module = gm
         mark_storages(self.graph, torch_private.donated_inputs() if is_backward else ())
-        self.read = mark_weights(self.graph, names) if runtime.plan.placement.shards_weights else []
+        self.read = mark_weights(self.graph, names, runtime.plan.sharded_names)
         self._own = own_inputs(gm, names, inside)
         self._programs: WeakValueDictionary[tuple[str | None, Hashable], Program] = WeakValueDictionary()
         self._templates: WeakValueDictionary[tuple[str, Hashable], Program] = WeakValueDictionary()
@@ -151,8 +151,8 @@ def own_inputs(gm: fx.GraphModule, names: Sequence[str | None], inside: Member |
     return positions
 
 
-def mark_weights(graph: fx.Graph, names: Sequence[str | None]) -> list[str]:
-    """``meta["param"]`` of each input that is a parameter in a bucket: its name. Returns these names.
+def mark_weights(graph: fx.Graph, names: Sequence[str | None], sharded: Collection[str]) -> list[str]:
+    """``meta["param"]`` of each input that is one of the ``sharded`` parameters: its name. Returns these names.
 
     Relies on AOTAutograd's descriptors of inputs, forward and backward: ``placeholder.meta["desc"]`` is
     ``PlainAOTInput(idx)`` (torch >= 2.9).
@@ -161,7 +161,7 @@ def mark_weights(graph: fx.Graph, names: Sequence[str | None]) -> list[str]:
     for node in graph.nodes:
         index = torch_private.input_index(node.meta.get("desc")) if node.op == "placeholder" else None
         name = names[index] if index is not None else None
-        if name is not None:
+        if name is not None and name in sharded:
             node.meta["param"] = name
             marked.append(name)
     return marked

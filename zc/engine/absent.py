@@ -1,4 +1,4 @@
-"""Refuses reads of parameters that have no bytes (stage 3), with an error that names the way out.
+"""Refuses reads of parameters that have no bytes, with an error that names the way out.
 
 Outside of the model's forward and backward, each parameter has a class whose ``__torch_function__`` refuses functions
 that read an element. In a forward or backward that is not compiled, it first gathers the bytes. torch's lazy parameters
@@ -36,11 +36,20 @@ _RAW = frozenset(
 )  # fmt: skip
 _WRITES = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"))
 _BACKWARD = frozenset((Tensor.backward, torch.autograd.backward))
-_WAY_OUT = (
-    "that has no bytes: with stage=3 it has them only inside the model's forward and backward. Use `with "
-    "zc.whole_parameters(model):` on all ranks to read or write values, zc.full_state_dict(model) for all of them on "
-    "rank 0, zc.save for a checkpoint"
-)
+
+
+def _way_out(param: Tensor) -> str:
+    return (
+        f"that has no bytes: with {_why(param)} it has them only inside the model's forward and backward. Use `with "
+        "zc.whole_parameters(model):` on all ranks to read or write values, zc.full_state_dict(model) for all of them "
+        "on rank 0, zc.save for a checkpoint"
+    )
+
+
+def _why(param: Tensor) -> str:
+    """The option of `zc.compile` that has taken the bytes."""
+    owner = _OWNERS.get(param)
+    return owner.why if owner is not None else "sharded weights"
 
 
 class AbsentParameter(nn.Parameter):
@@ -77,7 +86,7 @@ class AbsentParameter(nn.Parameter):
         if _can_read(Tensor.__repr__, [self]):
             with torch_private.without_torch_function():
                 return str(nn.Parameter.__repr__(self))  # type: ignore[no-untyped-call]
-        return f"Parameter of shape {tuple(self.shape)}, {self.dtype}, {self.device}, without bytes (zc, stage=3)"
+        return f"Parameter of shape {tuple(self.shape)}, {self.dtype}, {self.device}, without bytes (zc, {_why(self)})"
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
@@ -103,12 +112,13 @@ class AbsentView(Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         if func not in _ALLOWED:
-            raise ZcError(f"{getattr(func, '__name__', func)} reads a view of a parameter {_WAY_OUT}")
+            view = next(a for a in torch_private.tensors_in((args, kwargs)) if isinstance(a, AbsentView))
+            raise ZcError(f"{getattr(func, '__name__', func)} reads a view of a parameter {_way_out(view.param)}")
         with torch_private.without_torch_function():
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"view of shape {tuple(self.shape)} of a parameter without bytes (zc, stage=3)"
+        return f"view of shape {tuple(self.shape)} of a parameter without bytes (zc, {_why(self.param)})"
 
 
 def _backward(func: Any, params: list[AbsentParameter], args: Any, kwargs: Any) -> Any:
@@ -152,10 +162,10 @@ def _need(what: Any, params: list[AbsentParameter]) -> None:
             if (optimizer := stepping_optimizer()) is not None:
                 raise ZcError(
                     f"{optimizer}.step() met a parameter of shape {tuple(param.shape)}, whose bytes lie in shards with "
-                    f"stage=3: {not_given(optimizer)}"
+                    f"{_why(param)}: {not_given(optimizer)}"
                 )
             name = getattr(what, "__name__", str(what))
-            raise ZcError(f"{name} reads a parameter of shape {tuple(param.shape)} {_WAY_OUT}")
+            raise ZcError(f"{name} reads a parameter of shape {tuple(param.shape)} {_way_out(param)}")
 
 
 def _is_loaded(param: Tensor, value: Tensor, *_: Any) -> bool:
@@ -171,11 +181,13 @@ class Absent:
         get_bytes: ``(param, is_raw)``: makes a parameter whole if it can, and says whether it is. ``is_raw``: the
             caller may write it without autograd noticing.
         load: ``(param, value)``: if a load_state_dict runs, writes the value into shards and returns True.
+        why: the option of `zc.compile` by which they have none.
     """
 
     def __init__(
-        self, get_bytes: Callable[[nn.Parameter, bool], bool], load: Callable[[nn.Parameter, Tensor], bool]
+        self, get_bytes: Callable[[nn.Parameter, bool], bool], load: Callable[[nn.Parameter, Tensor], bool], why: str
     ) -> None:
+        self.why = why
         self._get_bytes, self._load = weakref.WeakMethod(get_bytes), weakref.WeakMethod(load)
         self._params: list[nn.Parameter] = []
 

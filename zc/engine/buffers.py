@@ -6,8 +6,8 @@ the ``zero_grad`` that sets gradients to None, the others always::
     flat_param    P * param_dtype    the parameters' own memory, whole on every rank
                                      (stage 3: nothing; parameters have bytes while they are read)
     weight        S * param_dtype    stage 3: this rank's shard of the weights; also the master, if as wide
-    frozen        S * param_dtype    stage 3: this rank's shard of the frozen parameters
-    arena         Plan.weight_cap    stage 3: gathered weights, at most, while a forward or backward runs
+    frozen        S * param_dtype    stage 3, or shard_frozen: this rank's shard of the frozen parameters
+    arena         Plan.weight_cap    there: gathered weights, at most, while a forward or backward runs
     master_shard  S * acc_dtype      only where param_dtype is narrower than acc_dtype; for an optimizer that reads
                                      whole parameters, the parameters that this rank owns (`zc.planning.layout`)
     acc           S (stage 2) or P (stage 1) * acc_dtype
@@ -65,7 +65,7 @@ class Buffers:
         self.weight: list[Tensor] = []
         self.frozen: list[Tensor] = []
         self.arena: list[Tensor] = []
-        self.whole: dict[int, Tensor] = {}  # stage 3: [P] each, while a bucket is gathered into memory of its own
+        self.whole: dict[int, Tensor] = {}  # [P] each, while a sharded bucket is gathered into memory of its own
         self.master_shard: list[Tensor] = []
         self.acc: list[Tensor] = []
         self.host: list[Tensor] = []
@@ -123,12 +123,12 @@ class Buffers:
             self.acc.append(_room(0, bucket.acc_dtype, bucket.device))
 
     def weight_shard(self, index: int) -> Tensor:
-        """[S]: stage 3, this rank's shard of a bucket's weights, frozen or not."""
+        """[S]: this rank's shard of the weights of a sharded bucket, frozen or not."""
         return self.weight[index] if index < FIRST_FROZEN else self.frozen[index - FIRST_FROZEN]
 
     @property
     def filled(self) -> list[int]:
-        """Stage 3: the buckets that have been added, by number."""
+        """The sharded buckets that have been added, by number."""
         return [*range(len(self.weight)), *range(FIRST_FROZEN, FIRST_FROZEN + len(self.frozen))]
 
     def has_own_master(self, bucket: Bucket) -> bool:
@@ -137,7 +137,7 @@ class Buffers:
         return is_apart or (self.plan.placement.shards_weights and bucket.layout.owners is not None)
 
     def make_arena(self, nbytes: int) -> None:
-        """Stage 3: room for gathered weights. Lifetime: until `drop_arena`, called when no stream uses it."""
+        """Room for gathered weights. Lifetime: until `drop_arena`, called when no stream uses it."""
         if not self.arena or self.arena[0].numel() < nbytes:
             self.arena[:] = [_room(nbytes, torch.uint8, self.plan.buckets[0].device)]
 
@@ -370,9 +370,10 @@ class Buffers:
         }
         if self.plan.placement.shards_weights:
             found["weight"] = _nbytes(self.weight)
+        if self.plan.sharded:
             found["arena"] = self.plan.weight_cap
-            if self.plan.frozen:
-                found["frozen"] = _nbytes(self.frozen)
+        if self.plan.frozen:
+            found["frozen"] = _nbytes(self.frozen)
         if host_sum:
             found["host_sum"] = host_sum * NUM_HOST_SUMS
         if wire:

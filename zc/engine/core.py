@@ -74,16 +74,14 @@ class Core:
         self.config, self.plan, self.buffers, self.group, self.streams = config, plan, buffers, group, streams
         weakref.finalize(buffers, streams.leave, buffers.all_tensors).atexit = False  # it holds the memory until then
         self.params = params  # that train, by name
-        self.placed = dict(params)  # in a bucket of the plan: these, and with stage 3 frozen ones
+        self.placed = dict(params)  # in a bucket of the plan: these, and frozen ones whose weights are sharded
         self.frozen: dict[str, nn.Parameter] = {}  # that do not train; one that asks for a gradient needs zc.recompile
         self.unset = Unset()  # what has no value yet, of a model that was made on meta
         self.shown: dict[str, Tensor] = {}  # what each of params has as .grad while it has a gradient, by name
         self.accumulators = Accumulators(plan, buffers, group)
         self.bind = partial(Operations, self.accumulators)  # for `zc.engine.program.build`
         self.inductor_options = config.inductor_options
-        self.passes = pipeline(
-            in_place=config.write_in_place, prove=config.verify, windows=plan.placement.shards_weights
-        )
+        self.passes = pipeline(in_place=config.write_in_place, prove=config.verify, windows=bool(plan.sharded))
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
         self.forwards: list[Program] = []  # of compiled forward graphs (overlap_gather)
         # by canonical text: each with the check of the global state that it was compiled under

@@ -287,7 +287,7 @@ def publish(accs: Accumulators, bucket: int, buffer: str) -> None:
     log.debug("bucket %d: its new weights may be read", bucket)
 
 
-# --- weights that exist while they are read (stage 3) ---
+# --- weights that exist while they are read ---
 
 
 def gather_weights(accs: Accumulators, bucket: int, dst: str, src: str, start: int, stop: int) -> None:
@@ -295,7 +295,7 @@ def gather_weights(accs: Accumulators, bucket: int, dst: str, src: str, start: i
     out, shard, layout = accs.buffers.gathered(dst, record, start), accs.buffers.weight_shard(bucket), record.layout
     if accs.plan.world_size == 1:
         out.copy_(shard)
-    elif accs.plan.reads_weights:
+    elif accs.plan.reads_shards:
         out[slice(*layout.shard_range(accs.group.rank))] = shard
         for peer, place in accs.weight_places(bucket).items():
             accs.group.near().read(out[slice(*layout.shard_range(peer))], peer, place)

@@ -104,6 +104,11 @@ class WeightGather:
         return list(self._programs.values())
 
     def publish(self, buckets: Sequence[int], *, is_exact: bool = False) -> None:
+        """`fill`; a backward through a forward of before this fails."""
+        self.fill(buckets, is_exact=is_exact)
+        self.published(buckets)
+
+    def fill(self, buckets: Sequence[int], *, is_exact: bool = False) -> None:
         """Fills flat_param of ``buckets`` from all ranks' masters, cast to param_dtype. Then the main stream may read
         it, or with overlap_gather whoever has waited for it. Encoded differences bring the weights close to the
         masters; with ``is_exact`` they become equal."""
@@ -118,7 +123,6 @@ class WeightGather:
                 core.buffers.remember_shard(bucket)
         self._program(tuple(buckets), is_exact=is_exact and core.plan.gather_bits > 0)([], core.streams)
         self._is_open = core.plan.overlap_gather
-        self.published(buckets)
 
     def published(self, buckets: Sequence[int]) -> None:
         """A schedule has written the weights of ``buckets``, unseen by autograd. A backward through a forward from

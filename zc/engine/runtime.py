@@ -77,7 +77,7 @@ class Runtime(Core):
         if group.journal is not None:
             group.journal.has_raised = partial(_has_raised, weakref.ref(self.eager))
         self.weights: WeightGather | ShardedWeights = (
-            ShardedWeights(self, WeightUses(self)) if plan.placement.shards_weights else WeightGather(self)
+            ShardedWeights(self, WeightUses(self)) if plan.sharded else WeightGather(self)
         )
         self._left_to_outer = -1  # autograd's number of the last backward inside another one, which announces it
         self.around_blocks: frozenset[str] = frozenset()  # matrices that are read there

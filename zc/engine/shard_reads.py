@@ -34,7 +34,7 @@ class ShardReads:
 
     def open(self, core: Core) -> None:
         """The others may read all shards, from here to `close`."""
-        if not core.plan.reads_weights:
+        if not core.plan.reads_shards:
             return
         group = core.accumulators.group
         for bucket in core.buffers.filled:

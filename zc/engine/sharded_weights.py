@@ -1,4 +1,5 @@
-"""Stage 3 on one rank: the shards of the weights, and which buckets are whole at this moment.
+"""Sharded weights on one rank: all of them in stage 3, those of frozen parameters with ``shard_frozen``. This knows the
+shards, and which buckets are whole at this moment.
 
 The compiled graphs of a pass, a forward with its backward, read weights in windows (`zc.engine.weight_uses`). For code
 that is not compiled, buckets become whole (`zc.engine.whole_params`). A forward without gradients frees its own again.
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from zc import torch_private
 from zc.engine.absent import Absent
 from zc.engine.memory_order import in_shape
+from zc.engine.overlap_gather import WeightGather
 from zc.engine.owners import spread_shards
 from zc.engine.program import Program
 from zc.engine.shard_reads import ShardReads
@@ -42,9 +44,10 @@ class ShardedWeights:
         self.hooks: list[RemovableHandle] = []  # on modules
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._states = StateDicts(self)
-        self.absent = Absent(self._read_by_eager_code, self._states.write)
+        self.absent = Absent(self._read_by_eager_code, self._states.write, core.plan.why_sharded)
         self._reads = ShardReads()
         self._uses = uses
+        self._gather = WeightGather(core)  # of buckets whose weights all ranks keep whole
         self._whole = WholeParams(core, self._reads)
         self._num_evaluated = 0  # forwards without gradients, in a row
         self._num_passes = 0  # with gradients, since the last update
@@ -69,9 +72,11 @@ class ShardedWeights:
         core = self._core_alive()
         if self._moved:
             places = [self._moved.get(place, place) for place in places]
+        # what zc.recompile has moved may have its whole weights on every rank
+        asked = {bucket for bucket, _ in places if core.plan.is_sharded(core.plan.bucket(bucket))}
         if torch_private.saved_tensors_are_copied():
-            self._whole.make_for("hooks on what autograd saves may read", {bucket for bucket, _ in places})
-        buckets = tuple(sorted({bucket for bucket, _ in places} - self._whole.buckets))
+            self._whole.make_for("hooks on what autograd saves may read", asked)
+        buckets = tuple(sorted(asked - self._whole.buckets))
         # inside zc.whole_parameters there is nothing to gather, and one rank alone may be here
         extents = () if self.is_exposed else self._uses.next(buckets)
         at = {extent.bucket: extent.start for extent in extents}
@@ -95,8 +100,8 @@ class ShardedWeights:
         self._num_evaluated = 0 if torch.is_grad_enabled() else self._num_evaluated + 1
         if self._num_evaluated == MANY_EVALUATED:
             core.say_once(
-                f"stage 3: {MANY_EVALUATED} forwards without gradients in a row, such as those of generate(), have "
-                "gathered all weights each. Inside `with zc.whole_parameters(model):` they are gathered once"
+                f"{self.absent.why}: {MANY_EVALUATED} forwards without gradients in a row, such as those of generate()"
+                ", have gathered all weights each. Inside `with zc.whole_parameters(model):` they are gathered once"
             )
         self._num_passes += torch.is_grad_enabled()
         self._uses.begin(number)
@@ -112,7 +117,7 @@ class ShardedWeights:
         is_outer = self._depth == 0 and not self.is_exposed
         breaks = torch_private.graph_breaks()
         if is_outer:
-            core.unset.check("a forward of stage 3")
+            core.unset.check("a forward")
             self._begin_pass(core)
             if self.is_one_graph:
                 if self.may_break:
@@ -191,7 +196,7 @@ class ShardedWeights:
             self._leave(self._core_alive())
 
     def _leave(self, core: Core) -> None:
-        self.absent.leave(core.placed.values())
+        self.absent.leave(param for bucket in core.plan.sharded for _, param in params_in(core, bucket))
 
     @contextmanager
     def plain(self, places: Sequence[tuple[dict[str, Any], str, nn.Parameter]]) -> Iterator[None]:
@@ -243,6 +248,10 @@ class ShardedWeights:
 
     # --- what eager code reads ---
 
+    def any_sharded(self, params: Iterable[nn.Parameter]) -> bool:
+        """See `WholeParams.any_sharded`."""
+        return self._whole.any_sharded(params)
+
     def make_whole(self, buckets: Iterable[int]) -> None:
         """See `WholeParams.make`."""
         self._whole.make(buckets)
@@ -292,9 +301,9 @@ class ShardedWeights:
 
     def refuse_without_bytes(self, what: str, module: nn.Module) -> None:
         """Raises ZcError if parameters of ``module`` have no bytes."""
-        if not self.is_exposed and next(module.parameters(), None) is not None:
+        if not self.is_exposed and self.any_sharded(module.parameters()):
             raise ZcError(
-                f"{what} with stage=3: a rank has flat shards, and no whole parameter. On all ranks, use "
+                f"{what} with {self.absent.why}: a rank has flat shards, and no whole parameter. On all ranks, use "
                 "zc.full_state_dict(model) for whole tensors on rank 0, model.state_dict() for DTensors, "
                 "zc.state_dict(model, optimizer) for torch.distributed.checkpoint, zc.load_state_dict and "
                 "zc.load_pretrained to load; or `with zc.whole_parameters(model):`, inside which it works as for a "
@@ -306,19 +315,19 @@ class ShardedWeights:
     def rows(self, params: Collection[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each of these parameters with this rank's rows of it. All ranks ask for the same ones."""
         core = self._core_alive()
-        core.unset.check("state_dict() of stage 3")
+        core.unset.check("state_dict()")
         wanted = {id(param) for param in params}
         names = {name for name, param in core.placed.items() if id(param) in wanted}
         core.group.same_everywhere(
             "what state_dict() is called for",
             sorted(names),
-            "With stage=3 all ranks call it together, and each gets its rows; zc.full_state_dict(model) gives rank 0 "
-            "whole tensors, also on all ranks",
+            f"With {self.absent.why} all ranks call it together, and each gets its rows; zc.full_state_dict(model) "
+            "gives rank 0 whole tensors, also on all ranks",
         )
         mesh, where = core.group.shard.mesh(), core.plan.slot_of()
         if mesh is not None:
             core.say_once(
-                "stage 3: state_dict() gives each rank its rows of the parameters as DTensors, which "
+                f"{self.absent.why}: state_dict() gives each rank its rows of the parameters as DTensors, which "
                 "torch.distributed.checkpoint saves together. torch.save would write this rank's rows alone: give it "
                 "zc.full_state_dict(model), called on all ranks"
             )
@@ -359,15 +368,23 @@ class ShardedWeights:
     # --- updates ---
 
     def publish(self, buckets: Sequence[int], *, is_exact: bool = False) -> None:
-        """weight <- this rank's masters of ``buckets``, cast to param_dtype, since `before_writes`."""
+        """The weights of ``buckets`` come from the masters, since `before_writes`: each rank writes its shard, and what
+        all ranks keep whole is gathered."""
         core = self._core_alive()
+        if core.plan.placement.shards_weights:
+            self._write_shards(core, buckets)
+        else:
+            self._gather.fill(buckets, is_exact=is_exact)
+        self.published(buckets)
+
+    def _write_shards(self, core: Core, buckets: Sequence[int]) -> None:
+        """weight <- this rank's masters of ``buckets``, cast to param_dtype."""
         for index in buckets:
             bucket, master = core.plan.buckets[index], core.buffers.master_shard[index].detach()
             if bucket.layout.owners is not None:
                 spread_shards(core.buffers.weight[index], master.to(bucket.param_dtype), core.group.shard, bucket)
             elif bucket.has_master:
                 core.buffers.weight[index].copy_(master)
-        self.published(buckets)
 
     def published(self, buckets: Sequence[int]) -> None:
         """The shards of ``buckets`` have their new values: all ranks may gather them."""
@@ -426,7 +443,7 @@ class ShardedWeights:
         shards are lost."""
         core = self._core_alive()
         self.absent.release()
-        for bucket in core.plan.with_weights:
+        for bucket in core.plan.sharded:
             for slot, param in params_in(core, bucket):
                 if param.untyped_storage().nbytes() < slot.numel * param.element_size():
                     param.untyped_storage().resize_(slot.numel * param.element_size())
@@ -438,11 +455,12 @@ class ShardedWeights:
         self.synchronize()
         self._uses.grow()
         self._whole.grow()
+        self._gather.grow()
 
     @property
     def programs(self) -> list[Program]:
         """The schedules of whole buckets that have run so far, for explain."""
-        return self._whole.programs
+        return [*self._whole.programs, *self._gather.programs]
 
     @property
     def planned(self) -> list[PlannedPass]:
@@ -458,6 +476,11 @@ class ShardedWeights:
         core = self._core()
         assert core is not None, "the model of these parameters is gone"
         return core
+
+
+def named_plainly(weights: object) -> AbstractContextManager[None]:
+    """`ShardedWeights.named_plainly`, where weights are sharded."""
+    return weights.named_plainly() if isinstance(weights, ShardedWeights) else nullcontext()
 
 
 def without_bytes(param: nn.Parameter, slot_dtype: torch.dtype) -> Tensor:

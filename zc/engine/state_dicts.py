@@ -1,4 +1,4 @@
-"""``state_dict`` and ``load_state_dict`` in stage 3. Hooks of the modules say where a call begins and ends.
+"""``state_dict`` and ``load_state_dict`` of sharded weights. Hooks of the modules say where a call begins and ends.
 
 ``load_state_dict``: of each whole tensor in a state, every rank copies its own elements into its shards. All ranks call
 it with the same values, between two updates, as in plain PyTorch. `zc.engine.absent` brings here each value that is
@@ -94,7 +94,9 @@ class StateDicts:
     def begin_read(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """The hook before a module brings its own part. With ``keep_vars`` the caller gets the parameters."""
         weights = self._weights()
-        if weights is None or weights.is_exposed or keep_vars or next(module.parameters(), None) is None:
+        if weights is None or weights.is_exposed or keep_vars:
+            return
+        if not weights.any_sharded(module.parameters()):
             return
         if torch_private.caller_of_state_dict().startswith("safetensors."):  # takes DTensors for tensors
             weights.refuse_without_bytes("safetensors.torch.save_model", module)
@@ -124,11 +126,12 @@ class StateDicts:
         weights = self._weights()
         if weights is None or weights.is_exposed:
             return
-        own = [name for name, _ in module.named_parameters(recurse=False) if prefix + name in state]
+        here = ((name, param) for name, param in module.named_parameters(recurse=False) if prefix + name in state)
+        own = [name for name, param in here if weights.any_sharded([param])]
         if own and local.get("assign_to_params_buffers", False):
             raise ZcError(
                 f"load_state_dict(assign=True) would put another tensor in the place of {prefix}{own[0]}, and with "
-                "stage=3 its bytes lie in shards: leave assign out, so that values are copied"
+                f"{weights.absent.why} its bytes lie in shards: leave assign out, so that values are copied"
             )
         if not prefix:
             self._loaded = weakref.ref(module)

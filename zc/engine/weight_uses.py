@@ -1,4 +1,4 @@
-"""The windows of a pass in stage 3, one after the other: what each gathers and frees.
+"""The windows of a pass over sharded weights, one after the other: what each gathers and frees.
 
 A *pass* is one forward of the model, with its backward if there is one. Its compiled graphs read weights in windows
 (`zc.passes.window_weights`), and each window asks here for its buckets: the pass's next *use*. The order of the uses is
@@ -99,8 +99,8 @@ class WeightUses:
         if plan is None or self._position >= len(plan.uses) or plan.uses[self._position] != buckets:
             if plan is not None and plan.uses in self._passes and self._position < len(plan.uses):
                 core.say_once(
-                    "stage 3: a forward or backward read other weights than the one before it, or in another order: "
-                    "there it gathers each bucket when it is read, not ahead"
+                    f"{core.plan.why_sharded}: a forward or backward read other weights than the one before it, or in "
+                    "another order: there it gathers each bucket when it is read, not ahead"
                 )
             self._close()
             plan = self._start((buckets,), self._singles)
@@ -129,7 +129,7 @@ class WeightUses:
         core = self._core_alive()
         if uses not in known:
             plan = core.plan
-            nbytes = {bucket.index: bucket.nbytes for bucket in plan.with_weights}
+            nbytes = {bucket.index: bucket.nbytes for bucket in plan.sharded}
             residency = plan_residency(uses, nbytes, plan.weight_cap)
             graph = build_weights_schedule(plan, residency, verify=core.config.verify)
             name = f"weights_{len(self._singles) + len(self._passes)}"

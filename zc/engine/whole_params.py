@@ -78,6 +78,10 @@ class WholeParams:
         """Whether code that is not compiled has read this parameter since the last update, and it is still whole."""
         return self._buckets_of([param]) <= self._asked & self.buckets
 
+    def any_sharded(self, params: Iterable[nn.Parameter]) -> bool:
+        """Whether weights of some of these parameters are sharded."""
+        return bool(self._buckets_of(params))
+
     def say_reasons(self) -> None:
         """Once per reason, with the bytes of the first pass that had it."""
         core = self._core_alive()
@@ -86,8 +90,9 @@ class WholeParams:
             nbytes = sum(core.plan.bucket(b).nbytes for b in buckets)
             first = next(slot.name for slot, _ in params_in(core, core.plan.bucket(min(buckets))))
             core.say_once(
-                f"stage 3: {reason} {first} or its neighbors: {len(buckets)} of {len(core.plan.with_weights)} buckets, "
-                f"{nbytes:,} bytes, are whole on every rank from there to the update, beside weight_nbytes"
+                f"{core.plan.why_sharded}: {reason} {first} or its neighbors: {len(buckets)} of "
+                f"{len(core.plan.sharded)} buckets, {nbytes:,} bytes, are whole on every rank from there to the "
+                "update, beside weight_nbytes"
             )
         self._said.update(self._reasons)
         self._reasons.clear()
@@ -110,9 +115,9 @@ class WholeParams:
                 if torch_private.version(param) != self._versions[slot.name]:
                     self.free(every_bucket(core))
                     raise ZcError(
-                        f"parameter {slot.name} was written in place, and with stage=3 such a "
+                        f"parameter {slot.name} was written in place, and with {core.plan.why_sharded} such a "
                         "write reaches no shard. Write inside `with zc.whole_parameters(model):` on all ranks, or "
-                        "train with stage=2. The write is lost, and nothing else has changed"
+                        f"train without {core.plan.why_sharded}. The write is lost, and nothing else has changed"
                     )
 
     def free(self, buckets: Iterable[int]) -> None:
@@ -133,7 +138,7 @@ class WholeParams:
         rank reads a shard meanwhile. ``read_before``: the buckets that stay whole, since a backward may read them."""
         core = self._core_alive()
         self._reads.close(core)
-        for bucket in core.plan.with_weights:
+        for bucket in core.plan.sharded:
             for slot, param in params_in(core, bucket):
                 write_value(core, bucket, slot, param)
                 if slot.name in core.unset.params and not param.isnan().any():  # its first value
@@ -174,9 +179,9 @@ class WholeParams:
 
     def _buckets_of(self, params: Iterable[nn.Parameter]) -> set[int]:
         core = self._core_alive()
-        if len(self._bucket_of) != len(core.placed):
-            where = core.plan.slot_of()
-            self._bucket_of = {id(param): where[name][0] for name, param in core.placed.items()}
+        if not self._bucket_of:
+            items = ((bucket.index, param) for bucket in core.plan.sharded for _, param in params_in(core, bucket))
+            self._bucket_of = {id(param): index for index, param in items}
         return {self._bucket_of[id(param)] for param in params if id(param) in self._bucket_of}
 
     def _core_alive(self) -> Core:
@@ -193,4 +198,5 @@ def params_in(core: Core, bucket: Bucket) -> Iterator[tuple[Slot, nn.Parameter]]
 
 
 def every_bucket(core: Core) -> list[int]:
-    return [bucket.index for bucket in core.plan.with_weights]
+    """Those whose weights are sharded."""
+    return [bucket.index for bucket in core.plan.sharded]

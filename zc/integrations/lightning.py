@@ -263,7 +263,7 @@ def _compile_children(module: nn.Module) -> None:
     before = runtime.weights.let_read if config.overlap_gather else None
     for child in _called(module):
         call = None
-        if config.backend != "eager" and not (config.placement.shards_weights and runtime.plan.kinds):
+        if config.backend != "eager" and not (runtime.plan.sharded and runtime.plan.kinds):
             backend = make_backend(runtime)
             call = torch_private.compiled_call(
                 child, backend, before, dynamic=config.dynamic, fullgraph=config.fullgraph

@@ -18,9 +18,9 @@ from zc.whole import full_state_dict
 
 
 def shards_weights(model: nn.Module) -> bool:
-    """Whether ``model`` is compiled with stage 3."""
+    """Whether ranks keep shards of weights of ``model``: all in stage 3, frozen ones with ``shard_frozen``."""
     sharded_model = COMPILED.get(model)
-    return sharded_model is not None and sharded_model.runtime.plan.placement.shards_weights
+    return sharded_model is not None and bool(sharded_model.runtime.plan.sharded)
 
 
 @contextmanager

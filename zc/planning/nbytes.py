@@ -43,9 +43,10 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
     }
     if in_shards:
         device["weight"] = total("S", "param_dtype")
+    if plan.sharded:
         device["arena"] = plan.weight_cap
-        if plan.frozen:
-            device["frozen"] = sum(b.layout.numel_shard * b.param_dtype.itemsize for b in plan.frozen)
+    if plan.frozen:
+        device["frozen"] = sum(b.layout.numel_shard * b.param_dtype.itemsize for b in plan.frozen)
     if host_sum:
         device["host_sum"] = NUM_HOST_SUMS * host_sum
     wire, update = (max(map(nbytes, plan.buckets)) for nbytes in (plan.nbytes_wire, plan.nbytes_update))
@@ -124,8 +125,8 @@ def sent(plan: Plan, microbatches: int) -> dict[str, int]:
         reduced = sum(b.numel // hosts.ranks_per_host * inside * b.reduce_dtype.itemsize for b in plan.buckets)
         reduced += sum(b.layout.numel_shard * between * b.net_dtype.itemsize for b in plan.buckets)
     reduced += sum(sent_to_replicas(plan, b) for b in plan.buckets)
-    gathers = 2 * microbatches if plan.placement.shards_weights else 1  # at most: some stay from forward to backward
-    gathered = gathers * sum(b.layout.numel_shard * others * b.param_dtype.itemsize for b in plan.with_weights)
+    while_read = 2 * microbatches * gathered_nbytes(plan.sharded, others)  # at most: some stay until the backward
+    gathered = gathered_nbytes(_after_update(plan), others)
     if plan.reduce_bits:
         inside_a_host = plan.has_levels * inside
         reduced = sum(b.numel // hosts.ranks_per_host * inside_a_host * b.reduce_dtype.itemsize for b in plan.buckets)
@@ -136,8 +137,18 @@ def sent(plan: Plan, microbatches: int) -> dict[str, int]:
         gathered += sum(most_encoded(plan, b, plan.gather_bits)[1] for b in plan.buckets)
     return {
         "gradients": num * reduced + moved(plan, "acc_dtype")[0],
-        "parameters": gathered + moved(plan, "param_dtype")[1],
+        "parameters": gathered + while_read + moved(plan, "param_dtype")[1],
     }
+
+
+def _after_update(plan: Plan) -> list[Bucket]:
+    """The buckets that are gathered once per update, since all ranks keep them whole."""
+    return [bucket for bucket in plan.buckets if not plan.is_sharded(bucket)]
+
+
+def gathered_nbytes(buckets: Iterable[Bucket], num_shards: int) -> int:
+    """Of ``num_shards`` shards of the weights of each bucket."""
+    return sum(b.layout.numel_shard * num_shards * b.param_dtype.itemsize for b in buckets)
 
 
 def most_encoded(plan: Plan, bucket: Bucket, bits: int) -> tuple[int, int]:
@@ -165,12 +176,13 @@ def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> di
     reduced = others * sum(b.layout.numel_shard * wire.itemsize for b, wire in zip(plan.buckets, wires, strict=True))
     if copies:
         reduced += copies * sum(sent_to_replicas(plan, b) for b in plan.buckets) // (plan.num_replicas - 1)
-    gathered = others * sum(b.layout.numel_shard * b.param_dtype.itemsize for b in plan.with_weights)
+    gathered = gathered_nbytes(_after_update(plan), others)
     if plan.reduce_bits:
         reduced = sum(_encoded_between_hosts(plan, b, plan.reduce_bits, others) for b in plan.buckets)
     if plan.gather_bits:
         gathered = sum(_encoded_between_hosts(plan, b, plan.gather_bits, others) for b in plan.buckets)
-    return {"gradients": num * reduced, "parameters": gathered}
+    while_read = 2 * microbatches * gathered_nbytes(plan.sharded, others)
+    return {"gradients": num * reduced, "parameters": gathered + while_read}
 
 
 def _encoded_between_hosts(plan: Plan, bucket: Bucket, bits: int, num_shards: int) -> int:

@@ -122,8 +122,8 @@ class Plan:
     topology: Topology = ALONE
     num_replicas: int = 1
     kinds: tuple[BlockKind, ...] = ()
-    frozen: tuple[Bucket, ...] = ()  # stage 3: of parameters that do not train, ascending in their numbers
-    weight_nbytes: int | None = None  # stage 3: the most bytes of gathered weights at any time; None: `weight_cap`
+    frozen: tuple[Bucket, ...] = ()  # of parameters that do not train, ascending in their numbers; always in shards
+    weight_nbytes: int | None = None  # the most bytes of gathered weights at any time; None: `weight_cap`
     reduce_bits: int = 0  # of gradients where they leave a host, of differences of weights (`zc.planning.wire`);
     gather_bits: int = 0  # 0: they travel as they are
 
@@ -140,6 +140,25 @@ class Plan:
     def with_weights(self) -> tuple[Bucket, ...]:
         """All buckets, those of frozen parameters included."""
         return (*self.buckets, *self.frozen)
+
+    def is_sharded(self, bucket: Bucket) -> bool:
+        """Whether each rank keeps its shard of these weights, and gathers the bucket while it is read."""
+        return bucket.is_frozen or self.placement.shards_weights
+
+    @cached_property
+    def sharded(self) -> tuple[Bucket, ...]:
+        """The buckets of which that is true: all in stage 3, else those of frozen parameters."""
+        return tuple(filter(self.is_sharded, self.with_weights))
+
+    @cached_property
+    def sharded_names(self) -> frozenset[str]:
+        """The parameters in these buckets."""
+        return frozenset(slot.name for bucket in self.sharded for slot in bucket.slots) - {MOVED}
+
+    @property
+    def why_sharded(self) -> str:
+        """The option that shards weights, for messages."""
+        return f"stage={self.placement.stage}" if self.placement.shards_weights else "shard_frozen=True"
 
     def bucket(self, index: int) -> Bucket:
         """The one with this number."""
@@ -181,10 +200,14 @@ class Plan:
 
     @property
     def reads_weights(self) -> bool:
-        """Whether a gather reads the other ranks' weights where they lie."""
-        if self.placement.shards_weights and self.has_levels:
-            return False  # what lies where it could be read is one shard of each host's
+        """Whether the gather after an update reads the other ranks' weights where they lie."""
         return self.world_size > 1 and self.topology.reads_memory
+
+    @property
+    def reads_shards(self) -> bool:
+        """Whether a gather of a sharded bucket reads the other ranks' shards where they lie. With two levels a rank
+        could read one shard of each host's."""
+        return self.reads_weights and not self.has_levels
 
     @property
     def reduces_twice(self) -> bool:
@@ -241,11 +264,11 @@ class Plan:
 
     @property
     def weight_cap(self) -> int:
-        """Stage 3: the most bytes of gathered weights at any time. By default room for the largest bucket, and for the
+        """The most bytes of gathered weights at any time. By default room for the largest sharded bucket, and for the
         next one as large."""
         if self.weight_nbytes is not None:
             return self.weight_nbytes
-        return 2 * max((align_up(b.nbytes, ALIGN_NBYTES) for b in self.with_weights), default=0)
+        return 2 * max((align_up(b.nbytes, ALIGN_NBYTES) for b in self.sharded), default=0)
 
     def microbatch(self) -> Plan:
         return replace(self, is_boundary=False)
@@ -347,7 +370,7 @@ def make_plan(
         is_far = hosts.num_hosts > 1 and device.type == "cpu"
         least = BETWEEN_HOSTS_NBYTES if is_far else DEFAULT_NBYTES
         nbytes = bucket_nbytes or default_nbytes([nbytes_of(spec) for spec in specs], least)
-        if bucket_nbytes is None and weight_nbytes is not None:  # stage 3: room for one bucket and the next
+        if bucket_nbytes is None and weight_nbytes is not None and placement.shards_weights:  # room for two buckets
             nbytes = min(nbytes, max(weight_nbytes // 2, 1))
         arrival = {spec.name: k for k, spec in enumerate(specs)}
         chunks: list[list[ParamSpec]] = []

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from zc.ranks.journal import Journal
 
+FORWARDS = "with stage=3 or shard_frozen=True also the same forwards, those of an evaluation included"
 JOIN = "Where ranks have different numbers of batches, use zc.join"
 State = Mapping[str, Any]  # as zc/ranks/watch.py publishes it
 _Places = dict[tuple[str, str], tuple[float, bool]]  # (model's journal, exchange) -> seconds, whether it is a call
@@ -46,7 +47,7 @@ def difference(journal: Journal, own: int, rank: int, state: State) -> str | Non
                 f"ranks are out of step: exchange {start + k + 1} since the last update is, on rank {rank}: "
                 f"{journal.words((kind, index))}; on rank {own}: {journal.words(here)}. Let every rank make "
                 "the same calls in the same order: clip_grad_norm_, reads of gradients, step, and loading of states; "
-                "in stage 3 also forwards, those of an evaluation included"
+                + FORWARDS
             )
     return None
 
@@ -85,6 +86,6 @@ def _advice(places: Iterable[_Places]) -> str:
     calls = sorted({(name, words) for at in places for (name, words), (_, is_call) in at.items() if is_call})
     if not calls:
         same = "Let all ranks run the same backwards and updates, in one order"
-        return f"{same}; in stage 3 also the same forwards, those of an evaluation included. {JOIN}"
+        return f"{same}; {FORWARDS}. {JOIN}"
     every = f"Every rank must make this call, or none: {', '.join(words for _, words in calls)}"
     return every if all(name for name, _ in calls) else f"{every}. {JOIN}"

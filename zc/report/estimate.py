@@ -44,7 +44,7 @@ class Estimate:
     num_replicas: int = 1
     microbatches: int = 1
     peers: Mapping[str, Peer] = field(default_factory=dict)
-    residency: str = ""  # stage 3: what a forward and backward gather and free, in the order of registration
+    residency: str = ""  # of sharded weights: what a forward and backward gather and free, in the order of registration
 
     @property
     def device_nbytes(self) -> int:
@@ -92,9 +92,14 @@ def estimate(
     offload: str | None,
     rates: Mapping[str, float | None],
     hosts: Topology,
+    frozen_nbytes: int,
 ) -> Estimate:
-    """The same for a plan that exists. ``optimizers``: the class name of each; ``hosts``: where the ranks are."""
+    """The same for a plan that exists. ``optimizers``: the class name of each; ``hosts``: where the ranks are;
+    ``frozen_nbytes``: of all frozen parameters. A rank has those whole that are in no bucket."""
     device, host, disk = resident(plan, [STATES[name] for name in optimizers])
+    whole = frozen_nbytes - sum(slot.numel * b.param_dtype.itemsize for b in plan.frozen for slot in b.slots)
+    if whole:
+        device["frozen"] = device.get("frozen", 0) + whole
     wire, bus = sent(plan, microbatches), copied(plan, microbatches)
     left = sent_between_hosts(plan, microbatches, hosts.ranks_per_host)
     # gradient, master and each state are read, the last two written: 28 bytes an fp32 element with two states
@@ -132,5 +137,5 @@ def estimate(
         floor,
         plan.num_replicas,
         microbatches,
-        peers(by_optimizer, plan.num_ranks, microbatches, width),
+        peers(by_optimizer, plan.num_ranks, microbatches, width, frozen_nbytes),
     )

@@ -63,7 +63,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     nbytes = persistent_nbytes(model)
     sharded(model).grad_shards.say_skipped()
     sections = {
-        "plan": f"stage {runtime.plan.placement.stage}, rank {runtime.group.rank} of {runtime.group.world_size}, "
+        "plan": f"{_stage(runtime.plan)}, rank {runtime.group.rank} of {runtime.group.world_size}, "
         f"backend {runtime.config.backend}, reduce {runtime.plan.reduce}, overlap {runtime.plan.overlap}\n"
         + "\n".join([_ways(runtime.plan), *_encoded(runtime.plan), *map(str, runtime.plan.kinds)]),
         "buckets": _buckets(runtime),
@@ -103,7 +103,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     everything = (*compiled, *runtime.weights.programs, *updates, *single, *passes)
     clocked = {span.program for span in step.spans} if step is not None else set()
     report = Report(
-        title=f"zc: {type(model).__name__}, stage {runtime.plan.placement.stage}, rank {runtime.group.rank} of "
+        title=f"zc: {type(model).__name__}, {_stage(runtime.plan)}, rank {runtime.group.rank} of "
         f"{runtime.group.world_size}",
         summary=first,
         step=measured(step, everything) if step is not None else None,
@@ -138,14 +138,22 @@ def _bar(runtime: Runtime, bucket: Bucket) -> BucketBar:
     )
 
 
+def _stage(plan: Plan) -> str:
+    is_mixed = plan.sharded and not plan.placement.shards_weights
+    return f"stage {plan.placement.stage}{' with frozen parameters in shards' if is_mixed else ''}"
+
+
 def _ways(plan: Plan) -> str:
     """How each exchange travels: by messages, or by reading memory."""
     if plan.num_ranks == 1:
         return "one rank: nothing is exchanged"
     ways = {True: "read from the other ranks' memory", False: "messages"}
-    inside = f"reductions: {ways[plan.reads_rows]}; gathers of weights: {ways[plan.reads_weights]}; "
+    gathers = plan.reads_shards if plan.placement.shards_weights else plan.reads_weights
+    inside = f"reductions: {ways[plan.reads_rows]}; gathers of weights: {ways[gathers]}; "
+    if plan.frozen and plan.reads_shards != gathers:
+        inside += f"of frozen ones: {ways[plan.reads_shards]}; "
     if plan.num_replicas == 1:
-        how = "messages over sockets of the host" if plan.reads_weights else "messages"
+        how = "messages over sockets of the host" if gathers else "messages"
         return f"{plan.topology}; {inside}announcements and norms: {how}"
     whole = f"{plan.num_replicas} replicas of {plan.world_size} ranks that share the state"
     if plan.world_size == 1:
@@ -215,6 +223,11 @@ def _buckets(runtime: Runtime) -> str:
             f"{b.layout.numel_padding:>8,} {how:>8} {reductions[b.index]:>5} {holds:>8}"
         )
         rows += [f"{'':>8}{slot}" for slot in b.slots]
+    rows += [
+        f"{b.index:>6} {len(b.slots):>6} {b.numel:>12,} {b.nbytes:>12,} {b.layout.numel_padding:>8,}   frozen: "
+        f"{b.nbytes // runtime.plan.world_size:,} bytes on this rank, gathered while they are read"
+        for b in runtime.plan.frozen
+    ]
     return "\n".join(rows)
 
 

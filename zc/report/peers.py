@@ -22,13 +22,17 @@ def ddp_nbytes(numel_by_optimizer: Mapping[str, int]) -> int:
     return sum(numel * FP32 * (2 + STATES.get(name, 2)) for name, numel in numel_by_optimizer.items())
 
 
-def peers(numel_by_optimizer: Mapping[str, int], world_size: int, microbatches: int, itemsize: int) -> dict[str, Peer]:
+def peers(
+    numel_by_optimizer: Mapping[str, int], world_size: int, microbatches: int, itemsize: int, frozen_nbytes: int = 0
+) -> dict[str, Peer]:
     """DDP with fp32 weights, which all-reduces once per step inside no_sync. FSDP2 with fp32 shards, which gathers
     weights of ``itemsize`` bytes for each forward and again for each backward, and reduces as many after it; what is
-    gathered at one time comes on top. (arXiv:2006.15704; arXiv:2304.11277)"""
+    gathered at one time comes on top. DDP holds frozen parameters whole, FSDP2 shards and gathers them, too.
+    (arXiv:2006.15704; arXiv:2304.11277)"""
     numel, whole = sum(numel_by_optimizer.values()), ddp_nbytes(numel_by_optimizer)
     once = numel * (world_size - 1) // world_size
+    frozen = 2 * microbatches * (frozen_nbytes * (world_size - 1) // world_size)
     return {
-        "DDP, fp32": Peer(whole, 2 * once * FP32),
-        "FSDP2": Peer(-(-whole // world_size), 3 * microbatches * once * itemsize),
+        "DDP, fp32": Peer(whole + frozen_nbytes, 2 * once * FP32),
+        "FSDP2": Peer(-(-(whole + frozen_nbytes) // world_size), 3 * microbatches * once * itemsize + frozen),
     }

@@ -13,6 +13,7 @@ from torch import nn
 
 from zc.checks import check_encodings, check_replicas, shardable, trainable
 from zc.config import Config
+from zc.engine.sharded_weights import named_plainly
 from zc.errors import PlanError
 from zc.planning.blocks import find_kinds
 from zc.planning.frozen import with_frozen
@@ -45,6 +46,7 @@ def plan(
     bucket_nbytes: int | None = None,
     num_buffers: int | None = None,
     weight_nbytes: int | None = None,
+    shard_frozen: bool | None = None,
     ranks_per_host: int | None = None,
     num_replicas: int = 1,
     offload: str | None = None,
@@ -91,7 +93,7 @@ def plan(
     options = {
         "stage": stage, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "gather_dtype": gather_dtype,
         "reduce": reduce, "bucket_nbytes": bucket_nbytes, "num_buffers": num_buffers, "offload": offload,
-        "weight_nbytes": weight_nbytes, "offload_accumulate": offload_accumulate,
+        "weight_nbytes": weight_nbytes, "shard_frozen": shard_frozen, "offload_accumulate": offload_accumulate,
         "offload_dir": "." if offload == "disk" else None,
     }  # fmt: skip
     config = replace(asked, **{name: value for name, value in options.items() if value is not None})  # type: ignore[arg-type]
@@ -141,27 +143,34 @@ def plan(
             used = Topology(shard // on_host, on_host)
     used = usable(used, config.reduce, {s.device.type for s in specs})
 
+    frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
+    with named_plainly(compiled.runtime.weights if compiled is not None else None):
+        in_shards = shardable(model, params)
+
     def of_stage(number: int) -> Plan:
+        is_gathered = PLACEMENTS[number].shards_weights or config.shard_frozen
         trained = make_plan(
             specs, world_size=used.world_size, num_replicas=num_replicas, placement=PLACEMENTS[number],
             reduce=config.reduce, reduce_dtype=config.reduce_dtype, gather_dtype=config.gather_dtype, topology=used,
             bucket_nbytes=config.bucket_nbytes, num_buffers=config.num_buffers, overlap=True, offload=config.host,
             rules=rules, kinds=find_kinds(model),
-            weight_nbytes=config.weight_nbytes if PLACEMENTS[number].shards_weights else None,
+            weight_nbytes=config.weight_nbytes if is_gathered else None,
         )  # fmt: skip
-        frozen = shardable(model, params) if trained.placement.shards_weights else {}
-        return with_frozen(trained, frozen, config.bucket_nbytes)
+        return with_frozen(trained, in_shards if is_gathered else {}, config.bucket_nbytes)
+
+    def estimate_of(its_plan: Plan) -> Estimate:
+        return estimate(its_plan, classes, microbatches, config.offload, rates, hosts, frozen)
 
     its_plan = of_stage(config.stage)
-    chosen = estimate(its_plan, classes, microbatches, config.offload, rates, hosts)
+    chosen = estimate_of(its_plan)
     others: dict[str, Peer] = {}
     for number, placement in PLACEMENTS.items():
         # zc.compile refuses these with stage 3
         refused = placement.shards_weights and (config.offload == "disk" or config.encodings)
         if number != config.stage and not refused:
-            other = estimate(of_stage(number), classes, microbatches, config.offload, rates, hosts)
+            other = estimate_of(of_stage(number))
             others[f"zc, stage {number}"] = Peer(other.device_nbytes, sum(other.wire.values()))
-    residency = predicted(its_plan) if its_plan.placement.shards_weights else ""
+    residency = predicted(its_plan) if its_plan.sharded else ""
     return replace(chosen, peers={**others, **chosen.peers}, residency=residency)
 
 

@@ -1,4 +1,4 @@
-"""Which weights are gathered and freed before each use of a pass (stage 3), as a table with a bar for the bytes."""
+"""Which sharded weights are gathered and freed before each use of a pass, as a table with a bar for the bytes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def table(residency: Residency, plan: Plan) -> str:
 def expected_uses(plan: Plan) -> Uses:
     """A forward and backward of a model that is not compiled yet: buckets in the order of registration, and back."""
     # bucket 0, and the first of the frozen ones, have what was registered last
-    buckets = [(bucket.index,) for bucket in (*plan.buckets, *plan.frozen)]
+    buckets = [(bucket.index,) for bucket in plan.sharded]
     return (*reversed(buckets), *buckets)
 
 
 def predicted(plan: Plan) -> str:
     """The table of that forward and backward."""
-    nbytes = {bucket.index: bucket.nbytes for bucket in plan.with_weights}
+    nbytes = {bucket.index: bucket.nbytes for bucket in plan.sharded}
     return table(plan_residency(expected_uses(plan), nbytes, plan.weight_cap), plan)

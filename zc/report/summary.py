@@ -73,7 +73,7 @@ def summarize(model: nn.Module) -> Summary:
     last = runtime.ledger.last
     return Summary(
         nbytes=sum(persistent_nbytes(model).values()),
-        ddp_nbytes=ddp_nbytes(numel),
+        ddp_nbytes=ddp_nbytes(numel) + sum(param.nbytes for param in runtime.frozen.values()),
         nbytes_sent=sum(last.nbytes_sent.values()),
         exposed_s=last.exposed_s,
         num_recompiles=sum(not graph.endswith("/0") for graph in runtime.ledger.graphs),

@@ -44,7 +44,7 @@ def _is_summed(plan: Plan) -> bool:
 
 
 def _gathers_while_reading(plan: Plan) -> bool:
-    return plan.overlap and plan.placement.shards_weights
+    return plan.overlap and bool(plan.sharded)
 
 
 KINDS = {
@@ -61,10 +61,10 @@ KINDS = {
     "flat_param": Kind("the weights of bucket i", MAIN),
     "gathered": Kind("the same with overlap_gather, as the last update left them", COMM, shared="always",
                      is_shared=lambda plan, _: True),
-    "weight": Kind("stage 3: this rank's shard of the weights of bucket i", COMM,
-                   shared="stage 3 with overlap", is_shared=lambda plan, _: _gathers_while_reading(plan)),
-    "arena": Kind("stage 3: gathered weights, each bucket in bytes of its own while it is read", COMM,
-                  shared="stage 3 with overlap", is_shared=lambda plan, _: _gathers_while_reading(plan)),
+    "weight": Kind("sharded weights: this rank's shard of the weights of bucket i", COMM,
+                   shared="with overlap", is_shared=lambda plan, _: _gathers_while_reading(plan)),
+    "arena": Kind("sharded weights: gathered weights, each bucket in bytes of its own while it is read", COMM,
+                  shared="with overlap", is_shared=lambda plan, _: _gathers_while_reading(plan)),
     "staging": Kind("offload: a gradient between device and host memory, or stage 3's updated whole parameters; a ring",
                     COPY),
     "host": Kind("offload: the gradient of bucket i that the update reads", COPY, on_host=True, shared="always",
