@@ -68,6 +68,23 @@ def test_bits_depend_on_the_topology_alone(world_size: int, per_host: int) -> No
                 assert all(torch.equal(weights[name], first[name]) for name in first), which
 
 
+def in_stage_3(rank: int, world_size: int, per_host: int) -> bool:
+    """Job: whether gradients in 8 bits give the weights of stage 2, for three caps."""
+    weights = []
+    for more in ({"stage": 2}, {}, {"weight_nbytes": 10**7}, {"bucket_nbytes": 3000, "overlap": False}):
+        options = {"stage": 3, "reduce_dtype": torch.int8, **more}
+        model, optimizer = model_of(options, world_size, rank, per_host)
+        train(model, optimizer, rank, range(6))
+        weights.append(zc.full_state_dict(model))
+        assert "gradients in 8 bits" in str(zc.explain(model))
+    return all(torch.equal(state[name], value) for state in weights for name, value in weights[0].items())
+
+
+@pytest.mark.parametrize(("world_size", "per_host"), [(2, 1), (4, 2)])
+def test_gradients_in_8_bits_give_stage_3_the_bits_of_stage_2(world_size: int, per_host: int) -> None:
+    assert all(run_ranks(in_stage_3, world_size, per_host))
+
+
 def test_inside_a_host_nothing_is_encoded() -> None:
     (plain, asked), *_ = run_ranks(run, 2, 2, [{}, INT8])
     assert all(torch.equal(plain[0][name], asked[0][name]) for name in plain[0])

@@ -84,6 +84,8 @@ def _encode(rng: random.Random, options: dict[str, Any]) -> None:
         options["gather_dtype"] = rng.choice(("int8", "int4"))
         options.pop("offload", None)
         options.pop("offload_accumulate", None)
+    elif rng.random() < 0.4:
+        _shard_weights(rng, options)
 
 
 def fit(options: dict[str, Any], optimizer: str) -> None:
