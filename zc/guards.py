@@ -115,7 +115,7 @@ def _refusing_moves(places: set[int], function: Callable[[Tensor], Tensor]) -> C
         if (result.dtype, result.device) != (like.dtype, like.device):
             raise ZcError(
                 f"a parameter of {like.dtype} on {like.device} was to become {result.dtype} on {result.device}, and "
-                "with stage=3 its bytes lie in shards: move or cast the model before zc.compile, or use param_dtype"
+                "its bytes lie in shards: move or cast the model before zc.compile, or use param_dtype"
             )
         return tensor
 

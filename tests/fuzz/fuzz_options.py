@@ -66,7 +66,8 @@ def _shard_weights(rng: random.Random, options: dict[str, Any]) -> None:
     """Stage 3 with room for few buckets, for zc's own choice of them, or for all."""
     options.pop("overlap_gather", None)
     options["stage"] = 3
-    few = 2 * max(options["bucket_nbytes"], 1024)  # the largest parameter of most models has fewer than 1,024 bytes
+    # the largest parameter of most models has fewer than 1,024 bytes, of those on the wire fewer than 8,192
+    few = 2 * max(options["bucket_nbytes"], 8192 if "hosts" in options else 1024)
     nbytes = rng.choice((None, few, 2**20))
     if nbytes is not None:
         options["weight_nbytes"] = nbytes
