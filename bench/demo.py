@@ -43,7 +43,7 @@ FLAGS = {  # in the order of their turns: what compiles for half a minute says s
 }
 NAMES = (DDP, EAGER, COMPILED)
 KINDS = {  # row of the table -> what the systems call it; the rest is gradients and their buffers
-    "weights": ("params", "flat_param", "gathered"),
+    "weights": ("params", "flat_param", "gathered", "weight"),
     "fp32 masters": ("master_shard",),
     "optimizer state": ("optimizer_state",),
 }

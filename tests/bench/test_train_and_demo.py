@@ -53,6 +53,11 @@ def fake_run(held_out: float, step_s: tuple[float, ...] = (9.0, 1.0), **kinds: i
     return {"world_size": 2, "ranks": [rank, {**rank, "losses": [6.0, 4.0]}]}
 
 
+def test_a_shard_of_the_weights_is_no_gradient() -> None:
+    by_kind = demo.held_by_kind(fake_run(2.0, params=0, weight=10, master_shard=20, optimizer_state=40))
+    assert [nbytes // 1_000_000 for nbytes in by_kind.values()] == [10, 20, 40, 0]
+
+
 @pytest.mark.parametrize(
     ("ddp", "eager", "compiled", "words"),
     [
