@@ -46,10 +46,10 @@ def _part(
     model = fuzz_models.draw(rng, narrow=dtype == "bfloat16", fault=fault, without=without)
     if group == "wire":
         model = {**model, "dim": fuzz_options.WIRE_DIM}
-    if group == "stage3":
+    if group is not None:  # it may be stage 3
         without = without | {"penalty"}  # it reads parameters outside of a forward
-        if rng.random() < 0.9:
-            without = without | {"differ"}  # of ranks that run other forwards zc expects an error alone
+    if group == "stage3" and rng.random() < 0.9:
+        without = without | {"differ"}  # of ranks that run other forwards zc expects an error alone
     if "own buffers" not in without and rng.random() < (0.5 if fuzz_models.has(model, *fuzz_models.BUFFERED) else 0.05):
         options["broadcast_buffers"] = False
     optimizer = fuzz_optimizers.draw(rng, without)
