@@ -77,6 +77,13 @@ def _backward_reads_rewritten_buffer(program: Program) -> bool:
     return False
 
 
+def _gathers_other_weights(program: Program) -> bool:
+    """Whether ranks of stage 3 that exchange messages may run other forwards than each other, which zc refuses."""
+    by_messages = any(which.options["stage"] == 3 and "hosts" in which.options for which in program.launches)
+    per_rank = (args[key] for _, args in program.ops for key in ("use", "reps") if key in args)
+    return by_messages and any(value != values[0] for values in per_rank for value in values)
+
+
 def _loads_together_elsewhere(program: Program) -> bool:
     """Whether another launch loads a state that belongs to several parameters."""
     return is_stacked(program.optimizer) and len(program.launches) > 1
@@ -98,7 +105,7 @@ REFUSALS = (
     # cleared through the optimizer's own tensors, which no param.grad shows until the next backward, then clipped
     ("ZcError", "was set to None (zero_grad) since", lambda p: p.clears & {"class", "slices"}),
     ("CheckpointError", "state belongs to parameters together", _loads_together_elsewhere),
-    ("RankMismatchError", "ranks are out of step", _some_read_alone),
+    ("RankMismatchError", "ranks are out of step", lambda p: _some_read_alone(p) or _gathers_other_weights(p)),
     ("RuntimeError", "modified by an inplace operation", _backward_reads_rewritten_buffer),
     # cleared past optimizer.zero_grad on a rank that had no backward yet: no .grad was there to be missed
     ("RankMismatchError", "what the gradients hold",

@@ -153,6 +153,19 @@ def test_which_programs_may_get_pytorch_s_error_about_a_buffer() -> None:
         assert judge(which, [[outcome, Outcome(None, {}, {})]], wanted).kind == "error", "on one rank alone"
 
 
+def test_which_programs_may_gather_other_weights_than_other_ranks() -> None:
+    """Stage 3, by messages, with heads that differ between ranks; no other program."""
+    program = Program.from_json((Path(__file__).parent / "kept" / "caught_exception.json").read_text())
+    outcome = Outcome(("RankMismatchError", "ranks are out of step, for 10 s now: ...", ""), {}, {})
+    for options, use, expected in (
+        ({"stage": 3, "hosts": True}, [[0], [1]], "refused"), ({"stage": 3, "hosts": True}, [[0], [0]], "error"),
+        ({"stage": 3}, [[0], [1]], "error"), ({"stage": 2, "hosts": True}, [[0], [1]], "error"),
+    ):  # fmt: skip
+        ops = (Op("forward", {"use": use, "quiet": False}), Op("backward", {"of": [0], "quiet": False}))
+        which = dataclasses.replace(program, ops=ops, options={"backend": "eager", **options})
+        assert judge(which, [[outcome, outcome]], Wanted([], {})).kind == expected, (options, use)
+
+
 def test_illegal_programs_are_told_apart() -> None:
     """What a shrinking program must not become."""
     program = fuzz_draw.draw(0)
