@@ -189,6 +189,12 @@ TABLE: dict[type[Op], tuple[Row, ...]] = {
         Row("dst", "flat_param", (OLD,), GATHERED),
         Row("dst", "arena", (NOTHING,), NOTHING),  # `residency` knows what its extents hold
     ),
+    spec.GatherEncoded: (
+        Row("src", "weight", (OLD,), OLD),
+        Row("via", "update", (NOTHING,), NOTHING),
+        Row("dst", "flat_param", (OLD,), GATHERED),
+        Row("dst", "arena", (NOTHING,), NOTHING),
+    ),
     spec.FreeWeights: (),
 }
 

@@ -30,7 +30,7 @@ from zc.planning.layout import ALIGN_NBYTES
 from zc.planning.plan import MOVED, Plan
 from zc.schedule.buffer import MAIN, Buffer
 from zc.schedule.nodes import is_schedule_node, item_of, op_of, ops, results, stream_of
-from zc.schedule.spec import Cast, Deposit, FreeWeights, GatherWeights, ReadWeights, Segment, TakeWeights
+from zc.schedule.spec import Cast, Deposit, FreeWeights, GatherShards, ReadWeights, Segment, TakeWeights
 
 
 def check(graph: fx.Graph, plan: Plan | None) -> list[str]:
@@ -49,7 +49,7 @@ class _Arena:
         self._num_uses = 0
         self._uses: tuple[tuple[int, ...], ...] | None = graph.output_node().meta.get("uses")
         for node, op in ops(graph):
-            if isinstance(op, GatherWeights) and op.dst.kind == "arena":
+            if isinstance(op, GatherShards) and op.dst.kind == "arena":
                 self._gather(node, op)
             elif isinstance(op, ReadWeights):
                 self._read(node, op)
@@ -62,7 +62,7 @@ class _Arena:
         if self._uses is not None and self._num_uses != len(self._uses):
             self.faults.append(f"the schedule has {self._num_uses} uses, and the pass {len(self._uses)}")
 
-    def _gather(self, node: fx.Node, op: GatherWeights) -> None:
+    def _gather(self, node: fx.Node, op: GatherShards) -> None:
         place = f"bucket {op.bucket} into {op.dst} {_shown(op.start, op.stop)}"
         if (op.dst, op.bucket) in self._alive:
             name, *extent = self._alive[op.dst, op.bucket]

@@ -27,10 +27,18 @@ from zc.planning.plan import Plan
 from zc.planning.residency import Residency
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import FreeWeights, GatherWeights, ReadWeights
+from zc.schedule.spec import FreeWeights, GatherEncoded, GatherShards, GatherWeights, ReadWeights
 
 ARENA = Buffer("arena", 0)
 _PASSES = (place_on_streams.PASS, insert_events.with_prefix("w"), verify.PASS)
+
+
+def gather_node(plan: Plan, bucket: int, dst: Buffer, start: int, stop: int) -> GatherShards:
+    """What gathers the weights of a bucket for a forward or backward."""
+    src = Buffer("weight", bucket)
+    if plan.encodes_weights(plan.bucket(bucket)):
+        return GatherEncoded(bucket, dst, src, start, stop, Buffer("update", 0))
+    return GatherWeights(bucket, dst, src, start, stop)
 
 
 def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
@@ -40,7 +48,7 @@ def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
         for bucket, start, stop in piece.frees:
             put(graph, FreeWeights(bucket, ARENA, start, stop))
         for bucket, start, stop in piece.gathers:
-            put(graph, GatherWeights(bucket, ARENA, Buffer("weight", bucket), start, stop))
+            put(graph, gather_node(plan, bucket, ARENA, start, stop))
         if use < len(residency.uses):
             spans = tuple((start, stop) for _, start, stop in piece.reads)
             put(graph, ReadWeights(ARENA, use, tuple(bucket for bucket, _, _ in piece.reads), spans))

@@ -98,11 +98,6 @@ class Config:
     def check_wire(self, num_replicas: int = 1) -> None:
         """Raises PlanError for options that exclude what `zc.planning.wire` does."""
         for option, name in self.encodings:
-            if name == "gather_dtype" and self.stage == 3:
-                raise PlanError(
-                    f"{option} and stage=3: its ranks keep no weights from which a difference could be taken; leave "
-                    f"{name} out, or use stage 2. reduce_dtype=torch.int8 works"
-                )
             if self.reduce != "exact":
                 raise PlanError(
                     f"{option} and reduce={self.reduce!r}: the backend can't sum integers of different scales; leave "

@@ -19,13 +19,16 @@ from zc.registry import sharded
 INT8: dict[str, Any] = {"reduce_dtype": torch.int8, "gather_dtype": torch.int8}
 
 
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Tanh(), nn.Linear(96, 64), nn.Linear(64, 8))
+
+
 def model_of(options: dict[str, Any], world_size: int, rank: int, per_host: int) -> tuple[nn.Module, Any]:
     with environment(GROUP_RANK=str(rank // per_host)):
-        torch.manual_seed(0)
-        layers = nn.Linear(64, 96), nn.LayerNorm(96), nn.Tanh(), nn.Linear(96, 64), nn.Linear(64, 8)
-        model = nn.Sequential(*layers)
+        model = layers()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        return zc.compile(model, optimizer, backend="eager", **options)
+        return zc.compile(model, optimizer, **{"backend": "eager", **options})
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -68,11 +71,12 @@ def test_bits_depend_on_the_topology_alone(world_size: int, per_host: int) -> No
                 assert all(torch.equal(weights[name], first[name]) for name in first), which
 
 
-def in_stage_3(rank: int, world_size: int, per_host: int) -> bool:
-    """Job: whether gradients in 8 bits give the weights of stage 2, for three caps."""
+def in_stage_3(rank: int, world_size: int, per_host: int, first: dict[str, Any], backend: str) -> bool:
+    """Job: whether stage 3 gives the weights of ``first``, for three caps and bucket sizes."""
     weights = []
-    for more in ({"stage": 2}, {}, {"weight_nbytes": 10**7}, {"bucket_nbytes": 3000, "overlap": False}):
-        options = {"stage": 3, "reduce_dtype": torch.int8, **more}
+    for more in (first, {}, {"weight_nbytes": 10**7}, {"bucket_nbytes": 3000, "overlap": False}):
+        encoded = {} if first else {"gather_dtype": torch.int8}
+        options = {"stage": 3, "reduce_dtype": torch.int8, "backend": backend, **encoded, **more}
         model, optimizer = model_of(options, world_size, rank, per_host)
         train(model, optimizer, rank, range(6))
         weights.append(zc.full_state_dict(model))
@@ -82,7 +86,12 @@ def in_stage_3(rank: int, world_size: int, per_host: int) -> bool:
 
 @pytest.mark.parametrize(("world_size", "per_host"), [(2, 1), (4, 2)])
 def test_gradients_in_8_bits_give_stage_3_the_bits_of_stage_2(world_size: int, per_host: int) -> None:
-    assert all(run_ranks(in_stage_3, world_size, per_host))
+    assert all(run_ranks(in_stage_3, world_size, per_host, {"stage": 2}, "eager"))
+
+
+@pytest.mark.parametrize(("world_size", "per_host", "backend"), [(2, 1, "aot_eager"), (4, 2, "eager")])
+def test_weights_in_8_bits_have_the_same_bits_for_every_cap(world_size: int, per_host: int, backend: str) -> None:
+    assert all(run_ranks(in_stage_3, world_size, per_host, {}, backend))
 
 
 def test_inside_a_host_nothing_is_encoded() -> None:
@@ -163,3 +172,57 @@ def test_state(tmp_path: Path) -> None:
     for world_size, options in ((2, INT8), (3, INT8), (2, {})):
         for weights, is_equal in run_ranks(loaded, world_size, folder, options):
             assert is_equal and all(torch.equal(weights[name], exact[name]) for name in exact), (world_size, options)
+
+
+# --- stage 3: the weights themselves are encoded, for each gather ---
+
+
+def rounded(value: Tensor, top: int) -> Tensor:
+    """What 256 elements in a row become with one scale each row; small parameters and vectors stay as they are."""
+    if value.dim() < 2 or value.numel() < 1024:
+        return value
+    rows = nn.functional.pad(value.flatten(), (0, -value.numel() % 256)).view(-1, 256)
+    scales = rows.abs().amax(1, keepdim=True) / top
+    return ((rows / scales).round() * scales).flatten()[: value.numel()].view(value.shape)
+
+
+def reads_rounded_weights(rank: int, world_size: int, per_host: int, backend: str, top: int) -> list[str]:
+    """Job: a forward reads rounded weights; what leaves zc by any other door is exact."""
+    options = {"stage": 3, "gather_dtype": "int4" if top == 7 else torch.int8, "backend": backend}
+    model, optimizer = model_of(options, world_size, rank, per_host)
+    train(model, optimizer, rank, range(2))
+    exact = {name: value.clone() for name, value in plain_state(model).items()}
+    x, wrong = torch.linspace(-1, 1, 256).view(4, 64), list[str]()
+    plain = layers()
+    plain.load_state_dict({name: rounded(value, top) for name, value in exact.items()})
+    if (model(x) - plain(x)).abs().max() > (0 if backend == "eager" else 1e-6):  # aot_eager decomposes
+        wrong.append("forward")
+    loss = model(x).square().mean()
+    with zc.whole_parameters(model):  # between a forward and its backward
+        wrong += [f"whole {name}" for name, param in model.named_parameters() if not param.equal(exact[name])]
+    loss.backward()
+    plain(x).square().mean().backward()
+    grads = zc.full_grad(model)
+    wrong += [f"gradient {name}" for name, p in plain.named_parameters() if (grads[name] - p.grad).abs().max() > 1e-6]
+    optimizer.zero_grad()
+    wrong += [f"after {name}" for name, value in plain_state(model).items() if not value.equal(exact[name])]
+    model(x)
+    zc.close(model)
+    wrong += [f"closed {name}" for name, param in model.named_parameters() if not param.equal(exact[name])]
+    return wrong
+
+
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """The whole weights, on every rank."""
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "per_host", "backend", "top"),
+    [(2, 1, "eager", 127), (2, 1, "aot_eager", 7), (4, 2, "aot_eager", 127)],
+)
+def test_a_forward_of_stage_3_reads_rounded_weights_and_nothing_else_does(
+    world_size: int, per_host: int, backend: str, top: int
+) -> None:
+    for wrong in run_ranks(reads_rounded_weights, world_size, per_host, backend, top):
+        assert wrong == []

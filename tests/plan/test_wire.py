@@ -60,7 +60,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reduce_dtype": torch.int8, "reduce": "native"}, "reduce_dtype=torch.int8 and reduce='native'"),
     ({"gather_dtype": "int4", "reduce": "native"}, "gather_dtype='int4' and reduce='native'"),
     ({"gather_dtype": torch.int8, "offload": "cpu"}, "gather_dtype=torch.int8 and offload='cpu'"),
-    ({"gather_dtype": "int4", "stage": 3}, "gather_dtype='int4' and stage=3"),
     ({"gather_dtype": torch.bfloat16}, "gather_dtype must be one of None, torch.int8, 'int4'"),
     ({"reduce_dtype": "int4"}, "reduce_dtype must be one of"),
 ]

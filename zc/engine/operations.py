@@ -22,6 +22,7 @@ from zc.engine.wire import (
     apply_update,
     encode_update,
     exchange_updates,
+    gather_encoded,
     launch_encoded,
     quantise,
 )
@@ -328,5 +329,5 @@ TABLE: dict[type[Op], Function] = {
     spec.Spread: spread, spec.SpreadShards: spread_shards, spec.GatherNet: gather_net, spec.Gather: gather,
     spec.Publish: publish,
     spec.TakeWeights: take_weights, spec.GatherWeights: gather_weights, spec.ReadWeights: read_weights,
-    spec.FreeWeights: free_weights,
+    spec.FreeWeights: free_weights, spec.GatherEncoded: gather_encoded,
 }  # fmt: skip

@@ -228,7 +228,7 @@ class ShardedWeights:
         where = core.plan.slot_of()
         before = {name: where[name] for name in names if name in where}
         buckets = {bucket for bucket, _ in before.values()}
-        self._whole.make(buckets)
+        self._whole.make(buckets, is_exact=True)
         yield
         where = core.plan.slot_of()
         self._moved.update({place: where[name] for name, place in before.items()})
@@ -253,8 +253,8 @@ class ShardedWeights:
         return self._whole.any_sharded(params)
 
     def make_whole(self, buckets: Iterable[int]) -> None:
-        """See `WholeParams.make`."""
-        self._whole.make(buckets)
+        """See `WholeParams.make`; as the shards have them."""
+        self._whole.make(buckets, is_exact=True)
 
     def gathered_once(self, index: int) -> Tensor:
         """See `WholeParams.gathered_once`."""
@@ -354,7 +354,8 @@ class ShardedWeights:
             return
         self.synchronize()
         before = set(self._whole.buckets)
-        self._whole.make(every_bucket(core))
+        encoded = {index for index in before if core.plan.encodes_weights(core.plan.bucket(index))}
+        self._whole.make(every_bucket(core), is_exact=True)
         self.absent.release()
         self.is_exposed = True
         try:
@@ -362,7 +363,8 @@ class ShardedWeights:
         finally:
             self.is_exposed = False
             self.synchronize()
-            self._whole.write_shards(before)
+            self._whole.write_shards(before - encoded)
+            self._whole.make(encoded)  # as the forward has read them, for its backward
             self._leave(core)
 
     # --- updates ---

@@ -20,11 +20,12 @@ from zc.engine.shard_reads import ShardReads
 from zc.engine.state_dicts import write_value
 from zc.errors import ZcError
 from zc.passes import insert_events, place_on_streams, verify
+from zc.passes.weights_schedule import gather_node
 from zc.planning.layout import Slot
 from zc.planning.plan import MOVED, Bucket
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import GatherWeights, Publish
+from zc.schedule.spec import Publish
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -41,7 +42,7 @@ class WholeParams:
         self._asked: set[int] = set()  # those that code which is not compiled has read since the last update
         self._bucket_of: dict[int, int] = {}  # by the parameter's id
         self._versions: dict[str, int] = {}  # of the parameters, as they became whole
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[tuple[int, bool], Program] = {}
         self._reasons: dict[str, set[int]] = {}  # why buckets became whole in this pass
         self._said: set[str] = set()  # those of earlier passes
 
@@ -50,11 +51,14 @@ class WholeParams:
         """The schedules that have run so far, for explain."""
         return list(self._programs.values())
 
-    def make(self, buckets: Iterable[int]) -> None:
-        """The parameters of these buckets have all their bytes, on all ranks."""
-        core = self._core_alive()
-        for index in sorted(set(buckets) - self.buckets):
-            flat = self.gathered_once(index)
+    def make(self, buckets: Iterable[int], *, is_exact: bool = False) -> None:
+        """The parameters of these buckets have all their bytes, on all ranks: for a forward, or as the shards have
+        them."""
+        core, buckets = self._core_alive(), set(buckets)
+        if is_exact:  # of those that a forward has read, too
+            self.free(index for index in buckets if core.plan.encodes_weights(core.plan.bucket(index)))
+        for index in sorted(buckets - self.buckets):
+            flat = self.gathered_once(index, is_exact=is_exact)
             with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
                 for slot, param in params_in(core, core.plan.bucket(index)):
                     param.untyped_storage().resize_(slot.numel * param.element_size())
@@ -97,14 +101,15 @@ class WholeParams:
         self._said.update(self._reasons)
         self._reasons.clear()
 
-    def gathered_once(self, index: int) -> Tensor:
-        """[P]: the whole weights of one bucket, in memory of their own. All ranks call it."""
+    def gathered_once(self, index: int, *, is_exact: bool = True) -> Tensor:
+        """[P]: the whole weights of one bucket, in memory of their own. All ranks call it. Without ``is_exact`` they
+        travel encoded where those of a forward do."""
         core = self._core_alive()
         self._reads.open(core)
         bucket = core.plan.bucket(index)
         with torch.inference_mode(False), torch.no_grad():
             core.buffers.whole[index] = torch.empty(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
-            self._program(core, index)([], core.streams)
+            self._program(core, index, is_exact)([], core.streams)
         return core.buffers.whole.pop(index)
 
     def refuse_writes(self) -> None:
@@ -167,15 +172,18 @@ class WholeParams:
         self._programs.clear()
         self._bucket_of.clear()
 
-    def _program(self, core: Core, index: int) -> Program:
-        if index not in self._programs:
-            plan, graph, whole = core.plan, fx.Graph(), Buffer("flat_param", index)
-            put(graph, GatherWeights(index, whole, Buffer("weight", index), 0, plan.bucket(index).nbytes))
+    def _program(self, core: Core, index: int, is_exact: bool) -> Program:
+        plan = core.plan.exact_gathers() if is_exact else core.plan
+        key = index, plan.encodes_weights(plan.bucket(index))
+        if key not in self._programs:
+            graph, whole = fx.Graph(), Buffer("flat_param", index)
+            put(graph, gather_node(plan, index, whole, 0, plan.bucket(index).nbytes))
             put(graph, Publish(index, whole))
             graph.output(())
             passes = [p._replace(requires=frozenset()) for p in _PASSES if core.config.verify or p.name != "verify"]
-            self._programs[index] = build(graph, plan, passes, core.bind, name=f"whole_{index}")
-        return self._programs[index]
+            name = f"whole_{index}_encoded" if key[1] else f"whole_{index}"
+            self._programs[key] = build(graph, plan, passes, core.bind, name=name)
+        return self._programs[key]
 
     def _buckets_of(self, params: Iterable[nn.Parameter]) -> set[int]:
         core = self._core_alive()

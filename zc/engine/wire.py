@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from zc.engine.sums import wait
 from zc.kernels._blocks import Blocks
 from zc.kernels.decode_blocks import add_blocks, sum_blocks
 from zc.kernels.encode_blocks import encode_blocks
@@ -121,6 +122,19 @@ def exchange_updates(accs: Accumulators, bucket: int, buffer: str) -> None:
     rows = _difference_rows(accs, bucket, buffer)
     log.debug("bucket %d: the differences of its weights are gathered", bucket)
     accs.group.net.gather_rows(rows, GATHER, bucket).wait()
+
+
+def gather_encoded(accs: Accumulators, bucket: int, dst: str, src: str, start: int, stop: int, via: str) -> None:
+    record, code = accs.plan.buckets[bucket], _differences(accs, bucket)
+    log.debug("bucket %d: its weights are encoded and gathered", bucket)
+    own = _difference_rows(accs, bucket, via)[_place(accs, bucket)]
+    encode_blocks(accs.buffers.weight_shard(bucket), own, _own_difference(accs, bucket).blocks)
+    exchange_updates(accs, bucket, via)
+    out = accs.buffers.gathered(dst, record, start)
+    part = out[slice(*record.layout.host_range(accs.group.rank))] if accs.plan.has_levels else out
+    add_blocks(accs.buffers.raw(via)[: code.rows.nbytes], part.zero_(), code.blocks)
+    if accs.plan.has_levels:
+        wait(accs.group.of_level(Level.HOST).all_gather(out, part, GATHER, bucket))
 
 
 def apply_update(accs: Accumulators, bucket: int, dst: str, src: str) -> None:

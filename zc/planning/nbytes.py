@@ -125,20 +125,31 @@ def sent(plan: Plan, microbatches: int) -> dict[str, int]:
         reduced = sum(b.numel // hosts.ranks_per_host * inside * b.reduce_dtype.itemsize for b in plan.buckets)
         reduced += sum(b.layout.numel_shard * between * b.net_dtype.itemsize for b in plan.buckets)
     reduced += sum(sent_to_replicas(plan, b) for b in plan.buckets)
-    while_read = 2 * microbatches * gathered_nbytes(plan.sharded, others)  # at most: some stay until the backward
-    gathered = gathered_nbytes(_after_update(plan), others)
+    whole, gathered = plan.sharded, gathered_nbytes(_after_update(plan), others)
     if plan.reduce_bits:
         inside_a_host = plan.has_levels * inside
         reduced = sum(b.numel // hosts.ranks_per_host * inside_a_host * b.reduce_dtype.itemsize for b in plan.buckets)
         reduced += sum(most_encoded(plan, b, plan.reduce_bits)[0] for b in plan.buckets)
+    encoded = 0
     if plan.gather_bits:
         read = others - between if plan.has_levels else 0
-        gathered = sum(b.layout.numel_shard * read * b.param_dtype.itemsize for b in plan.buckets)
-        gathered += sum(most_encoded(plan, b, plan.gather_bits)[1] for b in plan.buckets)
+        encoded = sum(b.layout.numel_shard * read * b.param_dtype.itemsize for b in plan.buckets)
+        encoded += sum(most_encoded(plan, b, plan.gather_bits)[1] for b in plan.buckets)
+        whole = tuple(b for b in whole if not plan.encodes_weights(b))
+        gathered = 0
+    # of what is gathered while it is read at most: some stay until the backward
     return {
         "gradients": num * reduced + moved(plan, "acc_dtype")[0],
-        "parameters": gathered + while_read + moved(plan, "param_dtype")[1],
+        "parameters": gathered + _times_read(plan, microbatches, encoded, gathered_nbytes(whole, others))
+        + moved(plan, "param_dtype")[1],
     }
+
+
+def _times_read(plan: Plan, microbatches: int, encoded: int, whole: int) -> int:
+    """Bytes of a step's gathers: ``encoded`` of what trains, once per update or, in stage 3, as often as ``whole``, of
+    buckets that are gathered while they are read."""
+    often = 2 * microbatches
+    return often * whole + (often if plan.placement.shards_weights else 1) * encoded
 
 
 def _after_update(plan: Plan) -> list[Bucket]:
@@ -179,10 +190,12 @@ def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> di
     gathered = gathered_nbytes(_after_update(plan), others)
     if plan.reduce_bits:
         reduced = sum(_encoded_between_hosts(plan, b, plan.reduce_bits, others) for b in plan.buckets)
+    whole, encoded = plan.sharded, 0
     if plan.gather_bits:
-        gathered = sum(_encoded_between_hosts(plan, b, plan.gather_bits, others) for b in plan.buckets)
-    while_read = 2 * microbatches * gathered_nbytes(plan.sharded, others)
-    return {"gradients": num * reduced, "parameters": gathered + while_read}
+        encoded = sum(_encoded_between_hosts(plan, b, plan.gather_bits, others) for b in plan.buckets)
+        whole, gathered = tuple(b for b in whole if not plan.encodes_weights(b)), 0
+    gathered += _times_read(plan, microbatches, encoded, gathered_nbytes(whole, others))
+    return {"gradients": num * reduced, "parameters": gathered}
 
 
 def _encoded_between_hosts(plan: Plan, bucket: Bucket, bits: int, num_shards: int) -> int:

@@ -273,6 +273,10 @@ class Plan:
     def microbatch(self) -> Plan:
         return replace(self, is_boundary=False)
 
+    def encodes_weights(self, bucket: Bucket) -> bool:
+        """Whether gathers of a sharded bucket, for a forward or backward, bring encoded weights."""
+        return self.gather_bits > 0 and self.placement.shards_weights and not bucket.is_frozen
+
     def exact_gathers(self) -> Plan:
         """The plan of a gather that makes all weights equal to their masters, as after a load."""
         return replace(self, gather_bits=0)
@@ -384,7 +388,7 @@ def make_plan(
             strides = {spec.name: spec.strides for spec in members}
             layout = replace(layout, slots=tuple(replace(s, strides=strides[s.name]) for s in layout.slots))
             net = reduce_dtype or acc_dtype
-            differs = gather_bits > 0
+            differs = gather_bits > 0 and not placement.shards_weights
             buckets.append(Bucket(len(buckets), layout, dtype, wire, acc_dtype, device, number, net, differs))
     packed = tuple(buckets)
     return Plan(

@@ -164,7 +164,8 @@ def _ways(plan: Plan) -> str:
 def _encoded(plan: Plan) -> list[str]:
     """What travels in fewer bits, and what does not."""
     ways = [f"gradients in {plan.reduce_bits} bits"] if plan.reduce_bits else []
-    ways += [f"weights as differences of {plan.gather_bits} bits"] if plan.gather_bits else []
+    how = "weights in" if plan.placement.shards_weights else "weights as differences of"
+    ways += [f"{how} {plan.gather_bits} bits"] if plan.gather_bits else []
     if not ways:
         return []
     where = "between hosts" if plan.has_levels else "between ranks"

@@ -161,7 +161,7 @@ def _extent(op: Op, field: str) -> tuple[Access, ...]:
         return (Access(buffer, op.start, op.stop),)
     if isinstance(op, spec.FlattenCast | spec.ReadWeights) and op.spans is not None:
         return tuple(Access(buffer, *span) for span in op.spans)
-    if isinstance(op, spec.FreeWeights) or (isinstance(op, spec.GatherWeights) and field == "dst"):
+    if isinstance(op, spec.FreeWeights) or (isinstance(op, spec.GatherShards) and field == "dst"):
         return (Access(buffer, op.start, op.stop),)
     return (Access(buffer),)
 

@@ -261,13 +261,25 @@ class TakeWeights(Op, role=Role.WEIGHTS):
 
 
 @dataclass(frozen=True)
-class GatherWeights(BufferOp, role=Role.WEIGHTS, stream=COMM, reads=("src",), writes=("dst",)):
+class GatherShards(BufferOp, role=Role.WEIGHTS, stream=COMM, reads=("src",), writes=("dst",)):
     """Bytes [start, stop) of dst <- the bucket's weights, from all ranks' shards src."""
 
     dst: Buffer
     src: Buffer
     start: int
     stop: int
+
+
+class GatherWeights(GatherShards):
+    """The weights as they are."""
+
+
+@dataclass(frozen=True)
+class GatherEncoded(GatherShards, writes=("dst", "via")):
+    """Weights that leave a host encoded: each rank encodes its shard into its row of via, the rows come together
+    there, and each rank decodes all of them, its own included. So all ranks read the same values."""
+
+    via: Buffer
 
 
 @dataclass(frozen=True)
