@@ -106,7 +106,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             torch.int8: where they leave a host, 8-bit integers with a scale per 256 elements (docs/multinode.md);
             inside a host everything is exact. Biases, norms and small parameters stay exact everywhere.
         gather_dtype: torch.int8 or "int4": where weights leave a host, they travel as differences to what all ranks
-            have, encoded like that; what rounding leaves stays in the fp32 masters for the next update. None: exact.
+            have, encoded like that; what rounding leaves stays in the fp32 masters for the next update. In stage 3 the
+            weights themselves are encoded, whenever a forward or backward gathers them. None: exact.
         bucket_nbytes: no bucket is larger, unless one parameter is (the ring is as large as the largest bucket). None:
             25 MiB (between hosts of CPUs 8), or more where that would make more than some 32 buckets, up to the size of
             the largest parameter. A bucket holds whole blocks of one kind (`zc.planning.blocks`), or the same part of

@@ -23,18 +23,20 @@ from zc.planning.residency import plan_residency, smallest_cap
 from zc.planning.topology import Topology
 from zc.schedule.codegen import load_pieces
 from zc.schedule.nodes import ops
-from zc.schedule.spec import GatherWeights
+from zc.schedule.spec import GatherEncoded, GatherShards
 
 pytestmark = pytest.mark.check
 NUM_CASES = 20 if FULL else 8
 
 
-def make(numels: list[int], *, world_size: int, reads: bool, overlap: bool = True, num_replicas: int = 1) -> Plan:
-    """One bucket for each parameter."""
+def make(
+    numels: list[int], *, world_size: int, reads: bool, overlap: bool = True, num_replicas: int = 1, bits: int = 0
+) -> Plan:
+    """One bucket for each parameter. ``bits``: of its weights between hosts; 0: they travel as they are."""
     specs = [ParamSpec(f"p{k}", (numel,), torch.float32, torch.device("cpu")) for k, numel in enumerate(numels)]
     return make_plan(
         specs, world_size=world_size, placement=PLACEMENTS[3], reduce="exact", reduce_dtype=None, bucket_nbytes=4,
-        num_buffers=2, overlap=overlap, num_replicas=num_replicas,
+        num_buffers=2, overlap=overlap, num_replicas=num_replicas, gather_dtype="int4" if bits else None,
         topology=Topology(1, world_size, reads_memory=True) if reads else None,
     )  # fmt: skip
 
@@ -44,7 +46,9 @@ def case(seed: int) -> tuple[fx.Graph, Plan, Setting]:
     rng = random.Random(seed)
     num, world_size, reads = rng.randint(1, 4), rng.choice((1, 2, 2, 3)), rng.random() < 0.5
     numels = [32 * rng.randint(1, 4) for _ in range(num)]
-    plan = make(numels, world_size=world_size, reads=reads and world_size > 1, overlap=rng.random() < 0.85)
+    bits = 4 if seed % 3 == 0 else 0
+    overlap = rng.random() < 0.85
+    plan = make(numels, world_size=world_size, reads=reads and world_size > 1, overlap=overlap, bits=bits)
     if rng.random() < 0.5:
         order = list(range(num))
         uses = [(b,) for b in reversed(order)] + [()] + [(b,) for b in order] + rng.choice(([], [()]))
@@ -64,6 +68,12 @@ def test_intact_passes_are_proved_and_right(seed: int) -> None:
     verdict = verify(graph, plan)
     assert verdict.redundant == 0 and len(load_pieces(graph)) == len(setting.uses) + 1
     assert weights_machine.fault_of(graph, setting, 200 if FULL else 5, every_cut=FULL) is None
+    encodes = {isinstance(op, GatherEncoded) for _, op in ops(graph) if isinstance(op, GatherShards)}
+    assert encodes <= {plan.gather_bits > 0}
+
+
+def test_some_passes_gather_encoded_weights() -> None:
+    assert any(isinstance(op, GatherEncoded) for seed in range(3 * NUM_CASES) for _, op in ops(case(seed)[0]))
 
 
 def broken(seeds: range, every: int) -> Iterator[tuple[str, str, fx.Graph, Plan, Setting]]:
@@ -74,7 +84,7 @@ def broken(seeds: range, every: int) -> Iterator[tuple[str, str, fx.Graph, Plan,
         for k, (kind, name, mutant) in enumerate(weights_mutants.of(graph, len(plan.buckets))):
             if (k + seed) % every == 0:
                 yield kind, f"{seed} {name}", mutant, plan, setting
-        stop = max(op.stop for _, op in ops(graph) if isinstance(op, GatherWeights))
+        stop = max(op.stop for _, op in ops(graph) if isinstance(op, GatherShards))
         if stop > 128:  # the same schedule, where less is allowed
             smaller = replace(plan, weight_nbytes=stop - 1)
             yield "cap passed", f"{seed}", graph, smaller, replace(setting, cap=stop - 1)

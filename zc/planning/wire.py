@@ -4,6 +4,7 @@ With ``reduce_dtype=torch.int8`` gradients travel as 8-bit integers, with ``gath
 weights as differences: the owner of a shard sends what its masters are ahead of the weights that all ranks have, and
 every rank, the owner included, adds what that decodes to. What rounding leaves stays in the master, for the next
 update. This holds where bytes leave a host, or a rank whose hosts are not known: inside a host nothing is encoded.
+Stage 3 keeps no weights on all ranks, so each gather for a forward or backward encodes the weights themselves.
 
 A block of 256 elements has one scale. Slots begin at multiples of a block, and shards are whole blocks, so a block has
 elements of one parameter alone, and its bits do not depend on the bucket's size. Parameters of fewer than two
