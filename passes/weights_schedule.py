@@ -27,18 +27,10 @@ from zc.planning.plan import Plan
 from zc.planning.residency import Residency
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import FreeWeights, GatherEncoded, GatherShards, GatherWeights, ReadWeights
+from zc.schedule.spec import FreeWeights, ReadWeights, gather_node
 
 ARENA = Buffer("arena", 0)
 _PASSES = (place_on_streams.PASS, insert_events.with_prefix("w"), verify.PASS)
-
-
-def gather_node(plan: Plan, bucket: int, dst: Buffer, start: int, stop: int) -> GatherShards:
-    """What gathers the weights of a bucket for a forward or backward."""
-    src = Buffer("weight", bucket)
-    if plan.encodes_weights(plan.bucket(bucket)):
-        return GatherEncoded(bucket, dst, src, start, stop, Buffer("update", 0))
-    return GatherWeights(bucket, dst, src, start, stop)
 
 
 def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:

@@ -20,12 +20,11 @@ from zc.engine.shard_reads import ShardReads
 from zc.engine.state_dicts import write_value
 from zc.errors import ZcError
 from zc.passes import insert_events, place_on_streams, verify
-from zc.passes.weights_schedule import gather_node
 from zc.planning.layout import Slot
 from zc.planning.plan import MOVED, Bucket
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import Publish
+from zc.schedule.spec import Publish, gather_node
 
 if TYPE_CHECKING:
     from zc.engine.core import Core

@@ -2,7 +2,7 @@
 
 A gradient is encoded once, by the rank that sends it, and decoded once, by the rank that sums it. A difference of
 weights is encoded by its owner and decoded by every rank, the owner included, so all have the same bits; what rounding
-leaves stays in the master and is part of the next difference. Weights of stage 3 are encoded and decoded in each gather.
+leaves stays in the master and is part of the next difference. In stage 3 each gather encodes weights.
 """
 
 from __future__ import annotations

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import fx
 
 from zc.schedule.buffer import COMM, COMPUTE, COPY, HOST, Buffer
+
+if TYPE_CHECKING:
+    from zc.planning.plan import Plan
 
 Nodes = tuple[fx.Node, ...]
 Spans = tuple[tuple[int, int], ...]  # elements [start, stop)
@@ -280,6 +283,14 @@ class GatherEncoded(GatherShards, writes=("dst", "via")):
     there, and each rank decodes all of them, its own included. So all ranks read the same values."""
 
     via: Buffer
+
+
+def gather_node(plan: Plan, bucket: int, dst: Buffer, start: int, stop: int) -> GatherShards:
+    """What gathers the weights of a bucket for a forward or backward."""
+    src = Buffer("weight", bucket)
+    if plan.encodes_weights(plan.bucket(bucket)):
+        return GatherEncoded(bucket, dst, src, start, stop, Buffer("update", 0))
+    return GatherWeights(bucket, dst, src, start, stop)
 
 
 @dataclass(frozen=True)
