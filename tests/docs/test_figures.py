@@ -49,8 +49,9 @@ def update(what: str, column: str) -> Row:
     return Row("host_adamw.csv", column, {"what": what})
 
 
-def loss(options: str, updates: str, column: str = "held_out_loss") -> Row:
-    return Row("wire_loss.csv", column, {"options": options, "updates": updates, "rate": "constant"})
+def loss(options: str, seed: str, column: str = "from_fp32", overflow: str = "False") -> Row:
+    at = {"ranks": "2", "updates": "1000", "rate": "cosine", "seed": seed, "overflow": overflow}
+    return Row("wire_loss.csv", column, {"options": options, **at})
 
 
 ZC, DDP = "zc stage 2", "DDP + compile"
@@ -90,14 +91,16 @@ FIGURES: list[tuple[str, str, list[Row]]] = [
         for text, name in (("zc", "zc stage 2, offload"),
                            ("DeepSpeed 0.19.8 with its CPUAdam", "DeepSpeed ZeRO-2, offload + compile"))
     ),
-    ("docs/multinode.md", r"\| fp32, fp32 \| ([\d.]+) \| ([\d.]+) \|", [loss("fp32", "60"), loss("fp32", "1000")]),
-    (
-        "docs/multinode.md", r"int8, int8 differences \| \+([\d.]+) \| \+([\d.]+) \|",
-        [loss("int8, int8", n, "from_fp32") for n in ("60", "1000")],
-    ),
-    (
-        "docs/multinode.md", r"int8, 4-bit differences \| -[\d.]+ \| \+([\d.]+) \|",
-        [loss("int8, int4", "1000", "from_fp32")],
+    *(
+        (
+            "docs/multinode.md", rf"\| {text} " + 4 * r"\| \+?(-?[\d.]+) ",
+            [loss(name, *which) for which in (("0", column), ("1", column), ("2", column), ("0", column, "True"))],
+        )
+        for text, name, column in (
+            ("fp32, fp32", "fp32", "held_out_loss"), ("int8, int8 differences", "int8, int8", "from_fp32"),
+            ("int8, 4-bit differences", "int8, int4", "from_fp32"),
+            ("fp32, first weights moved by 1e-6", "fp32, first weights moved by 1e-6", "from_fp32"),
+        )
     ),
     *(
         ("docs/checkpoints.md", text, [Row("checkpoint.csv", column, {})])
