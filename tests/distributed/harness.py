@@ -1,8 +1,9 @@
 """Rank processes for the tests: started once a session, used by every test, killed and restarted when one hangs.
 
 `run_ranks(fn, world_size, *args)` calls the top-level function ``fn(rank, world_size, *args)`` in ``world_size``
-processes that share a fresh gloo group, and returns their results by rank. `import torch` costs seconds, so the
-processes stay: a pool grows to the largest world size that was asked for, and a smaller job uses its first ranks.
+processes that share a fresh gloo group, and returns their results by rank. Processes stay: a pool grows to the largest
+world size that was asked for, and a smaller job uses its first ranks. `import torch` costs seconds, so two templates
+import it, and fork the ranks: two, because ranks with one hash seed would hide an order that depends on it.
 
 A rank's exception comes back as a `RanksFailed` that names the rank and holds its traceback. A rank that does not
 return within the limit (most often: it waits in a collective that the others never entered) is asked for the
@@ -22,6 +23,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,12 +33,15 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from rank_process import RUNNING
+
 START_S = 300.0  # for `import torch` on a machine that does other things too; no job's own time
 GRACE_S = 10.0  # how long the other ranks may go on after one has failed: time for their own error to come up
 
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = Path(__file__).with_name("rank_process.py")
+NUM_TEMPLATES = 2
 PROBE = "import torch._inductor.cpu_vec_isa as isa; print(isa.pick_vec_isa())"
 
 
@@ -86,14 +91,12 @@ class RanksFailed(AssertionError):
         super().__init__(f"{job}: rank(s) {sorted(errors)} failed\n{body}")
 
 
-class _Rank:
-    """One process, the pipe to it, and its files: what it prints, and the stacks it writes when it is asked to."""
+class _Template:
+    """A process that forks ranks (rank_process.py)."""
 
-    def __init__(self, rank: int, folder: Path, compiled: Path) -> None:
-        self.rank, self.folder, self.is_ready = rank, folder, False
-        self.log = folder / f"rank{rank}.log"
-        self.stacks = folder / f"rank{rank}.stacks"
-        self.connection, child = Pipe()
+    def __init__(self, log: Path, compiled: Path) -> None:
+        self._socket, child = socket.socketpair()
+        self.log = log
         env = {
             k: v
             for k, v in os.environ.items()
@@ -103,49 +106,75 @@ class _Rank:
             OMP_NUM_THREADS="1",
             MKL_NUM_THREADS="1",
             GLOO_SOCKET_IFNAME="lo",
+            PYTORCH_NVML_BASED_CUDA_CHECK="1",  # a process that has asked CUDA can't fork
             TORCHINDUCTOR_CACHE_DIR=str(compiled),
             TORCHINDUCTOR_COMPILE_THREADS="1",
             PYTHONUNBUFFERED="1",
         )
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(SERVER), str(child.fileno()), str(self.stacks)],
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, str(SERVER), str(child.fileno())],
                 pass_fds=(child.fileno(),),
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 env=env,
             )
         child.close()
 
-    def wait_until_ready(self) -> None:
-        """Its first message says that it has imported torch; that is no job's time."""
-        if not self.is_ready:
-            limit = START_S * patience()
-            if not self.connection.poll(limit):
-                raise RuntimeError(f"rank {self.rank} did not start in {limit:.0f} s\n{self.tail()}")
-            self.connection.recv()
-            self.is_ready = True
+    def ask(self, *request: Any, descriptors: tuple[int, ...] = ()) -> int:
+        """One request, one answer. The first answer comes when torch is imported; that is no job's time."""
+        limit = START_S * patience()
+        self._socket.settimeout(limit)
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._socket, [pickle.dumps(request)], descriptors)
+            if answer := self._socket.recv(16):
+                return int(answer)
+        raise RuntimeError(f"no answer from the template of the ranks in {limit:.0f} s\n{tail(self.log)}")
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def tail(log: Path, num_chars: int = 1500) -> str:
+    return log.read_text(errors="replace")[-num_chars:] if log.exists() else ""
+
+
+class _Rank:
+    """One process, the pipe to it, and its files: what it prints, and the stacks it writes when it is asked to."""
+
+    def __init__(self, rank: int, folder: Path, template: _Template) -> None:
+        self.rank, self._template, self._exit_code = rank, template, RUNNING
+        self.log = folder / f"rank{rank}.log"
+        self.stacks = folder / f"rank{rank}.stacks"
+        self.connection, child = Pipe()
+        self.pid = template.ask("start", str(self.log), str(self.stacks), descriptors=(child.fileno(),))
+        child.close()
+
+    def exit_code(self, kind: str) -> int:
+        """RUNNING before its end. ``kind``: "poll", or "wait" for its end."""
+        if self._exit_code == RUNNING:
+            self._exit_code = self._template.ask(kind, self.pid)
+        return self._exit_code
 
     def dump_stacks(self) -> str:
         """The Python stacks of all threads, from the process itself; works while it waits inside C++."""
-        if self.process.poll() is not None:
-            return f"ended with exit code {self.process.returncode}"
+        if (code := self.exit_code("poll")) != RUNNING:
+            return f"ended with exit code {code}"
         for number in (
             signal.SIGUSR2,
             signal.SIGUSR1,
         ):  # first the main thread alone: of many threads not all are shown
-            self.process.send_signal(number)
+            os.kill(self.pid, number)
             time.sleep(0.3)
         return self.stacks.read_text() if self.stacks.exists() else "(no stacks)"
 
-    def tail(self, num_chars: int = 1500) -> str:
-        return self.log.read_text(errors="replace")[-num_chars:] if self.log.exists() else ""
-
     def kill(self) -> None:
         self.connection.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        if self.exit_code("poll") == RUNNING:
+            os.kill(self.pid, signal.SIGKILL)
+            self.exit_code("wait")
 
 
 class RankPool:
@@ -154,6 +183,7 @@ class RankPool:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="zc-ranks-"))
         self._compiled = compiled_code(self.folder)
+        self._templates: list[_Template] = []
         self._ranks: list[_Rank] = []
         self._num_jobs = 0
         self._num_started = 0
@@ -163,13 +193,15 @@ class RankPool:
         self._num_jobs += 1
         job = f"{fn.__module__}.{fn.__qualname__}"
         timeout *= patience()
+        while len(self._templates) < min(world_size, NUM_TEMPLATES):
+            log = self.folder / f"template{len(self._templates)}.log"
+            self._templates.append(_Template(log, self._compiled))
         while len(self._ranks) < world_size:
             self._num_started += 1
             folder = self.folder / f"process{self._num_started}"
             folder.mkdir()
-            self._ranks.append(_Rank(len(self._ranks), folder, self._compiled))
-        for rank in self._ranks:
-            rank.wait_until_ready()
+            number = len(self._ranks)
+            self._ranks.append(_Rank(number, folder, self._templates[number % NUM_TEMPLATES]))
         ranks = self._ranks[:world_size]
         message = pickle.dumps((fn, args))
         header = (list(sys.path), str(self.folder / f"store{self._num_jobs}"), world_size, timeout)
@@ -178,7 +210,7 @@ class RankPool:
                 rank.connection.send((rank.rank, *header, message))
             except OSError:  # it died between two jobs
                 self._rebuild()
-                raise RanksFailed(job, {rank.rank: f"died before the job started\n{rank.tail()}"}) from None
+                raise RanksFailed(job, {rank.rank: f"died before the job started\n{tail(rank.log)}"}) from None
         return self._collect(job, ranks, timeout)
 
     def _collect(self, job: str, ranks: list[_Rank], timeout: float) -> list[Any]:
@@ -193,8 +225,7 @@ class RankPool:
                 try:
                     is_fine, payload = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
-                    rank.process.wait()
-                    is_fine, payload = False, f"died, exit code {rank.process.returncode}\n{rank.tail()}"
+                    is_fine, payload = False, f"died, exit code {rank.exit_code('wait')}\n{tail(rank.log)}"
                     must_rebuild = True
                 if is_fine:
                     results[rank.rank] = payload
@@ -207,7 +238,7 @@ class RankPool:
             finished = sorted(results)
             for rank in open_ranks.values():
                 missing = f"ranks that had not finished: {names}, finished: {finished}"
-                errors[rank.rank] = f"{why}; {missing}\n{rank.dump_stacks()}\n{rank.tail()}"
+                errors[rank.rank] = f"{why}; {missing}\n{rank.dump_stacks()}\n{tail(rank.log)}"
             must_rebuild = True
         if must_rebuild:
             self._rebuild()
@@ -223,6 +254,8 @@ class RankPool:
 
     def close(self) -> None:
         self._rebuild()
+        for template in self._templates:
+            template.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

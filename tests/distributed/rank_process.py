@@ -1,4 +1,5 @@
-"""What runs in a rank's process: one job after the other, each in a fresh group. harness.py starts it."""
+"""A template, which imports torch once and forks ranks, and what a rank does: one job after the other, each in a fresh
+group. harness.py starts it, with the descriptor of a socket to itself."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import gc
 import os
 import pickle
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -15,6 +17,46 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+RUNNING = 1000  # no exit code
+
+
+def _fork_ranks(control: socket.socket) -> None:
+    """Answers each request of the harness with a number, until the harness ends. "start": forks a rank, which gets the
+    descriptor of its connection; its process id. "poll", "wait": its exit code, negative for a signal, or RUNNING."""
+    import torch._inductor.compile_fx  # noqa: F401  (Dynamo, too)
+
+    gc.freeze()  # ranks need not walk what is imported, nor copy its pages
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
+        if not request:
+            return
+        kind, *arguments = pickle.loads(request)
+        if kind == "start":
+            number = os.fork()
+            if number == 0:
+                control.close()
+                _become_rank(descriptors[0], *arguments)
+            os.close(descriptors[0])
+        else:
+            ended, status = os.waitpid(arguments[0], os.WNOHANG if kind == "poll" else 0)
+            number = os.waitstatus_to_exitcode(status) if ended else RUNNING
+        control.send(str(number).encode())
+
+
+def _become_rank(descriptor: int, log: str, stacks: str) -> None:
+    """In the forked process. Never returns."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    code = 1
+    try:
+        _serve(Connection(descriptor), stacks)
+        code = 0
+    except BaseException:  # noqa: BLE001  (for the log; what the template would do next is not for a rank)
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def _serve(connection: Connection, stacks: str) -> None:
@@ -27,7 +69,6 @@ def _serve(connection: Connection, stacks: str) -> None:
 
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
-    connection.send("ready")
     while True:
         try:
             rank, path, store, world_size, timeout, message = connection.recv()
@@ -106,4 +147,4 @@ def _end_job(is_fine: bool) -> None:
 
 
 if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])), sys.argv[2])
+    _fork_ranks(socket.socket(fileno=int(sys.argv[1])))
