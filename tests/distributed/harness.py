@@ -204,7 +204,8 @@ class RankPool:
             self._ranks.append(_Rank(number, folder, self._templates[number % NUM_TEMPLATES]))
         ranks = self._ranks[:world_size]
         message = pickle.dumps((fn, args))
-        header = (list(sys.path), str(self.folder / f"store{self._num_jobs}"), world_size, timeout)
+        # its group waits for longer: with the job's limit a rank may leave its wait before its stack is written
+        header = (list(sys.path), str(self.folder / f"store{self._num_jobs}"), world_size, 2 * timeout)
         for rank in ranks:
             try:
                 rank.connection.send((rank.rank, *header, message))

@@ -14,10 +14,10 @@ from harness import RanksFailed, patience, probed, run_ranks
 from tiers import full_only
 
 
-def _pid_and_sum(rank: int, world_size: int, factor: float) -> tuple[int, float, float]:
+def _pid_and_sum(rank: int, world_size: int, factor: float) -> tuple[int, float, float, int]:
     value = torch.tensor(factor * (rank + 1))
     dist.all_reduce(value)
-    return os.getpid(), value.item(), torch.rand(()).item()
+    return os.getpid(), value.item(), torch.rand(()).item(), hash("rank")
 
 
 def _raises_on_rank_1(rank: int, world_size: int) -> int:
@@ -45,12 +45,14 @@ def _dies(rank: int, world_size: int) -> None:
 
 
 def test_processes_stay_and_each_job_starts_the_same() -> None:
-    """`import torch` is paid once; group and seed are fresh, so no test depends on the one before it."""
+    """`import torch` is paid once; group and seed are fresh, so no test depends on the one before it. Python's hash
+    seed differs between ranks, as between processes of a launcher: an order that depends on it shows."""
     first = run_ranks(_pid_and_sum, 2, 1.0)
     second = run_ranks(_pid_and_sum, 2, 10.0)
     assert [r[0] for r in first] == [r[0] for r in second] and first[0][0] != first[1][0]
     assert [r[1] for r in first] == [3.0, 3.0] and [r[1] for r in second] == [30.0, 30.0]
     assert len({r[2] for r in first + second}) == 1
+    assert first[0][3] != first[1][3]
 
 
 def test_an_exception_names_its_rank_and_keeps_the_pool() -> None:
