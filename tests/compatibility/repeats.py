@@ -75,6 +75,11 @@ _OTHER_TESTS = {
     "distributed/test_ranks_apart.py": (
         "ranks see different tasks, a backward each", "ranks see different tasks, microbatches declared",
     ),
+    "distributed/test_shard_frozen.py": (
+        "shard_frozen: the plain loop", "shard_frozen: evaluation under no_grad between steps",
+        "shard_frozen: a layer unfrozen, zc.recompile(model)", "shard_frozen: offload",
+        "shard_frozen: weights clamped inside of whole_parameters",
+    ),
     "distributed/test_state_loads.py": ("load_state_dict between steps",),
     "distributed/test_as_a_module.py": (
         "model.to(device) that changes nothing, after zc.compile and before each step",
