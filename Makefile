@@ -32,9 +32,10 @@ api: $(STAMP)
 check: $(STAMP)
 	$(PY) -m pytest tests -q -m check $(ARGS)
 
-# Three tests at a time where pytest-xdist is there: half of them use one core, and ranks wait for each other.
+# Three tests at a time where pytest-xdist is there: half of them use one core, and ranks wait for each other. In the
+# order of the folders, whose last ones are short: by numbers of tests, long tests that are alone in a file came last.
 test: $(STAMP)
-	$(PY) -m pytest tests --durations 15 $$($(PY) -c 'import xdist; print("-n 3 --dist loadfile")' 2>&1 | grep ^-n) $(ARGS)
+	$(PY) -m pytest tests --durations 15 $$($(PY) -c 'import xdist; print("-n 3 --dist loadfile --no-loadscope-reorder")' 2>&1 | grep ^-n) $(ARGS)
 
 # All cases of what `make test` samples, 200 kills, elastic agents: hours.
 test-full: $(STAMP)
