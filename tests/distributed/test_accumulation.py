@@ -151,6 +151,7 @@ def test_declared_microbatches_send_nothing_in_stage_1(backend: str) -> None:
     """deepspeed#7366 (a reduction on every microstep), pytorch#187732 (none from iteration 2 on): one reduction a
     bucket and update with no_sync, in every update; without it and in stage 2 one a bucket and backward. The order is
     the same on every rank."""
+    num_declared = 0
     for stage, declared, backwards in ((1, True, 1), (1, False, 4), (2, True, 4), (2, False, 4)):
         results = run_ranks(_what_is_sent, 2, stage, backend, declared)
         assert results[0] == results[1]
@@ -160,8 +161,8 @@ def test_declared_microbatches_send_nothing_in_stage_1(backend: str) -> None:
             assert sum(per_bucket.values()) % backwards == 0 and calls, (stage, declared, calls)
             assert len(calls) // backwards >= num_buckets
             assert calls == results[0][0], "every update sends the same"
-        declared_calls = len(results[0][0]) // backwards
-        assert declared_calls == len(run_ranks(_what_is_sent, 2, 1, backend, True)[0][0])
+        num_declared = num_declared or len(results[0][0])  # of the first row
+        assert len(results[0][0]) // backwards == num_declared
 
 
 def _sub_groups(rank: int, world_size: int, stage: int) -> tuple[float, str]:

@@ -85,7 +85,7 @@ def stages(rank: int, world_size: int, has_blocks: bool, backend: str) -> list[s
     values = train(net, optimizer, rank, range(UPDATES), averages=False)
     wanted, wrong = {key: value.clone() for key, value in net.state_dict().items()}, []
     zc.close(net)
-    for cap in (8192, None) if FULL or backend != "inductor" else (8192,):
+    for cap in (8192, None):
         net, optimizer = made(has_blocks)
         zc.compile(net, optimizer, stage=3, backend=backend, bucket_nbytes=4096, weight_nbytes=cap)
         got = train(net, optimizer, rank, range(UPDATES), averages=False)
@@ -104,9 +104,10 @@ def stages(rank: int, world_size: int, has_blocks: bool, backend: str) -> list[s
     return wrong
 
 
+# Inductor's segments meet frozen shards in test_shard_frozen.py, and stage 3 in test_sharded_weights.py
 @pytest.mark.parametrize(
     ("world_size", "has_blocks", "backend"),
-    [(2, True, "aot_eager"), (3, False, "eager"), (2, False, "inductor")],
+    [(2, True, "aot_eager"), (3, False, "eager"), *([(2, False, "inductor")] if FULL else [])],
 )
 def test_the_weights_of_stage_2(world_size: int, has_blocks: bool, backend: str) -> None:
     assert run_ranks(stages, world_size, has_blocks, backend, timeout=300.0) == [[]] * world_size

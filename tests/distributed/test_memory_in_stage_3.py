@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import run_ranks
+from tiers import FULL
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -60,7 +61,10 @@ def most_nbytes(prof: profile) -> int:
 def measured(rank: int, world_size: int, backend: str) -> list[tuple[int, int, int, int]]:
     """Job: (stage, cap, bytes held between steps, most bytes in a pass beside those)."""
     rows = []
-    for stage, cap in ((2, 0), (3, 4 * LAYER_NBYTES), (3, 2 * LAYER_NBYTES), (3, LAYER_NBYTES + 256)):
+    caps = [4 * LAYER_NBYTES, 2 * LAYER_NBYTES, LAYER_NBYTES + 256]
+    if backend == "inductor" and not FULL:  # caps change the order of gathers, which no compiled segment sees
+        caps = caps[-1:]
+    for stage, cap in ((2, 0), *((3, cap) for cap in caps)):
         torch._dynamo.reset()
         before = storages()
         net = Net()

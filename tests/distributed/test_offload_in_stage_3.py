@@ -108,8 +108,9 @@ REST = [(1, "AdamW", None), (2, "AdamW", torch.bfloat16), (3, "Muon", None)]
 def test_the_bits_of_stage_2_with_offload_and_of_stage_3_without(
     world_size: int, optimizer: str, dtype: torch.dtype | None
 ) -> None:
-    stage_3: dict[str, Any] = {"stage": 3, "param_dtype": dtype}
-    options = [{"stage": 2, "offload": "cpu", "param_dtype": dtype}, stage_3, {**stage_3, "offload": "cpu"},
+    backend = "aot_eager" if FULL or world_size < 3 else "eager"  # uneven shards are the same to a compiled graph
+    stage_3: dict[str, Any] = {"stage": 3, "param_dtype": dtype, "backend": backend}
+    options = [{**stage_3, "stage": 2, "offload": "cpu"}, stage_3, {**stage_3, "offload": "cpu"},
                {**stage_3, "offload": "cpu", "weight_nbytes": 2**20},
                {**stage_3, "offload": "cpu", "offload_accumulate": "device"},
                {**stage_3, "offload": "cpu", "overlap": False}]  # fmt: skip
