@@ -27,6 +27,7 @@ def _fork_ranks(control: socket.socket) -> None:
     import torch._inductor.compile_fx  # noqa: F401  (Dynamo, too)
 
     gc.freeze()  # ranks need not walk what is imported, nor copy its pages
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the harness, interrupted as well, still asks for the ends of ranks
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
         if not request:
@@ -46,6 +47,7 @@ def _fork_ranks(control: socket.socket) -> None:
 
 def _become_rank(descriptor: int, log: str, stacks: str) -> None:
     """In the forked process. Never returns."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
