@@ -27,6 +27,7 @@ from zc.engine.runtime import Runtime
 from zc.engine.sharded_weights import ShardedWeights, forward_of
 from zc.engine.streams import Streams, make_streams
 from zc.errors import PlanError
+from zc.fill import broadcast_rest, empty, fill, snapshot
 from zc.meta import place
 from zc.optim.assignment import Container
 from zc.optim.model import ShardedModel
@@ -34,15 +35,11 @@ from zc.optim.optimizer import ShardedOptimizer
 from zc.planning.blocks import BlockKind, find_singles, matrices_around
 from zc.prepare import (
     Request,
-    broadcast_rest,
     check_memory,
-    empty,
-    fill,
     fingerprint,
     notes_of,
     on_all_ranks,
     resolve,
-    snapshot,
 )
 from zc.ranks.comm import Group
 from zc.ranks.mesh import ranks_of

@@ -1,8 +1,8 @@
-"""From the arguments of `zc.compile` to a checked request, and the weights to their places in the plan."""
+"""From the arguments of `zc.compile` to a checked request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zc import kernels, torch_private
+from zc import kernels
 from zc.checks import check, check_encodings, check_module, check_optimizers, check_replicas, owners_of, shardable
 from zc.config import Config
 from zc.engine import param_grads
-from zc.engine.buffers import Buffers
-from zc.engine.memory_order import flattened, in_shape
-from zc.engine.sharded_weights import ShardedWeights, without_bytes
-from zc.engine.unset import poison
 from zc.errors import PlanError
 from zc.machine import available_nbytes, check_room, note_of_connections, ranks_on_this_host
 from zc.offload.disk import open_file, state_keys
@@ -26,15 +22,14 @@ from zc.optim.kinds import ELEMENTWISE, is_elementwise, note_of, rule_of, try_ou
 from zc.optim.param_writes import note_of_shared
 from zc.planning.blocks import find_kinds
 from zc.planning.frozen import with_frozen
-from zc.planning.layout import ALIGN_NBYTES, Slot, align_up, own_strides
+from zc.planning.layout import ALIGN_NBYTES, align_up, own_strides
 from zc.planning.nbytes import STATES, resident
-from zc.planning.plan import Bucket, ParamSpec, Plan, make_plan
+from zc.planning.plan import ParamSpec, Plan, make_plan
 from zc.planning.topology import usable
 from zc.ranks.comm import Group
 from zc.registry import COMPILED
 
 if TYPE_CHECKING:
-    from zc.engine.runtime import Runtime
     from zc.offload.disk_file import StateFile
 
 
@@ -261,95 +256,3 @@ def fingerprint(model: nn.Module, config: Config, assignment: Assignment) -> lis
         params.append(f"{name} {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}{order}")
     buffers = [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
     return options + optimizers + params + (owners if len(optimizers) > 1 else []) + buffers
-
-
-@torch.no_grad()
-def broadcast_rest(model: nn.Module, params: Mapping[str, nn.Parameter], ranks: Group) -> None:
-    """Gives all ranks rank 0's buffers and parameters that are in no bucket."""
-    planned = {id(p) for p in params.values()}
-    for tensor in [*(p for p in model.parameters() if id(p) not in planned), *model.buffers()]:
-        values = tensor.detach().contiguous()
-        ranks.broadcast_(values)
-        tensor.copy_(values)
-
-
-@torch.no_grad()
-def fill(runtime: Runtime, buckets: Sequence[Bucket], unset: Collection[str] = ()) -> None:
-    """Broadcasts the weights from rank 0, takes the masters from them, and makes flat_param the parameters' memory. It
-    frees what the parameters of a bucket had before it allocates the next bucket. ``unset``: names of parameters that
-    have no bytes, and no value."""
-    ranks, rank, buffers = runtime.group, runtime.group.shard.rank, runtime.buffers
-    for bucket in buckets:
-        buffers.add(bucket)
-        for slot in bucket.slots:
-            if slot.name in unset:
-                _poison_part(buffers, bucket, slot, rank)
-                continue
-            param = runtime.placed[slot.name]
-            values = flattened(param.detach(), slot)
-            ranks.broadcast_(values)
-            if not bucket.is_frozen and buffers.has_own_master(bucket):
-                start, _ = bucket.layout.owned_range(rank)
-                first, stop = bucket.layout.owned(slot, rank)
-                master = buffers.master_shard[bucket.index]
-                master[first - start : stop - start] = values[first - slot.offset : stop - slot.offset]
-            if runtime.plan.is_sharded(bucket):
-                low, high = bucket.layout.in_shard(slot, rank)
-                shard, begin = buffers.weight_shard(bucket.index), bucket.layout.shard_range(rank)[0]
-                shard[low - begin : high - begin] = values[low - slot.offset : high - slot.offset]
-                del values
-                param.data = without_bytes(param, bucket.param_dtype)
-                continue
-            place = buffers.flat_param[bucket.index][slot.offset : slot.stop]
-            place.copy_(values)
-            del values
-            param.data = in_shape(torch_private.own_storage(place), slot)
-        buffers.remember_shard(bucket)
-    buffers.add_staging()
-    if isinstance(runtime.weights, ShardedWeights):
-        runtime.weights.may_be_read()
-    if buffers.note is not None:
-        runtime.say_once(buffers.note)
-
-
-def _poison_part(buffers: Buffers, bucket: Bucket, slot: Slot, rank: int) -> None:
-    """This rank's elements of a parameter that has no value yet."""
-    low, high = bucket.layout.in_shard(slot, rank)
-    begin, _ = bucket.layout.shard_range(rank)
-    poison(buffers.weight_shard(bucket.index)[low - begin : high - begin])
-    if not bucket.is_frozen and buffers.has_own_master(bucket):
-        first, stop = bucket.layout.owned(slot, rank)
-        start, _ = bucket.layout.owned_range(rank)
-        poison(buffers.master_shard[bucket.index][first - start : stop - start])
-
-
-def snapshot(objects: Sequence[Any]) -> Callable[[], None]:
-    """Returns a function that gives modules and optimizers back the attributes, hooks and groups that they have now. It
-    refills their dicts in place, because handles of hooks refer to those."""
-    dicts: list[dict[Any, Any]] = []
-    for each in objects:
-        dicts += [vars(each), *(value for value in vars(each).values() if isinstance(value, dict))]
-        dicts += getattr(each, "param_groups", ())
-    before = [dict(each) for each in dicts]
-
-    def restore() -> None:
-        for each, items in zip(dicts, before, strict=True):
-            each.clear()
-            each.update(items)
-
-    return restore
-
-
-@torch.no_grad()
-def empty(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> None:
-    """The reverse of `fill`, for what it has done: parameters get memory of their own in these dtypes."""
-    for handle in (*runtime.hooks, *runtime.weights.hooks):
-        handle.remove()
-    if isinstance(runtime.weights, ShardedWeights):
-        if runtime.plan.world_size == 1:
-            runtime.weights.make_whole(runtime.buffers.filled)
-        runtime.weights.let_go()
-    runtime.buffers.close()
-    for name, param in runtime.placed.items():
-        param.grad = None
-        param.data = param.data.to(dtypes[name], copy=True, memory_format=torch.preserve_format)

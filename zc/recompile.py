@@ -11,10 +11,11 @@ from torch import nn
 from zc.checks import check_added, owners_of, trainable
 from zc.engine.sharded_weights import ShardedWeights, named_plainly
 from zc.errors import PlanError
+from zc.fill import fill
 from zc.optim.assignment import Assignment
 from zc.planning.frozen import without_moved
 from zc.planning.plan import Plan
-from zc.prepare import check_wire, fill, fingerprint, on_all_ranks, plan_of
+from zc.prepare import check_wire, fingerprint, on_all_ranks, plan_of
 from zc.ranks.comm import Group
 from zc.registry import sharded
 

@@ -130,14 +130,13 @@ class Accumulators:
         gradient, unless ``set_to_none``."""
         record, rank = self.plan.buckets[bucket], self.group.rank
         self.touched[bucket][slot] = self.touched[bucket][slot] and not set_to_none
-        start, _ = record.layout.shard_range(rank)
-        first, stop = record.layout.in_shard(record.slots[slot], rank)
+        inside, _ = record.layout.shard_part(record.slots[slot], rank)
         accs = [tensors[bucket] for tensors in (self.buffers.host, self.buffers.acc) if tensors]
         for tensor in (*accs, *([self._spill[bucket]] if bucket in self._spilled else ())):
             if tensor.numel() == record.numel:
                 tensor[record.slots[slot].offset : record.slots[slot].stop] = 0
             else:
-                tensor[first - start : stop - start] = 0
+                tensor[inside] = 0
 
     def close_step(self) -> None:
         """After an update: sets aside what explain tells of it, and counts from zero."""

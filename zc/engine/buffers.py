@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from zc.engine.host_memory import HostMemory
+from zc.planning.layout import Slot
 from zc.planning.plan import FIRST_FROZEN, NUM_HOST_SUMS, Bucket, Level, Plan
 from zc.schedule.buffer import Buffer
 
@@ -135,6 +136,18 @@ class Buffers:
         """Whether the masters have memory of their own, apart from the parameters (stage 3: from this rank's shard)."""
         is_apart = bucket.has_master or self.plan.offload is not None
         return is_apart or (self.plan.placement.shards_weights and bucket.layout.owners is not None)
+
+    def weight_part(self, bucket: Bucket, slot: Slot) -> tuple[Tensor, slice]:
+        """This rank's elements of a sharded parameter, and which elements of the slot they are."""
+        inside, elements = bucket.layout.shard_part(slot, self.rank)
+        return self.weight_shard(bucket.index)[inside], elements
+
+    def master_part(self, bucket: Bucket, slot: Slot) -> tuple[Tensor, slice] | None:
+        """The same of the masters, if they have memory of their own."""
+        if bucket.is_frozen or not self.has_own_master(bucket):
+            return None
+        inside, elements = bucket.layout.owned_part(slot, self.rank)
+        return self.master_shard[bucket.index].detach()[inside], elements
 
     def make_arena(self, nbytes: int) -> None:
         """Room for gathered weights. Lifetime: until `drop_arena`, called when no stream uses it."""

@@ -39,24 +39,14 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def write_value(core: Core, bucket: Bucket, slot: Slot, value: Tensor) -> None:
     """This rank's elements of the whole ``value`` of a parameter go into its shard. Masters adopt what differs."""
-    flat, rank, layout = flattened(value.detach(), slot), core.group.shard.rank, bucket.layout
-
-    def part(common: tuple[int, int], begin: int) -> tuple[slice, Tensor]:
-        """Where these elements of the bucket lie in a buffer that begins at ``begin``, and their values."""
-        start, stop = common
-        values = flat[start - slot.offset : stop - slot.offset]
-        return slice(start - begin, stop - begin), values.to(bucket.device, bucket.param_dtype)
-
-    common = layout.in_shard(slot, rank)
-    if common[0] < common[1]:
-        where, values = part(common, layout.shard_range(rank)[0])
-        core.buffers.weight_shard(bucket.index)[where].copy_(values)
-    common = layout.owned(slot, rank)
-    if not bucket.is_frozen and core.buffers.has_own_master(bucket) and common[0] < common[1]:
-        where, values = part(common, layout.owned_range(rank)[0])
+    flat = flattened(value.detach(), slot)
+    shard, elements = core.buffers.weight_part(bucket, slot)
+    shard.copy_(flat[elements])
+    part = core.buffers.master_part(bucket, slot)
+    if part is not None and part[0].numel():
+        master, elements = part
         core.wait_for_host_memory()  # with offload the last update may still copy from the masters
-        master = core.buffers.master_shard[bucket.index].detach()
-        adopt_writes(master[where], values.to(master.device).contiguous())
+        adopt_writes(master, flat[elements].to(master.device, bucket.param_dtype).contiguous())
 
 
 def rows_of(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:

@@ -106,13 +106,12 @@ class DiskState:
         keys = {name.split("/")[1] for name in file.regions} - {"master_shard"}
         rank = core.group.rank
         for bucket in core.plan.buckets:
-            start, _ = bucket.layout.shard_range(rank)
             for slot in bucket.slots:
                 if slot.name in slices:
-                    first, stop = bucket.layout.owned(slot, rank)
+                    inside, _ = bucket.layout.owned_part(slot, rank)
                     for key in keys:
                         whole = file.tensor(f"{bucket.index}/{key}")
-                        self._place[slot.name, key] = in_shape(whole[first - start : stop - start], slot)
+                        self._place[slot.name, key] = in_shape(whole[inside], slot)
         self._take_up()
 
     def _take_up(self) -> None:

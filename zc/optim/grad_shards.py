@@ -44,12 +44,11 @@ class GradShards:
         self._where = self.runtime.plan.slot_of()
         for bucket in buckets:
             rank = self.runtime.group.shard.rank
-            start, _ = bucket.layout.shard_range(rank)
             parts = self._parts.setdefault(bucket.index, {})
             for slot in bucket.slots:
-                first, stop = bucket.layout.in_shard(slot, rank)
-                if first < stop:
-                    parts[slot.name] = first - start, stop - start, slot
+                inside, _ = bucket.layout.shard_part(slot, rank)
+                if inside.start < inside.stop:
+                    parts[slot.name] = inside.start, inside.stop, slot
 
     def of(self, bucket: Bucket) -> dict[str, list[Tensor]]:
         """By name, for each parameter of ``bucket`` of which this rank owns elements: every tensor that holds its part
@@ -154,9 +153,9 @@ class GradShards:
         if isinstance(factor, Tensor) and factor.numel() > 1:
             bucket, k = self._where[name]
             slot, rank = self.runtime.plan.buckets[bucket].slots[k], self.runtime.group.shard.rank
-            first, stop = self.runtime.plan.buckets[bucket].layout.in_shard(slot, rank)
+            _, elements = self.runtime.plan.buckets[bucket].layout.shard_part(slot, rank)
             whole = flattened(factor.expand(slot.shape), slot)
-            factor = in_shape(whole[first - slot.offset : stop - slot.offset], slot) if copies else whole
+            factor = in_shape(whole[elements], slot) if copies else whole
         for shard in copies:
             shard.mul_(factor.to(device=shard.device, dtype=shard.dtype) if isinstance(factor, Tensor) else factor)
 

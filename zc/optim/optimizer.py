@@ -134,19 +134,17 @@ class ShardedOptimizer:
 
     def _make_slice(self, name: str, bucket: Bucket, slot: Slot, is_empty: bool = False) -> None:
         rank, buffers = self.runtime.group.shard.rank, self.runtime.buffers
-        start, _ = bucket.layout.owned_range(rank)
-        first, stop = (start, start) if is_empty else bucket.layout.owned(slot, rank)
-        if first == stop and not is_empty:
-            return
-        master = buffers.master_shard[bucket.index]
-        self.slices[name] = nn.Parameter(in_shape(master[first - start : stop - start], slot))
+        inside, _ = bucket.layout.owned_part(slot, rank)
+        master = buffers.master_shard[bucket.index][slice(0) if is_empty else inside]
+        if is_empty or master.numel():
+            self.slices[name] = nn.Parameter(in_shape(master, slot))
 
     def _slice_state(self, bucket: Bucket, slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's state of a parameter, cut like the parameter."""
-        first, stop = bucket.layout.owned(slot, self.runtime.group.shard.rank)
+        _, elements = bucket.layout.owned_part(slot, self.runtime.group.shard.rank)
         like = self.slices[slot.name]
         return {  # of a 0-d parameter all state is 0-d; torch's "step" alone is a number of its own
-            key: in_shape(flattened(item, slot)[first - slot.offset : stop - slot.offset], slot).to(like)
+            key: in_shape(flattened(item, slot)[elements], slot).to(like)
             if key != "step" and isinstance(item, Tensor) and tuple(item.shape) == slot.shape
             else item
             for key, item in state.items()

@@ -145,6 +145,14 @@ class FlatLayout:
         """The part of ``slot`` in the shard of ``rank``, as [start, stop) of the flat buffer."""
         return _within(slot, *self.shard_range(rank))
 
+    def owned_part(self, slot: Slot, rank: int) -> tuple[slice, slice]:
+        """The same as elements of what ``rank`` updates, and as elements of the slot."""
+        return _part(slot, self.owned(slot, rank), self.owned_range(rank)[0])
+
+    def shard_part(self, slot: Slot, rank: int) -> tuple[slice, slice]:
+        """`in_shard` as elements of the shard, and as elements of the slot."""
+        return _part(slot, self.in_shard(slot, rank), self.shard_range(rank)[0])
+
     def of_shard(self, rank: int) -> list[tuple[int, int, int]]:
         """(owner, start, stop) of the elements of ``rank``'s shard, ascending, without padding at the end."""
         start, stop = self.shard_range(rank)
@@ -175,6 +183,11 @@ def _long(shape: Sequence[int]) -> list[int]:
 def _within(slot: Slot, start: int, stop: int) -> tuple[int, int]:
     first = min(max(slot.offset, start), stop)
     return first, max(first, min(slot.stop, stop))
+
+
+def _part(slot: Slot, common: tuple[int, int], begin: int) -> tuple[slice, slice]:
+    start, stop = common
+    return slice(start - begin, stop - begin), slice(start - slot.offset, stop - slot.offset)
 
 
 def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | tuple[()]:

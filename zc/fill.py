@@ -1,0 +1,98 @@
+"""The weights of a model to their places in the plan, and back out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zc import torch_private
+from zc.engine.memory_order import flattened, in_shape
+from zc.engine.sharded_weights import ShardedWeights, without_bytes
+from zc.engine.unset import poison
+from zc.planning.plan import Bucket
+from zc.ranks.comm import Group
+
+if TYPE_CHECKING:
+    from zc.engine.runtime import Runtime
+
+
+@torch.no_grad()
+def broadcast_rest(model: nn.Module, params: Mapping[str, nn.Parameter], ranks: Group) -> None:
+    """Gives all ranks rank 0's buffers and parameters that are in no bucket."""
+    planned = {id(p) for p in params.values()}
+    for tensor in [*(p for p in model.parameters() if id(p) not in planned), *model.buffers()]:
+        values = tensor.detach().contiguous()
+        ranks.broadcast_(values)
+        tensor.copy_(values)
+
+
+@torch.no_grad()
+def fill(runtime: Runtime, buckets: Sequence[Bucket], unset: Collection[str] = ()) -> None:
+    """Broadcasts the weights from rank 0, takes the masters from them, and makes flat_param the parameters' memory. It
+    frees what the parameters of a bucket had before it allocates the next bucket. ``unset``: names of parameters that
+    have no bytes, and no value."""
+    ranks, buffers = runtime.group, runtime.buffers
+    for bucket in buckets:
+        buffers.add(bucket)
+        is_sharded = runtime.plan.is_sharded(bucket)
+        for slot in bucket.slots:
+            parts = [buffers.weight_part(bucket, slot)] if is_sharded else []
+            parts += filter(None, [buffers.master_part(bucket, slot)])
+            if slot.name in unset:
+                for part, _ in parts:
+                    poison(part)
+                continue
+            param = runtime.placed[slot.name]
+            values = flattened(param.detach(), slot)
+            ranks.broadcast_(values)
+            for part, elements in parts:
+                part.copy_(values[elements])
+            if is_sharded:
+                del values
+                param.data = without_bytes(param, bucket.param_dtype)
+                continue
+            place = buffers.flat_param[bucket.index][slot.offset : slot.stop]
+            place.copy_(values)
+            del values
+            param.data = in_shape(torch_private.own_storage(place), slot)
+        buffers.remember_shard(bucket)
+    buffers.add_staging()
+    if isinstance(runtime.weights, ShardedWeights):
+        runtime.weights.may_be_read()
+    if buffers.note is not None:
+        runtime.say_once(buffers.note)
+
+
+def snapshot(objects: Sequence[Any]) -> Callable[[], None]:
+    """Returns a function that gives modules and optimizers back the attributes, hooks and groups that they have now. It
+    refills their dicts in place, because handles of hooks refer to those."""
+    dicts: list[dict[Any, Any]] = []
+    for each in objects:
+        dicts += [vars(each), *(value for value in vars(each).values() if isinstance(value, dict))]
+        dicts += getattr(each, "param_groups", ())
+    before = [dict(each) for each in dicts]
+
+    def restore() -> None:
+        for each, items in zip(dicts, before, strict=True):
+            each.clear()
+            each.update(items)
+
+    return restore
+
+
+@torch.no_grad()
+def empty(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> None:
+    """The reverse of `fill`, for what it has done: parameters get memory of their own in these dtypes."""
+    for handle in (*runtime.hooks, *runtime.weights.hooks):
+        handle.remove()
+    if isinstance(runtime.weights, ShardedWeights):
+        if runtime.plan.world_size == 1:
+            runtime.weights.make_whole(runtime.buffers.filled)
+        runtime.weights.let_go()
+    runtime.buffers.close()
+    for name, param in runtime.placed.items():
+        param.grad = None
+        param.data = param.data.to(dtypes[name], copy=True, memory_format=torch.preserve_format)
