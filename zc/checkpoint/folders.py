@@ -22,6 +22,7 @@ from typing import Any
 
 from zc.durable import exchange, sync_folder, write_synced
 from zc.errors import CheckpointError
+from zc.ranks.process import boot_id
 
 try:
     import fcntl
@@ -144,7 +145,7 @@ def _has_ended(folder: Path) -> bool:
 def _machine() -> str:
     """The machine's boot id: all processes with the same one see each other's locks."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot_id()
     except OSError:
         return platform.node()
 

@@ -62,13 +62,11 @@ def owned(held: ShardedModel) -> dict[str, Owned]:
             own = optimizer.slices[slot.name] if has_part else None
             by_name[slot.name] = Owned(optimizer, slot, start, stop - first, own, bucket.acc_dtype)
     for bucket in runtime.plan.frozen:
-        shard, (begin, _) = runtime.buffers.weight_shard(bucket.index), bucket.layout.shard_range(rank)
         for slot in bucket.slots:
-            first, stop = bucket.layout.in_shard(slot, rank)
-            start = first - slot.offset if stop > first else 0
-            part = shard[first - begin : stop - begin] if stop > first else None
+            part, elements = runtime.buffers.weight_part(bucket, slot)
+            start, shard = (elements.start, part) if part.numel() else (0, None)
             if slot.name != MOVED:
-                by_name[slot.name] = Owned(None, slot, start, stop - first, part, bucket.param_dtype)
+                by_name[slot.name] = Owned(None, slot, start, part.numel(), shard, bucket.param_dtype)
     return {name: by_name[name] for name in runtime.placed}
 
 

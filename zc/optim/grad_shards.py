@@ -23,7 +23,7 @@ _IS_GONE = "the gradient of {} was set to None (zero_grad) since: take param.gra
 
 
 class GradShards:
-    """The accumulators' parts, one a parameter of which this rank owns elements. Implements `GradOwner`.
+    """The accumulators' parts, one per parameter of which this rank owns elements.
 
     A loop over all parameters, as stock clipping is, asks for each one by itself: what is asked then costs no loop over
     the others.

@@ -205,7 +205,7 @@ class ShardedOptimizer:
         self._zeroed.clear()
         self._say_if_skipped()
 
-    # --- called by the slices' SliceGrads (`SliceOwner`) ---
+    # --- called by the slices' SliceGrads ---
 
     def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None:
         """Called by torch's GradScaler with the slices of one dtype. Gradients are still where they were reduced, so

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,40 +18,27 @@ from torch import Tensor, nn
 from zc import torch_private
 from zc.errors import ZcError, not_given, stepping_optimizer
 
+if TYPE_CHECKING:
+    from zc.optim.grad_shards import GradShards
+    from zc.optim.optimizer import ShardedOptimizer
+
 aten = torch.ops.aten
-
-
-class GradOwner(Protocol):
-    """Holds the shards of a ShardedGrad."""
-
-    def grad_norm(self, name: str, order: float) -> Tensor: ...
-    def scale_grad(self, name: str, factor: Tensor | float) -> None: ...
-    def zero_grad_of(self, name: str) -> None: ...
-    def full_grad_of(self, name: str) -> Tensor: ...
-    def add_grad(self, name: str, grad: Tensor) -> None: ...
-
-
-class SliceOwner(Protocol):
-    """Holds the slices of a SliceGrad."""
-
-    def zero_slices(self, names: Sequence[str]) -> None: ...
-    def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None: ...
 
 
 class ShardedGrad(Tensor):
     """The gradient of one parameter, sharded over ranks: the parameter's shape, dtype and device, and no storage."""
 
     param_name: str
-    _owner: weakref.ref[GradOwner]  # weak: a parameter holds its .grad where Python's collector does not look
+    _owner: weakref.ref[GradShards]  # weak: a parameter holds its .grad where Python's collector does not look
 
     @staticmethod
-    def __new__(cls, owner: GradOwner, name: str, param: nn.Parameter) -> ShardedGrad:
+    def __new__(cls, owner: GradShards, name: str, param: nn.Parameter) -> ShardedGrad:
         wrapper = torch_private.make_wrapper(cls, param)
         wrapper.param_name, wrapper._owner = name, weakref.ref(owner)
         return wrapper
 
     @property
-    def owner(self) -> GradOwner:
+    def owner(self) -> GradShards:
         """Holds the shards. Raises ZcError if the compiled model is gone."""
         owner = self._owner()
         if owner is None:
@@ -94,10 +81,10 @@ class SliceGrad(Tensor):
     """
 
     param_name: str
-    _owner: weakref.ref[SliceOwner]
+    _owner: weakref.ref[ShardedOptimizer]
 
     @staticmethod
-    def __new__(cls, owner: SliceOwner, name: str, param: nn.Parameter) -> SliceGrad:
+    def __new__(cls, owner: ShardedOptimizer, name: str, param: nn.Parameter) -> SliceGrad:
         wrapper = torch_private.make_wrapper(cls, param)
         wrapper.param_name, wrapper._owner = name, weakref.ref(owner)
         return wrapper

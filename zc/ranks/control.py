@@ -98,7 +98,8 @@ class Control(Exchanges):
             self.topology = flat(self.world_size)
             if is_near:
                 found = find(self.rank, self.world_size, self._gather_objects, reads_memory)
-                self.topology, self._neighbours, self.note = found.topology, found.neighbours, found.note
+                self.topology, self._neighbours = found.topology, found.neighbours
+                self.note = found.note if reads_memory else None
             if self._neighbours is not None:
                 self._neighbours.links.failure = self.journal.verdict
                 self._neighbours.on_refusal = self.journal.fail

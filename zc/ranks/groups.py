@@ -13,7 +13,6 @@ import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,18 +20,11 @@ from torch import Tensor
 
 from zc import torch_private
 
-
-class Started(Protocol):
-    """A collective that has started."""
-
-    def is_completed(self) -> bool: ...
-
-
 # lifetime: forever. gloo's destructor waits for started collectives, which a lost rank never finishes.
 _ABANDONED: list[dist.ProcessGroup] = []
 
 # by number, with collectives that may still run, and what other ranks may still read
-_Held = dict[int, tuple[dist.ProcessGroup, list[Started], list[Tensor]]]
+_Held = dict[int, tuple[dist.ProcessGroup, list[dist.Work], list[Tensor]]]
 
 
 class _Ranks:
@@ -91,7 +83,7 @@ class Groups:
         self._known.num_models += 1
         return self._known.num_models
 
-    def started(self, group: dist.ProcessGroup | None, work: Started) -> None:
+    def started(self, group: dist.ProcessGroup | None, work: dist.Work) -> None:
         """Records a collective that possibly nobody waits for."""
         for own_group, works, _ in self._held.values():
             if own_group is group:

@@ -52,12 +52,7 @@ def host() -> tuple[str, str]:
 
 def find(rank: int, world_size: int, gather: Gather, reads_memory: bool = True) -> Found:
     """Every rank calls it. ``ZC_HOST_MEMORY=0`` in one rank's environment turns reading off on all ranks. Without
-    ``reads_memory``, ranks of one host still exchange small messages directly, and there is no note."""
-    topology = _find(rank, world_size, gather, reads_memory)
-    return topology if reads_memory else replace(topology, note=None)
-
-
-def _find(rank: int, world_size: int, gather: Gather, reads_memory: bool) -> Found:
+    ``reads_memory``, ranks of one host still exchange small messages directly."""
     listener, refused = None, None
     token = torch.frombuffer(bytearray(secrets.token_bytes(_TOKEN_NBYTES)), dtype=torch.uint8)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zc.ranks.journal import Journal
@@ -12,13 +12,6 @@ FORWARDS = "with stage=3 or shard_frozen=True also the same forwards, those of a
 JOIN = "Where ranks have different numbers of batches, use zc.join"
 State = Mapping[str, Any]  # as zc/ranks/watch.py publishes it
 _Places = dict[tuple[str, str], tuple[float, bool]]  # (model's journal, exchange) -> seconds, whether it is a call
-
-
-class Deadlock(NamedTuple):
-    """``models``: the names of their journals."""
-
-    models: list[str]
-    text: str
 
 
 def ranks_in(name: str) -> list[int]:
@@ -52,10 +45,13 @@ def difference(journal: Journal, own: int, rank: int, state: State) -> str | Non
     return None
 
 
-def deadlock(states: Mapping[int, State], patience: float) -> Deadlock | None:
-    """Every rank stands in an exchange of zc's, or in a collective that its program has called, and no exchange has
-    all its ranks. A rank that has left the loop early and stands in a barrier is no reason to wait, nor is one that
-    has passed the boundary of an update at which the others have yet to arrive."""
+def deadlock(states: Mapping[int, State], patience: float) -> tuple[list[str], str] | None:
+    """The names of the journals and the text of a verdict, or None.
+
+    A deadlock: every rank stands in an exchange of zc's, or in a collective that its program has called, and no
+    exchange has all its ranks. A rank that has left the loop early and stands in a barrier is no reason to wait, nor is
+    one that has passed the boundary of an update at which the others have yet to arrive.
+    """
     places: dict[int, _Places] = {}
     for rank, state in states.items():
         places[rank] = {(name, words): (seconds, call) for name, words, seconds, call in state.get("waits", [])}
@@ -79,7 +75,7 @@ def deadlock(states: Mapping[int, State], patience: float) -> Deadlock | None:
             "optimizer.zero_grad() there before the next collective"
         )
     text = f"ranks are out of step, for {patience:.0f} s now: {where}. {advice}"
-    return Deadlock(models, text)
+    return models, text
 
 
 def _advice(places: Iterable[_Places]) -> str:

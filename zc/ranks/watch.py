@@ -193,7 +193,7 @@ class Watch:
         if not any(journal.has_failed for journal in stalled):
             stand = deadlock(states, min(min(journal.timeout, STANDS_S) for journal in stalled))
             if stand is not None:
-                self.fail(stand.models, RankMismatchError, stand.text)
+                self.fail(stand[0], RankMismatchError, stand[1])
 
     # --- what it finds ---
 

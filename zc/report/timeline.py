@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import fx
 
@@ -37,18 +37,13 @@ from zc.schedule.spec import (
     WgradInto,
 )
 
+if TYPE_CHECKING:
+    from zc.engine.program import Program
+    from zc.engine.weight_uses import PlannedPass
+
+    Scheduled: TypeAlias = Program | PlannedPass  # what was clocked: a schedule, or the gathers of a pass
+
 LOOP, IN_FLIGHT = "loop", "in flight"
-
-
-class Scheduled(Protocol):
-    """What was clocked: a program, or the gathers of a pass."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def graph(self) -> fx.Graph: ...
-    @property
-    def plan(self) -> Plan: ...
 
 
 @dataclass(frozen=True)
