@@ -23,8 +23,9 @@ from zc.compiler.blocks import Blocks, compile_blocks
 from zc.config import Config
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
+from zc.engine.model_passes import forward_of
 from zc.engine.runtime import Runtime
-from zc.engine.sharded_weights import ShardedWeights, forward_of
+from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.streams import Streams, make_streams
 from zc.errors import PlanError
 from zc.fill import broadcast_rest, empty, fill, snapshot
@@ -217,9 +218,9 @@ def _compiled_call(model: nn.Module, runtime: Runtime) -> Callable[..., Any] | N
         sync = BufferSync(model, runtime)
         call = torch_private.call_after(sync.before_forward, call or torch_private.plain_call(model))
     if isinstance(runtime.weights, ShardedWeights):
-        runtime.weights.is_one_graph = config.backend != "eager" and not runtime.plan.kinds
-        runtime.weights.may_break = not config.fullgraph
-        call = forward_of(runtime.weights, call or torch_private.plain_call(model))
+        runtime.weights.passes.is_one_graph = config.backend != "eager" and not runtime.plan.kinds
+        runtime.weights.passes.may_break = not config.fullgraph
+        call = forward_of(runtime.weights.passes, call or torch_private.plain_call(model))
     return call
 
 

@@ -50,7 +50,8 @@ def close(model: nn.Module) -> None:
             runtime.streams.synchronize()
             runtime.weights.synchronize()
             if isinstance(runtime.weights, ShardedWeights):
-                runtime.weights.make_whole([bucket.index for bucket in runtime.plan.sharded])
+                sharded = [bucket.index for bucket in runtime.plan.sharded]
+                runtime.weights.whole.make(sharded, is_exact=True)
         runtime.group.close()
     finally:
         _hand_back(model, held)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from zc import torch_private
+from zc.engine.absent import without_bytes
 from zc.engine.memory_order import flattened, in_shape
-from zc.engine.sharded_weights import ShardedWeights, without_bytes
+from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.unset import poison
 from zc.planning.plan import Bucket
 from zc.ranks.comm import Group
@@ -90,7 +91,7 @@ def empty(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> None:
         handle.remove()
     if isinstance(runtime.weights, ShardedWeights):
         if runtime.plan.world_size == 1:
-            runtime.weights.make_whole(runtime.buffers.filled)
+            runtime.weights.whole.make(runtime.buffers.filled, is_exact=True)
         runtime.weights.let_go()
     runtime.buffers.close()
     for name, param in runtime.placed.items():

@@ -68,7 +68,7 @@ def _apply(
         return torch_private.plain_apply(model, function, recurse)
     places = {id(param) for param in runtime.placed.values()}
     if isinstance(runtime.weights, ShardedWeights):
-        with runtime.weights.named_plainly():
+        with runtime.weights.passes.named_plainly():
             return torch_private.plain_apply(model, _refusing_moves(places, function), recurse)
     return torch_private.plain_apply(model, _keeping(places, function), recurse)
 

@@ -12,7 +12,7 @@ import contextlib
 import torch
 from torch import nn
 
-from zc.engine.sharded_weights import without_bytes
+from zc.engine.absent import without_bytes
 from zc.engine.unset import Unset, poison
 from zc.errors import PlanError
 

@@ -46,7 +46,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     is_first = runtime.group.rank == 0
     if isinstance(weights, ShardedWeights):
         for bucket in runtime.plan.sharded:
-            flat = weights.gathered_once(bucket.index)
+            flat = weights.whole.gathered_once(bucket.index)
             for slot in bucket.slots if is_first else ():
                 part = in_shape(flat[slot.offset : slot.stop], slot)
                 whole[slot.name] = part.detach().to("cpu", copy=True)

@@ -54,7 +54,7 @@ def late_gathers(seconds: float, kind: type[Late] = Late) -> Iterator[None]:
     make, publish = zc.api.make_streams, WeightGather.publish
 
     def publish_late(self: WeightGather, buckets: Sequence[int]) -> None:
-        streams = self._core_alive().streams
+        streams = self.core.streams
         streams.is_late = True  # type: ignore[attr-defined]
         try:
             publish(self, buckets)

@@ -224,3 +224,10 @@ class Absent:
     def load(self, param: nn.Parameter, value: Tensor) -> bool:
         load = self._load()
         return load is not None and load(param, value)
+
+
+def without_bytes(param: nn.Parameter, slot_dtype: torch.dtype) -> Tensor:
+    """A tensor of the shape, strides and device of ``param``, whose storage has no bytes."""
+    empty = torch.empty_like(param.detach(), dtype=slot_dtype, memory_format=torch.preserve_format)
+    empty.untyped_storage().resize_(0)
+    return empty

@@ -38,6 +38,7 @@ from torch import fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
+from zc.engine.of_core import OfCore
 from zc.engine.pending import Pending, can_be_watched
 from zc.engine.program import Program, Segment, build
 from zc.passes import cut_forward, insert_events, outline_segments, place_on_streams, signal_peers, verify
@@ -86,11 +87,11 @@ def publish_graph(plan: Plan) -> fx.Graph:
     return graph
 
 
-class WeightGather:
+class WeightGather(OfCore):
     """The gathers of one model on one rank, and the compiled forward graphs that wait for them."""
 
     def __init__(self, core: Core) -> None:
-        self._core = weakref.ref(core)
+        super().__init__(core)
         self._programs: dict[tuple[int, ...], Program] = {}
         self._is_open = False  # whether a gather may be in flight for which the main stream has not waited
         self._pending = Pending(self.synchronize)
@@ -112,7 +113,7 @@ class WeightGather:
         """Fills flat_param of ``buckets`` from all ranks' masters, cast to param_dtype. Then the main stream may read
         it, or with overlap_gather whoever has waited for it. Encoded differences bring the weights close to the
         masters; with ``is_exact`` they become equal."""
-        core = self._core_alive()
+        core = self.core
         if core.plan.overlap_gather:  # before the gathers are launched, since they have views of their own
             self._unseen = self._why_unseen(core)
         for index in buckets:
@@ -127,13 +128,13 @@ class WeightGather:
     def published(self, buckets: Sequence[int]) -> None:
         """A schedule has written the weights of ``buckets``, unseen by autograd. A backward through a forward from
         before this step must fail, as in PyTorch."""
-        core = self._core_alive()
+        core = self.core
         slots = (slot for index in buckets for slot in core.plan.buckets[index].slots)
         torch.autograd.graph.increment_version([core.params[slot.name] for slot in slots])
 
     def count_sharing(self) -> None:
         """Counts what shares the storages of new buckets' parameters: they are new, so only the parameters do."""
-        for name, param in self._core_alive().params.items():
+        for name, param in self.core.params.items():
             if name not in self._num_sharing:
                 self._num_sharing[name] = torch_private.num_sharing(param)
 
@@ -146,7 +147,7 @@ class WeightGather:
         miss such a read, the step waits itself, and says so once."""
         if not self._is_open:
             return
-        core = self._core_alive()
+        core = self.core
         if self._unseen is None:
             self._pending.leave(core.params.values())
         else:
@@ -174,14 +175,14 @@ class WeightGather:
         """Makes the main stream wait for all gathers. On CUDA the host does not wait."""
         self._pending.release()
         if self._is_open:
-            self._program(None)([], self._core_alive().streams)
+            self._program(None)([], self.core.streams)
             self._is_open = False
 
     def compile_forward(
         self, graph: fx.Graph, compile_segment: Callable[[fx.GraphModule], Segment]
     ) -> Callable[[list[Any]], tuple[Any, ...]]:
         """A forward graph as a schedule. Its parameters' placeholders name their buffer in ``meta["buffer"]``."""
-        core = self._core_alive()
+        core = self.core
         program = build(
             graph,
             core.plan,
@@ -196,7 +197,7 @@ class WeightGather:
         gather, schedule = weakref.proxy(self), weakref.proxy(program)
 
         def run(args: list[Any]) -> tuple[Any, ...]:
-            core = gather._core_alive()
+            core = gather.core
             outputs = schedule(args, core.streams)
             # its last nodes publish every bucket of its own plan; zc.recompile may have added more since
             gather._is_open = gather._is_open and schedule.plan is not core.plan
@@ -231,7 +232,7 @@ class WeightGather:
         """The schedule that gathers these buckets; None: the one that publishes all."""
         key = (-1,) if buckets is None else (*buckets, *((-2,) if is_exact else ()))
         if key not in self._programs:
-            core = self._core_alive()
+            core = self.core
             plan = core.plan.exact_gathers() if is_exact else core.plan
             graph = publish_graph(plan) if buckets is None else gather_graph(plan, buckets)
             name = "publish" if buckets is None else f"gather_{len(self._programs)}"
@@ -239,10 +240,5 @@ class WeightGather:
         return self._programs[key]
 
     def _proved(self, passes: Sequence[Pass]) -> list[Pass]:
-        chosen = [p for p in passes if self._core_alive().config.verify or p.name != "verify"]
+        chosen = [p for p in passes if self.core.config.verify or p.name != "verify"]
         return [p._replace(requires=frozenset()) for p in chosen]
-
-    def _core_alive(self) -> Core:
-        core = self._core()
-        assert core is not None, "the model of these parameters is gone"
-        return core

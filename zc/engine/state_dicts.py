@@ -16,7 +16,7 @@ SHARDED_STATE_DICT.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zc import torch_private
 from zc.engine.absent import AbsentView
-from zc.engine.memory_order import flattened
+from zc.engine.memory_order import flattened, in_shape
+from zc.engine.of_core import params_in
 from zc.errors import ZcError
 from zc.kernels import adopt_writes
 from zc.planning.layout import Slot
@@ -65,6 +66,32 @@ def rows_of(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=strides)
 
 
+def _rows(weights: ShardedWeights, params: Collection[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Each of these parameters with this rank's rows of it. All ranks ask for the same ones."""
+    core = weights.core
+    core.unset.check("state_dict()")
+    wanted = {id(param) for param in params}
+    names = {name for name, param in core.placed.items() if id(param) in wanted}
+    core.group.same_everywhere(
+        "what state_dict() is called for",
+        sorted(names),
+        f"With {weights.absent.why} all ranks call it together, and each gets its rows; zc.full_state_dict(model) "
+        "gives rank 0 whole tensors, also on all ranks",
+    )
+    mesh, where = core.group.shard.mesh(), core.plan.slot_of()
+    if mesh is not None:
+        core.say_once(
+            f"{weights.absent.why}: state_dict() gives each rank its rows of the parameters as DTensors, which "
+            "torch.distributed.checkpoint saves together. torch.save would write this rank's rows alone: give it "
+            "zc.full_state_dict(model), called on all ranks"
+        )
+    for bucket in sorted({where[name][0] for name in names}):
+        flat = weights.whole.gathered_once(bucket)
+        for slot, param in params_in(core, core.plan.bucket(bucket)):
+            if slot.name in names:
+                yield param, rows_of(in_shape(flat[slot.offset : slot.stop], slot), mesh)
+
+
 class StateDicts:
     """Calls of ``state_dict`` and ``load_state_dict`` of one model, on one rank."""
 
@@ -84,13 +111,13 @@ class StateDicts:
     def begin_read(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """The hook before a module brings its own part. With ``keep_vars`` the caller gets the parameters."""
         weights = self._weights()
-        if weights is None or weights.is_exposed or keep_vars:
+        if weights is None or weights.passes.is_exposed or keep_vars:
             return
-        if not weights.any_sharded(module.parameters()):
+        if not weights.whole.any_sharded(module.parameters()):
             return
         if torch_private.caller_of_state_dict().startswith("safetensors."):  # takes DTensors for tensors
             weights.refuse_without_bytes("safetensors.torch.save_model", module)
-        if weights.is_passing:
+        if weights.passes.is_passing:
             weights.refuse_without_bytes("state_dict() inside of a forward or backward", module)
         if not prefix or self._read is None:
             self._read = weakref.ref(module)
@@ -106,7 +133,7 @@ class StateDicts:
             if isinstance(value, AbsentView):
                 keys.setdefault(value.param, []).append(key)
         with torch.no_grad():
-            for param, rows in weights.rows(keys):
+            for param, rows in _rows(weights, keys):
                 state.update(dict.fromkeys(keys[param], rows))
 
     # --- load_state_dict ---
@@ -114,10 +141,10 @@ class StateDicts:
     def begin_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, local: Any, *_: Any) -> None:
         """The hook before a module loads its own part of ``state``."""
         weights = self._weights()
-        if weights is None or weights.is_exposed:
+        if weights is None or weights.passes.is_exposed:
             return
         here = ((name, param) for name, param in module.named_parameters(recurse=False) if prefix + name in state)
-        own = [name for name, param in here if weights.any_sharded([param])]
+        own = [name for name, param in here if weights.whole.any_sharded([param])]
         if own and local.get("assign_to_params_buffers", False):
             raise ZcError(
                 f"load_state_dict(assign=True) would put another tensor in the place of {prefix}{own[0]}, and with "
@@ -136,7 +163,7 @@ class StateDicts:
             self._is_closed = True
         if hasattr(value, "full_tensor"):  # a DTensor, such as those of `state_dict`
             value = value.full_tensor()
-        weights.load(param, value)
+        weights.whole.load(param, value)
         return True
 
     def end_load(self, module: nn.Module, _: Any) -> None:
@@ -146,5 +173,5 @@ class StateDicts:
             return
         self._loaded = None
         if self._is_closed and weights is not None:
-            weights.were_written()
+            weights.whole.were_written()
         self._is_closed = False

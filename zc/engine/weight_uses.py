@@ -15,7 +15,6 @@ A pass with another order goes on right and slower: from there on each use gathe
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ from torch import fx
 from torch.profiler import record_function
 
 from zc import torch_private
+from zc.engine.of_core import OfCore
 from zc.passes.weights_schedule import build_weights_schedule
 from zc.planning.plan import Plan
 from zc.planning.residency import Extent, Residency, Uses, plan_residency
@@ -61,11 +61,11 @@ class PlannedPass:
             self._named[number]({}, streams, operations, streams.clock.named(self.name))
 
 
-class WeightUses:
+class WeightUses(OfCore):
     """The uses of the pass that runs, on one rank."""
 
     def __init__(self, core: Core) -> None:
-        self._core = weakref.ref(core)
+        super().__init__(core)
         self._operations = core.bind({})
         self._singles: dict[Uses, PlannedPass] = {}  # of one use each
         self._passes: dict[Uses, PlannedPass] = {}
@@ -94,7 +94,7 @@ class WeightUses:
 
     def next(self, buckets: tuple[int, ...]) -> Sequence[Extent]:
         """The next use: runs the piece before it, and returns where it reads."""
-        core = self._core_alive()
+        core = self.core
         plan = self._plan
         if plan is None or self._position >= len(plan.uses) or plan.uses[self._position] != buckets:
             if plan is not None and plan.uses in self._passes and self._position < len(plan.uses):
@@ -126,7 +126,7 @@ class WeightUses:
         self._expected.clear()
 
     def _start(self, uses: Uses, known: dict[Uses, PlannedPass]) -> PlannedPass:
-        core = self._core_alive()
+        core = self.core
         if uses not in known:
             plan = core.plan
             nbytes = {bucket.index: bucket.nbytes for bucket in plan.sharded}
@@ -141,7 +141,7 @@ class WeightUses:
 
     def _free_all(self, plan: PlannedPass) -> None:
         """The last piece."""
-        plan.run(-1, self._core_alive().streams, self._operations)
+        plan.run(-1, self.core.streams, self._operations)
         self._plan = None
 
     def _close(self) -> None:
@@ -152,9 +152,4 @@ class WeightUses:
         if self._position == len(plan.uses):
             self._free_all(plan)
         else:
-            self._core_alive().streams.join_main()
-
-    def _core_alive(self) -> Core:
-        core = self._core()
-        assert core is not None, "the model of these parameters is gone"
-        return core
+            self.core.streams.join_main()

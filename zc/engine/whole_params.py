@@ -6,8 +6,7 @@ the update, since autograd may have saved views of them.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,13 +14,12 @@ from torch import Tensor, fx, nn
 
 from zc import torch_private
 from zc.engine.memory_order import in_shape
+from zc.engine.of_core import OfCore, every_bucket, params_in
 from zc.engine.program import Program, build
 from zc.engine.shard_reads import ShardReads
 from zc.engine.state_dicts import write_value
 from zc.errors import ZcError
 from zc.passes import insert_events, place_on_streams, verify
-from zc.planning.layout import Slot
-from zc.planning.plan import MOVED, Bucket
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import Publish, gather_node
@@ -32,11 +30,12 @@ if TYPE_CHECKING:
 _PASSES = (place_on_streams.PASS, insert_events.PASS, verify.PASS)
 
 
-class WholeParams:
+class WholeParams(OfCore):
     """The buckets of one model that are whole on this rank."""
 
     def __init__(self, core: Core, reads: ShardReads) -> None:
-        self._core, self._reads = weakref.ref(core), reads
+        super().__init__(core)
+        self._reads = reads
         self.buckets: set[int] = set()
         self._asked: set[int] = set()  # those that code which is not compiled has read since the last update
         self._bucket_of: dict[int, int] = {}  # by the parameter's id
@@ -53,7 +52,7 @@ class WholeParams:
     def make(self, buckets: Iterable[int], *, is_exact: bool = False) -> None:
         """The parameters of these buckets have all their bytes, on all ranks: for a forward, or as the shards have
         them."""
-        core, buckets = self._core_alive(), set(buckets)
+        core, buckets = self.core, set(buckets)
         if is_exact:  # of those that a forward has read, too
             self.free(index for index in buckets if core.plan.encodes_weights(core.plan.bucket(index)))
         for index in sorted(buckets - self.buckets):
@@ -87,7 +86,7 @@ class WholeParams:
 
     def say_reasons(self) -> None:
         """Once per reason, with the bytes of the first pass that had it."""
-        core = self._core_alive()
+        core = self.core
         for reason in self._reasons.keys() - self._said:
             buckets = self._reasons[reason]
             nbytes = sum(core.plan.bucket(b).nbytes for b in buckets)
@@ -103,7 +102,7 @@ class WholeParams:
     def gathered_once(self, index: int, *, is_exact: bool = True) -> Tensor:
         """[P]: the whole weights of one bucket, in memory of their own. All ranks call it. Without ``is_exact`` they
         travel encoded where those of a forward do."""
-        core = self._core_alive()
+        core = self.core
         self._reads.open(core)
         bucket = core.plan.bucket(index)
         with torch.inference_mode(False), torch.no_grad():
@@ -113,7 +112,7 @@ class WholeParams:
 
     def refuse_writes(self) -> None:
         """Before an update: raises ZcError for a whole parameter that the program has written. Nothing has changed."""
-        core = self._core_alive()
+        core = self.core
         for index in sorted(self.buckets):
             for slot, param in params_in(core, core.plan.bucket(index)):
                 if torch_private.version(param) != self._versions[slot.name]:
@@ -126,7 +125,7 @@ class WholeParams:
 
     def free(self, buckets: Iterable[int]) -> None:
         """The parameters of those of ``buckets`` that are whole have no bytes any more."""
-        core = self._core_alive()
+        core = self.core
         for index in self.buckets.intersection(buckets):
             for _, param in params_in(core, core.plan.bucket(index)):
                 with torch_private.without_torch_function():
@@ -140,7 +139,7 @@ class WholeParams:
     def write_shards(self, read_before: Collection[int]) -> None:
         """The shards, and the masters of the elements that were written, from the whole parameters of all buckets. No
         rank reads a shard meanwhile. ``read_before``: the buckets that stay whole, since a backward may read them."""
-        core = self._core_alive()
+        core = self.core
         self._reads.close(core)
         for bucket in core.plan.sharded:
             for slot, param in params_in(core, bucket):
@@ -153,7 +152,7 @@ class WholeParams:
 
     def load(self, param: nn.Parameter, value: Tensor) -> None:
         """This rank's elements of one parameter get their part of ``value``. No rank reads a shard meanwhile."""
-        core = self._core_alive()
+        core = self.core
         for bucket in map(core.plan.bucket, self._buckets_of([param])):
             slot = next(slot for slot, other in params_in(core, bucket) if other is param)
             write_value(core, bucket, slot, value)
@@ -162,7 +161,7 @@ class WholeParams:
 
     def were_written(self) -> None:
         """Shards have new values, which came from no update: other ranks may read them; what was whole is old."""
-        core = self._core_alive()
+        core = self.core
         self._reads.open(core)
         self.free(every_bucket(core))
 
@@ -185,25 +184,8 @@ class WholeParams:
         return self._programs[key]
 
     def _buckets_of(self, params: Iterable[nn.Parameter]) -> set[int]:
-        core = self._core_alive()
+        core = self.core
         if not self._bucket_of:
             items = ((bucket.index, param) for bucket in core.plan.sharded for _, param in params_in(core, bucket))
             self._bucket_of = {id(param): index for index, param in items}
         return {self._bucket_of[id(param)] for param in params if id(param) in self._bucket_of}
-
-    def _core_alive(self) -> Core:
-        core = self._core()
-        assert core is not None, "the model of these parameters is gone"
-        return core
-
-
-def params_in(core: Core, bucket: Bucket) -> Iterator[tuple[Slot, nn.Parameter]]:
-    """The parameters that lie in a bucket, without those that have moved to another one."""
-    for slot in bucket.slots:
-        if slot.name != MOVED:
-            yield slot, core.placed[slot.name]
-
-
-def every_bucket(core: Core) -> list[int]:
-    """Those whose weights are sharded."""
-    return [bucket.index for bucket in core.plan.sharded]

@@ -26,7 +26,8 @@ from zc.checkpoint.save_load import load_state_dict
 from zc.closing import close
 from zc.compiler.backend import make_backend
 from zc.copies import NotForDDP
-from zc.engine.sharded_weights import ShardedWeights, forward_of
+from zc.engine.model_passes import forward_of
+from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import PlanError
 from zc.integrations.packages import needed, seam
 from zc.integrations.whole import shards_weights, whole_weights
@@ -269,5 +270,5 @@ def _compile_children(module: nn.Module) -> None:
                 child, backend, before, dynamic=config.dynamic, fullgraph=config.fullgraph
             )
         if isinstance(runtime.weights, ShardedWeights):
-            call = forward_of(runtime.weights, call or torch_private.plain_call(child))
+            call = forward_of(runtime.weights.passes, call or torch_private.plain_call(child))
         torch_private.call_instead(child, call)

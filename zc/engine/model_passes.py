@@ -1,0 +1,190 @@
+"""The forwards and backwards of a model with sharded weights: which one runs, and what its parameters are meanwhile.
+
+Inside of one, compiled code finds plain parameters, and code that is not compiled finds whole ones. Outside, parameters
+are absent (`zc.engine.absent`), except inside `zc.whole_parameters`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zc import torch_private
+from zc.engine.absent import Absent
+from zc.engine.of_core import OfCore, every_bucket, params_in
+
+if TYPE_CHECKING:
+    from zc.engine.core import Core
+    from zc.engine.shard_reads import ShardReads
+    from zc.engine.weight_uses import WeightUses
+    from zc.engine.whole_params import WholeParams
+
+MANY_EVALUATED = 32
+
+
+class ModelPasses(OfCore):
+    """Of one model on one rank."""
+
+    def __init__(self, core: Core, absent: Absent, whole: WholeParams, reads: ShardReads, uses: WeightUses) -> None:
+        super().__init__(core)
+        self.absent, self._whole, self._reads, self._uses = absent, whole, reads, uses
+        self._num_evaluated = 0  # forwards without gradients, in a row
+        self._num_passes = 0  # with gradients, since the last update
+        self._task = -1  # autograd's number of the backward that runs
+        self._depth = 0  # forwards of the model inside one another
+        self.is_exposed = False  # inside zc.whole_parameters
+        # Dynamo has the whole forward, and finds plain parameters in it; else blocks are compiled one by one, and what
+        # is between them runs eagerly
+        self.is_one_graph = False
+        self.may_break = True  # that graph; its first forward shows whether it does
+        self._is_first = True  # that forward has not run yet
+        # a forward that may break has whole parameters to the update, and what it reads is no order to plan
+        self._is_trial = False
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether a forward of the model runs, or a backward."""
+        return self._depth > 0 or torch_private.current_graph_task() != -1
+
+    def _begin(self, core: Core) -> None:
+        self.end()
+        self._reads.open(core)
+        number = self._num_passes if torch.is_grad_enabled() else -1
+        self._num_evaluated = 0 if torch.is_grad_enabled() else self._num_evaluated + 1
+        if self._num_evaluated == MANY_EVALUATED:
+            core.say_once(
+                f"{self.absent.why}: {MANY_EVALUATED} forwards without gradients in a row, such as those of generate()"
+                ", have gathered all weights each. Inside `with zc.whole_parameters(model):` they are gathered once"
+            )
+        self._num_passes += torch.is_grad_enabled()
+        self._uses.begin(number)
+
+    def end(self) -> None:
+        self._uses.end(is_order_kept=not self._is_trial)
+        self._whole.say_reasons()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The model's forward runs inside: compiled code finds plain parameters."""
+        core = self.core
+        is_outer = self._depth == 0 and not self.is_exposed
+        breaks = torch_private.graph_breaks()
+        if is_outer:
+            core.unset.check("a forward")
+            self._begin(core)
+            if self.is_one_graph:
+                if self.may_break:
+                    self._is_trial = True
+                    self._whole.make(every_bucket(core))
+                self.absent.release()
+        before, has_grad = set(self._whole.buckets), torch.is_grad_enabled()
+        self._depth += 1
+        try:
+            with self._watching_dynamo(core) if is_outer and self.is_one_graph else nullcontext():
+                yield
+        finally:
+            self._depth -= 1
+            if is_outer:
+                if self.is_one_graph:
+                    is_broken = torch_private.graph_breaks() != breaks
+                    self.may_break = is_broken or (self.may_break and not self._is_first)
+                    self._is_first = False
+                if not has_grad:
+                    self.end()
+                    self._whole.free(self._whole.buckets - before)
+                    core.buffers.drop_arena()
+                self.leave(core)
+
+    def _watching_dynamo(self, core: Core) -> AbstractContextManager[None]:
+        """Inside, a frame that Dynamo compiles anew may leave code uncompiled, which reads parameters past any hook of
+        ours. Ranks that read each other's memory have whole parameters first. Ranks that exchange messages must do so
+        together, so they wait until Dynamo has broken the graph, as it does on all of them."""
+        if self._is_trial:
+            return nullcontext()
+        everything = set(every_bucket(core))
+
+        def num_breaks() -> int:
+            return sum(times for why, times in torch_private.graph_breaks().items() if why != "skipped frames")
+
+        known = num_breaks()
+
+        def make_whole() -> None:
+            self._whole.make_for("code that Dynamo compiles anew may read", everything)
+
+        def before() -> None:
+            if core.plan.topology.reads_memory:
+                make_whole()
+
+        def after() -> None:
+            if num_breaks() != known:  # a frame that is being compiled counts as skipped so far
+                make_whole()
+
+        return torch_private.before_compiling(before, after)
+
+    def hook_outputs(self, output: object) -> None:
+        """A backward through this output of the forward begins with `begin_backward`."""
+        if not torch.is_grad_enabled() or self.is_exposed or not self.is_one_graph:
+            return
+        known = weakref.ref(self)
+
+        def begin(grad: Tensor) -> None:
+            alive = known()
+            if alive is not None:
+                alive.begin_backward()
+
+        for leaf in torch_private.tensors_in(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(begin)  # type: ignore[no-untyped-call]
+
+    def begin_backward(self) -> None:
+        """Code that is compiled may run again (activation checkpointing), and finds plain parameters."""
+        if not self.is_exposed and self._depth == 0 and self._task != torch_private.current_graph_task():
+            self._task = torch_private.current_graph_task()
+            self.absent.release()
+            torch_private.queue_callback(self.end_backward)
+
+    def end_backward(self) -> None:
+        self._task = -1
+        if not self.is_exposed and self._depth == 0:
+            self.leave(self.core)
+
+    def leave(self, core: Core) -> None:
+        self.absent.leave(param for bucket in core.plan.sharded for _, param in params_in(core, bucket))
+
+    @contextmanager
+    def named_plainly(self) -> Iterator[None]:
+        """Inside, parameters are of their own class, for code that asks them for no element."""
+        core = self.core
+        self.absent.release()
+        try:
+            yield
+        finally:
+            if not self.is_exposed and self._depth == 0:
+                self.leave(core)
+
+    def end_update(self) -> None:
+        """The weights are new."""
+        self._num_passes, self._is_trial = 0, False
+
+
+def forward_of(passes: ModelPasses, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, the model's forward, inside `ModelPasses.forward`."""
+    known = weakref.ref(passes)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        alive = known()
+        if alive is None:
+            return call(*args, **kwargs)
+        with alive.forward():
+            output = call(*args, **kwargs)
+        alive.hook_outputs(output)
+        return output
+
+    # a caller who compiles more than the model gets a graph break here; the model's own graphs stay as they are
+    disabled: Callable[..., Any] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+    return disabled
