@@ -57,8 +57,8 @@ class Point(NamedTuple):
 
 def plan_points(model: str, worlds: list[int]) -> Iterator[Point]:
     """``model`` in bf16: persistent bytes of rank 0, seconds to plan, modelled seconds of communication an update."""
+    from zc.planning.packing import ParamSpec, make_plan
     from zc.planning.placement import PLACEMENTS
-    from zc.planning.plan import ParamSpec, make_plan
 
     with torch.device("meta"):
         named = dict(make_model(model, GPTConfig(vocab=32768, seq=2048), 0, "meta").named_parameters())

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zc import guards, torch_private
@@ -27,12 +27,11 @@ from zc.engine.model_passes import forward_of
 from zc.engine.runtime import Runtime
 from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.streams import Streams, make_streams
-from zc.errors import PlanError
 from zc.fill import broadcast_rest, empty, fill, snapshot
 from zc.meta import place
+from zc.optim import methods
 from zc.optim.assignment import Container
 from zc.optim.model import ShardedModel
-from zc.optim.optimizer import ShardedOptimizer
 from zc.planning.blocks import BlockKind, find_singles, matrices_around
 from zc.prepare import (
     Request,
@@ -240,7 +239,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     runtime = compiled.runtime
     runtime.install_hooks()
     for each in compiled.optimizers:
-        _own_methods(model, each)
+        methods.replace(model, each)
     state_marks.install(compiled)
     if runtime.plan.overlap_gather or runtime.plan.sharded:
         runtime.weights.install_hooks(model)
@@ -253,46 +252,10 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     runtime.around_blocks = matrices_around(model, kinds)
     names = find_singles(model, kinds) if runtime.plan.sharded else []
     singles = [BlockKind(type(model.get_submodule(name)).__name__, (name,)) for name in names]
-    make_single = partial(_backend_of_single, runtime)
+    make_single = partial(compiler.make_backend, runtime, None)
     compile_blocks(model, singles, make_single, guards.install_call, runtime.config.dynamic, around)
     guards.install(model, runtime)
     COMPILED[model] = compiled
-
-
-def _backend_of_single(runtime: Runtime, number: int) -> Callable[..., Any]:
-    return compiler.make_backend(runtime)
-
-
-def _own_methods(model: nn.Module, sharded: ShardedOptimizer) -> None:
-    """Replaces two methods of an optimizer object; its class stays the caller's. (model.zero_grad stays as it is: zc
-    notices a parameter whose ``.grad`` was set to None.)"""
-    optimizer = sharded.optimizer
-    owner, of_model = weakref.proxy(sharded), weakref.ref(model)
-    add = type(optimizer).add_param_group
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        owner.zero_grad(set_to_none=set_to_none)
-
-    def add_param_group(param_group: dict[str, Any]) -> None:
-        params = param_group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
-        trained = of_model()
-        names = {id(p): name for name, p in trained.named_parameters()} if trained is not None else {}
-        for param in params:
-            name = names.get(id(param))
-            if name is None or name in owner.runtime.params:
-                what = (
-                    f"parameter {name}, which has its place: set its options in optimizer.param_groups"
-                    if name
-                    else f"a tensor {tuple(param.shape)} that the model lacks: register it there first, and call "
-                    "zc.recompile(model) afterwards"
-                )
-                raise PlanError(f"add_param_group was given {what}")
-        add(optimizer, {**param_group, "params": params})
-        owner.runtime.frozen.update({names[id(param)]: param for param in params})
-
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

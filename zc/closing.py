@@ -14,6 +14,7 @@ from zc.copies import unmark
 from zc.engine.host_memory import unlock_dropped
 from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import ZcError
+from zc.optim import methods
 from zc.registry import COMPILED
 
 if TYPE_CHECKING:
@@ -72,8 +73,7 @@ def _hand_back(model: nn.Module, held: ShardedModel) -> None:
         param.data = param.data.clone()
     held.let_go()
     for each in held.optimizers:
-        for name in ("zero_grad", "add_param_group"):  # of _own_methods
-            vars(each.optimizer).pop(name, None)
+        methods.give_back(each.optimizer)
         each.optimizer.register_step_pre_hook(_refuse)
     runtime.buffers.close()  # Dynamo keeps compiled code, which refers to the runtime
     close_threads: Any = getattr(runtime.streams, "close", None)

@@ -24,7 +24,8 @@ from zc.planning.blocks import find_kinds
 from zc.planning.frozen import with_frozen
 from zc.planning.layout import ALIGN_NBYTES, align_up, own_strides
 from zc.planning.nbytes import STATES, resident
-from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.packing import ParamSpec, make_plan
+from zc.planning.plan import Plan
 from zc.planning.topology import usable
 from zc.ranks.comm import Group
 from zc.registry import COMPILED

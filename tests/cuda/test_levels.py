@@ -27,8 +27,9 @@ from zc.engine.program import build
 from zc.passes import insert_events, place_on_streams, verify
 from zc.passes.pipeline import pipeline
 from zc.planning.nbytes import sent_between_hosts
+from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import PLACEMENTS
-from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.plan import Plan
 from zc.planning.topology import Topology
 from zc.ranks import comm, exchanges
 from zc.ranks.comm import Group

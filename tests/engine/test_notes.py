@@ -11,7 +11,7 @@ from models import mlp
 from training_runs import adamw
 
 from zc.config import Config
-from zc.planning.plan import ParamSpec, make_plan
+from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.topology import Topology
 from zc.prepare import Request, assign, notes_of
 

@@ -17,8 +17,9 @@ from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
 from zc.engine.eager_gradients import EagerGradients
 from zc.passes.pipeline import pipeline
+from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import PLACEMENTS
-from zc.planning.plan import Level, ParamSpec, make_plan
+from zc.planning.plan import Level
 
 SHAPES = {"weight": (9, 7), "bias": (13,)}
 

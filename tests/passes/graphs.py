@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import PLACEMENTS
-from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.plan import Plan
 
 
 def plan_for(

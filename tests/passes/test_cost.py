@@ -10,8 +10,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
+from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import PLACEMENTS
-from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.plan import Plan
 from zc.schedule import cost
 from zc.schedule.nodes import op_of, steps
 from zc.schedule.spec import LaunchReduce

@@ -19,8 +19,9 @@ from zc.passes import keep_fusions
 from zc.passes.base import Pass
 from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
+from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import PLACEMENTS
-from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.plan import Plan
 from zc.schedule.nodes import is_schedule_node, op_of
 from zc.schedule.spec import FlattenCast, Segment
 

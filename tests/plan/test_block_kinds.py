@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from zc.planning import plan as planning
+from zc.planning import packing as planning
 from zc.planning.blocks import BlockKind, find_kinds, split_name
+from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import PLACEMENTS
-from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.plan import Plan
 
 
 class Block(nn.Module):

@@ -14,8 +14,9 @@ from bench.cases.models import GPTConfig, make_model
 from zc.planning.layout import Rule
 from zc.planning.nbytes import resident, sent
 from zc.planning.ownership import COSTS, ROOM, assign, elements, newton_schulz
+from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import PLACEMENTS
-from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.plan import Plan
 
 pytestmark = pytest.mark.check
 

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zc.planning.layout import Rule
+from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import PLACEMENTS
-from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.plan import Plan
 from zc.planning.topology import Topology
 
 pytestmark = pytest.mark.check
@@ -192,7 +193,7 @@ _PRINT_PLAN = """
 import torch
 from zc.planning.layout import Rule
 from zc.planning.placement import PLACEMENTS
-from zc.planning.plan import ParamSpec, make_plan
+from zc.planning.packing import ParamSpec, make_plan
 
 dtypes = [torch.float32, torch.bfloat16]
 specs = [ParamSpec(f"layer{k}.weight", (k % 5, 7), dtypes[k % 2], torch.device("cpu")) for k in range(40)]

@@ -30,8 +30,9 @@ from zc.passes.debt import Debt, debt_of
 from zc.passes.pipeline import pipeline
 from zc.passes.place_on_streams import spread_producers
 from zc.passes.runner import run_passes
+from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import OFFLOADS, PLACEMENTS
-from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.plan import Plan
 
 WIDTH = 8
 _funcol = torch.distributed._functional_collectives

@@ -18,8 +18,9 @@ from zc.offload.host_step import step_graph
 from zc.passes import cut_forward, insert_events, offload_gradients, place_on_streams, reduce_buckets, signal_peers
 from zc.passes.debt import Debt
 from zc.planning.layout import Rule
+from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import OFFLOADS, PLACEMENTS
-from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.plan import Plan
 from zc.planning.topology import Topology
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put

@@ -14,8 +14,9 @@ from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.passes.verify import verify
 from zc.planning.blocks import BlockKind
+from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import OFFLOADS, PLACEMENTS
-from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.plan import Plan
 from zc.planning.topology import Topology
 from zc.schedule.nodes import text
 from zc.schedule.rebase import Shift, rebased, shifts

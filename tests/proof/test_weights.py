@@ -17,8 +17,9 @@ from weights_machine import Setting
 
 from zc.passes.verify import examine, verify
 from zc.passes.weights_schedule import build_weights_schedule
+from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import PLACEMENTS
-from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.plan import Plan
 from zc.planning.residency import plan_residency, smallest_cap
 from zc.planning.topology import Topology
 from zc.schedule.codegen import load_pieces

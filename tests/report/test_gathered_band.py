@@ -13,8 +13,9 @@ import zc
 from zc.engine.clock import ClockedStep, Span
 from zc.engine.weight_uses import PlannedPass
 from zc.passes.weights_schedule import build_weights_schedule
+from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import PLACEMENTS
-from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.plan import Plan
 from zc.planning.residency import Uses, plan_residency
 from zc.registry import sharded
 from zc.report.drawing import draw

@@ -254,8 +254,7 @@ class Announcements:
         return Announcement(self._group, self._num_announced, what, sums, grads, self._num_cleared, flags, self._waits)
 
     def _meet_at_end(self, flags: Sequence[int]) -> Announcement:
-        """In no_sync one exchange; else returns once all ranks are at the end of such a backward, or at the
-        boundary."""
+        """Outside of no_sync returns once all ranks are at the end of such a backward, or at the boundary."""
         while True:
             ended = self.announce(END if self._is_boundary else "end a microbatch", flags)
             if ended.is_same() or not self._is_boundary or ended.all_at_end():

@@ -13,10 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from zc.engine import owners
 from zc.engine.accumulators import Acc, Accumulators
 from zc.engine.memory_order import in_order
-from zc.engine.sums import sum_over_replicas, sum_rows, wait
+from zc.engine.sums import sum_over_replicas, sum_rows
+from zc.engine.weight_operations import (
+    free_weights,
+    gather,
+    gather_net,
+    gather_weights,
+    publish,
+    read_weights,
+    spread,
+    spread_shards,
+    take_weights,
+)  # fmt: skip
 from zc.engine.wire import (
     accumulate_quantised,
     apply_update,
@@ -250,71 +260,6 @@ def copy_to_device(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
             accs.move(out, tensor, "to_device")
     elif accs.state[bucket] is Acc.REDUCED:
         accs.nbytes_moved["to_device"] += accs.move_aside(bucket, accs.buffers.shard(tensor, record)).nbytes
-
-
-# --- weights ---
-
-
-def spread(accs: Accumulators, bucket: int, buffer: str) -> None:
-    owners.spread(accs.buffers, accs.group, accs.plan.buckets[bucket])
-
-
-def spread_shards(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
-    record = accs.plan.buckets[bucket]
-    shard, run = accs.buffers.named(dst, record), accs.buffers.staged_run(src, record)
-    owners.spread_shards(shard, run, accs.group, record)
-
-
-def gather_net(accs: Accumulators, bucket: int, buffer: str) -> None:
-    log.debug("bucket %d: its weights are gathered between hosts", bucket)
-    flat, record = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket]
-    host_range = flat[slice(*record.layout.host_range(accs.group.rank))]
-    accs.group.net.all_gather(host_range, accs.buffers.shard(flat, record), GATHER, bucket).wait()
-
-
-def gather(accs: Accumulators, bucket: int, buffer: str) -> None:
-    flat, record = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket]
-    if accs.plan.reads_weights:
-        for peer, place in accs.places[buffer].items():
-            accs.group.near().read(flat[slice(*record.layout.host_range(peer))], peer, place)
-        return
-    log.debug("bucket %d: its weights are gathered", bucket)
-    group, own = accs.group.of_level(Level.HOST if accs.plan.has_levels else Level.ALL), accs.group.rank
-    wait(group.all_gather(flat, flat[slice(*record.layout.host_range(own))], GATHER, bucket))
-
-
-def publish(accs: Accumulators, bucket: int, buffer: str) -> None:
-    """Nothing to do: the node stands for the main stream's right to read, and its waits give it that."""
-    log.debug("bucket %d: its new weights may be read", bucket)
-
-
-# --- weights that exist while they are read ---
-
-
-def gather_weights(accs: Accumulators, bucket: int, dst: str, src: str, start: int, stop: int) -> None:
-    record = accs.plan.bucket(bucket)
-    out, shard, layout = accs.buffers.gathered(dst, record, start), accs.buffers.weight_shard(bucket), record.layout
-    if accs.plan.world_size == 1:
-        out.copy_(shard)
-    elif accs.plan.reads_shards:
-        out[slice(*layout.shard_range(accs.group.rank))] = shard
-        for peer, place in accs.weight_places(bucket).items():
-            accs.group.near().read(out[slice(*layout.shard_range(peer))], peer, place)
-    else:
-        log.debug("bucket %d: its weights are gathered", bucket)
-        wait(accs.group.all_gather(out, shard, GATHER, bucket))
-
-
-def free_weights(accs: Accumulators, bucket: int, buffer: str, start: int, stop: int) -> None:
-    log.debug("bucket %d: its weights are gone", bucket)
-
-
-def read_weights(accs: Accumulators, buffer: str, use: int, buckets: Sequence[int], spans: Spans | None) -> None:
-    """Nothing to do: the graph whose window this is reads them now."""
-
-
-def take_weights(accs: Accumulators, places: Sequence[tuple[int, int]]) -> list[Tensor]:
-    return accs.on_take(places)
 
 
 TABLE: dict[type[Op], Function] = {

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 if TYPE_CHECKING:
-    from zc.planning.plan import ParamSpec
+    from zc.planning.packing import ParamSpec
 
 MIN_MEMBERS = 4  # fewer blocks are compiled with the rest of the model, since one schedule runs faster than several
 

@@ -17,7 +17,8 @@ from torch import nn
 
 from zc.planning.blocks import default_nbytes, nbytes_of, split_at_blocks
 from zc.planning.layout import ALIGN_NBYTES, flat_layout, own_strides
-from zc.planning.plan import FIRST_FROZEN, MOVED, Bucket, ParamSpec, Plan
+from zc.planning.packing import ParamSpec
+from zc.planning.plan import FIRST_FROZEN, MOVED, Bucket, Plan
 
 
 def with_frozen(plan: Plan, params: Mapping[str, nn.Parameter], bucket_nbytes: int | None) -> Plan:

@@ -19,8 +19,9 @@ from zc.planning.blocks import find_kinds
 from zc.planning.frozen import with_frozen
 from zc.planning.layout import Rule, own_strides
 from zc.planning.nbytes import STATES
+from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import PLACEMENTS
-from zc.planning.plan import ParamSpec, Plan, make_plan
+from zc.planning.plan import Plan
 from zc.planning.topology import Topology, flat, usable
 from zc.registry import COMPILED
 from zc.report.estimate import Estimate, estimate
