@@ -215,10 +215,10 @@ def test_bf16_gradients_are_summed_in_fp32_inside_a_host() -> None:
     _, means, _ = run_threads(hosts, plan, grads)
     mean = ((grads[0] + grads[1]) + (grads[2] + grads[3])).flatten() * 0.25
     assert torch.equal(torch.cat([means[rank] for rank in (0, 2, 1, 3)]), mean)
-    assert Buffers(plan, 0)._ring_nbytes() == Buffers(one_level, 0)._ring_nbytes()
+    assert Buffers(plan, 0).ring.nbytes() == Buffers(one_level, 0).ring.nbytes()
     for stage in (1, 2):
         plans = (plan_of(each, stage, torch.float32) for each in (hosts, Topology(4, 1)))
-        assert len({Buffers(each, 0)._ring_nbytes() for each in plans}) == 1
+        assert len({Buffers(each, 0).ring.nbytes() for each in plans}) == 1
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -205,7 +205,7 @@ def _memory(rank: int, world_size: int) -> tuple[int, int, int]:
     for optimizer in (first, second):
         optimizer.zero_grad()
         nbytes.append(sum(a.nbytes for a in buffers.acc))
-    assert not buffers._has_ring
+    assert not buffers.ring.exists
     return nbytes[0], nbytes[1], nbytes[2]
 
 

@@ -31,12 +31,14 @@ The device has ``staging``: num_buffers times the largest ``host``; and no acc i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from zc.engine.host_memory import HostMemory
+from zc.engine.ring import Ring, room, view
 from zc.planning.layout import Slot
 from zc.planning.plan import FIRST_FROZEN, NUM_HOST_SUMS, Bucket, Level, Plan
 from zc.schedule.buffer import Buffer
@@ -75,13 +77,9 @@ class Buffers:
         self._memory = HostMemory(plan.buckets[0].device) if plan.offload is not None and plan.buckets else None
         self._staging: list[Tensor] = []
         self._param: list[Tensor] = []
-        self._flat_grad: list[Tensor] = []
-        self._recv: list[Tensor] = []
-        self._host_sum: list[Tensor] = []
-        self._wire: list[Tensor] = []
+        self.ring = Ring(plan)
         self._update: list[Tensor] = []
         self.published: list[Tensor] = []
-        self._has_ring = False
 
     def add(self, bucket: Bucket) -> None:
         """Allocates the tensors of the plan's next bucket that live as long as the plan."""
@@ -91,37 +89,22 @@ class Buffers:
             return
         assert bucket.index == len(self.flat_param)
         start, stop = bucket.layout.owned_range(self.rank)
-        if self.plan.placement.shards_weights:
-            self._add_shard(bucket)
-            return
-        flat = torch.zeros(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
+        in_shards = self.plan.placement.shards_weights
+        flat = torch.zeros(0 if in_shards else bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
         self.flat_param.append(flat)
-        if self._memory is not None:
-            self.master_shard.append(self._memory.zeros(stop - start, bucket.acc_dtype))
-            self.host.append(self._memory.zeros(self.plan.numel_on_host(bucket), bucket.acc_dtype))
-        elif bucket.has_master:
-            self.master_shard.append(torch.zeros(stop - start, dtype=bucket.acc_dtype, device=bucket.device))
-        else:
-            self.master_shard.append(flat[start:stop])
-        if bucket.sends_differences:
-            self.published.append(torch.zeros_like(flat[start:stop]))
-        if self.plan.offload is None or not self.plan.offload.accumulates_on_host:
-            self.acc.append(_room(0, bucket.acc_dtype, bucket.device))
-
-    def _add_shard(self, bucket: Bucket) -> None:
-        """Stage 3: the shard of the weights, and the masters unless they have the same elements and dtype."""
-        start, stop = bucket.layout.owned_range(self.rank)
-        self.flat_param.append(_room(0, bucket.param_dtype, bucket.device))
-        self.weight.append(torch.zeros(bucket.layout.numel_shard, dtype=bucket.param_dtype, device=bucket.device))
+        if in_shards:
+            self.weight.append(torch.zeros(bucket.layout.numel_shard, dtype=bucket.param_dtype, device=bucket.device))
         if self._memory is not None:
             self.master_shard.append(self._memory.zeros(stop - start, bucket.acc_dtype))
             self.host.append(self._memory.zeros(self.plan.numel_on_host(bucket), bucket.acc_dtype))
         elif self.has_own_master(bucket):
             self.master_shard.append(torch.zeros(stop - start, dtype=bucket.acc_dtype, device=bucket.device))
         else:
-            self.master_shard.append(self.weight[-1])
+            self.master_shard.append(self.weight[-1] if in_shards else flat[start:stop])
+        if bucket.sends_differences:
+            self.published.append(torch.zeros_like(flat[start:stop]))
         if self.plan.offload is None or not self.plan.offload.accumulates_on_host:
-            self.acc.append(_room(0, bucket.acc_dtype, bucket.device))
+            self.acc.append(room(0, bucket.acc_dtype, bucket.device))
 
     def weight_shard(self, index: int) -> Tensor:
         """[S]: this rank's shard of the weights of a sharded bucket, frozen or not."""
@@ -152,7 +135,7 @@ class Buffers:
     def make_arena(self, nbytes: int) -> None:
         """Room for gathered weights. Lifetime: until `drop_arena`, called when no stream uses it."""
         if not self.arena or self.arena[0].numel() < nbytes:
-            self.arena[:] = [_room(nbytes, torch.uint8, self.plan.buckets[0].device)]
+            self.arena[:] = [room(nbytes, torch.uint8, self.plan.buckets[0].device)]
 
     def drop_arena(self) -> None:
         self.arena.clear()
@@ -167,11 +150,11 @@ class Buffers:
     def hold(self, bucket: Bucket) -> None:
         """Allocates the accumulator of ``bucket`` and the ring if they do not exist; their values are undefined. The
         main stream calls this before it writes a gradient, so before any other stream uses them."""
-        if not self._has_ring:
-            self._make_ring()
+        if not self.ring.exists:
+            self.ring.make()
         if self.acc and not self.acc[bucket.index].numel():
             numel = fp32_shard(self.plan, bucket)
-            self.acc[bucket.index] = _room(numel, bucket.acc_dtype, bucket.device)
+            self.acc[bucket.index] = room(numel, bucket.acc_dtype, bucket.device)
             self.cuts.pop(bucket.index, None)
 
     def release(self, buckets: Sequence[Bucket]) -> None:
@@ -181,19 +164,19 @@ class Buffers:
         for bucket in buckets:
             self.cuts.pop(bucket.index, None)
             if self.acc:
-                self.acc[bucket.index] = _room(0, bucket.acc_dtype, bucket.device)
+                self.acc[bucket.index] = room(0, bucket.acc_dtype, bucket.device)
         if not any(acc.numel() for acc in self.acc):
-            self._drop_ring()
+            self.ring.drop()
 
     def gradients(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """The tensors that `release` of these buckets would free, or more."""
         accs = [self.acc[bucket.index] for bucket in buckets] if self.acc else []
-        return [*accs, *self._flat_grad, *self._recv, *self._host_sum, *self._wire]
+        return [*accs, *itertools.chain(*self.ring.tensors)]
 
     def close(self) -> None:
         """Frees all tensors. All copies are complete, and the parameters keep their own memory."""
         self.cuts.clear()
-        self._drop_ring()
+        self.ring.drop()
         for tensors in self.all_tensors:
             tensors.clear()
         if self._memory is not None:
@@ -206,17 +189,7 @@ class Buffers:
         for index in {bucket.index for bucket in self.plan.frozen} - {bucket.index for bucket in plan.frozen}:
             self.frozen[index - FIRST_FROZEN] = self.frozen[index - FIRST_FROZEN].new_empty(0)
         self.plan = plan
-        self._drop_ring()  # the next one has room for the largest bucket of all
-
-    def _ring_nbytes(self) -> tuple[int, int, int, int]:
-        """Bytes of one flat_grad, of recv, of one host_sum and of wire; 0 if there is none."""
-        plan = self.plan
-        if not plan.buckets:
-            return 0, 0, 0, 0
-        whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
-        host_sum = max(plan.numel_host_sum(b) * b.net_dtype.itemsize for b in plan.buckets)
-        recv, wire = (max(map(nbytes, plan.buckets)) for nbytes in (plan.nbytes_recv, plan.nbytes_wire))
-        return whole if plan.placement.shards_gradients else 0, recv, host_sum, wire
+        self.ring.grow(plan)  # the next one has room for the largest bucket of all
 
     @property
     def note(self) -> str | None:
@@ -224,30 +197,12 @@ class Buffers:
         return self._memory.note if self._memory is not None else None
 
     @property
-    def _num_flat_grads(self) -> int:
-        return min(self.plan.num_buffers, len(self.plan.buckets))
-
-    @property
     def all_tensors(self) -> tuple[list[Tensor], ...]:
         """All lists of tensors. The lists stay the same while this object lives, and their tensors come and go."""
         return (
             self.flat_param, self.weight, self.frozen, self.arena, self.master_shard, self.acc, self.host,
-            self._staging, self._param, self._flat_grad, self._recv, self._host_sum, self._wire, self._update,
-            self.published,
+            self._staging, self._param, *self.ring.tensors, self._update, self.published,
         )  # fmt: skip
-
-    def _drop_ring(self) -> None:
-        for tensors in (self._flat_grad, self._recv, self._host_sum, self._wire):
-            tensors.clear()
-        self._has_ring = False
-
-    def _make_ring(self) -> None:
-        device, nbytes = self.plan.buckets[0].device, self._ring_nbytes()
-        counts = (self._num_flat_grads, 1, NUM_HOST_SUMS, 1)
-        ring = (self._flat_grad, self._recv, self._host_sum, self._wire)
-        for tensors, n, count in zip(ring, nbytes, counts, strict=True):
-            tensors[:] = [_room(n, torch.uint8, device) for _ in range(count)] if n else []
-        self._has_ring = True
 
     def remember_shard(self, bucket: Bucket) -> None:
         """Remembers this rank's part of flat_param after an update: later differences are writes of the caller."""
@@ -260,7 +215,7 @@ class Buffers:
         plan, memory = self.plan, self._memory
         update = max(map(plan.nbytes_update, plan.buckets))
         if update:
-            self._update[:] = [_room(update, torch.uint8, plan.buckets[0].device)]
+            self._update[:] = [room(update, torch.uint8, plan.buckets[0].device)]
         if memory is None:
             return
         largest = max(map(plan.nbytes_staging, plan.buckets))
@@ -291,7 +246,7 @@ class Buffers:
         acc = self.acc[bucket.index] if self.acc and not self.host else None
         if acc is not None and acc.numel() == bucket.numel:
             return self.owned(acc, bucket)
-        return _room(self.numel_owned(bucket), bucket.acc_dtype, bucket.device)
+        return room(self.numel_owned(bucket), bucket.acc_dtype, bucket.device)
 
     def acc_shard(self, bucket: Bucket) -> Tensor:
         """[S]: the reduced gradient that the update reads, once the bucket is reduced (and has landed in host
@@ -321,28 +276,28 @@ class Buffers:
             case Buffer("flat_param", index):
                 return self.owned(self.flat_param[index], bucket)
             case Buffer("staging", index):
-                return _view(self._staging[index], self.plan.numel_on_host(bucket), bucket.acc_dtype)
+                return view(self._staging[index], self.plan.numel_on_host(bucket), bucket.acc_dtype)
             case Buffer("param", index):
-                return _view(self._param[index], self.numel_owned(bucket), bucket.param_dtype)
+                return view(self._param[index], self.numel_owned(bucket), bucket.param_dtype)
             case Buffer("flat_grad", index):
-                return _view(self._flat_grad[index], bucket.numel, bucket.reduce_dtype)
+                return view(self.ring.flat_grad[index], bucket.numel, bucket.reduce_dtype)
             case Buffer("host_sum", index):
-                return _view(self._host_sum[index], self.plan.numel_host_sum(bucket), bucket.net_dtype)
+                return view(self.ring.host_sum[index], self.plan.numel_host_sum(bucket), bucket.net_dtype)
         raise AssertionError(f"{name} has no tensor of its own")
 
     def staged_run(self, name: str, bucket: Bucket) -> Tensor:
         """``staging[i]`` as room for the whole parameters that this rank has updated (stage 3)."""
-        return _view(self._staging[Buffer.named(name).index], self.numel_owned(bucket), bucket.param_dtype)
+        return view(self._staging[Buffer.named(name).index], self.numel_owned(bucket), bucket.param_dtype)
 
     def raw(self, name: str) -> Tensor:
         """The bytes of ``wire[i]``, ``recv[i]`` or ``update[i]``."""
         buffer = Buffer.named(name)
-        return {"wire": self._wire, "recv": self._recv, "update": self._update}[buffer.kind][buffer.index]
+        return {"wire": self.ring.wire, "recv": self.ring.recv, "update": self._update}[buffer.kind][buffer.index]
 
     def sum_in(self, name: str, bucket: Bucket) -> Tensor:
         """[host range]: the sum over this host's ranks, at the start of the buffer that was sent to them."""
         sent = self.named(name, bucket).view(torch.uint8)
-        return _view(sent, bucket.layout.numel_host_range, bucket.net_dtype)
+        return view(sent, bucket.layout.numel_host_range, bucket.net_dtype)
 
     def sent(self, name: str, bucket: Bucket, level: Level) -> Tensor:
         """The tensor that an exchange of a reduction sends."""
@@ -352,13 +307,13 @@ class Buffers:
     def received(self, name: str, bucket: Bucket, level: Level) -> Tensor:
         """``recv[i]``: rows [P] of all ranks or of this host's ranks (reduce="native": their sum [S]); between hosts,
         the hosts' rows; between replicas, the sum [S]."""
-        raw = self._recv[Buffer.named(name).index]
+        raw = self.ring.recv[Buffer.named(name).index]
         if level is Level.REPLICAS:
-            return _view(raw, bucket.layout.numel_shard, bucket.acc_dtype)
+            return view(raw, bucket.layout.numel_shard, bucket.acc_dtype)
         if level is Level.NET:
-            return _view(raw, bucket.layout.numel_host_range, bucket.net_dtype)
+            return view(raw, bucket.layout.numel_host_range, bucket.net_dtype)
         numel = bucket.numel if self.plan.reduce == "exact" else bucket.layout.numel_shard
-        return _view(raw, numel, bucket.reduce_dtype)
+        return view(raw, numel, bucket.reduce_dtype)
 
     def nbytes_whole_grad(self) -> int:
         """Bytes of `room_for_whole` of all buckets during an update, if that is memory of its own."""
@@ -373,12 +328,12 @@ class Buffers:
         own = [self.has_own_master(b) for b in self.plan.buckets]
         masters = [m for m, is_own in zip(self.master_shard, own, strict=True) if is_own]
         acc = sum(fp32_shard(self.plan, b) * b.acc_dtype.itemsize for b in self.plan.buckets) if self.acc else 0
-        flat_grad, recv, host_sum, wire = self._ring_nbytes()
+        flat_grad, recv, host_sum, wire = self.ring.nbytes()
         found = {
             "flat_param": _nbytes(self.flat_param),
             "master_shard": _nbytes(masters),
             "acc": acc,
-            "flat_grad": flat_grad * self._num_flat_grads,
+            "flat_grad": flat_grad * self.ring.num_flat_grads,
             "recv": recv,
         }
         if self.plan.placement.shards_weights:
@@ -398,14 +353,6 @@ class Buffers:
         if self.plan.offload is not None:
             found.update(staging=_nbytes(self._staging), host=_nbytes(self.host), param=_nbytes(self._param))
         return found
-
-
-def _room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
-
-
-def _view(raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    return raw[: numel * dtype.itemsize].view(dtype)
 
 
 def _nbytes(tensors: list[Tensor]) -> int:

@@ -1,0 +1,63 @@
+"""The buffers through which gradients go to other ranks. They exist while there are gradients, and are sized for the
+largest bucket."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zc.planning.plan import NUM_HOST_SUMS, Plan
+
+
+class Ring:
+    """flat_grad, recv, host_sum and wire of one rank, as bytes. The lists stay the same, and their tensors come and
+    go."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.flat_grad: list[Tensor] = []
+        self.recv: list[Tensor] = []
+        self.host_sum: list[Tensor] = []
+        self.wire: list[Tensor] = []
+        self.tensors = self.flat_grad, self.recv, self.host_sum, self.wire
+        self.exists = False
+
+    @property
+    def num_flat_grads(self) -> int:
+        return min(self.plan.num_buffers, len(self.plan.buckets))
+
+    def nbytes(self) -> tuple[int, int, int, int]:
+        """Bytes of one flat_grad, of recv, of one host_sum and of wire; 0 if there is none."""
+        plan = self.plan
+        if not plan.buckets:
+            return 0, 0, 0, 0
+        whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
+        host_sum = max(plan.numel_host_sum(b) * b.net_dtype.itemsize for b in plan.buckets)
+        recv, wire = (max(map(nbytes, plan.buckets)) for nbytes in (plan.nbytes_recv, plan.nbytes_wire))
+        return whole if plan.placement.shards_gradients else 0, recv, host_sum, wire
+
+    def make(self) -> None:
+        """Allocates them; their values are undefined."""
+        device, counts = self.plan.buckets[0].device, (self.num_flat_grads, 1, NUM_HOST_SUMS, 1)
+        for tensors, n, count in zip(self.tensors, self.nbytes(), counts, strict=True):
+            tensors[:] = [room(n, torch.uint8, device) for _ in range(count)] if n else []
+        self.exists = True
+
+    def drop(self) -> None:
+        for tensors in self.tensors:
+            tensors.clear()
+        self.exists = False
+
+    def grow(self, plan: Plan) -> None:
+        """Replaces the plan. Nothing may use the buffers meanwhile."""
+        self.plan = plan
+        self.drop()
+
+
+def room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def view(raw: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """The first elements of ``raw``, which are bytes."""
+    return raw[: numel * dtype.itemsize].view(dtype)
