@@ -135,17 +135,7 @@ def plan_of(
         topology = usable(ranks.shard.topology, config.reduce, {p.device.type for p in params.values()})
     else:
         topology = after.topology
-    specs = [
-        ParamSpec(
-            name,
-            tuple(p.shape),
-            config.param_dtype or p.dtype,
-            p.device,
-            assignment.owners[name],
-            own_strides(p.shape, p.stride()),
-        )
-        for name, p in params.items()
-    ]
+    specs = [ParamSpec.of(name, p, config.param_dtype, assignment.owners[name]) for name, p in params.items()]
     check_encodings(config, {spec.name: spec.dtype for spec in specs}, assignment.rules)
     plan = make_plan(
         specs,

@@ -38,6 +38,7 @@ import zlib
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from zc.engine.ledger import Where
 from zc.planning.plan import Bucket, Plan
 from zc.ranks.announcement import BOUNDARY, END, Announcement, Waits, compare_pasts, plus, raise_sums_differ
 
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from zc.engine.accumulators import Accumulators
     from zc.engine.binding import MayReduce
     from zc.ranks.comm import Group
-
-Where = tuple[int, int]  # bucket, slot
 
 
 class State(enum.Enum):

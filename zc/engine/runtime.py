@@ -21,10 +21,11 @@ from torch.utils.hooks import RemovableHandle
 from zc import torch_private
 from zc.engine import param_grads
 from zc.engine.accumulators import Acc
-from zc.engine.announcements import Announcements, State, Where
+from zc.engine.announcements import Announcements, State
 from zc.engine.buffers import Buffers
 from zc.engine.core import Core, Listener
 from zc.engine.eager_gradients import Backward, EagerGradients
+from zc.engine.ledger import Where
 from zc.engine.memory_order import in_shape
 from zc.engine.overlap_gather import WeightGather
 from zc.engine.program import Program

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from zc.planning.blocks import default_nbytes, nbytes_of, split_at_blocks
-from zc.planning.layout import ALIGN_NBYTES, flat_layout, own_strides
-from zc.planning.packing import ParamSpec
+from zc.planning.layout import ALIGN_NBYTES, flat_layout
+from zc.planning.packing import ParamSpec, with_strides
 from zc.planning.plan import FIRST_FROZEN, MOVED, Bucket, Plan
 
 
@@ -26,9 +26,8 @@ def with_frozen(plan: Plan, params: Mapping[str, nn.Parameter], bucket_nbytes: i
     each in its own dtype."""
     groups: dict[torch.dtype, list[ParamSpec]] = {}
     device = plan.buckets[0].device
-    for name, p in reversed(list(params.items())):
-        spec = ParamSpec(name, tuple(p.shape), p.dtype, device, strides=own_strides(p.shape, p.stride()))
-        groups.setdefault(spec.dtype, []).append(spec)
+    for name, param in reversed(list(params.items())):
+        groups.setdefault(param.dtype, []).append(ParamSpec.of(name, param))
     buckets: list[Bucket] = []
     num_hosts = plan.topology.num_hosts if plan.has_levels else 1
     for dtype, specs in groups.items():
@@ -39,8 +38,7 @@ def with_frozen(plan: Plan, params: Mapping[str, nn.Parameter], bucket_nbytes: i
         for members in split_at_blocks(specs, nbytes, plan.kinds, is_default=bucket_nbytes is None):
             shapes = [(spec.name, spec.shape) for spec in members]
             layout = flat_layout(shapes, plan.world_size, align, num_hosts, plan.num_replicas)
-            strides = {spec.name: spec.strides for spec in members}
-            layout = replace(layout, slots=tuple(replace(s, strides=strides[s.name]) for s in layout.slots))
+            layout = with_strides(layout, members)
             buckets.append(Bucket(FIRST_FROZEN + len(buckets), layout, dtype, dtype, dtype, device, net_dtype=dtype))
     return replace(plan, frozen=tuple(buckets))
 

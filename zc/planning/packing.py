@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from zc.planning.blocks import (
     BETWEEN_HOSTS_NBYTES,
@@ -20,7 +21,7 @@ from zc.planning.blocks import (
     nbytes_of,
     split_at_blocks,
 )
-from zc.planning.layout import ALIGN_NBYTES, Rule, layout_of
+from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, layout_of, own_strides
 from zc.planning.ownership import COSTS, assign
 from zc.planning.placement import Offload, Placement
 from zc.planning.plan import Bucket, Plan
@@ -39,6 +40,12 @@ class ParamSpec:
     device: torch.device
     optimizer: int = 0
     strides: tuple[int, ...] | None = None
+
+    @staticmethod
+    def of(name: str, param: Tensor, dtype: torch.dtype | None = None, optimizer: int = 0) -> ParamSpec:
+        """Of this parameter; ``dtype`` None: its own."""
+        strides = own_strides(param.shape, param.stride())
+        return ParamSpec(name, tuple(param.shape), dtype or param.dtype, param.device, optimizer, strides)
 
 
 def make_plan(
@@ -103,8 +110,7 @@ def make_plan(
             number, shapes = members[0].optimizer, [(spec.name, spec.shape) for spec in members]
             num_hosts = hosts.num_hosts if levels else 1
             layout = layout_of(rules[number], shapes, world_size, align, owners, num_hosts, num_replicas)
-            strides = {spec.name: spec.strides for spec in members}
-            layout = replace(layout, slots=tuple(replace(s, strides=strides[s.name]) for s in layout.slots))
+            layout = with_strides(layout, members)
             net = reduce_dtype or acc_dtype
             differs = gather_bits > 0 and not placement.shards_weights
             buckets.append(Bucket(len(buckets), layout, dtype, wire, acc_dtype, device, number, net, differs))
@@ -114,6 +120,12 @@ def make_plan(
         topology=hosts, num_replicas=num_replicas, kinds=tuple(kinds), weight_nbytes=weight_nbytes,
         reduce_bits=reduce_bits, gather_bits=gather_bits,
     )  # fmt: skip
+
+
+def with_strides(layout: FlatLayout, members: Sequence[ParamSpec]) -> FlatLayout:
+    """The same layout; each slot has the memory order of its parameter."""
+    strides = {spec.name: spec.strides for spec in members}
+    return replace(layout, slots=tuple(replace(s, strides=strides[s.name]) for s in layout.slots))
 
 
 def _owners(specs: Sequence[ParamSpec], rules: Sequence[Rule], world_size: int, after: Plan | None) -> dict[str, int]:

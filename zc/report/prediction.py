@@ -17,7 +17,7 @@ from zc.engine.sharded_weights import named_plainly
 from zc.errors import PlanError
 from zc.planning.blocks import find_kinds
 from zc.planning.frozen import with_frozen
-from zc.planning.layout import Rule, own_strides
+from zc.planning.layout import Rule
 from zc.planning.nbytes import STATES
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import PLACEMENTS
@@ -128,11 +128,7 @@ def plan(
     if not params:
         raise PlanError(f"{type(model).__name__} has no trainable parameter (requires_grad is False for all)")
     classes, owners = _optimizers(params, optimizer)
-    dtype = config.param_dtype
-    specs = [
-        ParamSpec(n, tuple(p.shape), dtype or p.dtype, p.device, owners[n], own_strides(p.shape, p.stride()))
-        for n, p in params.items()
-    ]
+    specs = [ParamSpec.of(name, p, config.param_dtype, owners[name]) for name, p in params.items()]
     rules = [RULES.get(name, Rule()) for name in classes]
     check_encodings(config, {spec.name: spec.dtype for spec in specs}, rules)
     used = replace(hosts, reads_memory=ranks_per_host is not None)
