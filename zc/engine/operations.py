@@ -13,29 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from zc.engine import weight_operations as weights
+from zc.engine import wire
 from zc.engine.accumulators import Acc, Accumulators
 from zc.engine.memory_order import in_order
 from zc.engine.sums import sum_over_replicas, sum_rows
-from zc.engine.weight_operations import (
-    free_weights,
-    gather,
-    gather_net,
-    gather_weights,
-    publish,
-    read_weights,
-    spread,
-    spread_shards,
-    take_weights,
-)  # fmt: skip
-from zc.engine.wire import (
-    accumulate_quantised,
-    apply_update,
-    encode_update,
-    exchange_updates,
-    gather_encoded,
-    launch_encoded,
-    quantise,
-)
 from zc.kernels import accumulate_cast as add_cast
 from zc.kernels import flatten_cast as overwrite
 from zc.kernels import matmul_into, rows_into, scatter_into
@@ -140,7 +122,7 @@ def _present(accs: Accumulators, bucket: int, slots: Sequence[int], grads: Grads
 
 def launch_reduce(accs: Accumulators, bucket: int, dst: str, src: str, among: str | None = None) -> Work | None:
     if Buffer.named(src).kind == "wire":
-        return launch_encoded(accs, bucket, dst, src)
+        return wire.launch_encoded(accs, bucket, dst, src)
     record = accs.plan.buckets[bucket]
     is_of_sums = Buffer.named(src).kind == "host_sum"
     level = level_of(accs.plan, is_of_sums=is_of_sums, among=among)
@@ -266,13 +248,15 @@ TABLE: dict[type[Op], Function] = {
     spec.FlattenCast: flatten_cast, spec.AccumulateCast: accumulate_cast, spec.WgradInto: wgrad_into,
     spec.Deposit: deposit,
     spec.LaunchReduce: launch_reduce, spec.WaitReduce: wait_reduce, spec.Accumulate: accumulate,
-    spec.ReduceRows: reduce_rows, spec.Quantise: quantise, spec.AccumulateQuantised: accumulate_quantised,
+    spec.ReduceRows: reduce_rows, spec.Quantise: wire.quantise, spec.AccumulateQuantised: wire.accumulate_quantised,
     spec.SignalFull: signal_full, spec.AwaitFull: await_full, spec.SignalFree: signal_free,
     spec.AwaitFree: await_free,
     spec.StageShard: stage_shard, spec.CopyToHost: copy_to_host, spec.CopyToDevice: copy_to_device,
-    spec.EncodeUpdate: encode_update, spec.ExchangeUpdates: exchange_updates, spec.ApplyUpdate: apply_update,
-    spec.Spread: spread, spec.SpreadShards: spread_shards, spec.GatherNet: gather_net, spec.Gather: gather,
-    spec.Publish: publish,
-    spec.TakeWeights: take_weights, spec.GatherWeights: gather_weights, spec.ReadWeights: read_weights,
-    spec.FreeWeights: free_weights, spec.GatherEncoded: gather_encoded,
+    spec.EncodeUpdate: wire.encode_update, spec.ExchangeUpdates: wire.exchange_updates,
+    spec.ApplyUpdate: wire.apply_update,
+    spec.Spread: weights.spread, spec.SpreadShards: weights.spread_shards, spec.GatherNet: weights.gather_net,
+    spec.Gather: weights.gather, spec.Publish: weights.publish,
+    spec.TakeWeights: weights.take_weights, spec.GatherWeights: weights.gather_weights,
+    spec.ReadWeights: weights.read_weights, spec.FreeWeights: weights.free_weights,
+    spec.GatherEncoded: wire.gather_encoded,
 }  # fmt: skip

@@ -31,11 +31,11 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
     host_sum = max(plan.numel_host_sum(b) * b.net_dtype.itemsize for b in plan.buckets)
     in_ring, ring = plan.placement.shards_gradients, min(plan.num_buffers, len(plan.buckets))
     acc = total("S" if in_ring else "P", "acc_dtype")
-    state = heaviest(plan, plan.buckets, lambda b: num_states[b.optimizer] * b.acc_dtype.itemsize)
+    state = heaviest(plan.buckets, lambda b: num_states[b.optimizer] * b.acc_dtype.itemsize)
     in_pieces = plan.world_size > 1 and (in_ring or plan.offload is not None)
     device = {
         "flat_param": 0 if in_shards else total("P", "param_dtype"),
-        "master_shard": heaviest(plan, apart, lambda b: b.acc_dtype.itemsize) if plan.offload is None else 0,
+        "master_shard": heaviest(apart, lambda b: b.acc_dtype.itemsize) if plan.offload is None else 0,
         "acc": 0 if plan.offload is not None and plan.offload.accumulates_on_host else acc,
         "flat_grad": ring * whole if in_ring else 0,
         "recv": max(map(plan.nbytes_recv, plan.buckets)),
@@ -55,13 +55,13 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
     if update:
         device.update(update=update, published=total("S", "param_dtype"))
     if ragged and in_pieces:  # during an update
-        device["whole_grad"] = heaviest(plan, ragged, lambda b: b.acc_dtype.itemsize)
+        device["whole_grad"] = heaviest(ragged, lambda b: b.acc_dtype.itemsize)
     if plan.offload is None:
         return device, {}, {}
     device["staging"] = plan.num_staging * max(map(plan.nbytes_staging, plan.buckets))
-    casts = max((heaviest(plan, [b], lambda b: b.param_dtype.itemsize) for b in cast), default=0)
+    casts = max((heaviest([b], lambda b: b.param_dtype.itemsize) for b in cast), default=0)
     host = {
-        "master_shard": heaviest(plan, plan.buckets, lambda b: b.acc_dtype.itemsize),
+        "master_shard": heaviest(plan.buckets, lambda b: b.acc_dtype.itemsize),
         "host": sum(plan.numel_on_host(b) * b.acc_dtype.itemsize for b in plan.buckets),
         "param": plan.num_staging * casts,
         "optimizer_state": 0 if plan.offload.state_on_disk else state,
@@ -75,7 +75,7 @@ def total_of(buckets: Sequence[Bucket]) -> int:
     return sum(b.layout.numel_shard * b.acc_dtype.itemsize for b in buckets)
 
 
-def heaviest(plan: Plan, buckets: Sequence[Bucket], nbytes: Callable[[Bucket], int]) -> int:
+def heaviest(buckets: Sequence[Bucket], nbytes: Callable[[Bucket], int]) -> int:
     """The most bytes that any rank has of elements that it updates in ``buckets``, at ``nbytes`` per element."""
     equal = sum(b.layout.numel_shard * nbytes(b) for b in buckets if b.layout.owners is None)
     return equal + max(_by_rank((b for b in buckets if b.layout.owners is not None), nbytes).values(), default=0)
@@ -219,7 +219,7 @@ def copied(plan: Plan, microbatches: int) -> dict[str, int]:
     """Bytes over the bus in a step, by direction, without the exchanges of whole parameters' owners."""
     if plan.offload is None:
         return {"to host": 0, "to device": 0}
-    up = heaviest(plan, plan.buckets, lambda b: b.param_dtype.itemsize)
+    up = heaviest(plan.buckets, lambda b: b.param_dtype.itemsize)
     shard = sum(b.layout.numel_shard * b.acc_dtype.itemsize for b in plan.buckets)
     if not plan.offload.accumulates_on_host:
         return {"to host": shard, "to device": up}

@@ -103,7 +103,7 @@ def estimate(
     wire, bus = sent(plan, microbatches), copied(plan, microbatches)
     left = sent_between_hosts(plan, microbatches, hosts.ranks_per_host)
     # gradient, master and each state are read, the last two written: 28 bytes an fp32 element with two states
-    update = heaviest(plan, plan.buckets, lambda b: b.acc_dtype.itemsize * (3 + 2 * STATES[optimizers[b.optimizer]]))
+    update = heaviest(plan.buckets, lambda b: b.acc_dtype.itemsize * (3 + 2 * STATES[optimizers[b.optimizer]]))
     memory = rates["host_bandwidth"] if plan.offload is not None else rates["device_bandwidth"]
     parts = {
         "compute": (rates["compute_seconds"], 1.0),
