@@ -25,10 +25,9 @@ from zc.errors import PlanError
 from zc.planning.plan import Level
 from zc.planning.topology import Topology, flat
 from zc.ranks.control import Control, backend_of, host_backend
-from zc.ranks.exchanges import Exchanges
+from zc.ranks.exchanges import Exchanges, Pieces, keep_own
 from zc.ranks.journal import EXCHANGES
 from zc.ranks.neighbours import Neighbours
-from zc.ranks.pieces import keep_own
 from zc.ranks.work import Work, collective
 
 
@@ -213,7 +212,7 @@ class Group(Control):
         return self.levels.host.all_gather(out, host_range, what, bucket)
 
     def exchange(
-        self, received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, Tensor]], what: str, bucket: int
+        self, received: Pieces, sent: Pieces, what: str, bucket: int
     ) -> Work:
         """As `Exchanges.exchange`."""
         if self._by_memory and self._neighbours is not None:

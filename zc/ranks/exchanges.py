@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zc.ranks.journal import EXCHANGES, Entry, Journal
-from zc.ranks.pieces import joined, keep_own, lengths
 from zc.ranks.work import Step, Work, collective, messages
+
+# of unequal length, which the owners of whole parameters exchange: (rank, piece), ranks ascending, adjacent in memory
+Pieces = Sequence[tuple[int, Tensor]]
 
 
 def _all_gather() -> Any:
@@ -104,15 +106,15 @@ class Exchanges:
         return self._data_work(self._post(dist.all_gather, rows, own, group=self.data, async_op=True), entry)
 
     def exchange(
-        self, received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, Tensor]], what: str, bucket: int
+        self, received: Pieces, sent: Pieces, what: str, bucket: int
     ) -> Work:
         """Pieces of unequal length, each straight into its place: (rank, piece) ascending in rank, at most one per
         rank. The pieces of either list are adjacent in memory. This rank's own is copied, unless it is there already.
         ``what`` is one of EXCHANGES. Asynchronous; called by all ranks, also those without a piece."""
         entry = self._begin(what, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
         if not self._by_pairs:
-            out, rows = joined(received, sent, self._device), joined(sent, received, self._device)
-            splits = lengths(received, self.world_size), lengths(sent, self.world_size)
+            out, rows = _joined(received, sent, self._device), _joined(sent, received, self._device)
+            splits = _lengths(received, self.world_size), _lengths(sent, self.world_size)
             work = self._post(dist.all_to_all_single, out, rows, splits[0], splits[1], group=self.data, async_op=True)
             return self._data_work(work, entry)
         others = [(rank, piece) for rank, piece in received if rank != self.rank]
@@ -140,3 +142,27 @@ class Exchanges:
         peer = rank if self._members is None else self._members[rank]
         other = {"group_src" if start is dist.irecv else "group_dst": peer}
         return self._post(start, tensor, group=self.data, tag=len(EXCHANGES) * index + EXCHANGES.index(kind), **other)
+
+
+def _joined(pieces: Pieces, others: Pieces, device: torch.device) -> Tensor:
+    """All ``pieces`` as one 1-D tensor. Without pieces it is empty, on ``device``, because a backend refuses even empty
+    tensors of other devices, and has the dtype of ``others``, if there are any."""
+    if not pieces:
+        return torch.empty(0, dtype=others[0][1].dtype if others else None, device=device)
+    first, numel = pieces[0][1], sum(piece.numel() for _, piece in pieces)
+    assert pieces[-1][1].data_ptr() + pieces[-1][1].nbytes == first.data_ptr() + numel * first.element_size()
+    return first.as_strided((numel,), (1,), first.storage_offset())
+
+
+def _lengths(pieces: Pieces, world_size: int) -> list[int]:
+    """The number of elements of each rank's piece, 0 without one."""
+    numel = {rank: piece.numel() for rank, piece in pieces}
+    return [numel.get(rank, 0) for rank in range(world_size)]
+
+
+def keep_own(received: Pieces, sent: Pieces, rank: int) -> None:
+    """Copies the piece that ``rank`` sends to itself, unless source and destination are the same memory."""
+    own = dict(sent)
+    for source, piece in received:
+        if source == rank and piece.data_ptr() != own[rank].data_ptr():
+            piece.copy_(own[rank])

@@ -19,7 +19,7 @@ from zc.planning.plan import Bucket, Plan
 from zc.planning.wire import BLOCK, exact_numel
 from zc.registry import persistent_nbytes, sharded
 from zc.report import last_step, residency, summary
-from zc.report.html import BucketBar, Report, page
+from zc.report.html import BucketBar, page
 from zc.report.timeline import measured, simulate
 from zc.schedule.nodes import summary as counts_of
 from zc.schedule.nodes import text
@@ -102,7 +102,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     passes = runtime.weights.clocked if isinstance(runtime.weights, ShardedWeights) else ()
     everything = (*compiled, *runtime.weights.programs, *updates, *single, *passes)
     clocked = {span.program for span in step.spans} if step is not None else set()
-    report = Report(
+    text_of_page = page(
         title=f"zc: {type(model).__name__}, {_stage(runtime.plan)}, rank {runtime.group.rank} of "
         f"{runtime.group.world_size}",
         summary=first,
@@ -114,7 +114,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
             f"schedule {p.name}": simulate(p.graph, p.plan) for p in (*programs, *single) if p.name not in clocked
         },
     )
-    written.write_text(page(report))
+    written.write_text(text_of_page)
     return Explanation(first, sections, written)
 
 

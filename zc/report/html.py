@@ -69,38 +69,35 @@ class BucketBar:
     params: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Report:
-    """``step``: the clocked step, if there is one. ``estimates``: of schedules, by the section's name."""
-
-    title: str
-    summary: Summary
-    step: Timeline | None
-    buckets: Sequence[BucketBar]
-    notes: Sequence[str]
-    sections: Mapping[str, str]
-    estimates: Mapping[str, Timeline]
-
-
-def page(report: Report) -> str:
-    """The whole page."""
+def page(
+    *,
+    title: str,
+    summary: Summary,
+    step: Timeline | None,
+    buckets: Sequence[BucketBar],
+    notes: Sequence[str],
+    sections: Mapping[str, str],
+    estimates: Mapping[str, Timeline],
+) -> str:
+    """The whole page. ``step``: the clocked step, if there is one. ``estimates``: of schedules, by the section's
+    name."""
     # without an icon of its own a browser asks the server for one
     icon = base64.b64encode(b'<svg xmlns="http://www.w3.org/2000/svg"/>').decode()
-    title = html.escape(report.title)
+    title = html.escape(title)
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
         f'<style>{STYLE}{_PAGE}</style><link rel="icon" href="data:image/svg+xml;base64,{icon}">'
     )
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in report.notes)
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
     body = [
-        f'<h1>{title}</h1>\n<p class="lead">{html.escape(str(report.summary))}</p>',
-        _cards(report),
-        f'<h2>Notes</h2>\n<ul class="notes">{notes}</ul>' if notes else "",
-        _step(report),
-        _buckets(report.buckets),
+        f'<h1>{title}</h1>\n<p class="lead">{html.escape(str(summary))}</p>',
+        _cards(summary, step, len(notes)),
+        f'<h2>Notes</h2>\n<ul class="notes">{items}</ul>' if notes else "",
+        _step(step),
+        _buckets(buckets),
         "<h2>All of it, as text</h2>",
-        *(_section(name, text, report.estimates.get(name)) for name, text in report.sections.items()),
-        *(_section(name, "", line) for name, line in report.estimates.items() if name not in report.sections),
+        *(_section(name, text, estimates.get(name)) for name, text in sections.items()),
+        *(_section(name, "", line) for name, line in estimates.items() if name not in sections),
         f"<script>{_SCRIPT}</script>",
     ]
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{chr(10).join(body)}\n</body></html>\n'
@@ -110,8 +107,7 @@ def _card(label: str, value: str, said: str, look: bool = False) -> str:
     return f'<div class="card{" look" * look}">{label}<b>{value}</b><span class="dim">{said}</span></div>'
 
 
-def _cards(report: Report) -> str:
-    summary, step = report.summary, report.step
+def _cards(summary: Summary, step: Timeline | None, num_notes: int) -> str:
     share = summary.nbytes / summary.ddp_nbytes if summary.ddp_nbytes else 0.0
     cards = [_card("memory of this rank", megabytes(summary.nbytes),
                    f"{share:.2f} of the {megabytes(summary.ddp_nbytes)} that DDP takes in fp32")]  # fmt: skip
@@ -125,19 +121,18 @@ def _cards(report: Report) -> str:
     proved = summary.num_schedules - summary.num_unproved
     said = "schedules are proved free of races" if not summary.num_unproved else "the others run without their proof"
     cards.append(_card("proof", f"{proved} of {summary.num_schedules}", said, look=summary.num_unproved > 0))
-    num_notes = len(report.notes)
     look = ", ".join(summary.fallbacks) or "nothing fell back"
     cards.append(_card("to look at", str(num_notes) if num_notes else "0 notes", look, look=bool(summary.fallbacks)))
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
-def _step(report: Report) -> str:
-    if report.step is None:
+def _step(step: Timeline | None) -> str:
+    if step is None:
         return (
             "<h2>The step</h2>\n<p>No step was clocked yet: zc clocks the third one after the last compilation. "
             "The schedules below have pictures whose times are estimates.</p>"
         )
-    return f"<h2>The step as it ran</h2>\n{legend()}{_chart(report.step)}"
+    return f"<h2>The step as it ran</h2>\n{legend()}{_chart(step)}"
 
 
 def _chart(timeline: Timeline) -> str:
