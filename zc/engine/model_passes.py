@@ -28,7 +28,7 @@ MANY_EVALUATED = 32
 
 
 class ModelPasses(OfCore):
-    """Of one model on one rank."""
+    """The passes of one model on one rank, a pass being a forward with its backward."""
 
     def __init__(self, core: Core, absent: Absent, whole: WholeParams, reads: ShardReads, uses: WeightUses) -> None:
         super().__init__(core)
@@ -65,6 +65,7 @@ class ModelPasses(OfCore):
         self._uses.begin(number)
 
     def end(self) -> None:
+        """The pass is over, if one was open."""
         self._uses.end(is_order_kept=not self._is_trial)
         self._whole.say_reasons()
 
@@ -111,7 +112,7 @@ class ModelPasses(OfCore):
         def num_breaks() -> int:
             return sum(times for why, times in torch_private.graph_breaks().items() if why != "skipped frames")
 
-        known = num_breaks()
+        breaks_before = num_breaks()
 
         def make_whole() -> None:
             self._whole.make_for("code that Dynamo compiles anew may read", everything)
@@ -121,7 +122,7 @@ class ModelPasses(OfCore):
                 make_whole()
 
         def after() -> None:
-            if num_breaks() != known:  # a frame that is being compiled counts as skipped so far
+            if num_breaks() != breaks_before:  # a frame that is being compiled counts as skipped so far
                 make_whole()
 
         return torch_private.before_compiling(before, after)
@@ -130,10 +131,10 @@ class ModelPasses(OfCore):
         """A backward through this output of the forward begins with `begin_backward`."""
         if not torch.is_grad_enabled() or self.is_exposed or not self.is_one_graph:
             return
-        known = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def begin(grad: Tensor) -> None:
-            alive = known()
+            alive = reference()
             if alive is not None:
                 alive.begin_backward()
 
@@ -154,6 +155,7 @@ class ModelPasses(OfCore):
             self.leave(self.core)
 
     def leave(self, core: Core) -> None:
+        """No pass runs: parameters are absent."""
         self.absent.leave(param for bucket in core.plan.sharded for _, param in params_in(core, bucket))
 
     @contextmanager
@@ -174,10 +176,10 @@ class ModelPasses(OfCore):
 
 def forward_of(passes: ModelPasses, call: Callable[..., Any]) -> Callable[..., Any]:
     """``call``, the model's forward, inside `ModelPasses.forward`."""
-    known = weakref.ref(passes)
+    reference = weakref.ref(passes)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        alive = known()
+        alive = reference()
         if alive is None:
             return call(*args, **kwargs)
         with alive.forward():
