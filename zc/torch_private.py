@@ -557,12 +557,46 @@ def storage_of(node: fx.Node) -> int | None:
     return int(val.untyped_storage()._cdata)
 
 
-def donated_inputs() -> list[int]:
-    """``TracingContext.fw_metadata.bw_donated_idxs``: positions among the backward's inputs."""
+def take_donated_inputs() -> list[int]:
+    """Positions among the backward's inputs of those that it may overwrite. AOTAutograd is told that there are none,
+    and so lets backward(retain_graph=True) through: the caller sees to it that such a backward overwrites none.
+
+    Relies on ``TracingContext.fw_metadata.bw_donated_idxs``, which AOTAutograd empties itself where the first backward
+    keeps the graph (2.11 to 2.15).
+    """
+    metadata = forward_metadata()
+    if metadata is None:
+        return []
+    donated, metadata.bw_donated_idxs = list(metadata.bw_donated_idxs or ()), []
+    return donated
+
+
+def keeps_graph() -> bool:
+    """Inside a backward: whether it was called with retain_graph=True or create_graph=True.
+    (``torch._C._autograd._get_current_graph_task_keep_graph``, 2.11 to 2.15.)"""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def forward_metadata() -> Any:
+    """AOTAutograd's, of the graph that is compiled; None: there is none.
+    (``TracingContext.fw_metadata``, 2.11 to 2.15.)"""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
-    return list(context.fw_metadata.bw_donated_idxs or ()) if context is not None and context.fw_metadata else []
+    return context.fw_metadata if context is not None else None
+
+
+@contextlib.contextmanager
+def with_forward_metadata(metadata: Any) -> Iterator[None]:
+    """For a graph out of AOTAutograd's cache, which sets none."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.get()
+    before, context.fw_metadata = context.fw_metadata, metadata
+    try:
+        yield
+    finally:
+        context.fw_metadata = before
 
 
 def written_inputs() -> list[int]:
@@ -571,10 +605,7 @@ def written_inputs() -> list[int]:
     Relies on ``TracingContext.fw_metadata.input_info[i].mutates_data``, whose inputs are in the order of
     ``PlainAOTInput`` (2.11 to 2.15).
     """
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    metadata: Any = context.fw_metadata if context is not None else None
+    metadata = forward_metadata()
     return [] if metadata is None else [k for k, info in enumerate(metadata.input_info) if info.mutates_data]
 
 
@@ -668,23 +699,71 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynami
     return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)  # type: ignore[no-untyped-call]
 
 
+_TAG = "zc 1"  # in the key of what AOTAutograd's cache keeps of ours; another format has another number
+
+
 def compile_graph(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     inner_compile: Callable[..., Any],
     options: Mapping[str, Any] | None = None,
+    *,
+    is_cached: bool = False,
 ) -> Any:
     """Inductor's backend with ``inner_compile`` in place of the compiler of the forward's and the backward's graph, and
-    with ``options`` set in Inductor's configuration meanwhile.
+    with ``options`` set in Inductor's configuration meanwhile. The backward is compiled along with its forward.
 
-    The AOTAutograd cache's key ignores inner_compile: an entry of a plain run would replace our schedule, so that
-    cache is off (functorch config, all of 2.11 to 2.15). The FX graph cache below it stays on.
+    The AOTAutograd cache's key ignores inner_compile: an entry of a plain run would replace our schedule. So that cache
+    is off, or with ``is_cached`` has our tag in its keys, and ``inner_compile`` returns an `output_code_class`. Where
+    the program has turned the cache off, it stays off. The FX graph cache below it stays on.
+
+    Relies on ``torch.compiler.config.cache_key_tag`` being part of the key, on ``bundled_autograd_cache`` keeping what
+    inner compilers return, and on ``force_non_lazy_backward_lowering``: AOTAutograd writes an entry once it has both
+    directions, and these settings hold inside of this function (2.11 to 2.15).
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    with functorch_config.patch(enable_autograd_cache=False):
+    is_cached = is_cached and functorch_config.enable_autograd_cache
+    settings = functorch_config.patch(
+        enable_autograd_cache=is_cached, bundled_autograd_cache=is_cached, force_non_lazy_backward_lowering=True
+    )
+    shared: Any = torch.compiler.config
+    tag = shared.cache_key_tag
+    with settings, shared.patch(cache_key_tag=_TAG + tag if is_cached else tag):
         return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=dict(options or {}))
+
+
+def output_code_class() -> Any:
+    """The base class of what AOTAutograd's cache can keep. (``torch._inductor.output_code.OutputCode``, with
+    ``prepare_for_serialization`` and ``post_compile``, 2.11 to 2.15.)"""
+    from torch._inductor.output_code import OutputCode
+
+    return OutputCode
+
+
+def dump_graph(gm: fx.GraphModule, value: Any) -> bytes:
+    """A graph module, and what belongs to it, as bytes. What can't be kept makes AOTAutograd leave the entry out:
+    symbolic sizes, whose environment would replace that of the program which loads them, and what has no bytes.
+    (``torch.fx._graph_pickler.GraphPickler`` and ``BypassAOTAutogradCache``, 2.11 to 2.15.)"""
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    if any(isinstance(node.meta.get("val"), torch.SymInt) for node in gm.graph.nodes):
+        raise BypassAOTAutogradCache("zc: its sizes are symbolic")
+    try:
+        return GraphPickler.dumps(value, Options(ops_filter=None))
+    except Exception as error:
+        raise BypassAOTAutogradCache(f"zc: {error}") from error
+
+
+def load_graph(content: bytes) -> Any:
+    """What `dump_graph` was given, with values of the fake mode that is current."""
+    from torch._guards import TracingContext
+    from torch.fx._graph_pickler import GraphPickler
+
+    fake_mode: Any = TracingContext.get().fake_mode
+    return GraphPickler.loads(content, fake_mode)
 
 
 def compile_inner(
@@ -698,12 +777,17 @@ def compile_inner(
     decompositions; both hold for a segment as well. ``placeholder.meta["is_static_input"]`` (2.15) removes an input
     from ``static_input_idxs``, of which a segment has none.
     """
+    from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
     accepted = inspect.signature(compile_fx_inner).parameters
     kwargs = {k: v for k, v in kwargs.items() if k in accepted or "kwargs" in accepted}
-    with config.patch(dict(options or {})):
+    # what `compile_graph` sets for AOTAutograd's cache is not for Inductor's own
+    apart = functorch_config.patch(bundled_autograd_cache=False)
+    shared: Any = torch.compiler.config
+    tag = shared.cache_key_tag.removeprefix(_TAG)
+    with config.patch(dict(options or {})), apart, shared.patch(cache_key_tag=tag):
         return compile_fx_inner(gm, example_inputs, **kwargs)
 
 

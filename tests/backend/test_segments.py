@@ -128,25 +128,6 @@ def test_compiled_equals_eager_in_float64(stage: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_aot_cache_is_off_around_our_compile_only(tmp_path, monkeypatch) -> None:
-    """A plain entry in the AOTAutograd cache would run in place of our schedule: its key ignores the hook."""
-    from torch._functorch import config
-
-    before = config.enable_autograd_cache
-    during = []
-    from torch._inductor import compile_fx as module
-
-    inner = module.compile_fx
-
-    def spy(*args, **kwargs):
-        during.append(config.enable_autograd_cache)
-        return inner(*args, **kwargs)
-
-    monkeypatch.setattr(module, "compile_fx", spy)
-    trained(Net(2), torch.randn(8, 32), compiled=True)
-    assert during == [False] and config.enable_autograd_cache == before
-
-
 def test_two_instances_of_one_class_keep_their_gradients_apart() -> None:
     """Dynamo would serve the second model with the first one's graph, and its gradients would land in the wrong
     bucket."""

@@ -57,11 +57,7 @@ NAME = re.compile(rf"(?<![.\w])({'|'.join(NAMES)})\b")
 def body(program: Program, launch: int = 0) -> str:
     """Models, compile and loop. Wants ``rank``, ``zc``, ``note(number, value)``, ``folder`` and torch's usual names."""
     parts = program.parts
-    keeps_graphs = any(op.kind == "peek" or op.args.get("retain") for part in parts for op in part.ops)
-    # torch.compile refuses retain_graph=True on such a graph
-    donates = any(part.backend != "eager" for part in parts) and keeps_graphs
-    lines = [f"torch._functorch.config.donated_buffer = {not donates}" if donates else ""]
-    lines.append(fuzz_optimizers.classes(*(part.optimizer for part in parts)))
+    lines = [fuzz_optimizers.classes(*(part.optimizer for part in parts))]
     lines += [_renamed(number, _made(number, part, part.launches[launch], launch)) for number, part in enumerate(parts)]
     by_rank = orders(program, launch)
     for common in [*shared(parts, launch, by_rank[0]), None]:

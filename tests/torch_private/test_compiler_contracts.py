@@ -8,6 +8,7 @@ import inspect
 import pickle
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from zc import torch_private
+from zc.compiler import backend as backends
+from zc.compiler.segments import interpret
 
 pytestmark = pytest.mark.check
 
@@ -43,6 +46,7 @@ class Traced:
         self.kwargs: dict[bool, dict[str, Any]] = {}
         self.inside: list[Any] = []
         self.donated: list[int] = []
+        self.left: list[int] = []
         self.arguments: list[tuple[type, int]] = []
         self.model = self.compile(Net())
 
@@ -65,10 +69,11 @@ class Traced:
         self.graphs.setdefault(is_backward, gm)  # of the first compilation
         self.kwargs.setdefault(is_backward, kwargs)
         if is_backward:
-            self.donated = torch_private.donated_inputs()
+            self.donated = torch_private.take_donated_inputs()
+            metadata = torch_private.forward_metadata()
             with torch_private.apart_from_the_whole([99]):
-                self.inside = [torch_private.donated_inputs(), torch._guards.TracingContext.get().output_strides]
-            self.inside.append(torch_private.donated_inputs())
+                self.inside = [metadata.bw_donated_idxs, torch._guards.TracingContext.get().output_strides]
+            self.left = metadata.bw_donated_idxs
 
         def run(args: list[Any]) -> Any:
             self.arguments.append((type(args), len(args)))
@@ -224,12 +229,68 @@ def test_descriptors(traced: Traced) -> None:
     assert torch_private.input_index(None) is None and torch_private.grad_of_index(None) is None
 
 
-@contract("donated_inputs apart_from_the_whole", "TracingContext.fw_metadata.bw_donated_idxs or output_strides")
+@contract(
+    "take_donated_inputs apart_from_the_whole forward_metadata",
+    "TracingContext.fw_metadata.bw_donated_idxs or output_strides",
+)
 def test_donated_inputs(traced: Traced) -> None:
     placeholders = [n for n in traced.graphs[True].graph.nodes if n.op == "placeholder"]
     assert traced.donated and all(0 <= i < len(placeholders) for i in traced.donated), "activations, which die here"
-    assert traced.inside == [[99], None, traced.donated]
-    assert torch_private.donated_inputs() == [], "outside of a compilation"
+    assert traced.inside == [[99], None] and traced.left == []
+    assert torch_private.take_donated_inputs() == [] and torch_private.forward_metadata() is None, "no compilation"
+    output = traced.model(torch.tensor([1, 2])).sum()
+    output.backward(retain_graph=True)  # AOTAutograd would refuse it, were the list not empty
+    output.backward()
+
+
+@contract("keeps_graph", "torch._C._autograd._get_current_graph_task_keep_graph")
+def test_whether_a_backward_keeps_its_graph() -> None:
+    seen: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(torch_private.keeps_graph()))
+    y.backward(retain_graph=True)
+    y.backward()
+    assert seen == [True, False]
+
+
+@contract(
+    "compile_graph output_code_class dump_graph load_graph with_forward_metadata",
+    "AOTAutograd's cache: its key's tag, bundled entries, OutputCode, or GraphPickler",
+)
+def test_graphs_out_of_the_cache_go_through_the_hook_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    from zc.compiler.saved import cached
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    seen: list[tuple[bool, str, list[int], bool]] = []
+
+    def hook(traced: Any) -> Any:
+        values = [n.meta["val"] for n in traced.gm.graph.nodes if n.op == "placeholder"]
+        donated = [k for k, n in enumerate(traced.gm.graph.find_nodes(op="placeholder")) if n.meta["donated"]]
+        has_metadata = torch_private.forward_metadata() is not None
+        seen.append((traced.is_backward, f"{traced.gm.code}{[v.shape for v in values]}", donated, has_metadata))
+        return interpret(traced.gm)
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        with cached(hook) as kept:
+            compiler = backends._inner_compiler(kept)
+            return torch_private.compile_graph(gm, inputs, compiler, is_cached=True)
+
+    grads: list[Tensor] = []
+    for _ in range(2):
+        torch.compiler.reset()  # type: ignore[no-untyped-call]
+        counters.clear()
+        torch.manual_seed(0)
+        model = Net()
+        torch_private.call_instead(model, torch_private.compiled_call(model, backend))
+        model(torch.tensor([1, 2])).sum().backward()
+        assert model.linear.weight.grad is not None
+        grads.append(model.linear.weight.grad)
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1 and seen[:2] == seen[2:]
+    assert [is_backward for is_backward, *_ in seen[:2]] == [False, True] and seen[1][2]
+    assert torch.equal(*grads)
 
 
 @contract("(the backend)", "the arguments cudagraphs and is_backward of compile_fx_inner")

@@ -20,7 +20,7 @@ from zc import torch_private
 from zc.compiler.backward import CompiledBackward
 from zc.compiler.blocks import Blocks, Member
 from zc.compiler.forward import CompiledForward
-from zc.compiler.graphs import mark_storages
+from zc.compiler.graphs import Hook, Traced, as_traced
 from zc.compiler.segments import interpret, segment_compiler
 from zc.engine import param_grads
 from zc.engine.overlap_gather import WeightGather
@@ -58,7 +58,14 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None, kind: int | Non
         num_shared += inside is not None
         torch_private.guard_identity(gm, [None if inside is not None and inside.path(n) else n for n in names])
         compiling = _Compiling(runtime, names, inside, partial(torch_private.guard_identity, gm, names))
-        return torch_private.compile_graph(gm, inputs, partial(_inner_compile, compiling), runtime.inductor_options)
+        hook = partial(_compile, compiling)
+        options = runtime.inductor_options
+        if runtime.config.backend == "aot_eager":
+            return torch_private.compile_graph(gm, inputs, _inner_compiler(hook), options)
+        from zc.compiler.saved import cached  # imports Inductor, which takes seconds
+
+        with cached(hook) as kept:
+            return torch_private.compile_graph(gm, inputs, _inner_compiler(kept), options, is_cached=True)
 
     return zc_backend
 
@@ -81,20 +88,22 @@ def _one_block(blocks: Blocks | None, names: Sequence[str | None]) -> Member | N
     return Member(blocks, parts.pop()) if len(parts) == 1 else None
 
 
-def _inner_compile(compiling: _Compiling, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+def _inner_compiler(hook: Hook) -> Callable[..., Any]:
+    return lambda gm, example_inputs, **kwargs: hook(as_traced(gm, example_inputs, kwargs))
+
+
+def _compile(compiling: _Compiling, traced: Traced) -> Any:
     runtime, names = compiling.runtime, compiling.names
-    kwargs = _without_cuda_graphs(runtime, kwargs)
-    if not kwargs.get("is_backward"):
-        is_differentiated = not kwargs.get("is_inference")
-        if compiling.inside is not None and is_differentiated and not _saves_own(compiling, gm):
+    gm, kwargs = traced.gm, _without_cuda_graphs(runtime, traced.kwargs)
+    if not traced.is_backward:
+        if compiling.inside is not None and not traced.is_inference and not _saves_own(compiling, gm):
             compiling.guard_identity()
             compiling.inside = None
         if runtime.plan.sharded:
-            return _compile_in_windows(compiling, gm, kwargs)
+            return _compile_in_windows(compiling, gm, kwargs, traced.written)
         if runtime.plan.overlap_gather:
-            return _compile_forward(runtime, names, gm, example_inputs, kwargs)
-        return _whole(runtime, gm, example_inputs, kwargs, compiling.inside)
-    torch_private.adopt_strides(gm, example_inputs)
+            return _compile_forward(runtime, names, gm, kwargs)
+        return _whole(runtime, gm, kwargs, compiling.inside)
     backward = CompiledBackward(runtime, names, gm, kwargs, compiling.inside)
 
     def run(args: list[Any]) -> tuple[Any, ...]:
@@ -127,7 +136,6 @@ def _without_cuda_graphs(runtime: Runtime, kwargs: dict[str, Any]) -> dict[str, 
 def _whole(
     runtime: Runtime,
     gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
     kwargs: dict[str, Any],
     inside: Member | None = None,
 ) -> Any:
@@ -136,14 +144,14 @@ def _whole(
         return interpret(gm)
     where = "" if inside is None else f"{inside}: "
     log.info("%sInductor compiles a forward graph of %d operations", where, len(gm.graph.nodes))
-    return torch_private.compile_inner(gm, example_inputs, runtime.inductor_options, **kwargs)
+    inputs = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+    return torch_private.compile_inner(gm, inputs, runtime.inductor_options, **kwargs)
 
 
 def _compile_forward(
     runtime: Runtime,
     names: Sequence[str | None],
     gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
     """A forward graph under overlap_gather: a schedule that waits for each bucket where it first reads it; where that
@@ -160,7 +168,7 @@ def _compile_forward(
     else:
         if not kwargs.get("is_inference"):
             runtime.say_once(f"a forward graph waits for all gathers before it starts: {why}")
-        whole = _whole(runtime, gm, example_inputs, kwargs)
+        whole = _whole(runtime, gm, kwargs)
 
         def run(args: list[Any]) -> Any:
             runtime.weights.synchronize()
@@ -169,10 +177,12 @@ def _compile_forward(
     return torch_private.boxed(run)
 
 
-def _compile_in_windows(compiling: _Compiling, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
+def _compile_in_windows(
+    compiling: _Compiling, gm: fx.GraphModule, kwargs: dict[str, Any], written: Sequence[int]
+) -> Any:
     """A forward graph: its sharded weights come while it reads them."""
     runtime = compiling.runtime
-    for index in torch_private.written_inputs():
+    for index in written:
         if compiling.names[index] in runtime.plan.sharded_names:
             raise ZcError(
                 f"the forward writes parameter {compiling.names[index]} in place (an embedding with max_norm does), "
@@ -211,7 +221,6 @@ def _name_buffers(runtime: Runtime, names: Sequence[str | None], gm: fx.GraphMod
         name = names[index] if index is not None else None
         if name is not None:
             node.meta["buffer"] = runtime.plan.weights_buffer(where[name][0])
-    mark_storages(graph, donated=())
     return graph
 
 

@@ -20,10 +20,12 @@ MAX_PROGRAMS = 8  # of one backward graph and block: for other sets of hooks all
 
 
 class _Variant(NamedTuple):
-    """``visible``: the gradients that autograd has to see, named as in the block that was traced."""
+    """``visible``: the gradients that autograd has to see, named as in the block that was traced. ``keeps_graph``:
+    another backward may read what this one gets, so it overwrites none of it."""
 
     reduces: bool
     visible: frozenset[str]
+    keeps_graph: bool
 
 
 class CompiledBackward(CompiledGraph):
@@ -41,7 +43,9 @@ class CompiledBackward(CompiledGraph):
         # a frozen parameter that asks for a gradient: it comes through autograd, and zc.recompile is named
         self.grad_of = _grad_of(gm, [name if name in runtime.params else None for name in names])
         self.written = [name for name in self.grad_of if name is not None]
-        self._get(None if inside is None else inside.name, frozenset())  # while Dynamo's context is open
+        self._has_donated = any(node.meta.get("donated") for node in self.graph.nodes)
+        member = None if inside is None else inside.name
+        self.get(member, self._variant(frozenset(), keeps_graph=False))  # while Dynamo's context is open
 
     def program(self, args: Sequence[Any]) -> Program:
         """The one for the backward that runs now. A gradient that autograd has to see or to sum leaves the graph as
@@ -50,25 +54,26 @@ class CompiledBackward(CompiledGraph):
         copies. And so may any other gradient: a block has at most `MAX_PROGRAMS`, and the two last ones are for all
         further sets."""
         runtime, every = self.runtime, frozenset(self.written)
+        keeps_graph = self._has_donated and torch_private.keeps_graph()
         member, names = None, {name: name for name in self.written}
         if self.inside is not None:
             member = self.member_of(args)
             if member is None:
-                return self._get(None, every)
+                return self.get(None, self._variant(every, keeps_graph))
             names = {self.inside.in_block(name, member): name for name in self.written}
         seen = torch_private.kept_by_autograd({name: runtime.params[name] for name in names})
         visible = frozenset(names[name] for name in seen | runtime.summed_by_autograd.intersection(names))
-        variant = _Variant(runtime.current_plan.reduces, visible)
+        variant = self._variant(visible, keeps_graph)
         if not self.has(member, variant) and self.num_variants(member) >= MAX_PROGRAMS - 2:
-            visible = every
+            variant = self._variant(every, keeps_graph)
             runtime.say_once(
                 f"a backward graph met more than {MAX_PROGRAMS - 2} sets of parameters with hooks, or of inputs of "
                 "torch.autograd.grad: for further sets all of its gradients come through hooks, without overlap"
             )
-        return self._get(member, visible)
+        return self.get(member, variant)
 
-    def _get(self, member: str | None, visible: frozenset[str]) -> Program:
-        return self.get(member, _Variant(self.runtime.current_plan.reduces, visible))
+    def _variant(self, visible: frozenset[str], keeps_graph: bool) -> _Variant:
+        return _Variant(self.runtime.current_plan.reduces, visible, keeps_graph)
 
     @property
     def owned(self) -> list[Program]:
@@ -80,6 +85,9 @@ class CompiledBackward(CompiledGraph):
         graph.output_node().meta["grad_of"] = tuple(
             None if name is None or name in variant.visible else here(name, member or "") for name in self.grad_of
         )
+        if variant.keeps_graph:
+            for node in graph.find_nodes(op="placeholder"):
+                node.meta["donated"] = False
         plan = runtime.plan if variant.reduces else runtime.plan.microbatch()
         return self._built(graph, plan, runtime.passes, "backward")
 

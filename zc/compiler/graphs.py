@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from torch import fx
@@ -22,6 +22,35 @@ from zc.schedule.rebase import rebased, shifts
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
+
+
+class Traced(NamedTuple):
+    """A graph of AOTAutograd's, with the arguments of an inner compiler. Its values have the marks of `mark_storages`.
+    ``written``: positions of the inputs of Dynamo's graph that it writes in place."""
+
+    gm: fx.GraphModule
+    kwargs: dict[str, Any]
+    written: tuple[int, ...]
+
+    @property
+    def is_backward(self) -> bool:
+        return bool(self.kwargs.get("is_backward"))
+
+    @property
+    def is_inference(self) -> bool:
+        return bool(self.kwargs.get("is_inference"))
+
+
+Hook = Callable[[Traced], Any]  # returns a boxed callable
+
+
+def as_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[str, Any]) -> Traced:
+    """What AOTAutograd hands to its inner compiler."""
+    is_backward = bool(kwargs.get("is_backward"))
+    if is_backward:
+        torch_private.adopt_strides(gm, example_inputs)
+    mark_storages(gm.graph, torch_private.take_donated_inputs() if is_backward else ())
+    return Traced(gm, kwargs, tuple(torch_private.written_inputs()))
 
 
 class CompiledGraph(ABC):
@@ -46,7 +75,6 @@ class CompiledGraph(ABC):
         self._compile_segment = segment_compiler(runtime, kwargs, inside, is_backward=is_backward)
         self.graph, _ = copy_graph(gm.graph)
         self.graph.owning_module = gm
-        mark_storages(self.graph, torch_private.donated_inputs() if is_backward else ())
         self.read = mark_weights(self.graph, names, runtime.plan.sharded_names)
         self._own = own_inputs(gm, names, inside)
         self._programs: WeakValueDictionary[tuple[str | None, Hashable], Program] = WeakValueDictionary()

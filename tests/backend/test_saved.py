@@ -1,0 +1,198 @@
+"""What AOTAutograd's cache keeps of zc's graphs: a later run compiles them under its own plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._functorch import config
+
+import zc
+
+
+class Net(nn.Module):
+    """tanh saves its output, which its backward may overwrite."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, count: int = 3) -> list[Tensor]:
+    for _ in range(count):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    state = model.state_dict()
+    return [getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)().clone() for tensor in state.values()]
+
+
+def run(
+    loop: Callable[..., list[Tensor]] = steps, *, compiled: bool = False, **options: Any
+) -> tuple[list[Tensor], tuple[int, int]]:
+    """As in a new process that finds the cache: the weights, and how many entries were read and written. Without a
+    ``stage``: plain PyTorch."""
+    torch.compiler.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model, x = Net().double(), torch.randn(8, 16, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if options.get("stage") is not None:
+        zc.compile(model, optimizer, **{"bucket_nbytes": 16 * 17 * 8, **options})
+    elif compiled:
+        model = torch.compile(model)
+    trained = loop(model, optimizer, x)
+    cache = counters["aot_autograd"]
+    return trained, (cache["autograd_cache_hit"], cache["autograd_cache_saved"])
+
+
+def close(got: list[Tensor], wanted: list[Tensor]) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"stage": 2}, {"stage": 1}),
+        ({"stage": 2}, {"stage": 2, "bucket_nbytes": 1 << 20}),
+        ({"stage": 3}, {"stage": 3, "bucket_nbytes": 1 << 20}),
+        ({"stage": 2, "overlap_gather": True}, {"stage": 2, "overlap_gather": True, "bucket_nbytes": 1 << 20}),
+    ],
+    ids=str,
+)
+def test_a_graph_that_another_plan_has_kept_runs_under_this_one(before: dict[str, Any], now: dict[str, Any]) -> None:
+    wanted, _ = run()
+    for options, expected in ((before, (0, 1)), (now, (1, 0))):
+        got, counted = run(**options)
+        assert counted == expected
+        close(got, wanted)
+
+
+def test_plain_runs_and_ours_have_entries_of_their_own() -> None:
+    wanted, _ = run()
+    _, counted = run(compiled=True)
+    assert counted == (0, 1)
+    ours, counted = run(stage=2)
+    assert counted == (0, 1), "a plain entry would run in place of a schedule"
+    plain, counted = run(compiled=True)
+    assert counted == (1, 0)
+    close(ours, wanted)
+    close(plain, wanted)
+
+
+def test_where_the_program_turned_the_cache_off_it_stays_off() -> None:
+    with config.patch(enable_autograd_cache=False):
+        run(stage=2)
+        _, counted = run(stage=2)
+    assert counted == (0, 0)
+    assert config.enable_autograd_cache and not config.bundled_autograd_cache
+
+
+def entries(folder: Path) -> list[Path]:
+    return [path for path in (folder / "cache" / "aotautograd").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("damage", ["cut", "foreign", "ours"])
+def test_a_damaged_entry_is_made_again_with_a_warning(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted, _ = run(stage=2)
+    (entry,) = entries(tmp_path)
+    content = entry.read_bytes()
+    if damage == "cut":
+        entry.write_bytes(content[: len(content) // 2])
+    elif damage == "foreign":
+        entry.write_bytes(b"no pickle at all")
+    else:  # what zc itself has written in it
+        entry.write_bytes(content.replace(b"zc.compiler.graphs", b"zc.compiler.nowher"))
+    with caplog.at_level(logging.WARNING):
+        got, counted = run(stage=2)
+    assert counted == (0, 1) and "unable to load compiled graph" in caplog.text
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_a_folder_that_can_not_be_written_costs_time_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._functorch._aot_autograd import autograd_cache
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(autograd_cache, "write_atomic", full)
+    wanted, _ = run()
+    got, counted = run(stage=2)
+    assert counted == (0, 0) and not entries(tmp_path)
+    close(got, wanted)
+
+
+def test_symbolic_sizes_are_traced_in_each_run() -> None:
+    def lengths(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> list[Tensor]:
+        for rows in (3, 5, 8):
+            steps(model, optimizer, x[:rows], 1)
+        return weights(model)
+
+    wanted, _ = run(lengths)
+    for _ in range(2):
+        got, counted = run(lengths, stage=2, dynamic=True)
+        assert counted == (0, 0)
+        close(got, wanted)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_graph_that_is_kept_for_another_backward_is_not_overwritten(backend: str, is_kept: bool) -> None:
+    """The compiled backward may write into saved values that die with it. Under retain_graph=True none does."""
+
+    def twice(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> list[Tensor]:
+        steps(model, optimizer, x, 1)
+        loss = model(x).square().mean()
+        for retained in (True, True, False):
+            loss.backward(retain_graph=retained)
+        optimizer.step()
+        return weights(model)
+
+    wanted, _ = run(twice)
+    if is_kept:
+        run(stage=2, backend=backend)
+    got, _ = run(twice, stage=2, backend=backend)
+    close(got, wanted)
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_a_compiled_graph_holds_no_second_copy_of_itself(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zc.compiler import saved
+
+    graphs: list[Any] = []
+    init = saved.SavedGraph.__init__
+
+    def spy(self: Any, *args: Any) -> None:
+        init(self, *args)
+        graphs.append(self)
+
+    monkeypatch.setattr(saved.SavedGraph, "__init__", spy)
+    with config.patch(enable_autograd_cache=is_on):
+        run(stage=2)
+    assert len(graphs) == 2 and not any(graph.traced for graph in graphs)

@@ -1,0 +1,97 @@
+"""A compiled graph as AOTAutograd's cache keeps it: as the graph that AOTAutograd has made.
+
+A later process whose Dynamo graph has the same key gets that graph back, and zc's hook compiles it as if it had just
+been traced: under the plan of this run, with a schedule that is proved anew, and segments out of Inductor's own cache.
+So an entry depends on no choice of zc's, and no stale schedule can run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from torch import fx
+
+from zc import torch_private
+from zc.compiler.graphs import Hook, Traced
+from zc.passes.base import copy_graph
+
+# They name modules and functions of the program, and are for logs.
+_NOT_KEPT = frozenset(
+    ("example_value", "from_node", "fwd_nn_module_stack", "fwd_source_fn_stack", "nn_module_stack", "source_fn_stack")
+)
+_hook: ContextVar[Hook] = ContextVar("hook")
+
+
+class SavedGraph(torch_private.output_code_class()):  # type: ignore[misc]
+    """``run`` is the compiled graph, boxed. ``traced`` is what it is made from, with AOTAutograd's metadata of the
+    forward.
+
+    Lifetime: ``traced`` is empty once the cache has had the chance to write it, or ``run`` is made from it.
+    """
+
+    def __init__(self, traced: Traced, hook: Hook) -> None:
+        super().__init__()
+        torch_private.boxed(self)  # on the object: wrappers copy its attributes
+        self.traced = [(traced._replace(gm=_copy(traced.gm)), torch_private.forward_metadata())]
+        self.run = hook(traced)
+
+    def __call__(self, args: list[Any]) -> Any:
+        return self.run(args)
+
+    def __copy__(self) -> SavedGraph:
+        copied = object.__new__(SavedGraph)
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def prepare_for_serialization(self) -> None:
+        """Called on the copy of this object that the cache writes."""
+        self.run = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        ((traced, metadata),) = self.traced
+        kwargs = {k: item for k, item in traced.kwargs.items() if isinstance(item, (bool, int, str, list, tuple))}
+        content = torch_private.dump_graph(traced.gm, (traced._replace(kwargs=kwargs), metadata))
+        return {**self.__dict__, "traced": content}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Raises for content that can't be read: torch warns, and the graph is traced again."""
+        traced, metadata = torch_private.load_graph(state["traced"])
+        traced.gm.recompile()  # a pickled graph has no code
+        self.__dict__.update(state, traced=[(traced, metadata)])
+
+    def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: dict[str, Any]) -> None:
+        """Called after a cache hit, with the arguments that are this process's own."""
+        traced, metadata = self.traced.pop()
+        with torch_private.with_forward_metadata(metadata):
+            self.run = _hook.get()(traced._replace(kwargs={**graph_kwargs, **traced.kwargs}))
+
+    def set_triton_bundle(self, triton_bundle: Any) -> None:
+        """Inductor's own cache has the kernels of the segments."""
+
+
+@contextlib.contextmanager
+def cached(hook: Hook) -> Iterator[Hook]:
+    """Inside, graphs out of the cache go through ``hook``. Yields the hook for those that are traced."""
+    graphs: list[SavedGraph] = []
+
+    def compile_and_keep(traced: Traced) -> SavedGraph:
+        graphs.append(SavedGraph(traced, hook))
+        return graphs[-1]
+
+    token = _hook.set(hook)
+    try:
+        yield compile_and_keep
+    finally:
+        _hook.reset(token)
+        for graph in graphs:
+            graph.traced.clear()
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    graph, _ = copy_graph(gm.graph)
+    for node in graph.nodes:
+        node.meta = {key: item for key, item in node.meta.items() if key not in _NOT_KEPT}
+    return fx.GraphModule(gm, graph)
