@@ -368,9 +368,28 @@ def compiled_call(
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
-    compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+    compiled = _compiled(call, backend, dynamic=dynamic, fullgraph=fullgraph)
     return compiled if before is None else call_after(before, compiled)
+
+
+def _compiled(call: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``call`` under torch.compile. Dynamo wraps what a backend raises; an error that the backend's own package defines
+    comes through as it is. (``BackendCompilerFailed.inner_exception``, 2.11 to 2.15.)"""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    own = backend.__module__.partition(".")[0]
+    call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
+    compiled = torch.compile(call, backend=backend, **options)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except BackendCompilerFailed as failed:
+            if type(failed.inner_exception).__module__.partition(".")[0] == own:
+                raise failed.inner_exception from None
+            raise
+
+    return run
 
 
 BLOCK = "zc compiles this block on its own"  # why Dynamo leaves it out of the graph around it
@@ -383,9 +402,7 @@ def compiled_block_call(backend: Callable[..., Any], *, dynamic: bool | None = N
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
-    call.__code__ = call.__code__.replace(co_name=f"call_{next(_NUMBERS)}")
-    compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=dynamic)
-    return compiled
+    return _compiled(call, backend, dynamic=dynamic)
 
 
 def class_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

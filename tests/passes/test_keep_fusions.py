@@ -118,7 +118,7 @@ def test_a_cut_llama_has_at_most_a_tenth_more_kernels_than_the_whole(dtype: torc
 def test_the_cuts_of_a_block_add_at_most_a_tenth_to_its_kernels() -> None:
     """Four layers, whose blocks are compiled apart: two graphs, of which the block's serves all four."""
     pytest.importorskip("triton")
-    outside, (graph, plan) = traced(torch.float32, 4, bucket_nbytes=300_000)
+    (graph, plan), outside = traced(torch.float32, 4, bucket_nbytes=300_000)
     assert len(outside[0].output_node().meta["grad_of"]) < 6 < len(graph.output_node().meta["grad_of"])
     whole = kernels(fx.GraphModule(graph.owning_module, graph))
     cut = kernels_when_cut(graph, plan, pipeline(in_place=False))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from contract import contract
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -241,6 +242,23 @@ def test_donated_inputs(traced: Traced) -> None:
     output = traced.model(torch.tensor([1, 2])).sum()
     output.backward(retain_graph=True)  # AOTAutograd would refuse it, were the list not empty
     output.backward()
+
+
+class Refusal(RuntimeError):
+    """Of the package that defines the backend: this file."""
+
+
+@contract("compiled_call compiled_block_call", "BackendCompilerFailed.inner_exception")
+@pytest.mark.parametrize(("error", "comes_as"), [(Refusal, Refusal), (KeyError, BackendCompilerFailed)])
+def test_a_backend_s_own_error_is_not_wrapped(error: type[Exception], comes_as: type[Exception]) -> None:
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        raise error("not this graph")
+
+    torch._dynamo.reset()
+    with pytest.raises(comes_as, match="not this graph"):
+        torch_private.compiled_call(nn.Linear(2, 2), backend)(torch.ones(1, 2))
+    with pytest.raises(comes_as, match="not this graph"):
+        torch_private.compiled_block_call(backend)(nn.Linear(2, 2), torch.ones(1, 2))
 
 
 @contract("keeps_graph", "torch._C._autograd._get_current_graph_task_keep_graph")
