@@ -92,6 +92,15 @@ def test_a_graph_that_another_plan_has_kept_runs_under_this_one(before: dict[str
         close(got, wanted)
 
 
+@pytest.mark.parametrize("options", [{"stage": 2}, {"stage": 3}, {"stage": 2, "overlap_gather": True}], ids=str)
+def test_inductor_compiles_nothing_in_a_second_run(options: dict[str, Any]) -> None:
+    wanted, _ = run(**options)
+    assert counters["inductor"]["fxgraph_cache_miss"]
+    got, _ = run(**options)
+    assert counters["inductor"]["fxgraph_cache_hit"] and not counters["inductor"]["fxgraph_cache_miss"]
+    assert all(map(torch.equal, got, wanted))
+
+
 def test_plain_runs_and_ours_have_entries_of_their_own() -> None:
     wanted, _ = run()
     with config.patch(bundled_autograd_cache=True, force_non_lazy_backward_lowering=True):  # as zc sets them

@@ -50,6 +50,8 @@ def as_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[st
     if is_backward:
         torch_private.adopt_strides(gm, example_inputs)
     mark_storages(gm.graph, torch_private.take_donated_inputs() if is_backward else ())
+    # Inductor's default all the same, and no part of its key then
+    kwargs = {key: item for key, item in kwargs.items() if key != "get_decomp_fn"}
     return Traced(gm, kwargs, tuple(torch_private.written_inputs()))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any
 
 from torch import fx
@@ -35,8 +36,11 @@ class SavedGraph(torch_private.output_code_class()):  # type: ignore[misc]
     def __init__(self, traced: Traced, hook: Hook) -> None:
         super().__init__()
         torch_private.boxed(self)  # on the object: wrappers copy its attributes
-        self.traced = [(traced._replace(gm=_copy(traced.gm)), torch_private.forward_metadata())]
-        self.run = hook(traced)
+        graph, _ = copy_graph(traced.gm.graph)
+        for node in graph.nodes:
+            node.meta = {key: item for key, item in node.meta.items() if key not in _NOT_KEPT}
+        self.traced = [(traced._replace(gm=_module(traced.gm, graph)), torch_private.forward_metadata())]
+        self.run = hook(traced._replace(gm=_module(traced.gm, traced.gm.graph)))
 
     def __call__(self, args: list[Any]) -> Any:
         return self.run(args)
@@ -59,8 +63,8 @@ class SavedGraph(torch_private.output_code_class()):  # type: ignore[misc]
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Raises for content that can't be read: torch warns, and the graph is traced again."""
         traced, metadata = torch_private.load_graph(state["traced"])
-        traced.gm.recompile()  # a pickled graph has no code
-        self.__dict__.update(state, traced=[(traced, metadata)])
+        gm = _module(traced.gm, traced.gm.graph)
+        self.__dict__.update(state, traced=[(traced._replace(gm=gm), metadata)])
 
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: dict[str, Any]) -> None:
         """Called after a cache hit, with the arguments that are this process's own."""
@@ -90,8 +94,7 @@ def cached(hook: Hook) -> Iterator[Hook]:
             graph.traced.clear()
 
 
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    graph, _ = copy_graph(gm.graph)
-    for node in graph.nodes:
-        node.meta = {key: item for key, item in node.meta.items() if key not in _NOT_KEPT}
-    return fx.GraphModule(gm, graph)
+def _module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """``graph`` with no more of ``gm`` than it reads: Inductor's key has what a module holds and the name of its class,
+    and must be the same for a graph out of the cache."""
+    return fx.GraphModule({node.target: attrgetter(node.target)(gm) for node in graph.find_nodes(op="get_attr")}, graph)
