@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import fx
 
 from zc import torch_private
@@ -67,9 +68,10 @@ class SavedGraph(torch_private.output_code_class()):  # type: ignore[misc]
         self.__dict__.update(state, traced=[(traced._replace(gm=gm), metadata)])
 
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: dict[str, Any]) -> None:
-        """Called after a cache hit, with the arguments that are this process's own."""
+        """Called after a cache hit, with the arguments that are this process's own. AOTAutograd compiles without grad
+        mode; segments belong to the global state in which they were compiled."""
         traced, metadata = self.traced.pop()
-        with torch_private.with_forward_metadata(metadata):
+        with torch_private.with_forward_metadata(metadata), torch.no_grad():
             self.run = _hook.get()(traced._replace(kwargs={**graph_kwargs, **traced.kwargs}))
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
