@@ -3,7 +3,7 @@
     python -m bench.scale plan               # bytes a rank, plan seconds, modelled communication, W = 8 to 4,096
     python -m bench.scale pace               # the paced group's time against its model's
     python -m bench.scale paced --worlds 8 64 512 4096
-    python -m bench.scale depth --depths 12 24 48 96
+    python -m bench.scale depth --depths 12 24 48 96 --processes 2   # the first step, cold and warm
     python -m bench.scale host               # microseconds of Python a step, by number of buckets
     python -m bench.scale exchange           # a few bytes from every rank to every other, on real processes
 
@@ -118,12 +118,16 @@ def pace_points(device: torch.device) -> Iterator[Point]:
         yield Point("paced group against its model", network.name, 8, 100 * (min(found[1:]) / expected - 1), "%")
 
 
-def train_once(provider: str, flags: list[str], timeout_s: float, cache: str | None = None) -> dict[str, object] | str:
-    """One process of bench.train: rank 0's record, or why there is none."""
+def train_once(
+    provider: str, flags: list[str], timeout_s: float, cache: str | None = None, ranks: int = 1
+) -> dict[str, object] | str:
+    """One run of bench.train: rank 0's record, or why there is none."""
     with tempfile.TemporaryDirectory(prefix="scale-") as out:
         env = {"TORCHINDUCTOR_CACHE_DIR": cache or f"{out}/cache"}
         line = [*PROVIDERS[provider].flags, *flags, "--out", out]
-        ended = launch_quietly("bench.train", line, ranks=1, env=env, log=Path(out) / "log.txt", timeout_s=timeout_s)
+        ended = launch_quietly(
+            "bench.train", line, ranks=ranks, env=env, log=Path(out) / "log.txt", timeout_s=timeout_s
+        )
         found = Path(out) / "run.json"
         if not found.exists():
             print(ended.tail, file=sys.stderr, flush=True)
@@ -153,21 +157,27 @@ def paced_points(
                     yield Point(f"paced step, {case}", f"{provider}, {network}", world, step_s * 1e3, "ms")
 
 
-def depth_points(depths: list[int], providers: list[str], done: Done, failed: list[str]) -> Iterator[Point]:
-    """Seconds of the first step, everything compiled anew, of a narrow GPT: what compiling costs by depth. What has no
-    number goes to ``failed``, with its reason."""
+def depth_points(
+    depths: list[int], providers: list[str], ranks: int, done: Done, failed: list[str]
+) -> Iterator[Point]:
+    """Seconds of the first step of a narrow GPT by depth: with every cache empty, and by new processes that find the
+    caches of the first ones. What has no number goes to ``failed``, with its reason."""
     narrow = (
         "--vocab 256 --seq 32 --width 64 --heads 4 --batch 1 --steps 2 --settle 1 --clip 0 --eval-batches 0 --quiet"
     )
+    among = "" if ranks == 1 else f" on {ranks} ranks"
     for depth in depths:
         for provider in providers:
-            if done("first step, cold", provider, depth):
+            kinds = [f"first step{among}, {start}" for start in ("cold", "warm")]
+            if all(done(kind, provider, depth) for kind in kinds):
                 continue
-            record = train_once(provider, [*narrow.split(), "--layers", str(depth)], 850)
-            if isinstance(record, str):
-                failed.append(f"{provider}, {depth} layers: {record}")
-                continue
-            yield Point("first step, cold", provider, depth, float(record["first_step_s"]), "s")  # type: ignore[arg-type]
+            with tempfile.TemporaryDirectory(prefix="scale-cache-") as cache:
+                for kind in kinds:
+                    record = train_once(provider, [*narrow.split(), "--layers", str(depth)], 850, cache, ranks)
+                    if isinstance(record, str):
+                        failed.append(f"{provider}, {depth} layers: {record}")
+                        break
+                    yield Point(kind, provider, depth, float(record["first_step_s"]), "s")  # type: ignore[arg-type]
 
 
 def host_points(counts: list[int], world: int, num_steps: int = 40, layers: int = 64) -> Iterator[Point]:
@@ -248,6 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="exchange: processes of this machine")
     add("--networks", nargs="+", choices=NETWORKS, default=["ethernet"], help="paced")
     add("--depths", type=int, nargs="+", default=[12, 24, 48, 96])
+    add("--processes", type=int, default=1, help="depth: ranks of a run")
     add("--buckets", type=int, nargs="+", default=[1, 4, 16, 64], help="host")
     add("--providers", nargs="+", choices=PROVIDERS, default=["zc stage 2", "compiled, no communication"])
     add("--csv", type=Path, default=RESULTS)
@@ -261,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
         "plan": lambda: plan_points(args.model, args.worlds),
         "pace": lambda: pace_points(torch.device(args.device)),
         "paced": lambda: paced_points(args.case, args.worlds, args.providers, args.networks, done, failed),
-        "depth": lambda: depth_points(args.depths, args.providers, done, failed),
+        "depth": lambda: depth_points(args.depths, args.providers, args.processes, done, failed),
         "exchange": lambda: exchange_points(args.ranks),
         "host": lambda: (p for world in (1, 8) for p in host_points(args.buckets, world)),
     }
