@@ -49,8 +49,8 @@ def update(what: str, column: str) -> Row:
     return Row("host_adamw.csv", column, {"what": what})
 
 
-def loss(options: str, seed: str, column: str = "from_fp32", overflow: str = "False") -> Row:
-    at = {"ranks": "2", "updates": "1000", "rate": "cosine", "seed": seed, "overflow": overflow}
+def loss(options: str, seed: str, column: str = "from_fp32", overflow: str = "False", ranks: str = "2") -> Row:
+    at = {"ranks": ranks, "updates": "1000", "rate": "cosine", "seed": seed, "overflow": overflow}
     return Row("wire_loss.csv", column, {"options": options, **at})
 
 
@@ -90,6 +90,11 @@ FIGURES: list[tuple[str, str, list[Row]]] = [
          [run("gpt30m-fp32-1k", name, c, "run_offload.csv") for c in ("p50_ms", "held_mb", "peak_steady_mb")])
         for text, name in (("zc", "zc stage 2, offload"),
                            ("DeepSpeed 0.19.8 with its CPUAdam", "DeepSpeed ZeRO-2, offload + compile"))
+    ),
+    (
+        "docs/multinode.md",
+        r"8 bits end\s+\+([\d.]+) and (-[\d.]+) from fp32 \(seeds 0 and 1\), and 4 bits \+([\d.]+)",
+        [loss(name, seed, ranks="4") for name, seed in (("int8, int8", "0"), ("int8, int8", "1"), ("int8, int4", "0"))],
     ),
     *(
         (
