@@ -106,6 +106,9 @@ def _start_job(rank: int, store: str, world_size: int, timeout: float) -> Any:
         world_size=world_size,
         timeout=timedelta(seconds=timeout),
     )
+    # a rank that raises at once must not close connections that others still open: their next group would have another
+    # name than its own, and the next job would hang
+    dist.barrier()
     return dist.group.WORLD
 
 
