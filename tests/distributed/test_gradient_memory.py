@@ -3,6 +3,8 @@ still holds of an old one stays as it was."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ from training_runs import adamw
 import zc
 import zc.api
 import zc.engine.buffers
+import zc.engine.ring
 from zc.engine.streams import ThreadStreams
 from zc.errors import ZcError
 from zc.schedule.buffer import COMM
@@ -23,14 +26,16 @@ from zc.schedule.buffer import COMM
 DIM, BUCKET, TASKS = 32, 5000, 3
 
 
-def _full_of(value: int) -> Any:
+@contextlib.contextmanager
+def _full_of(value: int) -> Iterator[None]:
     """New memory of accumulators and ring: every byte is ``value``; 0xFF is NaN in every float dtype."""
 
     def room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         raw = torch.full((numel * dtype.itemsize,), value, dtype=torch.uint8, device=device)
         return raw.view(dtype)
 
-    return mock.patch.object(zc.engine.buffers, "_room", room)
+    with mock.patch.object(zc.engine.buffers, "room", room), mock.patch.object(zc.engine.ring, "room", room):
+        yield
 
 
 def _weights(rank: int, value: int, **options: Any) -> list[Tensor]:
@@ -115,7 +120,7 @@ def test_the_models_own_zero_grad_lets_go_before_new_memory_is_taken(stage: int)
         return torch.empty(numel, dtype=dtype, device=device)
 
     model.zero_grad()
-    with mock.patch.object(zc.engine.buffers, "_room", room):
+    with mock.patch.object(zc.engine.buffers, "room", room):
         model(x).sum().backward()
     assert is_alive
     assert not any(is_alive)
