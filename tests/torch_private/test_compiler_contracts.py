@@ -278,6 +278,8 @@ def test_whether_a_backward_keeps_its_graph() -> None:
 )
 def test_graphs_out_of_the_cache_go_through_the_hook_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
 
     from zc.compiler.saved import cached
 
@@ -296,19 +298,28 @@ def test_graphs_out_of_the_cache_go_through_the_hook_again(tmp_path: Path, monke
             compiler = backends._inner_compiler(kept)
             return torch_private.compile_graph(gm, inputs, compiler, is_cached=True)
 
+    def plain(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        settings = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
+        with functorch_config.patch(settings):
+            return compile_fx(gm, inputs)
+
     grads: list[Tensor] = []
-    for _ in range(2):
+    cache: list[tuple[int, int]] = []
+    for backend_of_run in (backend, backend, plain):
         torch.compiler.reset()  # type: ignore[no-untyped-call]
         counters.clear()
         torch.manual_seed(0)
         model = Net()
-        torch_private.call_instead(model, torch_private.compiled_call(model, backend))
+        torch_private.call_instead(model, torch_private.compiled_call(model, backend_of_run))
         model(torch.tensor([1, 2])).sum().backward()
         assert model.linear.weight.grad is not None
         grads.append(model.linear.weight.grad)
-    assert counters["aot_autograd"]["autograd_cache_hit"] == 1 and seen[:2] == seen[2:]
+        cache.append((counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_saved"]))
+    assert cache == [(0, 1), (1, 0), (0, 1)], "a plain run with our settings has an entry of its own"
+    assert seen[:2] == seen[2:]
     assert [is_backward for is_backward, *_ in seen[:2]] == [False, True] and seen[1][2]
-    assert torch.equal(*grads)
+    assert torch.equal(*grads[:2])
+    torch.testing.assert_close(grads[2], grads[0])
 
 
 @contract("(the backend)", "the arguments cudagraphs and is_backward of compile_fx_inner")
