@@ -50,7 +50,7 @@ def as_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[st
     if is_backward:
         torch_private.adopt_strides(gm, example_inputs)
     mark_storages(gm.graph, torch_private.take_donated_inputs() if is_backward else ())
-    # Inductor's default all the same, and no part of its key then
+    # without it Inductor takes its default, which it is; as an argument it would be part of the cache's key
     kwargs = {key: item for key, item in kwargs.items() if key != "get_decomp_fn"}
     return Traced(gm, kwargs, tuple(torch_private.written_inputs()))
 
