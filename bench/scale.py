@@ -158,14 +158,15 @@ def paced_points(
 
 
 def depth_points(
-    depths: list[int], providers: list[str], ranks: int, done: Done, failed: list[str]
+    model: str, depths: list[int], providers: list[str], ranks: int, done: Done, failed: list[str]
 ) -> Iterator[Point]:
-    """Seconds of the first step of a narrow GPT by depth: with every cache empty, and by new processes that find the
-    caches of the first ones. What has no number goes to ``failed``, with its reason."""
+    """Seconds of the first step of a narrow GPT, or transformers' Llama, by depth: with every cache empty, and by new
+    processes that find the caches of the first ones. What has no number goes to ``failed``, with its reason."""
     narrow = (
-        "--vocab 256 --seq 32 --width 64 --heads 4 --batch 1 --steps 2 --settle 1 --clip 0 --eval-batches 0 --quiet"
+        "--vocab 256 --seq 32 --width 64 --heads 4 --batch 1 --steps 2 --settle 1 --clip 0 --eval-batches 0 --quiet "
+        f"--model {model}"
     )
-    among = "" if ranks == 1 else f" on {ranks} ranks"
+    among = ("" if model == "gpt" else f" of {model}") + ("" if ranks == 1 else f" on {ranks} ranks")
     for depth in depths:
         for provider in providers:
             kinds = [f"first step{among}, {start}" for start in ("cold", "warm")]
@@ -257,6 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--worlds", type=int, nargs="+", default=[8, 32, 128, 512, 2048, 4096], help="plan, paced")
     add("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="exchange: processes of this machine")
     add("--networks", nargs="+", choices=NETWORKS, default=["ethernet"], help="paced")
+    add("--deep-model", choices=("gpt", "llama-transformers"), default="gpt", help="depth")
     add("--depths", type=int, nargs="+", default=[12, 24, 48, 96])
     add("--processes", type=int, default=1, help="depth: ranks of a run")
     add("--buckets", type=int, nargs="+", default=[1, 4, 16, 64], help="host")
@@ -272,7 +274,9 @@ def main(argv: list[str] | None = None) -> int:
         "plan": lambda: plan_points(args.model, args.worlds),
         "pace": lambda: pace_points(torch.device(args.device)),
         "paced": lambda: paced_points(args.case, args.worlds, args.providers, args.networks, done, failed),
-        "depth": lambda: depth_points(args.depths, args.providers, args.processes, done, failed),
+        "depth": lambda: depth_points(
+            args.deep_model, args.depths, args.providers, args.processes, done, failed
+        ),
         "exchange": lambda: exchange_points(args.ranks),
         "host": lambda: (p for world in (1, 8) for p in host_points(args.buckets, world)),
     }

@@ -252,7 +252,7 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     runtime.around_blocks = matrices_around(model, kinds)
     names = find_singles(model, kinds) if runtime.plan.sharded else []
     singles = [BlockKind(type(model.get_submodule(name)).__name__, (name,)) for name in names]
-    make_single = partial(compiler.make_backend, runtime, None)
+    make_single = partial(compiler.make_backend, runtime)
     compile_blocks(model, singles, make_single, guards.install_call, runtime.config.dynamic, around)
     guards.install(model, runtime)
     COMPILED[model] = compiled

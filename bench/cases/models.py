@@ -87,6 +87,40 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+class TransformersLlama(nn.Module):
+    """transformers' Llama, its code unchanged, under the calls of the models here."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        self.llama = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=config.vocab,
+                hidden_size=config.width,
+                intermediate_size=config.mlp_ratio * config.width,
+                num_hidden_layers=config.layers,
+                num_attention_heads=config.heads,
+                max_position_embeddings=config.seq,
+            )
+        )
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.llama.model.layers
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """``tokens`` [batch, seq] -> logits [batch, seq, vocab]; with ``targets`` [batch, seq] the mean loss, 0-d."""
+        return self.head_loss(self.llama.model(input_ids=tokens, use_cache=False).last_hidden_state, targets)
+
+    def head_loss(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """[batch, seq, width] -> logits or loss. A method, so that it can be compiled apart from the blocks."""
+        logits: Tensor = self.llama.lm_head(x)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
 DECODERS = {
     # the report's (deepspeed#7985): Qwen3's shape, 64 M parameters
     "qwen3-64m": {"layers": 15, "width": 512, "heads": 8, "kv_heads": 4, "hidden": 1536, "qk_norm": True, "tied": True},
@@ -95,18 +129,20 @@ DECODERS = {
     "llama-1.3b": {"layers": 24, "width": 2048, "heads": 16, "kv_heads": 8, "hidden": 5632},
     "llama-3b": {"layers": 28, "width": 3072, "heads": 24, "kv_heads": 8, "hidden": 8192},
 }
-MODELS = ("gpt", *DECODERS, "norms-147")
+MODELS = ("gpt", *DECODERS, "norms-147", "llama-transformers")
 
 
 def make_model(name: str, sizes: GPTConfig, seed: int, device: torch.device | str = "cpu") -> nn.Module:
     """The model ``name`` of MODELS, its weights set by ``seed`` alone. Of ``sizes``, a decoder takes vocab and seq, the
-    stack of norms vocab and width; the GPT takes all."""
+    stack of norms vocab and width; the GPT and the Llama of transformers take all."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name == "gpt":
             return GPT(sizes).to(device)
         if name == "norms-147":
             return NormStack(sizes.vocab, sizes.width).to(device)
+        if name == "llama-transformers":
+            return TransformersLlama(sizes).to(device)
         if name not in DECODERS:
             raise ValueError(f"no model is named {name!r}; there are {', '.join(MODELS)}")
         return Decoder(DecoderConfig(sizes.vocab, sizes.seq, **DECODERS[name])).to(device)  # type: ignore[arg-type]

@@ -29,6 +29,17 @@ class Net(nn.Module):
         return x.square().mean()
 
 
+class Table(nn.Module):
+    """max_norm scales rows of the weight down in the forward, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 16, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x.argmax(1)).square().mean()
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
@@ -51,14 +62,14 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def run(
-    loop: Callable[..., list[Tensor]] = steps, *, compiled: bool = False, **options: Any
+    loop: Callable[..., list[Tensor]] = steps, *, make: type[nn.Module] = Net, compiled: bool = False, **options: Any
 ) -> tuple[list[Tensor], tuple[int, int]]:
     """As in a new process that finds the cache: the weights, and how many entries were read and written. Without a
     ``stage``: plain PyTorch."""
     torch.compiler.reset()
     counters.clear()
     torch.manual_seed(0)
-    model, x = Net().double(), torch.randn(8, 16, dtype=torch.float64)
+    model, x = make().double(), torch.randn(8, 16, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if options.get("stage") is not None:
         zc.compile(model, optimizer, **{"bucket_nbytes": 16 * 17 * 8, **options})
@@ -99,6 +110,14 @@ def test_inductor_compiles_nothing_in_a_second_run(options: dict[str, Any]) -> N
     got, _ = run(**options)
     assert counters["inductor"]["fxgraph_cache_hit"] and not counters["inductor"]["fxgraph_cache_miss"]
     assert all(map(torch.equal, got, wanted))
+
+
+def test_a_kept_graph_that_writes_a_sharded_weight_is_refused() -> None:
+    _, counted = run(make=Table, stage=2, fullgraph=True)
+    assert counted == (0, 1)
+    with pytest.raises(zc.ZcError, match=r"the forward writes parameter table\.weight in place"):
+        run(make=Table, stage=3, fullgraph=True)
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
 
 
 def test_plain_runs_and_ours_have_entries_of_their_own() -> None:

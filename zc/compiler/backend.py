@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 MAX_SHARED = 6  # graphs of one kind of block, for other sizes or flags: further ones belong to one block each
 
 
-def make_backend(runtime: Runtime, blocks: Blocks | None = None, kind: int | None = None) -> Callable[..., Any]:
-    """A backend for ``torch.compile`` whose backward graphs reduce gradients as ``runtime``'s plan says. With ``kind``
-    it compiles ``blocks`` of that kind, and one graph runs for all of them.
+def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[..., Any]:
+    """A backend for ``torch.compile`` whose backward graphs reduce gradients as ``runtime``'s plan says. With
+    ``blocks`` it compiles those of one kind, and one graph runs for all of them.
 
     Lifetime: the backend and everything that it compiles hold the runtime weakly, and own no program. Dynamo keeps
     compiled graphs by code object, in C, out of sight of Python's collector, so whatever they own would outlive the

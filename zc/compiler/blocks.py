@@ -88,15 +88,15 @@ Around = Callable[[Places], contextlib.AbstractContextManager[None]]
 def compile_blocks(
     model: nn.Module,
     kinds: Sequence[BlockKind],
-    make_backend: Callable[[int], Callable[..., Any]],
+    make_backend: Callable[[], Callable[..., Any]],
     install: Callable[[nn.Module, Callable[..., Any]], None],
     dynamic: bool | None,
     around: Around | None = None,
 ) -> None:
     """Each member of a kind runs one compiled function from now on, with one backend per kind. ``install(block, call)``
     makes ``call`` what the block does when it is called. ``around``: what its parameters need meanwhile."""
-    for number, kind in enumerate(kinds):
-        compiled = torch_private.compiled_block_call(make_backend(number), dynamic=dynamic)
+    for kind in kinds:
+        compiled = torch_private.compiled_block_call(make_backend(), dynamic=dynamic)
         for name in kind.members:
             block = model.get_submodule(name)
             run = partial(_run, weakref.ref(block), compiled, torch_private.places_of_params(block), around)
