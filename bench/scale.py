@@ -166,19 +166,20 @@ def depth_points(
         "--vocab 256 --seq 32 --width 64 --heads 4 --batch 1 --steps 2 --settle 1 --clip 0 --eval-batches 0 --quiet "
         f"--model {model}"
     )
-    among = ("" if model == "gpt" else f" of {model}") + ("" if ranks == 1 else f" on {ranks} ranks")
+    among = "" if ranks == 1 else f" on {ranks} ranks"
+    kinds = [f"first step{among}, {start}" for start in ("cold", "warm")]
     for depth in depths:
         for provider in providers:
-            kinds = [f"first step{among}, {start}" for start in ("cold", "warm")]
-            if all(done(kind, provider, depth) for kind in kinds):
+            series = provider if model == "gpt" else f"{provider}, {model}"
+            if all(done(kind, series, depth) for kind in kinds):
                 continue
             with tempfile.TemporaryDirectory(prefix="scale-cache-") as cache:
                 for kind in kinds:
                     record = train_once(provider, [*narrow.split(), "--layers", str(depth)], 850, cache, ranks)
                     if isinstance(record, str):
-                        failed.append(f"{provider}, {depth} layers: {record}")
+                        failed.append(f"{series}, {depth} layers: {record}")
                         break
-                    yield Point(kind, provider, depth, float(record["first_step_s"]), "s")  # type: ignore[arg-type]
+                    yield Point(kind, series, depth, float(record["first_step_s"]), "s")  # type: ignore[arg-type]
 
 
 def host_points(counts: list[int], world: int, num_steps: int = 40, layers: int = 64) -> Iterator[Point]:
