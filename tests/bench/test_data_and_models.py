@@ -10,6 +10,7 @@ import torch
 from bench import train
 from bench.cases import CASES, data
 from bench.cases.models import GPT, GPTConfig, make_gpt, make_model, num_parameters
+from zc.planning.blocks import find_kinds
 
 SMALL = GPTConfig(vocab=256, seq=16, layers=2, width=24, heads=3)
 
@@ -66,6 +67,18 @@ def test_causal_and_each_position_counts() -> None:
     changed[:, 9] = (changed[:, 9] + 1) % 256
     same = (model(x) - model(changed)).abs().amax(dim=(0, 2)) == 0
     assert same.tolist() == [True] * 9 + [False] * 7
+
+
+def test_the_llama_of_transformers_has_its_own_logits_and_loss_and_one_kind_of_block() -> None:
+    model = make_model("llama-transformers", GPTConfig(vocab=64, seq=8, layers=5, width=24, heads=3), 0)
+    tokens = torch.randint(64, (2, 8))
+    own = model.llama(input_ids=tokens, labels=tokens)  # which shifts the labels
+    torch.testing.assert_close(model(tokens), own.logits)
+    shifted = torch.cat((tokens[:, 1:], torch.full((2, 1), -100)), dim=1)
+    torch.testing.assert_close(model(tokens, shifted), own.loss)
+    (kind,) = find_kinds(model)
+    assert kind.members == tuple(f"llama.model.layers.{k}" for k in range(5)), "as many as FSDP2 wraps"
+    assert len(model.blocks) == 5
 
 
 @pytest.mark.parametrize("name", CASES)
