@@ -226,7 +226,7 @@ def cases(path: Path, chosen: Mapping[str, str]) -> str:
             by_case[case] = own
     for own in by_case.values():
         names |= dict.fromkeys(r["provider"] for r in own if r["provider"].endswith("compile"))
-    names |= {"zc stage 1": None}
+    names |= dict.fromkeys(("zc stage 1", "zc stage 3", "zc stage 2, eager"))
     for case, own in by_case.items():
         base = [r for r in own if r["provider"] == BASE]
         line = [case, *(_show(median_of(base, c), ",.0f") for c in ("p50_ms", "peak_steady_mb"))]
