@@ -117,7 +117,7 @@ def test_a_kept_graph_that_writes_a_sharded_weight_is_refused() -> None:
     assert counted == (0, 1)
     with pytest.raises(zc.ZcError, match=r"the forward writes parameter table\.weight in place"):
         run(make=Table, stage=3, fullgraph=True)
-    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+    assert not counters["aot_autograd"]["autograd_cache_miss"], "it was not kept"
 
 
 def test_plain_runs_and_ours_have_entries_of_their_own() -> None:
