@@ -9,9 +9,9 @@ A rank's exception comes back as a `RanksFailed` that names the rank and holds i
 return within the limit (most often: it waits in a collective that the others never entered) is asked for the
 stacks of all its threads, then killed, and the pool is rebuilt: one hanging test costs one test.
 
-Limits are for a machine that does nothing else: `patience` makes them longer on another. What Inductor finds out about
-the processor with a C++ compiler, a minute or two of torch 2.11's, is found once a checkout, in no job's time. What it
-compiles lies in one folder of the whole run (`compiled_code`), empty when that begins.
+Limits are for a machine that does nothing else: `patience` makes them longer on another. Inductor asks a C++ compiler
+about the processor once per checkout, in no job's time (`probed`), and compiles into one folder per run
+(`compiled_code`), empty when that begins.
 """
 
 from __future__ import annotations
@@ -28,17 +28,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from rank_process import RUNNING
+from rank_process import RUNNING, collect
 
 START_S = 300.0  # for `import torch` on a machine that does other things too; no job's own time
 GRACE_S = 10.0  # how long the other ranks may go on after one has failed: time for their own error to come up
-
-
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = Path(__file__).with_name("rank_process.py")
 NUM_TEMPLATES = 2
@@ -97,11 +95,8 @@ class _Template:
     def __init__(self, log: Path, compiled: Path) -> None:
         self._socket, child = socket.socketpair()
         self.log = log
-        env = {
-            k: v
-            for k, v in os.environ.items()
-            if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        }
+        of_a_launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        env = {k: v for k, v in os.environ.items() if k not in of_a_launcher}
         env.update(
             OMP_NUM_THREADS="1",
             MKL_NUM_THREADS="1",
@@ -114,11 +109,8 @@ class _Template:
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, str(SERVER), str(child.fileno())],
-                pass_fds=(child.fileno(),),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=env,
-            )
+                pass_fds=(child.fileno(),), stdout=output, stderr=subprocess.STDOUT, env=env,
+            )  # fmt: skip
         child.close()
 
     def ask(self, *request: Any, descriptors: tuple[int, ...] = ()) -> int:
@@ -162,10 +154,7 @@ class _Rank:
         """The Python stacks of all threads, from the process itself; works while it waits inside C++."""
         if (code := self.exit_code("poll")) != RUNNING:
             return f"ended with exit code {code}"
-        for number in (
-            signal.SIGUSR2,
-            signal.SIGUSR1,
-        ):  # first the main thread alone: of many threads not all are shown
+        for number in (signal.SIGUSR2, signal.SIGUSR1):  # the main thread first: of many threads not all are shown
             os.kill(self.pid, number)
             time.sleep(0.3)
         return self.stacks.read_text() if self.stacks.exists() else "(no stacks)"
@@ -267,14 +256,38 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     """``[fn(rank, world_size, *args) for rank in ...]``, each in its own process, in a fresh gloo group of them all.
     ``timeout``: seconds on an idle machine.
 
-    ``fn`` is a top-level function of an importable module; arguments and results travel by pickle. Raises
-    RanksFailed.
+    ``fn`` is a top-level function of an importable module; arguments and results travel by pickle. Raises RanksFailed.
     """
     global _pool
     if _pool is None:
         _pool = RankPool()
         atexit.register(shutdown)
     return _pool.run(fn, world_size, *args, timeout=timeout)
+
+
+def run_cases(
+    fn: Callable[..., Any], world_size: int, cases: Iterable[Any], *, timeout: float = 120.0
+) -> list[tuple[Any, tuple[Any, ...]]]:
+    """`run_ranks` of each case in one job, where a job of its own would cost more than the case: the case, and its
+    results by rank. A case that is no tuple is one argument. ``timeout`` is for all of them."""
+    chosen = list(cases)
+    ranks = run_ranks(_one_after_the_other, world_size, fn, chosen, timeout=timeout)
+    return list(zip(chosen, zip(*ranks, strict=True), strict=True))
+
+
+def _one_after_the_other(rank: int, world_size: int, fn: Callable[..., Any], cases: list[Any]) -> list[Any]:
+    """Job. Each case starts as a job does, and what the one before has dropped is gone."""
+    import torch
+
+    results = []
+    for case in cases:
+        collect()
+        torch.manual_seed(0)
+        try:
+            results.append(fn(rank, world_size, *(case if isinstance(case, tuple) else (case,))))
+        except Exception as error:
+            raise RuntimeError(f"case {case}") from error
+    return results
 
 
 def shutdown() -> None:

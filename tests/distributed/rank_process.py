@@ -134,7 +134,6 @@ def _run(fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ..
 
 
 def _end_job(is_fine: bool) -> None:
-    import torch._dynamo
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -145,6 +144,13 @@ def _end_job(is_fine: bool) -> None:
         with contextlib.suppress(RuntimeError):
             dist.barrier()
     dist.destroy_process_group()  # a failed rank does so at once: whoever waits for it gets an error, not a timeout
+    collect()
+
+
+def collect() -> None:
+    """Between two jobs, or two cases of one."""
+    import torch._dynamo
+
     torch._dynamo.reset()  # its caches hold models, and what is frozen with them (threads, connections) would stay
     for _ in range(2):  # the first frees compiled graphs, which let go of models then
         gc.collect()

@@ -4,12 +4,13 @@ relatives."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import run_cases, run_ranks
 from models import CASES, probe
 from oracle import full_gradients, worst
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from zc.engine.accumulators import Accumulators
 from zc.engine.operations import TABLE
 from zc.ranks.journal import EXCHANGES
 from zc.schedule.spec import ReduceRows
+
+BACKENDS = ("eager", "aot_eager")
 
 # --- deepspeed#7985's probe ---
 
@@ -76,16 +79,14 @@ def _probe(
     return worst(got, gathered[0])[0], worst(got, wanted)[0], worst(got, exact)[0]
 
 
-@pytest.mark.parametrize("declared", [True, False])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_pr_7985_probe(stage: int, backend: str, declared: bool) -> None:
+def test_pr_7985_probe() -> None:
     """deepspeed#7985: after the boundary the ranks' accumulators differed by 3.80 %. They must agree exactly, and hold
     the mean of what plain PyTorch computes in bf16, added without further rounding: 1e-6 is fp32's (measured 2e-9).
     bf16's own, 4e-3, is what is left to the float64 oracle."""
-    for across, to_plain, to_exact in run_ranks(_probe, 2, stage, backend, declared, False):
-        assert across == 0.0
-        assert to_plain < 1e-6 and to_exact < 4e-3
+    for case, ranks in run_cases(_probe, 2, itertools.product((1, 2), BACKENDS, (True, False), (False,))):
+        for across, to_plain, to_exact in ranks:
+            assert across == 0.0, case
+            assert to_plain < 1e-6 and to_exact < 4e-3, case
 
 
 def test_the_probe_notices_a_leak() -> None:
@@ -112,14 +113,11 @@ def _count_in_bf16(rank: int, world_size: int, stage: int, backend: str, declare
     return sums
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_256_and_1_is_257(stage: int) -> None:
+def test_256_and_1_is_257() -> None:
     """pytorch#196996, pytorch#160279, pytorch#106395: bf16 has 8 bits, there 256 + 1 is 256, and 300 ones stop at
     256."""
-    for backend in ("eager", "aot_eager"):
-        for declared in (True, False):
-            for result in run_ranks(_count_in_bf16, 2, stage, backend, declared):
-                assert result == [257.0, 300.0], (backend, declared)
+    for case, ranks in run_cases(_count_in_bf16, 2, itertools.product((1, 2), BACKENDS, (True, False))):
+        assert ranks == ([257.0, 300.0],) * 2, case
     assert (torch.tensor(256.0, dtype=torch.bfloat16) + 1).item() == 256.0, "the control: bf16 can't count on"
 
 
@@ -146,14 +144,15 @@ def _what_is_sent(rank: int, world_size: int, stage: int, backend: str, declared
     return updates
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_declared_microbatches_send_nothing_in_stage_1(backend: str) -> None:
     """deepspeed#7366 (a reduction on every microstep), pytorch#187732 (none from iteration 2 on): one reduction a
     bucket and update with no_sync, in every update; without it and in stage 2 one a bucket and backward. The order is
     the same on every rank."""
     num_declared = 0
-    for stage, declared, backwards in ((1, True, 1), (1, False, 4), (2, True, 4), (2, False, 4)):
-        results = run_ranks(_what_is_sent, 2, stage, backend, declared)
+    ways = ((1, backend, True), (1, backend, False), (2, backend, True), (2, backend, False))
+    for (stage, _, declared), results in run_cases(_what_is_sent, 2, ways):
+        backwards = 1 if stage == 1 and declared else 4
         assert results[0] == results[1]
         num_buckets = 2  # each layer's 1,024 bytes of weight and 64 of bias do not fit together with another's
         for calls in results[0]:
@@ -176,8 +175,8 @@ def _sub_groups(rank: int, world_size: int, stage: int) -> tuple[float, str]:
     return worst(zc.full_grad(model), wanted)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_group_that_is_not_the_world(stage: int) -> None:
+def test_a_group_that_is_not_the_world() -> None:
     """Ranks are counted inside the group: divided by its size, its own rank 0's shard first."""
-    for error, name in run_ranks(_sub_groups, 4, stage):
-        assert error < 1e-6, name
+    for stage, ranks in run_cases(_sub_groups, 4, (1, 2)):
+        for error, name in ranks:
+            assert error < 1e-6, (stage, name)

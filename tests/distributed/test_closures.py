@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import run_cases, run_ranks
 from models import CASES
 from oracle import weights, worst
 from torch import Tensor, nn
@@ -55,17 +56,17 @@ def _third_party(rank: int, world_size: int, times: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("times", [0, 1, 2])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_calls_its_closure_once_is_taken(times: int) -> None:
+def test_what_calls_its_closure_once_is_taken() -> None:
     """A second evaluation would see weights of this rank alone, and gradients that nobody has reduced."""
-    for seen in run_ranks(_third_party, 2, times):
-        assert seen["random"]
-        if times == 1:
-            assert seen["raised"] == ("", "") and not seen["same"] and seen["seen"] == 1
-            continue
-        assert seen["raised"][0] == "PlanError" and f"calls it {times} times" in seen["raised"][1]
-        assert seen["same"] and not any(seen["grads"]), "nothing was called"
+    for times, ranks in run_cases(_third_party, 2, (0, 1, 2)):
+        for seen in ranks:
+            assert seen["random"]
+            if times == 1:
+                assert seen["raised"] == ("", "") and not seen["same"] and seen["seen"] == 1
+                continue
+            assert seen["raised"][0] == "PlanError" and f"calls it {times} times" in seen["raised"][1]
+            assert seen["same"] and not any(seen["grads"]), "nothing was called"
 
 
 def _raises(rank: int, world_size: int) -> dict[str, Any]:
@@ -131,10 +132,8 @@ def _nested(rank: int, world_size: int, stage: int, by_closure: bool) -> tuple[D
     return worst(weights(model), weights(twin)), zc.registry.sharded(model).runtime.ledger.num_steps
 
 
-@pytest.mark.parametrize("by_closure", [True, False])
-@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_step_inside_a_step_is_one_update(stage: int, by_closure: bool) -> None:
-    for error, num_steps in run_ranks(_nested, 2, stage, by_closure):
-        assert error[0] < 2e-6, error
-        assert num_steps == 3
+def test_a_step_inside_a_step_is_one_update() -> None:
+    for case, ranks in run_cases(_nested, 2, itertools.product((1, 2), (True, False))):
+        for error, num_steps in ranks:
+            assert error[0] < 2e-6 and num_steps == 3, (case, error)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import run_cases
 from models import CASES, NAMES
 from oracle import full_gradients, widen, worst
 from tiers import FULL
@@ -59,35 +60,37 @@ def _error(rank: int, world_size: int, run: Run, double: bool, fault: str = "") 
     return worst(got, wanted)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("case", [n for n in NAMES if n not in ("mixed_dtypes", "probe")])
-def test_float64_models_agree_with_the_oracle(case: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "stage"), [("eager", 1), ("eager", 2), ("aot_eager", 1), *([("aot_eager", 2)] if FULL else [])]
+)
+def test_float64_models_agree_with_the_oracle(backend: str, stage: int) -> None:
     """Mean over ranks, sum over backwards (transformers#34191, transformers#34242). In float64 nothing can hide in
     rounding: what is left is 1e-16 times the depth of the sums, so 1e-12 shows even a single lost or doubled
     element. Compiled ones in stage 2 are in test_against_ddp.py; here by ZC_TESTS=full."""
-    for stage in (1, 2) if FULL or backend == "eager" else (1,):
-        for error, name in run_ranks(_error, 2, Run(case, stage=stage, backend=backend), True):
-            assert error < 1e-12, (stage, name)
+    runs = [Run(case, stage=stage, backend=backend) for case in NAMES if case not in ("mixed_dtypes", "probe")]
+    for (run, _), ranks in run_cases(_error, 2, [(run, True) for run in runs], timeout=300.0):
+        for error, name in ranks:
+            assert error < 1e-12, (run.case, name)
 
 
-@pytest.mark.parametrize("fault", ["twice", "first bucket lost"])
-def test_the_oracle_notices_a_broken_accumulation(fault: str) -> None:
+def test_the_oracle_notices_a_broken_accumulation() -> None:
     """Negative controls: deepspeed#7981 lost all but the last, megatron-lm#6357 added twice. Each must be far outside
     1e-12.
 
     What was never written holds whatever lay in its memory, NaN as well, which compares as neither: far outside."""
-    for error, _ in run_ranks(_error, 2, Run("gpt_tied"), True, fault):
-        assert not error <= 0.1
+    faults = [(Run("gpt_tied"), True, fault) for fault in ("twice", "first bucket lost")]
+    for case, ranks in run_cases(_error, 2, faults):
+        assert not any(error <= 0.1 for error, _ in ranks), case
 
 
 # --- param.grad ---
 
 
-def _norms(rank: int, world_size: int, stage: int, backend: str) -> tuple[float, float, float]:
+def _norms(rank: int, world_size: int, stage: int) -> tuple[float, float, float]:
     """Job: zc's norm, a second call's, and the oracle's."""
     case = CASES["gpt_tied"]
     model = case.model()
-    zc.compile(model, adamw(model), stage=stage, backend=backend, bucket_nbytes=4096)
+    zc.compile(model, adamw(model), stage=stage, backend="eager", bucket_nbytes=4096)
     case.loss(model, case.batch(rank, 0, 0)).backward()
     norm = zc.clip_grad_norm_(model, 0.5)
     assert norm.dim() == 0 and norm.dtype == torch.float32
@@ -96,26 +99,26 @@ def _norms(rank: int, world_size: int, stage: int, backend: str) -> tuple[float,
     return norm.item(), zc.clip_grad_norm_(model, 0.5).item(), joint
 
 
-@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_norm_is_the_one_process_norm(world_size: int, stage: int) -> None:
+def test_the_norm_is_the_one_process_norm(world_size: int) -> None:
     """deepspeed#7302, pytorch#149768, pytorch#88955: replicas or a tied weight counted twice give a norm that is wrong
     by a few per cent. A second call sees the clipped gradients."""
-    for result, again, wanted in run_ranks(_norms, world_size, stage, "eager"):
-        assert result == pytest.approx(wanted, rel=1e-6)
-        assert again == pytest.approx(min(0.5, wanted), rel=1e-4)
+    for stage, ranks in run_cases(_norms, world_size, (1, 2)):
+        for result, again, wanted in ranks:
+            assert result == pytest.approx(wanted, rel=1e-6), stage
+            assert again == pytest.approx(min(0.5, wanted), rel=1e-4), stage
 
 
 # --- not a number ---
 
 
-def _with_nan(rank: int, world_size: int, stage: int, backend: str, value: float) -> dict[str, Any]:
+def _with_nan(rank: int, world_size: int, stage: int, backend: str) -> dict[str, Any]:
     case = CASES["mlp"]
     model = case.model()
     model, optimizer = zc.compile(model, adamw(model), stage=stage, backend=backend, bucket_nbytes=512)
     x, y = case.batch(rank, 0, 0)
     if rank == 1:
-        x[0, 0] = value
+        x[0, 0] = float("nan")
     case.loss(model, (x, y)).backward()
     grads = zc.full_grad(model)
     norm = zc.clip_grad_norm_(model, 1.0)
@@ -127,13 +130,12 @@ def _with_nan(rank: int, world_size: int, stage: int, backend: str, value: float
     }
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_nan_on_one_rank_is_a_nan_on_all(stage: int, backend: str) -> None:
+def test_a_nan_on_one_rank_is_a_nan_on_all() -> None:
     """One rank's bad batch must not be averaged away, dropped or clipped to a number: users find such batches by
     it."""
-    for seen in run_ranks(_with_nan, 2, stage, backend, float("nan")):
-        assert not any(seen["grad"].values()) and math.isnan(seen["norm"]) and seen["weight"]
+    for case, ranks in run_cases(_with_nan, 2, itertools.product((1, 2), ("eager", "aot_eager"))):
+        for seen in ranks:
+            assert not any(seen["grad"].values()) and math.isnan(seen["norm"]) and seen["weight"], case
 
 
 # --- what goes past a compiled backward in silence ---
@@ -148,53 +150,25 @@ def _explained(rank: int, world_size: int, case: str, backend: str) -> dict[str,
     return zc.explain(model).sections
 
 
-@pytest.mark.parametrize("case", ["gpt_tied", "graph_break"])
-def test_compiled_backends_do_compile(case: str) -> None:
+def test_compiled_backends_do_compile() -> None:
     """What compares aot_eager and inductor with an oracle says nothing if everything came in by hooks: every
     parameter is covered by a compiled schedule that has run and was proved. tests/backend/test_segments.py has more
     graphs of one class than Dynamo's default limit."""
-    sections = run_ranks(_explained, 2, case, "aot_eager")[0]
-    assert sections["not covered by a schedule"] == "nothing"
-    schedules = [body for name, body in sections.items() if name.startswith("schedule backward")]
-    assert len(schedules) == {"gpt_tied": 1, "graph_break": 2}[case]
-    assert all("run 2 times" in body and "NOT VERIFIED" not in body for body in schedules)
-    eager = run_ranks(_explained, 2, case, "eager")[0]
-    assert not any(name.startswith("schedule backward") for name in eager), "the control"
-
-
-def _plain_sequential(rank: int, world_size: int) -> str:
-    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
-    zc.compile(model, adamw(model), backend="aot_eager")
-    model(torch.ones(2, 16)).sum().backward()
-    return zc.explain(model).sections["not covered by a schedule"]
+    num_schedules = {("gpt_tied", "aot_eager"): 1, ("graph_break", "aot_eager"): 2, ("gpt_tied", "eager"): 0}
+    for case, (sections, _) in run_cases(_explained, 2, num_schedules):
+        schedules = [body for name, body in sections.items() if name.startswith("schedule backward")]
+        assert len(schedules) == num_schedules[case], case
+        assert all("run 2 times" in body and "NOT VERIFIED" not in body for body in schedules), case
+        assert not schedules or sections["not covered by a schedule"] == "nothing", case
 
 
 def test_a_plain_sequential_is_compiled() -> None:
     """Dynamo skips the forward of torch.nn's own classes: ``model.compile()`` of a bare nn.Sequential would be the
     eager path under the name of the compiled one."""
-    assert run_ranks(_plain_sequential, 2) == ["nothing", "nothing"]
-
-
-def _after_plain_compile(rank: int, world_size: int) -> tuple[float, str, bool]:
-    """torch.compile has cached this model's AOTAutograd result, without our hook in it."""
-    case = CASES["mlp"]
-    plain = case.model()
-    plain.compile()
-    case.loss(plain, case.batch(rank, 0, 0)).backward()
-    torch._dynamo.reset()
-    model = case.model()
-    zc.compile(model, adamw(model), backend="inductor", bucket_nbytes=512)
-    case.loss(model, case.batch(rank, 0, 0)).backward()
-    wanted = full_gradients(case.model(), case.loss, [[case.batch(r, 0, 0)] for r in range(world_size)])
-    covered = zc.explain(model).sections["not covered by a schedule"] == "nothing"
-    return (*worst(zc.full_grad(model), wanted), covered)  # type: ignore[arg-type]
-
-
-def test_a_cached_plain_compilation_is_not_taken() -> None:
-    """The AOTAutograd cache's key ignores the hook: an entry of a plain run would leave whole gradients and no
-    reduction."""
-    for error, name, covered in run_ranks(_after_plain_compile, 2, timeout=120):
-        assert error < 1e-6 and covered, name
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    zc.compile(model, adamw(model), backend="aot_eager")
+    model(torch.ones(2, 16)).sum().backward()
+    assert zc.explain(model).sections["not covered by a schedule"] == "nothing"
 
 
 def test_nn_module_is_all_that_is_needed() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import run_cases
 from models import CASES, WithUnused, mean_square, vectors
 from oracle import weights, worst
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from torch.optim import SGD, AdamW
 from training_runs import DIFFERS_MOST, adamw
 
 import zc
+
+WAYS = tuple(itertools.product((1, 2), ("eager", "aot_eager")))  # stages and backends
 
 # --- parameters without a gradient ---
 
@@ -37,14 +40,13 @@ def _unused(rank: int, world_size: int, stage: int, backend: str) -> dict[str, A
     }
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_parameter_without_gradient_is_left_alone(stage: int, backend: str) -> None:
+def test_a_parameter_without_gradient_is_left_alone() -> None:
     """Zeros in place of None would let weight decay shrink it and momentum move it; PyTorch skips it (deepspeed#5639's
     opposite)."""
-    for seen in run_ranks(_unused, 2, stage, backend):
-        assert seen["moved"] == ["first.weight", "first.bias", "last.weight", "last.bias"]
-        assert seen["elements with state"] == 2 * (16 * 16 + 16), "no moments for what is never trained"
+    for case, ranks in run_cases(_unused, 2, WAYS):
+        for seen in ranks:
+            assert seen["moved"] == ["first.weight", "first.bias", "last.weight", "last.bias"], case
+            assert seen["elements with state"] == 2 * (16 * 16 + 16), "no moments for what is never trained"
 
 
 # --- masters ---
@@ -69,15 +71,14 @@ def _masters(rank: int, world_size: int, stage: int, backend: str) -> dict[str, 
     return {**seen, "steps": steps, "expected": expected}
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_bf16_parameters_have_fp32_masters_from_the_given_values(stage: int, backend: str) -> None:
+def test_bf16_parameters_have_fp32_masters_from_the_given_values() -> None:
     """The masters are the given fp32 weights, not their bf16 rounding, and keep updates that bf16 alone would lose:
     with bf16 weights 1 - 0.001 is 1 for ever."""
-    for seen in run_ranks(_masters, 2, stage, backend):
-        assert seen["first"] == 1.0 and seen["dtype"] == torch.bfloat16
-        assert seen["steps"] == seen["expected"]
-        assert len(set(seen["steps"])) > 2, "the control: it does move"
+    for case, ranks in run_cases(_masters, 2, WAYS):
+        for seen in ranks:
+            assert seen["first"] == 1.0 and seen["dtype"] == torch.bfloat16, case
+            assert seen["steps"] == seen["expected"], case
+            assert len(set(seen["steps"])) > 2, "the control: it does move"
 
 
 def _bf16_training(rank: int, world_size: int, stage: int) -> DIFFERS_MOST:
@@ -109,13 +110,13 @@ def _bf16_training(rank: int, world_size: int, stage: int) -> DIFFERS_MOST:
     return worst(weights(model), weights(twin))
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_param_dtype_bf16_is_mixed_precision_as_written_by_hand(stage: int) -> None:
+def test_param_dtype_bf16_is_mixed_precision_as_written_by_hand() -> None:
     """bf16 gradients on the wire, fp32 in the sum, in the masters and in the moments: nothing else is rounded. The
     same kernels run in both, so single bf16 weights may differ by an ulp at most where a master lies on a
     boundary."""
-    for error, name in run_ranks(_bf16_training, 2, stage):
-        assert error < 1e-4, name
+    for stage, ranks in run_cases(_bf16_training, 2, (1, 2)):
+        for error, name in ranks:
+            assert error < 1e-4, (stage, name)
 
 
 # --- rank 0's weights ---
@@ -133,15 +134,14 @@ def _broadcast(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     return {"own": own, "after": {n: t.clone() for n, t in model.state_dict().items()}}
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_everything_starts_from_rank_0(stage: int) -> None:
+def test_everything_starts_from_rank_0() -> None:
     """Ranks that were seeded apart: parameters, frozen ones and buffers of any dtype are rank 0's afterwards, as
     under DDP."""
-    results = run_ranks(_broadcast, 4, stage)
-    wanted = results[0]["own"]
-    assert not torch.equal(results[1]["own"]["0.weight"], wanted["0.weight"])
-    for seen in results:
-        assert all(torch.equal(seen["after"][name], wanted[name]) for name in wanted)
+    for stage, ranks in run_cases(_broadcast, 4, (1, 2)):
+        wanted = ranks[0]["own"]
+        assert not torch.equal(ranks[1]["own"]["0.weight"], wanted["0.weight"])
+        for seen in ranks:
+            assert all(torch.equal(seen["after"][name], wanted[name]) for name in wanted), stage
 
 
 # --- padding ---
@@ -167,11 +167,10 @@ def _padding(rank: int, world_size: int, stage: int) -> bool:
     return is_zero and count == sum(p.numel() > 0 for p in model.parameters())
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_padding_stays_zero(stage: int) -> None:
+def test_padding_stays_zero() -> None:
     """deepspeed#5105: padding came back as data. No update may write what belongs to no parameter, or a norm would
     count it."""
-    assert all(run_ranks(_padding, 2, stage))
+    assert all(all(ranks) for _, ranks in run_cases(_padding, 2, (1, 2)))
 
 
 class Scale(nn.Module):
@@ -200,9 +199,9 @@ def _one_number(rank: int, world_size: int, recompiled: bool) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("recompiled", [False, True])
-def test_state_of_one_number_that_a_rank_has_nothing_of(recompiled: bool) -> None:
+def test_state_of_one_number_that_a_rank_has_nothing_of() -> None:
     """Adagrad makes its sums with the optimizer, 0-d ones of a 0-d parameter (fuzz program 20075: RuntimeError)."""
     wanted = [0.75 - 0.5 * sum(3 / (0.25 + 9 * n) ** 0.5 for n in range(1, step + 1)) for step in (1, 2, 3)]
-    for result in run_ranks(_one_number, 2, recompiled):
-        assert result == pytest.approx(wanted, rel=1e-6)
+    for recompiled, ranks in run_cases(_one_number, 2, (False, True)):
+        for result in ranks:
+            assert result == pytest.approx(wanted, rel=1e-6), recompiled

@@ -7,15 +7,17 @@ of the sum over their backwards.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import run_cases
 from models import Heads, seeded
 from oracle import weights
 from torch import Tensor, nn
@@ -200,29 +202,35 @@ def under_zc(rank: int, world_size: int, name: str, stage: int, backend: str, op
     return seen
 
 
-def check(name: str, stage: int, backend: str, world_size: int = 2, **options: Any) -> list[Seen]:
-    results: list[Seen] = run_ranks(under_zc, world_size, name, stage, backend, options)
-    wanted = alone(name, world_size)
-    rtol = 0.02 if options.get("reduce_dtype") is torch.bfloat16 else 1e-5
-    for mine in results:
-        for param, value in wanted.items():
-            assert torch.equal(mine.weights[param], results[0].weights[param]), f"ranks ended with another {param}"
-            torch.testing.assert_close(mine.weights[param].double(), value, rtol=rtol, atol=rtol / 10)
-    return results
+def check(name: str, ways: list[tuple[int, str, dict[str, Any]]], world_size: int = 2) -> list[tuple[Seen, ...]]:
+    """Each way is a stage, a backend and options. What the ranks have seen, by way."""
+    wanted, seen = alone(name, world_size), []
+    for (_, *way), ranks in run_cases(under_zc, world_size, [(name, *way) for way in ways]):
+        rtol = 0.02 if way[-1].get("reduce_dtype") is torch.bfloat16 else 1e-5
+        for mine in ranks:
+            for param, value in wanted.items():
+                assert torch.equal(mine.weights[param], ranks[0].weights[param]), f"{way}: ranks differ in {param}"
+                torch.testing.assert_close(
+                    mine.weights[param].double(), value, rtol=rtol, atol=rtol / 10, msg=lambda m, way=way: f"{way}: {m}"
+                )
+        seen.append(ranks)
+    return seen
 
 
-ALL = [(name, stage, backend) for name in LOOPS for stage in (1, 2) for backend in ("eager", "aot_eager")]
+@cache
+def compiled_in_stage_2(name: str) -> tuple[Seen, ...]:
+    """Checked in both stages and backends."""
+    return check(name, list(itertools.product((1, 2), ("eager", "aot_eager"), ({},))))[-1]
 
 
-@pytest.mark.parametrize(("name", "stage", "backend"), ALL)
-def test_ranks_that_bring_other_gradients(name: str, stage: int, backend: str) -> None:
-    check(name, stage, backend)
+@pytest.mark.parametrize("name", LOOPS)
+def test_ranks_that_bring_other_gradients(name: str) -> None:
+    compiled_in_stage_2(name)
 
 
 @pytest.mark.parametrize("name", ["other heads", "microbatches in no_sync", "one backward more"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_three_ranks(name: str, backend: str) -> None:
-    check(name, 2, backend, world_size=3)
+def test_three_ranks(name: str) -> None:
+    check(name, [(2, "eager", {}), (2, "aot_eager", {})], world_size=3)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -235,16 +243,15 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", ["microbatches in no_sync", "one backward more"])
-def test_with_every_option(name: str, options: dict[str, Any]) -> None:
-    check(name, 2, "aot_eager", **options)
+def test_with_every_option(name: str) -> None:
+    check(name, [(2, "aot_eager", options) for options in OPTIONS])
 
 
 def test_a_graph_broken_on_one_rank_costs_one_backward() -> None:
     """The first one: from the second on all ranks propose what the first has brought, and reduce it inside of the
     backward. It is said once, where it can be read."""
-    for mine in check("a graph broken on one rank", 2, "aot_eager"):
+    for mine in compiled_in_stage_2("a graph broken on one rank"):
         assert mine.num_kept[0] > 0 and mine.num_kept[1:] == [0] * (STEPS - 1), mine.num_kept
         assert sum("as without ZeRO-2" in note for note in mine.notes) == 1
 
@@ -252,11 +259,12 @@ def test_a_graph_broken_on_one_rank_costs_one_backward() -> None:
 @pytest.mark.parametrize("name", ["other heads", "microbatches in no_sync"])
 def test_gradients_are_whole_to_the_end_of_their_backward_and_no_longer(name: str) -> None:
     """In no_sync too: else each microbatch's forward would find a full gradient in memory."""
-    for mine in check(name, 2, "aot_eager"):
+    for mine in compiled_in_stage_2(name):
         assert any(mine.num_kept) and mine.num_whole == [0] * STEPS, (mine.num_kept, mine.num_whole)
 
 
 def test_a_model_with_an_unused_parameter_keeps_nothing_whole_in_no_sync() -> None:
     """A bucket that is never full is a part of what like backwards propose, and is reduced at their end."""
-    for mine in check("a head that nobody uses", 2, "eager", bucket_nbytes=2**20):
+    (ranks,) = check("a head that nobody uses", [(2, "eager", {"bucket_nbytes": 2**20})])
+    for mine in ranks:
         assert mine.num_whole[1:] == [0] * (STEPS - 1), mine.num_whole

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import run_cases
 from models import mean_square, mlp, vectors
 from torch import nn
 
@@ -199,20 +200,15 @@ def really(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> t
     return zc.persistent_nbytes(model), zc.registry.sharded(model).runtime.accumulators.nbytes_of_last_step
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"offload": "cpu"}, {"offload": "cpu", "offload_accumulate": "device"}],
-    ids=["none", "cpu", "device"],
-)
-def test_a_run_holds_and_moves_what_was_planned(stage: int, options: dict[str, Any]) -> None:
+def test_a_run_holds_and_moves_what_was_planned() -> None:
     """To the byte; only the moments have no padding."""
-    for dtype in (FP32, BF16):
-        arguments = {**options, "param_dtype": dtype}
-        for nbytes, moved in run_ranks(really, 2, stage, arguments):
-            planned = zc.plan(
-                mlp(32, 3), world_size=2, ranks_per_host=2, stage=stage, bucket_nbytes=5000, microbatches=2, **arguments
-            )
+    ways: tuple[dict[str, Any], ...] = ({}, {"offload": "cpu"}, {"offload": "cpu", "offload_accumulate": "device"})
+    options = [{**way, "param_dtype": dtype} for way in ways for dtype in (FP32, BF16)]
+    for (stage, arguments), ranks in run_cases(really, 2, itertools.product((1, 2, 3), options)):
+        planned = zc.plan(
+            mlp(32, 3), world_size=2, ranks_per_host=2, stage=stage, bucket_nbytes=5000, microbatches=2, **arguments
+        )
+        for nbytes, moved in ranks:
             claimed = {**planned.device, **planned.host}
             state = claimed.pop("optimizer_state")
             assert state >= nbytes.pop("optimizer_state") > 0
