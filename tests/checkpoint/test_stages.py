@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-from harness import run_ranks
+from harness import run_cases
 from save_and_load import Job, joined, parts
+from test_reshard import assert_same
 
 import zc
 
@@ -50,15 +50,13 @@ def load_and_save(
     return {"parts": parts(model, optimizer), "weights": zc.full_state_dict(model)}
 
 
-@pytest.mark.parametrize("case", ["frozen", "mixed_dtypes"])
-def test_every_stage_loads_what_another_has_saved(case: str, tmp_path: Path) -> None:
-    first = run_ranks(train_and_save, CHAIN[0][0], case, CHAIN[0][1], tmp_path / "0")
-    wanted = joined([rank["parts"] for rank in first])
-    for k, (width, options) in enumerate(CHAIN[1:]):
-        ranks = run_ranks(load_and_save, width, case, options, tmp_path / str(k), tmp_path / str(k + 1))
-        got = joined([rank["parts"] for rank in ranks])
-        assert got.keys() == wanted.keys()
-        assert not [name for name in wanted if not got[name].equal(wanted[name])], (width, options)
-        weights = ranks[0]["weights"]
-        assert weights.keys() == first[0]["weights"].keys()
-        assert not [name for name, value in first[0]["weights"].items() if not weights[name].equal(value)]
+def test_every_stage_loads_what_another_has_saved(tmp_path: Path) -> None:
+    names = ("frozen", "mixed_dtypes")
+    (width, options), *others = CHAIN
+    first = run_cases(train_and_save, width, [(name, options, tmp_path / f"{name} 0") for name in names])
+    for k, (width, options) in enumerate(others):
+        paths = [[tmp_path / f"{name} {number}" for number in (k, k + 1)] for name in names]
+        later = run_cases(load_and_save, width, [(name, options, *p) for name, p in zip(names, paths, strict=True)])
+        for (case, ranks), (_, wanted) in zip(later, first, strict=True):
+            assert_same(*(joined([rank["parts"] for rank in each]) for each in (ranks, wanted)), case)
+            assert_same(ranks[0]["weights"], wanted[0]["weights"], case)

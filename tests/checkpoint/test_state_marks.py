@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import run_cases, run_ranks
 from models import CASES
 from save_and_load import Job, joined, parts
 from test_reshard import OPTIMIZERS, assert_same
@@ -150,17 +149,14 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_whole_state_is_taken(name: str, tmp_path: Path) -> None:
-    """torch said "doesn't match the size of optimizer's group"."""
-    make, options = KINDS[name]
-    results = run_ranks(_whole, 2, make, options, tmp_path if name == "disk" else None)
-    for which in ("taken", "again"):
-        states = [{k: v for k, v in rank[which].items() if "/" in k} for rank in results]
-        assert_same(joined(states), results[0]["wanted"])
-    for rank in results:
-        assert rank["lr"] == 0.0123
-        assert rank["apart"] < 1e-5
+def test_a_whole_state_is_taken(tmp_path: Path) -> None:
+    cases = [(make, options, tmp_path if name == "disk" else None) for name, (make, options) in KINDS.items()]
+    for name, (_, ranks) in zip(KINDS, run_cases(_whole, 2, cases), strict=True):
+        for which in ("taken", "again"):
+            states = [{k: v for k, v in rank[which].items() if "/" in k} for rank in ranks]
+            assert_same(joined(states), ranks[0]["wanted"], name)
+        for rank in ranks:
+            assert rank["lr"] == 0.0123 and rank["apart"] < 1e-5, name
 
 
 def test_one_rank_saves_what_a_plain_program_does() -> None:

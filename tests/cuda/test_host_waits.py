@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from clocks import recorded
-from harness import run_ranks
+from harness import run_cases
 from torch import nn
 
 import zc
@@ -51,16 +50,16 @@ def _noting(done: list[str], what: str, plain: Any) -> Any:
     return call
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_backward_is_issued_up_to_its_first_reduction_before_the_host_waits(stage: int) -> None:
-    for done, device, line in run_ranks(_loop, 2, stage, "aot_eager", 1):
-        assert done[0] == "segment" and done.count("segment") > 1 and "waits inside" in done, done
-        assert done.count("waits inside") == 1 and not device
-        assert "backward: 1 inside (" in line and "0 at its end" in line and "1 at the boundary (" in line, line
+def test_a_backward_is_issued_up_to_its_first_reduction_before_the_host_waits() -> None:
+    for stage, ranks in run_cases(_loop, 2, [(stage, "aot_eager", 1) for stage in (1, 2)]):
+        for done, device, line in ranks:
+            assert done[0] == "segment" and done.count("segment") > 1 and "waits inside" in done, (stage, done)
+            assert done.count("waits inside") == 1 and not device, stage
+            assert "backward: 1 inside (" in line and "0 at its end" in line and "1 at the boundary (" in line, line
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_waits_are_counted_a_backward_and_not_a_bucket(stage: int) -> None:
-    for done, device, line in run_ranks(_loop, 2, stage, "eager", 3):
-        assert done.count("waits inside") == 3 and not device, done
-        assert "backward: 3 inside (" in line and "1 at the boundary (" in line, line
+def test_waits_are_counted_a_backward_and_not_a_bucket() -> None:
+    for stage, ranks in run_cases(_loop, 2, [(stage, "eager", 3) for stage in (1, 2)]):
+        for done, device, line in ranks:
+            assert done.count("waits inside") == 3 and not device, (stage, done)
+            assert "backward: 3 inside (" in line and "1 at the boundary (" in line, line

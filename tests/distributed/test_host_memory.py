@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import run_cases, run_ranks
 from tiers import FULL
 from torch import Tensor, nn
 from training_runs import Run, environment, message_of, zc_weights
@@ -101,20 +101,18 @@ def test_explain_says_which_way() -> None:
         assert notes == "none" and not files
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        ("kernel", "rank 1: [Errno 1] process"),
-        ("no such call", "rank 1: undefined symbol: process_vm_readv"),
-        ("another memory", "is not rank 0 (another PID namespace)"),
-        ("another process", "has connected as rank 1, which it is not"),
-    ],
-)
-def test_where_it_is_refused_all_ranks_send_messages(how: str, says: str) -> None:
+def test_where_it_is_refused_all_ranks_send_messages() -> None:
     """One rank that can't is enough; said once, with the reason, on every rank."""
-    for plan, notes, _ in run_ranks(_ways, 2, 1, how):
-        assert "1 host of 2; reductions: messages; gathers of weights: messages" in plan
-        assert "messages instead of reading each other's memory" in notes and says in notes
+    reasons = {
+        "kernel": "rank 1: [Errno 1] process",
+        "no such call": "rank 1: undefined symbol: process_vm_readv",
+        "another memory": "is not rank 0 (another PID namespace)",
+        "another process": "has connected as rank 1, which it is not",
+    }
+    for (_, how), ranks in run_cases(_ways, 2, [(1, how) for how in reasons]):
+        for plan, notes, _ in ranks:
+            assert "1 host of 2; reductions: messages; gathers of weights: messages" in plan, how
+            assert "messages instead of reading each other's memory" in notes and reasons[how] in notes, how
 
 
 def _refused_later(rank: int, world_size: int) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import run_cases, run_ranks
 from models import Stack
 from oracle import worst
 from torch import Tensor, nn
@@ -140,7 +140,7 @@ def ddp(make: str) -> list[dict[str, Any]]:
     return _DDP[make]
 
 
-def assert_as_ddp(got: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+def assert_as_ddp(got: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]]) -> None:
     for mine, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(mine["losses"], theirs["losses"], rtol=TOLERANCE, atol=TOLERANCE)
         torch.testing.assert_close(mine["norms"], theirs["norms"], rtol=TOLERANCE, atol=TOLERANCE)
@@ -299,16 +299,16 @@ def test_a_mesh_that_does_not_fit_is_refused_with_both_shapes() -> None:
 
 def test_one_result_for_every_bucket_size_and_way() -> None:
     """Sums are in the order of the ranks of `shard`, then of the replicas, whatever carries them."""
-    first: list[dict[str, Any]] = []
-    for options, memory in (
+    ways = (
         ({"bucket_nbytes": 2000}, True), ({"bucket_nbytes": 10**6, "num_buffers": 1}, False),
         ({"overlap": False, "bucket_nbytes": 500}, False),
-    ):  # fmt: skip
-        results = run_ranks(train, 4, Loop((2, 2), updates=3, options=options), memory)
-        first = first or results
-        for each in results:
-            for mine, wanted in zip(each["weights"], first[0]["weights"], strict=True):
-                assert all(torch.equal(mine[name], wanted[name]) for name in wanted), (options, memory)
+    )  # fmt: skip
+    results = run_cases(train, 4, [(Loop((2, 2), updates=3, options=options), memory) for options, memory in ways])
+    first = results[0][1][0]["weights"]
+    for case, ranks in results:
+        for each in ranks:
+            for mine, wanted in zip(each["weights"], first, strict=True):
+                assert all(torch.equal(mine[name], wanted[name]) for name in wanted), case
 
 
 def sent_and_held(rank: int, world_size: int, shape: tuple[int, int], memory: bool) -> list[dict[str, int]]:
@@ -327,21 +327,21 @@ def sent_and_held(rank: int, world_size: int, shape: tuple[int, int], memory: bo
     return [dict(runtime.ledger.last.nbytes_sent), runtime.buffers.nbytes()]
 
 
-@pytest.mark.parametrize(("shape", "memory"), [((2, 2), True), ((2, 2), False), ((4, 1), True)])
-def test_what_is_sent_and_held_is_what_was_planned(shape: tuple[int, int], memory: bool) -> None:
-    planned = zc.plan(
-        Stack(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40)), world_size=4, num_replicas=shape[0],
-        ranks_per_host=4 if memory else None, bucket_nbytes=4000, microbatches=2,
-    )  # fmt: skip
-    for sent, result in run_ranks(sent_and_held, 4, shape, memory):
-        reductions = {kind: n for kind, n in sent.items() if kind.startswith(("reduce", "gather sums"))}
+def test_what_is_sent_and_held_is_what_was_planned() -> None:
+    for (shape, memory), ranks in run_cases(sent_and_held, 4, [((2, 2), True), ((2, 2), False), ((4, 1), True)]):
+        planned = zc.plan(
+            Stack(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40)), world_size=4, num_replicas=shape[0],
+            ranks_per_host=4 if memory else None, bucket_nbytes=4000, microbatches=2,
+        )  # fmt: skip
+        assert f"4 ranks in {shape[0]} replicas" in str(planned)
         inside = {"reduce"} if shape[1] > 1 else set()
-        assert set(reductions) == inside | {"reduce, between replicas", "gather sums, between replicas"}
-        assert sum(reductions.values()) == planned.wire["gradients"]
-        assert sent.get("gather weights", 0) == planned.wire["parameters"]
-        assert {kind: n for kind, n in result.items() if n} == {k: planned.device[k] for k, n in result.items() if n}
-        assert result["recv"] > 0 and ("host_sum" in result) == (shape[1] > 1)
-    assert f"4 ranks in {shape[0]} replicas" in str(planned)
+        for sent, result in ranks:
+            reductions = {kind: n for kind, n in sent.items() if kind.startswith(("reduce", "gather sums"))}
+            assert set(reductions) == inside | {"reduce, between replicas", "gather sums, between replicas"}
+            assert sum(reductions.values()) == planned.wire["gradients"]
+            assert sent.get("gather weights", 0) == planned.wire["parameters"]
+            assert {kind: n for kind, n in result.items() if n} == {k: planned.device[k] for k in result if result[k]}
+            assert result["recv"] > 0 and ("host_sum" in result) == (shape[1] > 1)
 
 
 def test_bytes_that_leave_a_host() -> None:
@@ -366,22 +366,21 @@ def on_hosts(rank: int, world_size: int, shape: tuple[int, int], hosts: str) -> 
         return train(rank, world_size, Loop(shape, updates=2))
 
 
-@pytest.mark.parametrize(
-    ("hosts", "how", "note"),
-    [
-        ("0011", "on 1 host of 2, which read each other's memory", ""),
-        ("0101", "on 2 hosts of 1; inside a replica reductions: messages", ""),
-        ("0012", "on 2 hosts of 1; inside a replica reductions: messages",
-         "the ranks of `shard` lie on 1 host of 2, which read each other's memory or 2 hosts of 1"),
-    ],
-)  # fmt: skip
-def test_all_replicas_take_one_way(hosts: str, how: str, note: str) -> None:
+def test_all_replicas_take_one_way() -> None:
     """Whatever hosts they lie on: all have one plan, and one order of summation."""
-    results = run_ranks(on_hosts, 4, (2, 2), hosts)
-    first = results[0]
-    assert_as_ddp(results, [{key: values[: len(first[key])] for key, values in each.items()} for each in ddp("adamw")])
-    assert all(how in each["explained"] and note in each["explained"] for each in results)
-    assert all(("stands for itself" in each["explained"]) == bool(note) for each in results)
+    apart = "on 2 hosts of 1; inside a replica reductions: messages"
+    said = {
+        "0011": ("on 1 host of 2, which read each other's memory", ""),
+        "0101": (apart, ""),
+        "0012": (apart, "the ranks of `shard` lie on 1 host of 2, which read each other's memory or 2 hosts of 1"),
+    }
+    for (_, hosts), results in run_cases(on_hosts, 4, [((2, 2), hosts) for hosts in said]):
+        how, note = said[hosts]
+        first = results[0]
+        wanted = [{key: values[: len(first[key])] for key, values in each.items()} for each in ddp("adamw")]
+        assert_as_ddp(results, wanted)
+        assert all(how in each["explained"] and note in each["explained"] for each in results), hosts
+        assert all(("stands for itself" in each["explained"]) == bool(note) for each in results), hosts
 
 
 def uneven(rank: int, world_size: int, stage: int, declared: bool, backend: str) -> Any:
@@ -404,12 +403,13 @@ def uneven(rank: int, world_size: int, stage: int, declared: bool, backend: str)
     return (before - model[0].weight.detach()).unique()
 
 
-@pytest.mark.parametrize(("stage", "backend"), [(1, "eager"), (2, "aot_eager")])
-def test_other_numbers_of_backwards(stage: int, backend: str) -> None:
+def test_other_numbers_of_backwards() -> None:
     """By hand: the mean over ranks of 10^r times the number of its backwards."""
-    for declared, wanted in ((True, 3 * (10 + 200 + 3000) / 4), (False, 3 * 2 * 1111 / 4)):
-        for result in run_ranks(uneven, 4, stage, declared, backend):
-            torch.testing.assert_close(result, torch.full_like(result, wanted), rtol=1e-5, atol=0.0)
+    wanted = {True: 3 * (10 + 200 + 3000) / 4, False: 3 * 2 * 1111 / 4}
+    cases = [(stage, declared, backend) for stage, backend in ((1, "eager"), (2, "aot_eager")) for declared in wanted]
+    for (_, declared, _), ranks in run_cases(uneven, 4, cases):
+        for result in ranks:
+            torch.testing.assert_close(result, torch.full_like(result, wanted[declared]), rtol=1e-5, atol=0.0)
 
 
 def over_again(rank: int, world_size: int) -> dict[str, Tensor]:

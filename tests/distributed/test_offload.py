@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import run_cases, run_ranks
 from models import Heads, mean_square, mlp, seeded, vectors
 from oracle import weights, worst
 from torch import Tensor, nn
@@ -34,30 +35,20 @@ def batch(rank: int, step: int, task: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, DIM, generator=generator), torch.randn(8, 4, generator=generator)
 
 
-def losses(model: nn.Module, rank: int, step: int, form: str) -> list[list[tuple[int, ...]]]:
-    """Which tasks go into which backward: [backward][task]."""
-    return [[(0, 1, 2)]] if form == "summed" else [[(t,)] for t in range(TASKS)]
-
-
 def run_form(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, form: str, inside: Any) -> None:
     """The report's loop in one of its forms; zero_grad once an iteration."""
+    backwards = [(0, 1, 2)] if form == "summed" else [(task,) for task in range(TASKS)]
     for step in range(STEPS):
-        backwards = losses(model, rank, step, form)
-        for number, groups in enumerate(backwards):
-            total = torch.zeros(())
-            for tasks in groups:
-                x, _ = batch(rank, step, tasks[0])
-                for task, out in zip(tasks, model(x, tasks), strict=True):
-                    total = total + nn.functional.mse_loss(out, batch(rank, step, task)[1])
+        for number, tasks in enumerate(backwards):
+            outputs = zip(tasks, model(batch(rank, step, tasks[0])[0], tasks), strict=True)
+            losses = [nn.functional.mse_loss(out, batch(rank, step, task)[1]) for task, out in outputs]
             with inside(form == "accumulated" and number < len(backwards) - 1):
-                total.backward()
+                torch.stack(losses).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
 def zc_runs(rank: int, world_size: int, form: str, options: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    import contextlib
-
     runs: list[dict[str, Any]] = []
     for choice in options:
         torch.manual_seed(0)
@@ -73,8 +64,6 @@ def zc_runs(rank: int, world_size: int, form: str, options: list[dict[str, Any]]
 
 
 def ddp_run(rank: int, world_size: int, form: str) -> dict[str, Tensor]:
-    import contextlib
-
     torch.manual_seed(0)
     wrapped = DistributedDataParallel(Heads(DIM, TASKS), find_unused_parameters=True)
     optimizer = adamw(wrapped)
@@ -82,8 +71,7 @@ def ddp_run(rank: int, world_size: int, form: str) -> dict[str, Tensor]:
     return weights(wrapped.module)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_ds7579_the_reported_script(form: str) -> None:
+def test_ds7579_the_reported_script() -> None:
     """deepspeed#7579 (buckets that stay empty under ZeRO-2 + offload + overlap, in silence): every form of the loop,
     buckets of 50 M elements and of 500, overlap on and off, both stages, both places to accumulate: DDP's weights,
     bitwise those without offload, and every bucket filled, which explain says."""
@@ -92,12 +80,13 @@ def test_ds7579_the_reported_script(form: str) -> None:
         base = {"stage": stage, "backend": backend, "bucket_nbytes": nbytes}
         options += [base, {**base, "offload": "cpu"}, {**base, "offload": "cpu", "overlap": False}]
         options += [{**base, "offload": "cpu", "offload_accumulate": "device"}]
-    reference = run_ranks(ddp_run, 2, form)[0]
-    for rank in run_ranks(zc_runs, 2, form, options):
-        for number, run in enumerate(rank):
-            plain = rank[number - number % 4]["weights"]
-            assert all(torch.equal(run["weights"][name], plain[name]) for name in plain), options[number]
-            assert worst(run["weights"], reference)[0] < 2e-5, options[number]
+    references = dict(run_cases(ddp_run, 2, FORMS))
+    trained = run_cases(zc_runs, 2, [(form, options) for form in FORMS], timeout=300.0)
+    for form, runs in ((form, runs) for (form, _), ranks in trained for runs in ranks):
+        for number, run in enumerate(runs):
+            plain = runs[number - number % 4]["weights"]
+            assert all(torch.equal(run["weights"][name], plain[name]) for name in plain), (form, options[number])
+            assert worst(run["weights"], references[form][0])[0] < 2e-5, (form, options[number])
             assert all(times >= 1 for times in run["times"]) and run["times"], run["explain"]
             if "offload" in options[number]:
                 assert "over the bus in the last step: to_host" in run["explain"]
@@ -163,30 +152,75 @@ def with_a_fault(rank: int, world_size: int, fault: str, mode: str) -> tuple[flo
         TABLE.update(table)
 
 
-def one_process_norm() -> float:
-    """The norm of the mean gradient over the ranks, plain PyTorch in float64."""
+def one_process() -> dict[str, Tensor]:
+    """The mean gradients over the ranks of the first step, plain PyTorch in float64."""
     torch.manual_seed(0)
-    model = Heads(DIM, TASKS)
-    model.double()
+    model = Heads(DIM, TASKS).double()
     for rank in range(2):
         for task in range(TASKS):
             x, y = (t.double() for t in batch(rank, 0, task))
             (nn.functional.mse_loss(model(x, (task,))[0], y) / 2).backward()
-    return float(torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()])))
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
-@pytest.mark.parametrize("mode", ["cpu", "device"])
-def test_ds7981_ds6550_every_microbatch_counts_and_the_norm_is_ddps(mode: str) -> None:
-    """deepspeed#7981 (offload kept only the last microbatch: heads that it does not use are never updated),
-    deepspeed#6550, deepspeed#7967 (gradients dropped), deepspeed#7302 (the norm). With the negative controls."""
-    wanted = one_process_norm()
-    for norm, moved in run_ranks(with_a_fault, 2, "none", mode):
-        assert norm == pytest.approx(wanted, rel=1e-6) and moved > 0.005  # Adam moves each weight by lr
-    norm, moved = run_ranks(with_a_fault, 2, "every copy is dropped", mode)[0]
-    assert norm == 0.0
-    if mode == "cpu":
-        norm, _ = run_ranks(with_a_fault, 2, "only the last microbatch", mode)[0]
-        assert abs(norm - wanted) > 0.05 * wanted
+def joint(grads: dict[str, Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.stack([grad.norm() for grad in grads.values()])))
+
+
+def test_ds7981_ds6550_every_microbatch_counts_and_the_norm_is_ddps() -> None:
+    """deepspeed#7981 (offload kept only the last microbatch), deepspeed#6550, deepspeed#7967 (gradients dropped)."""
+    wanted = joint(one_process())
+    cases = [(fault, mode) for fault in ("none", "every copy is dropped") for mode in ("cpu", "device")]
+    for (fault, mode), ranks in run_cases(with_a_fault, 2, [*cases, ("only the last microbatch", "cpu")]):
+        for norm, moved in ranks:
+            if fault == "none":  # Adam moves each weight by lr
+                assert norm == pytest.approx(wanted, rel=1e-6) and moved > 0.005, mode
+            elif fault == "every copy is dropped":
+                assert norm == 0.0, mode
+            else:
+                assert abs(norm - wanted) > 0.05 * wanted
+
+
+def edited(rank: int, world_size: int, mode: str, fault: str | None) -> tuple[float, float, bool]:
+    """Job: the norm, the norm after one gradient was scaled by hand, and whether the update took the scaled one."""
+    torch.manual_seed(0)
+    model: nn.Module = Heads(DIM, TASKS)
+    model, optimizer = zc.compile(
+        model, adamw(model), backend="eager", bucket_nbytes=SMALL, offload="cpu", offload_accumulate=mode
+    )
+    shards = zc.registry.sharded(model).grad_shards
+    if fault == "the norm is kept":  # deepspeed#7302
+        shards._norms = type("Stale", (dict,), {"clear": lambda self: None})()
+    if fault == "host memory is not told":  # deepspeed#7292: clipped on one copy, updated from the other
+        shards.scale_grad = lambda name, factor: [shard.mul_(factor) for shard in shards.copies(name)[1:]]
+    for task in range(TASKS):
+        x, y = batch(rank, 0, task)
+        nn.functional.mse_loss(model(x, (task,))[0], y).backward()
+    first = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    bias = model.heads[0].bias
+    before = bias.detach().clone()
+    for param in model.parameters():
+        param.grad.mul_(0.0 if param is bias else 0.5)
+    second = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    optimizer.step()
+    return first, second, torch.equal(bias, before)
+
+
+def test_ds7302_the_norm_is_that_of_the_gradients_as_they_are_now() -> None:
+    """deepspeed#7302, deepspeed#7292: gradients that the script had changed had their old norm."""
+    grads = one_process()
+    changed = {name: grad * (0.0 if name == "heads.0.bias" else 0.5) for name, grad in grads.items()}
+    cases = [(mode, fault) for mode in ("cpu", "device") for fault in (None, "the norm is kept")]
+    for (mode, fault), ranks in run_cases(edited, 2, [*cases, ("device", "host memory is not told")]):
+        for first, second, stays in ranks:
+            assert first == pytest.approx(joint(grads), rel=1e-6), mode
+            if fault is None:
+                assert second == pytest.approx(joint(changed), rel=1e-6), mode
+                assert stays, "the update of a gradient of zeros moved something"
+            elif fault == "the norm is kept":
+                assert second != pytest.approx(joint(changed), rel=1e-2), mode
+            else:
+                assert not stays
 
 
 def hooked(rank: int, world_size: int) -> list[bool]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import run_ranks
+from harness import run_cases, run_ranks
 from models import seeded
 from tiers import FULL
 from torch import Tensor, nn
@@ -121,24 +120,6 @@ def test_a_parameter_without_bytes_names_the_way_out() -> None:
     assert run_ranks(reads, 2, timeout=120.0) == [[], []]
 
 
-def resumed(rank: int, world_size: int, folder: Path) -> list[str]:
-    """Job: a checkpoint of stage 3 goes on in stages 2 and 3."""
-    net, optimizer = compiled(3, "eager")
-    train(net, optimizer, rank)
-    zc.save(folder / "ck", net, optimizer)
-    wanted, said = train(net, optimizer, rank), []
-    for stage in (2, 3):
-        fresh, its = compiled(stage, "eager")
-        zc.load(folder / "ck", fresh, its)
-        if train(fresh, its, rank) != wanted:
-            said.append(f"loaded in stage {stage}")
-    return said
-
-
-def test_a_checkpoint_goes_on_in_other_stages(tmp_path: Path) -> None:
-    assert run_ranks(resumed, 2, tmp_path, timeout=120.0) == [[], []]
-
-
 def test_a_cap_that_is_too_small_is_refused_with_the_smallest_one() -> None:
     net = Net()
     with pytest.raises(zc.PlanError, match="at least weight_nbytes=2048 is needed"):
@@ -221,10 +202,9 @@ def evaluates_whole(rank: int, world_size: int, backend: str) -> list[list[float
     return losses
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_rank_0_may_evaluate_alone_inside_whole_parameters(backend: str) -> None:
-    for without, with_it in run_ranks(evaluates_whole, 2, backend, timeout=120.0):
-        assert with_it == without
+def test_rank_0_may_evaluate_alone_inside_whole_parameters() -> None:
+    for backend, ranks in run_cases(evaluates_whole, 2, ("eager", "aot_eager")):
+        assert all(with_it == without for without, with_it in ranks), backend
 
 
 def reads_past_the_graph(rank: int, world_size: int, copies: bool) -> list[list[float]]:
@@ -252,10 +232,10 @@ def reads_past_the_graph(rank: int, world_size: int, copies: bool) -> list[list[
     return losses
 
 
-@pytest.mark.parametrize("copies", [False, True], ids=["a graph that breaks later", "saved tensors are copied"])
-def test_code_that_reads_parameters_past_the_graph_finds_them_whole(copies: bool) -> None:
-    for in_stage_2, in_stage_3 in run_ranks(reads_past_the_graph, 2, copies, timeout=120.0):
-        assert in_stage_3 == in_stage_2
+def test_code_that_reads_parameters_past_the_graph_finds_them_whole() -> None:
+    """Of a graph that breaks later, and where saved tensors are copied."""
+    for copies, ranks in run_cases(reads_past_the_graph, 2, (False, True)):
+        assert all(in_stage_3 == in_stage_2 for in_stage_2, in_stage_3 in ranks), copies
 
 
 def one_alone(rank: int, world_size: int, backend: str) -> list[float]:
@@ -276,10 +256,9 @@ def one_alone(rank: int, world_size: int, backend: str) -> list[float]:
         return [*values, net(x).sum().item()] if rank == 0 else []
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_rank_may_evaluate_alone_where_ranks_read_memory(backend: str) -> None:
-    values, _ = run_ranks(one_alone, 2, backend, timeout=120.0)
-    assert values[0] == values[1] != values[2] and values[-1] == pytest.approx(values[-2], rel=1e-5)
+def test_a_rank_may_evaluate_alone_where_ranks_read_memory() -> None:
+    for backend, (values, _) in run_cases(one_alone, 2, ("eager", "aot_eager")):
+        assert values[0] == values[1] != values[2] and values[-1] == pytest.approx(values[-2], rel=1e-5), backend
 
 
 def dropped(rank: int, world_size: int) -> bool:

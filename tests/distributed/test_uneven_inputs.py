@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import run_cases, run_ranks
 from models import CASES
 from oracle import weights, worst
 from torch import Tensor, nn
@@ -126,9 +126,8 @@ def _buffers(rank: int, world_size: int, counts: tuple[int, ...]) -> tuple[Tenso
     return model[1].running_mean.clone(), own
 
 
-@pytest.mark.parametrize("counts", [(1, 4), (4, 1), (0, 3)])
-def test_buffers_stay_those_of_rank_0(counts: tuple[int, ...]) -> None:
+def test_buffers_stay_those_of_rank_0() -> None:
     """On all ranks those of rank 0's last forward, also where another rank has forwards behind it."""
-    (first, own), (other, _) = run_ranks(_buffers, 2, counts)
-    assert torch.equal(first, own) and torch.equal(other, own)
-    assert torch.equal(own, torch.zeros(4)) == (counts[0] == 0)
+    for (counts,), ((first, own), (other, _)) in run_cases(_buffers, 2, [((1, 4),), ((4, 1),), ((0, 3),)]):
+        assert torch.equal(first, own) and torch.equal(other, own), counts
+        assert torch.equal(own, torch.zeros(4)) == (counts[0] == 0)
