@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import subprocess
 import time
 from typing import Any
 
@@ -19,7 +17,6 @@ import torch.distributed as dist
 from harness import RanksFailed, run_ranks
 from models import Heads
 from oracle import weights
-from tiers import full_only
 from torch import Tensor, nn
 from training_runs import message_of, sgd
 
@@ -148,40 +145,7 @@ def test_three_ranks_of_which_one_differs() -> None:
         assert kind == "RankMismatchError" and "rank 2" in text and seconds < LIMIT_S, (kind, text)
 
 
-# --- what must not be taken for a difference ---
-
-
-def in_step(rank: int, world_size: int, what: str, stage: int, backend: str) -> dict[str, Tensor]:
-    """Job: ranks that differ in what they may differ in."""
-    model, optimizer = compiled(stage, backend, patience=3)
-    for step in range(3):
-        if what == "late" and rank == 1 and step == 1:
-            time.sleep(6)  # twice the patience with a rank that does not answer: this one does
-        rows = 4 + step if what == "other lengths" and rank == 1 else 4
-        # head 0 on both ranks, one of the others by turns: two backwards here, three there
-        for task in (0, 1 + (rank + step) % 2) if what == "other tasks" else (0, 1, 2):
-            (task_loss(model, task, rows=rows) / (1 if task == 0 or what == "other tasks" else 2)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(model)
-
-
-ALIKE = [
-    pytest.param("late", 2, "eager", marks=full_only),
-    ("other lengths", 2, "aot_eager"),
-    ("other tasks", 1, "aot_eager"),
-    ("other tasks", 2, "aot_eager"),
-]
-
-
-@pytest.mark.parametrize(("what", "stage", "backend"), ALIKE)
-def test_ranks_may_be_late_compile_alone_and_see_other_tasks(what: str, stage: int, backend: str) -> None:
-    """Inputs are ones, so a batch's length changes no gradient, and heads 1 and 2 on a rank each have the mean of both:
-    the same weights as of ranks that do all alike."""
-    results, wanted = (run_ranks(in_step, 2, how, stage, backend, timeout=90) for how in (what, "alike"))
-    for mine in results:
-        for name, value in wanted[0].items():
-            torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-7)
+# --- a backward that raises ---
 
 
 def skips_a_step(rank: int, world_size: int, stage: int, backend: str) -> tuple[dict[str, Tensor], int]:
@@ -237,45 +201,6 @@ def test_a_backward_that_raises_between_two_reductions_keeps_nobody_waiting(stag
 
 
 # --- ranks that are gone ---
-
-
-def stands_still(rank: int, world_size: int) -> Seen:
-    """Job: the last rank is stopped (SIGSTOP) for 9 s in its second step."""
-    model, optimizer = compiled(2, "eager", patience=4)
-    started = time.monotonic()
-
-    def run() -> None:
-        train_step(model, optimizer, 0)
-        if rank == world_size - 1:
-            subprocess.Popen(["sh", "-c", f"sleep 9; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
-        train_step(model, optimizer, 0)
-
-    return (*message_of(run), time.monotonic() - started)
-
-
-@full_only
-def test_a_rank_that_stands_still_is_named() -> None:
-    """With three ranks: both others get its name, and it learns of it when it wakes."""
-    for kind, text, seconds in run_ranks(stands_still, 3, timeout=90):
-        assert kind == "RankLostError" and "rank 2 has not answered" in text and seconds < LIMIT_S, (kind, text)
-
-
-def dies(rank: int, world_size: int) -> None:
-    """Job: rank 1 ends without a word in its second step."""
-    model, optimizer = compiled(2, "eager")
-    train_step(model, optimizer, 0)
-    if rank == 1:
-        os._exit(3)
-    started = time.monotonic()
-    kind, text = message_of(lambda: train_step(model, optimizer, 0))
-    raise AssertionError(f"{kind} after {time.monotonic() - started:.0f} s: {text}")
-
-
-def test_a_rank_that_dies_is_named() -> None:
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(dies, 2, timeout=90)
-    assert "RankLostError" in raised.value.errors[0] and "rank 1 has not answered" in raised.value.errors[0]
 
 
 def comes_never(rank: int, world_size: int, how: str) -> Seen:

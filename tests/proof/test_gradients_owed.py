@@ -101,27 +101,24 @@ def test_schedules_of_models_are_proved_and_have_one_result_under_all_orders() -
             assert simulation.same(reference, simulation.run(case, choose)), case.name
 
 
-def test_no_schedule_of_a_model_can_lose_a_wait(capsys: pytest.CaptureFixture[str]) -> None:
-    rejected = total = 0
+def test_no_schedule_of_a_model_can_lose_a_wait() -> None:
+    total = 0
     for case in of_models():
         for graph in case.graphs:
             for _, name, mutant in mutants.of(graph, 1 if FULL else 7):
                 faults = examine(mutant, plan_of(graph))
                 total += 1
-                rejected += bool(faults.races or faults.faults)
                 assert faults.races or faults.faults, f"{case.name}: {name} is accepted"
-    with capsys.disabled():
-        print(f"\nof models, broken orders rejected by verify: {rejected}/{total}")
+    print(f"\nof models, broken orders rejected by verify: all of {total}")
     assert total > 50
 
 
 @pytest.mark.parametrize("source", ["by hand", "of models"])
-def test_no_gradient_can_be_lost(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_gradient_can_be_lost(source: str) -> None:
     """Every edit is rejected by verify, as a fault and not by the luck of a race; and the values show that each of them
     is wrong, or runs into an error, under some order."""
-    rejected: collections.Counter[str] = collections.Counter()
-    total: collections.Counter[str] = collections.Counter()
-    ran = wrong = 0
+    total = collections.Counter[str]()
+    ran = 0
     for number, case in enumerate(by_hand() if source == "by hand" else of_models()):
         reference = simulation.run(case, adversary.in_order)
         orders = [*adversary.worst(simulation.lanes(case)), *(adversary.seeded(seed) for seed in range(10))]
@@ -130,17 +127,13 @@ def test_no_gradient_can_be_lost(source: str, capsys: pytest.CaptureFixture[str]
             every = 1 if FULL and len(case.plan.buckets) < 64 else 5
             for kind, name, mutant in gradient_mutants.of(graph, every, first=number):
                 total[kind] += 1
-                faults = examine(mutant, plan_of(graph)).faults
-                rejected[kind] += bool(faults)
-                assert faults, f"{case.name}: {kind}: {name} is accepted"
-                if FULL or sum(total.values()) % 5 == 0:
+                assert examine(mutant, plan_of(graph)).faults, f"{case.name}: {kind}: {name} is accepted"
+                if FULL or total.total() % 5 == 0:
                     ran += 1
-                    wrong += is_wrong(replaced(case, graph, mutant), reference, orders)
-                    assert wrong == ran, f"{case.name}: {kind}: {name} is right in every order"
-    with capsys.disabled():
-        print(f"\n{source}, rejected:", ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in total))
-        print(f"{source}, wrong in value or under some order: {wrong}/{ran}")
-    assert rejected == total and ran > 20
+                    broken = replaced(case, graph, mutant)
+                    assert is_wrong(broken, reference, orders), f"{case.name}: {kind}: {name} is right in every order"
+    print(f"\n{source}, rejected, all of {total}; wrong in value or under some order: all of {ran}")
+    assert ran > 20
     only_by_hand = {"second reduction lost", "encoded wrongly", "difference lost", "level changed"}
     assert set(total) >= gradient_mutants.KINDS.keys() - {"landing changed", "deposit deleted"} - only_by_hand
     assert set(total) >= only_by_hand or source == "of models"

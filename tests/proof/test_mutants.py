@@ -41,22 +41,19 @@ def test_intact_schedules_are_proved(case: Case) -> None:
         assert verdict.races == 0 and verdict.redundant == 0 and (verdict.waits > 0 or verdict.streams == 1)
 
 
-def test_verify_rejects_every_mutant(capsys: pytest.CaptureFixture[str]) -> None:
-    rejected: collections.Counter[str] = collections.Counter()
-    total: collections.Counter[str] = collections.Counter()
+def test_verify_rejects_every_mutant() -> None:
+    total = collections.Counter[str]()
     for case in ALL:
         for graph in dict.fromkeys(case.graphs):
             for kind, name, mutant in mutants.of(graph, sample(case, 3, 3, 25)):
                 faults = examine(mutant, plan_of(graph))
                 total[kind] += 1
-                rejected[kind] += bool(faults.races or faults.faults)
                 assert faults.races or faults.faults, f"{case.name}: {name} is accepted"
-    with capsys.disabled():
-        print("\nrejected by verify:", ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in total))
-    assert rejected == total and set(total) == set(mutants.KINDS) and sum(total.values()) > (1500 if FULL else 500)
+    print("\nrejected by verify, all of", total)
+    assert set(total) == set(mutants.KINDS) and total.total() > (1500 if FULL else 500)
 
 
-def test_some_order_shows_what_verify_rejects(capsys: pytest.CaptureFixture[str]) -> None:
+def test_some_order_shows_what_verify_rejects() -> None:
     """95 % at least, of a sample that leaves out few kinds of place."""
     caught = total = 0
     missed: list[str] = []
@@ -73,8 +70,7 @@ def test_some_order_shows_what_verify_rejects(capsys: pytest.CaptureFixture[str]
                     caught += 1
                 else:
                     missed.append(f"{case.name}: {name}")
-    with capsys.disabled():
-        print(f"\nwrong under some order: {caught}/{total}", *missed)
+    print(f"\nwrong under some order: {caught}/{total}", *missed)
     assert total > (400 if FULL else 130) and caught >= 0.95 * total
 
 

@@ -91,7 +91,7 @@ def broken(seeds: range, every: int) -> Iterator[tuple[str, str, fx.Graph, Plan,
             yield "cap passed", f"{seed}", graph, smaller, replace(setting, cap=stop - 1)
 
 
-def test_verify_and_the_machines_agree_on_every_mutant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_and_the_machines_agree_on_every_mutant() -> None:
     total: collections.Counter[str] = collections.Counter()
     rejected: collections.Counter[str] = collections.Counter()
     for kind, name, mutant, plan, setting in broken(range(100, 100 + 4 * NUM_CASES), 1 if FULL else 7):
@@ -104,13 +104,12 @@ def test_verify_and_the_machines_agree_on_every_mutant(capsys: pytest.CaptureFix
         total[kind] += 1
         rejected[kind] += is_rejected
         assert is_rejected or fault is None, f"{kind}: {name}: accepted, and {fault}"
-    with capsys.disabled():
-        text = ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in sorted(total))
-        print(f"\npasses of stage 3, rejected and wrong: {sum(rejected.values())} of {sum(total.values())}: {text}")
+    text = ", ".join(f"{kind} {rejected[kind]}/{total[kind]}" for kind in sorted(total))
+    print(f"\npasses of stage 3, rejected and wrong: {sum(rejected.values())} of {sum(total.values())}: {text}")
     assert len(+rejected) >= (35 if FULL else 25) and sum(rejected.values()) > (4000 if FULL else 200)
 
 
-def test_rejected_passes_read_wrong_values(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejected_passes_read_wrong_values() -> None:
     """Without an allocator that counts extents, so that only what a use reads tells."""
     kinds = ("no wait", "gather forgotten", "second gather forgotten", "gather shifted",
              "gather too short", "gather from another shard", "gather moved down", "read moved up", "read shifted",
@@ -122,7 +121,6 @@ def test_rejected_passes_read_wrong_values(capsys: pytest.CaptureFixture[str]) -
         if kind in kinds and (findings.races or findings.faults):
             total[kind] += 1
             wrong[kind] += weights_machine.fault_of(mutant, setting, ledger=False, every_cut=True) is not None
-    with capsys.disabled():
-        text = ", ".join(f"{kind} {wrong[kind]}/{total[kind]}" for kind in sorted(total))
-        print(f"\npasses of stage 3 that are rejected, and a use reads something else: {text}")
+    text = ", ".join(f"{kind} {wrong[kind]}/{total[kind]}" for kind in sorted(total))
+    print(f"\npasses of stage 3 that are rejected, and a use reads something else: {text}")
     assert sum(wrong.values()) >= 0.9 * sum(total.values()) and len(total) > 10
