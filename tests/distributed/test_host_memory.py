@@ -19,8 +19,8 @@ import zc
 from zc.ranks import memory, topology
 
 RUNS = [
-    Run("mlp", stage=2, backend="aot_eager"), Run("mlp", stage=1, backend="aot_eager"),
-    Run("gpt_tied", stage=2, backend="eager"), Run("gpt_tied", stage=1, backend="eager"),
+    Run("mlp", stage=2, backend="aot_eager", updates=5), Run("mlp", stage=1, backend="aot_eager", updates=5),
+    Run("gpt_tied", stage=2, updates=5), Run("gpt_tied", stage=1, updates=5),
 ]  # fmt: skip
 
 

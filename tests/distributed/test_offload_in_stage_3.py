@@ -108,7 +108,7 @@ REST = [(1, "AdamW", None), (2, "AdamW", torch.bfloat16), (3, "Muon", None)]
 def test_the_bits_of_stage_2_with_offload_and_of_stage_3_without(
     world_size: int, optimizer: str, dtype: torch.dtype | None
 ) -> None:
-    backend = "aot_eager" if FULL or world_size < 3 else "eager"  # uneven shards are the same to a compiled graph
+    backend = "aot_eager" if FULL or (world_size, optimizer) == (2, "AdamW") else "eager"  # the others' graphs are its
     stage_3: dict[str, Any] = {"stage": 3, "param_dtype": dtype, "backend": backend}
     options = [{**stage_3, "stage": 2, "offload": "cpu"}, stage_3, {**stage_3, "offload": "cpu"},
                {**stage_3, "offload": "cpu", "weight_nbytes": 2**20},

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import run_ranks
-from models import seeded
 from test_frozen_shards import DIM, UPDATES, Net, differences, made, train
 from test_memory_in_stage_3 import storages
-from tiers import FULL, full_only
+from tiers import FULL
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -122,48 +120,6 @@ def test_a_rank_holds_two_bytes_by_ranks_of_the_backbone_and_its_adapters(stage:
     for rank in run_ranks(held, num_ranks, stage, timeout=120.0):
         for nbytes in rank:
             assert wanted <= nbytes < 1.01 * wanted
-
-
-# --- adapters of peft ---
-
-
-def adapters(rank: int, world_size: int, folder: str, flag: bool) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Job: three updates of peft's adapters; rank 0 saves them. The weights, and what the rank holds."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
-    )
-    backbone = transformers.LlamaForCausalLM(config).bfloat16()
-    model = peft.get_peft_model(backbone, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-    zc.compile(model, optimizer, stage=2, backend="aot_eager", shard_frozen=flag)
-    for step in range(3):
-        x = torch.randint(0, 64, (2, 8), generator=seeded(rank, step))
-        model(input_ids=x, labels=x, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    full, nbytes = zc.full_state_dict(model), zc.persistent_nbytes(model)
-    if flag and rank == 0:
-        model.save_pretrained(folder, state_dict=full)
-        backbone = transformers.LlamaForCausalLM(config)
-        read = peft.PeftModel.from_pretrained(backbone, folder).state_dict()
-        for name, value in full.items():
-            assert "lora" not in name or torch.equal(read[name].to(value.dtype), value), name
-    zc.close(model)
-    return {key: value.clone() for key, value in model.state_dict().items()}, nbytes
-
-
-# docs/examples/lora.py trains and saves this model in tests/docs; the bits of such blocks are compared above
-@full_only
-def test_peft_s_adapters_have_the_same_bits_and_the_backbone_is_in_shards(tmp_path: Path) -> None:
-    """172,608 frozen parameters in bf16, in four blocks and around them."""
-    pytest.importorskip("peft", reason="peft is not installed")
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    whole, shards = (run_ranks(adapters, 2, str(tmp_path), flag, timeout=200.0) for flag in (False, True))
-    for (wanted, before), (got, after) in zip(whole, shards, strict=True):
-        assert differences(got, wanted, at_most=0.0) == []
-        assert before["frozen"] == 2 * 172_608 and 172_608 <= after["frozen"] < 1.01 * 172_608
 
 
 # --- freezing, reading and writing ---

@@ -213,12 +213,3 @@ def test_options_of_the_pages_exist() -> None:
             checked += len(used)
     assert checked > 20
 
-
-def test_explain_on_the_pages_takes_what_it_takes() -> None:
-    """One positional argument, and formats that exist."""
-    for page in (ROOT / "docs").glob("*.md"):
-        for arguments in re.findall(r"zc\.explain\(([^()]*)\)", page.read_text()):
-            positional, *named = [item.strip() for item in arguments.split(",")]
-            assert positional in ("model", "module") and set(named) <= {'format="html"'}, f"{page.name}: {arguments}"
-
-

@@ -7,6 +7,7 @@ import io
 import os
 import re
 import runpy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -52,19 +53,18 @@ def compiles(name: str) -> bool:
     return "zc.compile" in (EXAMPLES / f"{name}.py").read_text()
 
 
-def _scripts(rank: int, world_size: int, folder: str) -> dict[str, Run]:
-    """Job: every script in one group, op by op: compiling them takes half a minute each, and changes no digit that is
-    printed."""
+def _scripts(rank: int, world_size: int, folder: str, names: Sequence[str], backend: str) -> dict[str, Run]:
+    """Job: these scripts in one group."""
     stock, nothing = zc.compile, mock.Mock()
     runs = {}
-    for name in SCRIPTS:
+    for name in names:
         Path(folder, name).mkdir(exist_ok=True)
         printed = io.StringIO()
         compiled: list[nn.Module] = []
 
         def compile_(*args: Any, compiled: list[nn.Module] = compiled, **options: Any) -> Any:
             compiled.append(args[0])
-            return stock(*args, backend="eager", **options)
+            return stock(*args, backend=backend, **options)
 
         with (
             environment(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)),
@@ -74,9 +74,9 @@ def _scripts(rank: int, world_size: int, folder: str) -> dict[str, Run]:
             contextlib.chdir(f"{folder}/{name}"),
             contextlib.redirect_stdout(printed),
         ):
-            names = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+            variables = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         losses = [float(text) for text in re.findall(r"loss (\S+)", printed.getvalue())]
-        runs[name] = Run(losses, nbytes_of(names, *compiled or (None,)), sorted(os.listdir(f"{folder}/{name}")))
+        runs[name] = Run(losses, nbytes_of(variables, *compiled or (None,)), sorted(os.listdir(f"{folder}/{name}")))
         for model in compiled:
             zc.close(model)
         dist.barrier()
@@ -85,7 +85,9 @@ def _scripts(rank: int, world_size: int, folder: str) -> dict[str, Run]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    first: dict[str, Run] = run_ranks(_scripts, 2, str(tmp_path_factory.mktemp("scripts")), timeout=300.0)[0]
+    """All of them, op by op: compiling takes half a minute each, and changes no digit that is printed."""
+    folder = str(tmp_path_factory.mktemp("scripts"))
+    first: dict[str, Run] = run_ranks(_scripts, 2, folder, SCRIPTS, "eager", timeout=300.0)[0]
     return first
 
 
@@ -93,6 +95,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 def test_a_script_trains_as_the_one_before(runs: dict[str, Run], before: str, after: str) -> None:
     assert len(runs[after].losses) >= 3 and runs[after].losses[-1] < 0.9 * runs[after].losses[0]
     assert runs[after].losses == pytest.approx(runs[before].losses, abs=2e-3)
+
+
+def test_the_script_of_the_readme_trains_as_ddp_does(runs: dict[str, Run], tmp_path: Path) -> None:
+    """Through Inductor."""
+    compiled = run_ranks(_scripts, 2, str(tmp_path), ["train"], "inductor", timeout=300.0)[0]["train"]
+    assert len(compiled.losses) == 5 and compiled.losses == pytest.approx(runs["train_ddp"].losses, abs=2e-3)
 
 
 def test_the_figures_of_the_page_are_the_scripts_own(runs: dict[str, Run]) -> None:
