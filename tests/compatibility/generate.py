@@ -122,11 +122,5 @@ def note(row: object, outcomes: dict[Key, tuple[str, str]], keys: list[tuple[str
     return "; ".join(texts)
 
 
-def documented_rows(text: str) -> list[str]:
-    """The names of the rows that a document has, in order."""
-    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| row |")]
-    return [line[2:].split(" | ")[0] for line in lines]
-
-
 if __name__ == "__main__":
     main()

@@ -56,6 +56,7 @@ _OTHER_TESTS = {
         "tied embedding and head (one graph)", "BatchNorm", "an unused parameter and one without elements",
         "several backwards a step", "microbatches declared with no_sync", "a graph break, a layer used on both sides",
         "a layer under torch.compiler.disable", "residual blocks with LayerNorm", "stock clip_grad_norm_",
+        "twelve blocks of one class compiled apart", "a layer used inside and outside compiled code",
     ),
     "distributed/test_gradients.py": (
         "checkpointing, non-reentrant", "checkpointing, reentrant", "a frozen layer", "zc.clip_grad_norm_",
@@ -65,24 +66,32 @@ _OTHER_TESTS = {
     ),
     "distributed/test_mesh.py": (
         "a mesh of two dimensions: the plain loop", "a mesh of two dimensions: microbatches declared with no_sync",
-        "a mesh of two dimensions: Muon-like in fp32, and AdamW",
+        "a mesh of two dimensions: Muon-like in fp32, and AdamW", "a mesh of two dimensions: offload",
+        "a mesh of two dimensions: native reduction",
     ),
     "distributed/test_several_optimizers.py": (
         "Muon-like in fp32, and AdamW: a dict", "torch.optim.Muon and AdamW: a tuple",
         "the second steps in every second update", "a GradScaler over two optimizers", "a parameter in two optimizers",
         "a parameter in no optimizer", "one optimizer's gradients are cleared, the other's go on adding up",
+        "clipping over all parameters, a scheduler each", "microbatches declared with no_sync, two optimizers",
     ),
     "distributed/test_ranks_apart.py": (
         "ranks see different tasks, a backward each", "ranks see different tasks, microbatches declared",
+        "ranks see different tasks in one backward", "ranks see different numbers of tasks, a backward each",
+        "a head that no task uses",
     ),
     "distributed/test_shard_frozen.py": (
         "shard_frozen: the plain loop", "shard_frozen: evaluation under no_grad between steps",
         "shard_frozen: a layer unfrozen, zc.recompile(model)", "shard_frozen: offload",
-        "shard_frozen: weights clamped inside of whole_parameters",
+        "shard_frozen: weights clamped inside of whole_parameters", "shard_frozen: a cap of the largest bucket",
     ),
     "distributed/test_state_loads.py": ("load_state_dict between steps",),
     "distributed/test_as_a_module.py": (
         "model.to(device) that changes nothing, after zc.compile and before each step",
+    ),
+    "distributed/test_optimizers.py": ("param_dtype=torch.bfloat16 for fp32 parameters",),
+    "checkpoint/test_optimizers_together.py": (
+        "each optimizer's own state_dict goes back", "zc.save and zc.load in the middle, two optimizers",
     ),
     "checkpoint": (
         "each rank loads its own optimizer.state_dict()",

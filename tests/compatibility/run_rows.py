@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import importlib
 import importlib.util
@@ -38,6 +37,7 @@ import torch.distributed as dist
 from harness import RanksFailed, run_ranks
 from late_gathers import late_gathers
 from oracle import weights, worst
+from rank_process import collect
 from rows import BACKENDS, ROWS, STAGES, Row, Script, make_plain, plain, sgd
 from torch import Tensor, nn
 
@@ -135,10 +135,7 @@ def _job(rank: int, world_size: int, cells: Sequence[tuple[str, str, int]]) -> l
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             seen.append(_cell(rank, world_size, _row(name), backend, stage))
-        torch._dynamo.reset()  # its caches hold models; frozen, they would never go, nor their threads
-        for _ in range(2):
-            gc.collect()
-        gc.freeze()  # what is alive now are modules and caches: to walk them for every cell takes 0.7 s
+        collect()
     return seen
 
 
