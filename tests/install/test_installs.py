@@ -115,38 +115,41 @@ def test_zc_and_zc_lockfile_are_both_there(kind: str, installed: dict[str, list[
     assert theirs.endswith("site-packages/zc/lockfile/__init__.py")
 
 
-def test_sdist_and_wheel_hold_each_file_once_and_no_other(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sdist_of(copy_of_the_repository(tmp_path_factory.mktemp("sdist") / "source"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist: Path) -> Path:
+    """Its folder."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(sdist.parent / "there")
+    (folder,) = (sdist.parent / "there").iterdir()
+    return folder
+
+
+def test_sdist_and_wheel_hold_each_file_once_and_no_other(sdist: Path, unpacked: Path, tmp_path: Path) -> None:
     wanted = {
         f"{package}/{path.relative_to(folder).as_posix()}"
         for package, folder in PACKAGES.items()
         for path in folder.rglob("*.py")  # follows no link
         if not any((folder / part).is_symlink() for part in path.relative_to(folder).parts)
     } | {"zc/py.typed"}
-    source = copy_of_the_repository(tmp_path / "source")
-    with tarfile.open(sdist_of(source)) as sdist:
-        members = [m for m in sdist.getmembers() if not m.isdir()]
-        assert all(m.isreg() for m in members), "links would be broken, or files twice"
-        names = ["/".join(Path(m.name).parts[1:]) for m in members]
-        ours = {n for n in names if n.startswith("zc/")}
-        assert len(names) == len(set(names)) and ours == wanted
-        sdist.extractall(tmp_path / "unpacked")
-    (unpacked,) = (tmp_path / "unpacked").iterdir()
-    for number, folder in enumerate((source, unpacked)):
-        code = f"from setuptools.build_meta import build_wheel as build; build({str(tmp_path / str(number))!r})"
-        run(sys.executable, "-c", f"import os; os.mkdir({str(tmp_path / str(number))!r}); {code}", cwd=folder)
-        (wheel,) = (tmp_path / str(number)).iterdir()
+    with tarfile.open(sdist) as archive:
+        members = [m for m in archive.getmembers() if not m.isdir()]
+    assert all(m.isreg() for m in members), "links would be broken, or files twice"
+    names = ["/".join(Path(m.name).parts[1:]) for m in members]
+    ours = {n for n in names if n.startswith("zc/")}
+    assert len(names) == len(set(names)) and ours == wanted
+    for folder in (copy_of_the_repository(tmp_path / "source"), shutil.copytree(unpacked, tmp_path / "unpacked")):
+        target = tmp_path / f"wheel of the {folder.name}"
+        target.mkdir()
+        code = f"from setuptools.build_meta import build_wheel as build; build({str(target)!r})"
+        run(sys.executable, "-c", code, cwd=folder)
+        (wheel,) = target.iterdir()
         files = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
         assert sorted(files) == sorted(wanted)
-
-
-@pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An sdist's folder."""
-    folder = tmp_path_factory.mktemp("unpacked")
-    with tarfile.open(sdist_of(copy_of_the_repository(folder / "source"))) as sdist:
-        sdist.extractall(folder / "there")
-    (unpacked_folder,) = (folder / "there").iterdir()
-    return unpacked_folder
 
 
 def test_an_sdist_has_what_its_makefile_and_its_documents_name(unpacked: Path) -> None:
@@ -155,39 +158,40 @@ def test_an_sdist_has_what_its_makefile_and_its_documents_name(unpacked: Path) -
     wanted |= {Path(name) for name in ("Makefile", "README.md", "LICENSE", "pyproject.toml", "setup.py")}
     assert len(wanted) > 200 and not [str(p) for p in sorted(wanted) if not (unpacked / p).is_file()]
     run("make", "passes", "kernels", cwd=unpacked)  # what every target does first
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/install/test_documents.py", "-k", "links")
+    files = ("tests/install/test_documents.py", "tests/plan/test_layout.py")
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", "links or layout")
     assert " passed" in run(sys.executable, *command, cwd=unpacked, PYTHONPATH=str(unpacked))
-    assert " passed" in run(sys.executable, "-m", "pytest", "-q", "tests/plan/test_layout.py", cwd=unpacked)
 
 
-def metadata(folder: Path, **env: str) -> tuple[Message, str]:
+def metadata(sdist: Path) -> tuple[Message, str]:
     """An sdist's metadata, and the description in them."""
-    with tarfile.open(sdist_of(copy_of_the_repository(folder / "source"), **env)) as sdist:
-        (name,) = [n for n in sdist.getnames() if n.count("/") == 1 and n.endswith("/PKG-INFO")]
-        member = sdist.extractfile(name)
+    with tarfile.open(sdist) as archive:
+        (name,) = [n for n in archive.getnames() if n.count("/") == 1 and n.endswith("/PKG-INFO")]
+        member = archive.extractfile(name)
         assert member is not None
         message = message_from_bytes(member.read())
     return message, str(message.get_payload())
 
 
-def test_on_an_index_page_no_link_is_dead(tmp_path: Path) -> None:
+def test_on_an_index_page_no_link_is_dead(sdist: Path, tmp_path: Path) -> None:
     """Those into the repository lead to where ZC_URL says that it is, or are the paths that they show."""
-    plain, text = metadata(tmp_path / "plain")
+    plain, text = metadata(sdist)
     assert "](" not in text and "docs/design.md follows one gradient" in text
     assert plain.get_all("Project-URL") is None, "nobody has said where"
-    named, linked = metadata(tmp_path / "named", ZC_URL="https://example.org/own/zc/")
+    source = copy_of_the_repository(tmp_path / "source")
+    named, linked = metadata(sdist_of(source, ZC_URL="https://example.org/own/zc/"))
     at = f"https://example.org/own/zc/blob/v{zc.__version__}"
     assert f"[docs/design.md]({at}/docs/design.md) follows one gradient" in linked
     for page in (text, linked):
         assert not re.search(r"\]\((?!https://)", page)
     assert any(url.endswith(", https://example.org/own/zc") for url in named.get_all("Project-URL") or ())
     with pytest.raises(AssertionError, match="ZC_URL is 'own/zc', expected https://"):
-        metadata(tmp_path / "wrong", ZC_URL="own/zc")
+        sdist_of(source, ZC_URL="own/zc")
 
 
-def test_metadata_say_what_runs_it_and_ask_for_no_triton(tmp_path: Path) -> None:
+def test_metadata_say_what_runs_it_and_ask_for_no_triton(sdist: Path) -> None:
     """A CPU has no use for it, and a GPU's torch brings its own: only who asks for the extra gets one from us."""
-    message, _ = metadata(tmp_path / "it")
+    message, _ = metadata(sdist)
     required = message.get_all("Requires-Dist") or []
     assert [r for r in required if "extra ==" not in r] == ["torch>=2.11", "einops", "numpy"]
     assert [r for r in required if r.startswith("triton") and 'extra == "triton"' in r]
