@@ -19,11 +19,12 @@ from zc import guards, torch_private
 from zc.checkpoint import state_marks, stock_state
 from zc.checks import check_initialized, is_on_cpu
 from zc.compiler import backend as compiler
-from zc.compiler.blocks import Blocks, compile_blocks
+from zc.compiler.blocks import Around, Blocks, compile_blocks
 from zc.config import Config
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
 from zc.engine.model_passes import forward_of
+from zc.engine.overlap_gather import WeightGather
 from zc.engine.runtime import Runtime
 from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.streams import Streams, make_streams
@@ -115,11 +116,11 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
 
     Overlap:
         overlap: False runs the reductions on the compute stream.
-        overlap_gather: step() returns with the all-gathers launched, and the next compiled forward waits for each
-            bucket where it first reads it; whoever reads a parameter before that waits for all (`zc.engine.pending`).
-            While a view, ``p.data`` or array of one is kept, step() waits as without. Opt-in: a C++ extension that
-            takes tensors past torch's dispatch is not seen; call `synchronize` before such a read. Stage 3 gathers
-            while forward and backward run, with or without it.
+        overlap_gather: step() returns with the all-gathers launched. In the next compiled forward each block waits for
+            its own weights (`zc.engine.forward_waits`); whoever reads a parameter before that waits for it
+            (`zc.engine.pending`). While a view, ``p.data`` or array of one is kept, step() waits as without. Opt-in: a
+            C++ extension outside of blocks that takes tensors past torch's dispatch is not seen;
+            call `synchronize` before such a read. Stage 3 gathers while forward and backward run, with or without it.
 
     Sharded weights:
         shard_frozen: stages 1 and 2 do for frozen parameters (``requires_grad=False``) what stage 3 does for all: each
@@ -210,9 +211,10 @@ def _compiled_call(model: nn.Module, runtime: Runtime) -> Callable[..., Any] | N
     """What ``model(...)`` calls from now on; None: what it calls today."""
     config, call = runtime.config, None
     if config.backend != "eager" and not (runtime.plan.sharded and runtime.plan.kinds):
-        before = runtime.weights.let_read if config.overlap_gather else None
         backend = compiler.make_backend(runtime)
-        call = torch_private.compiled_call(model, backend, before, dynamic=config.dynamic, fullgraph=config.fullgraph)
+        call = torch_private.compiled_call(model, backend, dynamic=config.dynamic, fullgraph=config.fullgraph)
+        if isinstance(runtime.weights, WeightGather) and config.overlap_gather:
+            call = torch_private.call_inside(runtime.weights.waits.forward, call)
     if config.broadcast_buffers and has_buffers(model) and runtime.group.world_size > 1:
         sync = BufferSync(model, runtime)
         call = torch_private.call_after(sync.before_forward, call or torch_private.plain_call(model))
@@ -247,7 +249,11 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
     torch_private.call_instead(model, call)
     kinds = runtime.plan.kinds
     make = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds))
-    around = runtime.weights.plain if isinstance(runtime.weights, ShardedWeights) else None
+    around: Around | None = None
+    if isinstance(runtime.weights, ShardedWeights):
+        around = runtime.weights.plain
+    elif runtime.plan.overlap_gather:
+        around = runtime.weights.waits.block
     compile_blocks(model, kinds, make, guards.install_call, runtime.config.dynamic, around)
     runtime.around_blocks = matrices_around(model, kinds)
     names = find_singles(model, kinds) if runtime.plan.sharded else []

@@ -83,8 +83,8 @@ class Config:
             )
         if self.overlap_gather and self.shard_frozen:
             raise PlanError(
-                "overlap_gather=True and shard_frozen=True: a forward is cut before the first reader of each gathered "
-                "bucket, or into windows of sharded weights; leave overlap_gather out"
+                "overlap_gather=True and shard_frozen=True: a forward waits for gathers of the update before it, or "
+                "gathers sharded weights while it runs; leave overlap_gather out"
             )
         self.check_wire()
         if self.overlap_gather and not self.overlap:
@@ -124,9 +124,8 @@ class Config:
 
     @property
     def compiles_blocks(self) -> bool:
-        """Whether blocks have graphs of their own: not inside the one graph that ``fullgraph`` asks for, nor under
-        overlap_gather, which cuts the forward of the whole model."""
-        return self.backend != "eager" and not (self.fullgraph or self.overlap_gather)
+        """Whether blocks have graphs of their own: not inside the one graph that ``fullgraph`` asks for."""
+        return self.backend != "eager" and not self.fullgraph
 
     def _check_compiler_options(self) -> None:
         """torch.compile's own, which zc passes on."""

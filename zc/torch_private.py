@@ -349,12 +349,11 @@ def saved_tensors_are_copied() -> bool:
 def compiled_call(
     model: nn.Module,
     backend: Callable[..., Any],
-    before: Callable[[], None] | None = None,
     *,
     dynamic: bool | None = None,
     fullgraph: bool = False,
 ) -> Callable[..., Any]:
-    """A function that calls ``model`` compiled, after ``before``, for `call_instead`. The model is not changed.
+    """A function that calls ``model`` compiled, for `call_instead`. The model is not changed.
 
     ``model.compile()`` does not do: Dynamo skips the forward of torch.nn's own classes (a bare nn.Sequential), and
     silently compiles nothing. It inlines a forward that a function outside of torch calls. (``Module._call_impl``, 2.11
@@ -368,8 +367,7 @@ def compiled_call(
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    compiled = _compiled(call, backend, dynamic=dynamic, fullgraph=fullgraph)
-    return compiled if before is None else call_after(before, compiled)
+    return _compiled(call, backend, dynamic=dynamic, fullgraph=fullgraph)
 
 
 def _compiled(call: Callable[..., Any], backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -436,6 +434,20 @@ def call_after(before: Callable[[], None], call: Callable[..., Any]) -> Callable
         return call(*args, **kwargs)
 
     return start
+
+
+def call_inside(
+    around: Callable[[], contextlib.AbstractContextManager[object]], call: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function that calls ``call`` inside ``around()``, which is not compiled. A caller who compiles more than
+    ``call`` gets a graph break here."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return call(*args, **kwargs)
+
+    disabled: Callable[..., Any] = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def not_compiled_alone(function: _F) -> _F:

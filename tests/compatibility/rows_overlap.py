@@ -40,6 +40,11 @@ overlapped("two steps on one gradient", rows_updates.two_steps)
 overlapped("two models in one process", rows_several_models.two_models)
 overlapped("checkpointing, reentrant", rows_params.language,
            lambda: GPT(dim=16, layers=1, use_checkpoint=True, reentrant=True))  # fmt: skip
+overlapped("blocks", rows_params.language, lambda: GPT(dim=16, layers=4))
+overlapped("blocks, checkpointing, non-reentrant", rows_params.language,
+           lambda: GPT(dim=16, layers=4, use_checkpoint=True))  # fmt: skip
+overlapped("blocks, checkpointing, reentrant", rows_params.language,
+           lambda: GPT(dim=16, layers=4, use_checkpoint=True, reentrant=True))  # fmt: skip
 overlapped("a layer unfrozen, zc.recompile(model)", rows_unfreezing.unfrozen, frozen)
 overlapped("layers unfrozen one after the other, evaluated between", rows_unfreezing.gradual_evaluated,
            lambda: mlp(depth=3), optimizer=sgd)  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import nn
@@ -13,14 +15,14 @@ from zc.errors import PlanError
 
 
 class _Model:
-    def wait(self) -> None:
+    def wait(self, params: Sequence[nn.Parameter]) -> None:
         raise AssertionError("there is nobody to wait for")
 
 
 def test_a_dropped_model_leaves_plain_parameters() -> None:
     param, model = nn.Parameter(torch.ones(2)), _Model()
     pending = Pending(model.wait)
-    pending.leave([param])
+    pending.leave(0, [param])
     assert type(param) is PendingParameter
     del pending
     assert type(param) is nn.Parameter and param.sum().item() == 2.0

@@ -298,7 +298,7 @@ def cases() -> Iterator[Case]:
         plan = make(num_buckets, overlap_gather=True)
         gathers = placed(plan, gather_graph(plan, range(num_buckets)))
         some = placed(plan, gather_graph(plan, [0]))  # the others had no gradient
-        wholly = placed(plan, publish_graph(plan))  # what `zc.synchronize` runs
+        wholly = placed(plan, publish_graph(plan, range(num_buckets)))  # what `zc.synchronize` runs
         ahead = forward(plan, layers)
         graphs = (gathers, ahead, schedule("mlp", plan), gathers, ahead, some, wholly, gathers, wholly)
         yield Case(f"overlap_gather b{num_buckets} l{layers}", plan, graphs)

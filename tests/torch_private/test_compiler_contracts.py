@@ -7,6 +7,7 @@ import functools
 import inspect
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ def test_a_block_is_left_out_of_the_graph_around_it_and_one_graph_serves_all_blo
     assert seen[0] is other and own[name] is weight
 
 
-@contract("compiled_call call_after plain_call call_instead", "Module._compiled_call_impl or _call_impl")
+@contract("compiled_call call_after call_inside plain_call call_instead", "Module._compiled_call_impl or _call_impl")
 def test_a_module_calls_what_was_compiled(traced: Traced) -> None:
     model, seen = Net(), []
     wanted, keys = model(torch.tensor([3])), list(model.state_dict())
@@ -135,7 +136,8 @@ def test_a_module_calls_what_was_compiled(traced: Traced) -> None:
         seen.append(gm)
         return gm.forward
 
-    call = torch_private.compiled_call(model, backend, before=lambda: seen.append("before"))
+    call = torch_private.compiled_call(model, backend)
+    call = torch_private.call_inside(nullcontext, torch_private.call_after(lambda: seen.append("before"), call))
     assert torch.equal(model(torch.tensor([3])), wanted) and not seen
     torch_private.call_instead(model, call)
     assert torch.equal(model(torch.tensor([3])), wanted) and seen[0] == "before" and len(seen) == 2

@@ -21,12 +21,11 @@ from zc.compiler.backward import CompiledBackward
 from zc.compiler.blocks import Blocks, Member
 from zc.compiler.forward import CompiledForward
 from zc.compiler.graphs import Hook, Traced, as_traced
-from zc.compiler.segments import interpret, segment_compiler
+from zc.compiler.segments import interpret
 from zc.engine import param_grads
 from zc.engine.overlap_gather import WeightGather
 from zc.errors import ZcError
 from zc.log import log, tell
-from zc.passes.base import copy_graph
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
@@ -53,6 +52,8 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[...
         runtime.ledger.graphs.append(torch_private.compile_id())
         name_of = {id(param): name for name, param in runtime.placed.items()}  # zc.recompile may have added some
         names = [name_of.get(id(value)) for value in inputs]
+        if isinstance(runtime.weights, WeightGather) and runtime.plan.overlap_gather:
+            runtime.weights.waits.is_compiled(names)
         nonlocal num_shared
         inside = _one_block(blocks, names) if blocks is not None and num_shared < MAX_SHARED else None
         num_shared += inside is not None
@@ -102,7 +103,7 @@ def _compile(compiling: _Compiling, traced: Traced) -> Any:
         if runtime.plan.sharded:
             return _compile_in_windows(compiling, gm, kwargs, traced.written)
         if runtime.plan.overlap_gather:
-            return _compile_forward(runtime, names, gm, kwargs)
+            return _compile_after_gathers(compiling, gm, kwargs)
         return _whole(runtime, gm, kwargs, compiling.inside)
     backward = CompiledBackward(runtime, names, gm, kwargs, compiling.inside)
 
@@ -148,31 +149,33 @@ def _whole(
     return torch_private.compile_inner(gm, inputs, runtime.inductor_options, **kwargs)
 
 
-def _compile_forward(
-    runtime: Runtime,
-    names: Sequence[str | None],
-    gm: fx.GraphModule,
-    kwargs: dict[str, Any],
-) -> Any:
-    """A forward graph under overlap_gather: a schedule that waits for each bucket where it first reads it; where that
-    can't be had, the whole graph, behind all gathers.
+def _scheduled(compiling: _Compiling, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
+    forward = CompiledForward(compiling.runtime, compiling.names, gm, kwargs, compiling.inside)
+    return torch_private.boxed(lambda args: forward(args))
 
-    Relies on AOTAutograd's descriptors of a forward's inputs: ``placeholder.meta["desc"]`` is ``PlainAOTInput(idx)``
-    (torch >= 2.9).
-    """
-    why = _why_whole(gm, kwargs)
-    if why is None:
-        graph = _name_buffers(runtime, names, gm)
-        assert isinstance(runtime.weights, WeightGather)
-        run = runtime.weights.compile_forward(graph, segment_compiler(runtime, kwargs, is_backward=False))
-    else:
+
+def _compile_after_gathers(compiling: _Compiling, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
+    """A forward graph under overlap_gather. That of a model without blocks is a schedule that waits for each bucket
+    where it first reads it. Any other one is as without overlap_gather: what it reads is there before it starts."""
+    runtime, weights = compiling.runtime, compiling.runtime.weights
+    assert isinstance(weights, WeightGather)
+    first = 0
+    if not runtime.plan.kinds:
+        why = _why_whole(gm, kwargs)
+        if why is None:
+            return _scheduled(compiling, gm, kwargs)
         if not kwargs.get("is_inference"):
             runtime.say_once(f"a forward graph waits for all gathers before it starts: {why}")
-        whole = _whole(runtime, gm, kwargs)
+    elif compiling.inside is None:
+        first = weights.waits.order.first_of(runtime.placed[name] for name in compiling.names if name is not None)
+    whole = _whole(runtime, gm, kwargs, compiling.inside)
+    if compiling.inside is not None:  # `ForwardWaits.block` runs around it
+        return whole
+    gather = weakref.proxy(weights)  # Dynamo keeps `run`, see `make_backend`
 
-        def run(args: list[Any]) -> Any:
-            runtime.weights.synchronize()
-            return whole(args)
+    def run(args: list[Any]) -> Any:
+        gather.arrive(first)
+        return whole(args)
 
     return torch_private.boxed(run)
 
@@ -189,12 +192,7 @@ def _compile_in_windows(
                 f"and with {runtime.plan.why_sharded} such a write reaches no shard. Write inside `with "
                 f"zc.whole_parameters(model):` on all ranks, or train without {runtime.plan.why_sharded}"
             )
-    forward = CompiledForward(runtime, compiling.names, gm, kwargs, compiling.inside)
-
-    def run(args: list[Any]) -> tuple[Any, ...]:
-        return forward.program(args)(args, runtime.streams)
-
-    return torch_private.boxed(run)
+    return _scheduled(compiling, gm, kwargs)
 
 
 def _why_whole(gm: fx.GraphModule, kwargs: dict[str, Any]) -> str | None:
@@ -209,19 +207,6 @@ def _why_whole(gm: fx.GraphModule, kwargs: dict[str, Any]) -> str | None:
         if node.op == "call_function" and torch_private.mutates(node.target):
             return f"{node.target} changes an input"
     return None
-
-
-def _name_buffers(runtime: Runtime, names: Sequence[str | None], gm: fx.GraphModule) -> fx.Graph:
-    """A copy of a forward graph in which the parameters' placeholders say of which buffer they are a view."""
-    graph, _ = copy_graph(gm.graph)
-    graph.owning_module = gm
-    where = runtime.plan.slot_of()
-    for node in graph.nodes:
-        index = torch_private.input_index(node.meta.get("desc")) if node.op == "placeholder" else None
-        name = names[index] if index is not None else None
-        if name is not None:
-            node.meta["buffer"] = runtime.plan.weights_buffer(where[name][0])
-    return graph
 
 
 def _saves_own(compiling: _Compiling, gm: fx.GraphModule) -> bool:

@@ -39,7 +39,8 @@ class CompiledBackward(CompiledGraph):
         kwargs: dict[str, Any],
         inside: Member | None = None,
     ) -> None:
-        super().__init__(runtime, names, gm, kwargs, inside, is_backward=True)
+        sharded = runtime.plan.sharded_names
+        super().__init__(runtime, names, gm, kwargs, inside, is_backward=True, weights=sharded)
         # a frozen parameter that asks for a gradient: it comes through autograd, and zc.recompile is named
         self.grad_of = _grad_of(gm, [name if name in runtime.params else None for name in names])
         self.written = [name for name in self.grad_of if name is not None]

@@ -1,4 +1,5 @@
-"""A forward graph whose sharded weights come while it reads them."""
+"""A forward graph as a schedule, in which weights come while it reads them: sharded ones in windows, and those that an
+update has gathered, under overlap_gather, where each bucket is first read."""
 
 from __future__ import annotations
 
@@ -9,18 +10,19 @@ from torch import fx
 
 from zc.compiler.blocks import Member
 from zc.compiler.graphs import CompiledGraph
+from zc.engine.overlap_gather import WeightGather
 from zc.engine.program import Program
 from zc.errors import ZcError
-from zc.passes import insert_events, outline_segments, place_on_streams, verify, window_weights
+from zc.passes import cut_forward, insert_events, outline_segments, place_on_streams, verify, window_weights
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
 
-_PASSES = (window_weights.PASS, outline_segments.PASS, place_on_streams.PASS, insert_events.PASS, verify.PASS)
+_SCHEDULE = (outline_segments.PASS, place_on_streams.PASS, insert_events.PASS, verify.PASS)
 
 
 class CompiledForward(CompiledGraph):
-    """Its windows, one program per block."""
+    """One program per block."""
 
     def __init__(
         self,
@@ -30,8 +32,17 @@ class CompiledForward(CompiledGraph):
         kwargs: dict[str, Any],
         inside: Member | None = None,
     ) -> None:
-        super().__init__(runtime, names, gm, kwargs, inside, is_backward=False)
+        weights = runtime.plan.sharded_names or runtime.plan.slot_of()
+        super().__init__(runtime, names, gm, kwargs, inside, is_backward=False, weights=weights)
         self.get(None if inside is None else inside.name, None)  # while Dynamo's context is open
+
+    def __call__(self, args: list[Any]) -> tuple[Any, ...]:
+        runtime = self.runtime
+        program = self.program(args)
+        outputs = program(args, runtime.streams)
+        if isinstance(runtime.weights, WeightGather):
+            runtime.weights.has_run(program)
+        return outputs
 
     def program(self, args: Sequence[Any]) -> Program:
         """The one for the block whose parameters are among ``args``."""
@@ -48,7 +59,9 @@ class CompiledForward(CompiledGraph):
 
     def build(self, member: str | None, variant: None) -> Program:
         runtime = self.runtime
-        passes = [p._replace(requires=frozenset()) for p in _PASSES if runtime.config.verify or p.name != "verify"]
+        first = window_weights.PASS if runtime.plan.sharded else cut_forward.PASS
+        passes = [p for p in (first, *_SCHEDULE) if runtime.config.verify or p.name != "verify"]
+        passes = [p._replace(requires=frozenset()) for p in passes]
         return self._built(self._copy_for(member), runtime.plan, passes, "forward")
 
     def names_moved(self) -> Iterable[str]:

@@ -57,7 +57,8 @@ def as_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[st
 
 class CompiledGraph(ABC):
     """A forward or backward graph. The passes make its schedule for the block that it was traced for; each other block
-    gets that schedule moved to its own buckets, and proved again there.
+    gets that schedule moved to its own buckets, and proved again there. ``weights``: the parameters whose reads the
+    schedule knows.
 
     The runtime owns the programs, in `owned`, since Dynamo keeps this object. A *variant* is what the programs of one
     block differ in.
@@ -72,12 +73,13 @@ class CompiledGraph(ABC):
         inside: Member | None,
         *,
         is_backward: bool,
+        weights: Collection[str],
     ) -> None:
         self.runtime, self.inside = runtime, inside
         self._compile_segment = segment_compiler(runtime, kwargs, inside, is_backward=is_backward)
         self.graph, _ = copy_graph(gm.graph)
         self.graph.owning_module = gm
-        self.read = mark_weights(self.graph, names, runtime.plan.sharded_names)
+        self.read = mark_weights(self.graph, names, weights)
         self._own = own_inputs(gm, names, inside)
         self._programs: WeakValueDictionary[tuple[str | None, Hashable], Program] = WeakValueDictionary()
         self._templates: WeakValueDictionary[tuple[str, Hashable], Program] = WeakValueDictionary()
@@ -150,15 +152,20 @@ class CompiledGraph(ABC):
         return Program(name, graph, template.plan, run, operations, records, block=member, like=template)
 
     def _copy_for(self, member: str | None) -> fx.Graph:
-        """A copy of the graph with the weights that a block reads."""
+        """A copy of the graph with the weights that a block reads: sharded ones by their places, any other by its
+        buffer."""
         graph, _ = copy_graph(self.graph)
-        where = self.runtime.plan.slot_of()
+        plan = self.runtime.plan
+        where = plan.slot_of()
         for node in graph.nodes:
             name = node.meta.pop("param", None)
-            if name is not None and self.inside is None:
-                node.meta["weight"] = where[name]
-            elif name is not None and self.inside is not None and member is not None:
-                node.meta["weight"] = where[self.inside.in_block(name, member)]
+            if name is None or (self.inside is not None and member is None):
+                continue
+            place = where[name if self.inside is None or member is None else self.inside.in_block(name, member)]
+            if plan.is_sharded(plan.bucket(place[0])):
+                node.meta["weight"] = place
+            else:
+                node.meta["buffer"] = plan.weights_buffer(place[0])
         return graph
 
     def _built(self, graph: fx.Graph, plan: Plan, passes: Sequence[Pass], kind: str) -> Program:
@@ -181,8 +188,8 @@ def own_inputs(gm: fx.GraphModule, names: Sequence[str | None], inside: Member |
     return positions
 
 
-def mark_weights(graph: fx.Graph, names: Sequence[str | None], sharded: Collection[str]) -> list[str]:
-    """``meta["param"]`` of each input that is one of the ``sharded`` parameters: its name. Returns these names.
+def mark_weights(graph: fx.Graph, names: Sequence[str | None], weights: Collection[str]) -> list[str]:
+    """``meta["param"]`` of each input that is one of the parameters ``weights``: its name. Returns these names.
 
     Relies on AOTAutograd's descriptors of inputs, forward and backward: ``placeholder.meta["desc"]`` is
     ``PlainAOTInput(idx)`` (torch >= 2.9).
@@ -191,7 +198,7 @@ def mark_weights(graph: fx.Graph, names: Sequence[str | None], sharded: Collecti
     for node in graph.nodes:
         index = torch_private.input_index(node.meta.get("desc")) if node.op == "placeholder" else None
         name = names[index] if index is not None else None
-        if name is not None and name in sharded:
+        if name is not None and name in weights:
             node.meta["param"] = name
             marked.append(name)
     return marked

@@ -83,7 +83,7 @@ class Core:
         self.inductor_options = config.inductor_options
         self.passes = pipeline(in_place=config.write_in_place, prove=config.verify, windows=bool(plan.sharded))
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
-        self.forwards: list[Program] = []  # of compiled forward graphs (overlap_gather)
+        self.forwards: list[Program] = []  # of compiled forward graphs that are schedules
         # by canonical text: each with the check of the global state that it was compiled under
         self.compiled_segments: dict[str, list[tuple[Callable[[], bool], Segment]]] = {}
         self.ledger = Ledger()

@@ -8,13 +8,21 @@ By default ``optimizer.step()`` returns after the gathers::
     compute | publish(0, "flat_param[0]")
 
 With ``overlap_gather`` it returns after launching them, in the order in which modules were registered. The next forward
-is a schedule, too, and waits for each bucket before it first reads it. (The idea is that of PyTorch's FSDP and
-Megatron's overlap_param_gather; megatron-lm#950 shows what a missing wait does.) ::
+waits for each bucket before it first reads it. (The idea is that of PyTorch's FSDP and Megatron's overlap_param_gather;
+megatron-lm#950 shows what a missing wait does.) A model with blocks does so from call to call
+(`zc.engine.forward_waits`), by schedules that wait for some buckets::
 
        comm | gather(1, "gathered[1]")                  compute | wait_event("done/gathered[1]")
-       comm | record_event("done/gathered[1]")    ...   compute | segment("segment_0", %primals_1, %primals_9)
-       comm | gather(0, "gathered[0]")                  compute | wait_event("done/gathered[0]")
-       comm | record_event("done/gathered[0]")          compute | segment("segment_1", %getitem_2, %primals_2)
+       comm | record_event("done/gathered[1]")    ...   compute | publish(1, "gathered[1]")
+       comm | gather(0, "gathered[0]")
+       comm | record_event("done/gathered[0]")
+
+The forward of any other model is a schedule itself (`zc.compiler.forward`)::
+
+    compute | wait_event("done/gathered[1]")
+    compute | segment("segment_0", %primals_1, %primals_9)
+    compute | wait_event("done/gathered[0]")
+    compute | segment("segment_1", %getitem_2, %primals_2)
 
 Where weights leave a host as differences (`zc.planning.wire`), ranks gather the differences::
 
@@ -22,26 +30,26 @@ Where weights leave a host as differences (`zc.planning.wire`), ranks gather the
        comm | exchange_updates(0, "update[0]")
        comm | apply_update(0, "flat_param[0]", "update[0]")
 
-``gathered[b]`` is flat_param[b]; its name carries an event from schedule to schedule. The end of a compiled forward
-graph publishes every bucket, so the loss, the backward and the caller may read them all. `WeightGather.synchronize`
-does the same. Hooks call it before any code of the module that is not compiled.
+``gathered[b]`` is flat_param[b]; its name carries an event from schedule to schedule. After the model's call all
+weights may be read. Before it, any read waits for the buckets of the parameters that it reads.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
-from zc.engine.of_core import OfCore
+from zc.engine.forward_waits import ForwardWaits
+from zc.engine.of_core import OfCore, params_in
 from zc.engine.pending import Pending, can_be_watched
-from zc.engine.program import Program, Segment, build
-from zc.passes import cut_forward, insert_events, outline_segments, place_on_streams, signal_peers, verify
+from zc.engine.program import Program, build
+from zc.passes import insert_events, place_on_streams, signal_peers, verify
 from zc.passes.base import Pass
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
@@ -52,7 +60,6 @@ if TYPE_CHECKING:
     from zc.engine.core import Core
 
 _GATHER = (signal_peers.PASS, place_on_streams.PASS, insert_events.PASS, verify.PASS)
-_FORWARD = (cut_forward.PASS, outline_segments.PASS, *_GATHER)
 
 
 def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
@@ -78,23 +85,24 @@ def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
     return graph
 
 
-def publish_graph(plan: Plan) -> fx.Graph:
-    """Lets the main stream read all parameters."""
+def publish_graph(plan: Plan, buckets: Iterable[int]) -> fx.Graph:
+    """Lets the main stream read the parameters of these buckets."""
     graph = fx.Graph()
-    for bucket in plan.buckets:
-        put(graph, Publish(bucket.index, Buffer.named(plan.weights_buffer(bucket.index))))
+    for bucket in buckets:
+        put(graph, Publish(bucket, Buffer.named(plan.weights_buffer(bucket))))
     graph.output(())
     return graph
 
 
 class WeightGather(OfCore):
-    """The gathers of one model on one rank, and the compiled forward graphs that wait for them."""
+    """The gathers of one model on one rank, and the waits for them."""
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
         self._programs: dict[tuple[int, ...], Program] = {}
-        self._is_open = False  # whether a gather may be in flight for which the main stream has not waited
-        self._pending = Pending(self.synchronize)
+        self._open: set[int] = set()  # buckets whose gathers may be in flight: the main stream has not waited for them
+        self._pending = Pending(self._read)
+        self.waits = ForwardWaits(core, self)
         self._num_sharing: dict[str, int] = {}  # by parameter: tensors that share its storage, when its bucket was made
         self.hooks: list[RemovableHandle] = []  # on modules
         self._unseen: str | None = None  # why zc could miss a read of the new weights; None: it can't
@@ -103,6 +111,11 @@ class WeightGather(OfCore):
     def programs(self) -> list[Program]:
         """The schedules that have run so far, for explain."""
         return list(self._programs.values())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a gather may be in flight for which the main stream has not waited."""
+        return bool(self._open)
 
     def publish(self, buckets: Sequence[int], *, is_exact: bool = False) -> None:
         """`fill`; a backward through a forward of before this fails."""
@@ -122,8 +135,10 @@ class WeightGather(OfCore):
                 shard = core.buffers.owned(core.buffers.flat_param[index], bucket)
                 shard.copy_(core.buffers.master_shard[index].detach())
                 core.buffers.remember_shard(bucket)
-        self._program(tuple(buckets), is_exact=is_exact and core.plan.gather_bits > 0)([], core.streams)
-        self._is_open = core.plan.overlap_gather
+        self._gathers(tuple(buckets), is_exact=is_exact and core.plan.gather_bits > 0)([], core.streams)
+        if core.plan.overlap_gather:
+            self._open.update(buckets)
+            self.waits.weights_are_gathered()
 
     def published(self, buckets: Sequence[int]) -> None:
         """A schedule has written the weights of ``buckets``, unseen by autograd. A backward through a forward from
@@ -143,13 +158,14 @@ class WeightGather(OfCore):
         self.synchronize()
 
     def watch(self) -> None:
-        """Called at the end of a step. A read of a parameter before the next forward waits for all gathers. If zc could
-        miss such a read, the step waits itself, and says so once."""
-        if not self._is_open:
+        """Called at the end of a step. From then on a read of a parameter waits for its gather. If zc could miss such a
+        read, the step waits itself, and says so once."""
+        if not self._open:
             return
         core = self.core
         if self._unseen is None:
-            self._pending.leave(core.params.values())
+            for bucket in self._open:
+                self._pending.leave(bucket, (param for _, param in params_in(core, core.plan.buckets[bucket])))
         else:
             core.say_once(f"overlap_gather: {self._unseen}: step() waits for the weights wherever that is so")
             self.synchronize()
@@ -167,43 +183,30 @@ class WeightGather(OfCore):
                 )
         return None
 
-    def let_read(self) -> None:
-        """Called when a compiled forward begins: its schedule waits for each bucket that it reads."""
+    def release(self) -> None:
+        """Parameters are read by compiled graphs alone from now on, which wait for what they read."""
         self._pending.release()
+
+    def arrive(self, first: int) -> None:
+        """Makes the main stream wait for the gathers of bucket ``first`` and all later ones, which come before it. On
+        CUDA the host does not wait."""
+        buckets = tuple(sorted((bucket for bucket in self._open if bucket >= first), reverse=True))
+        if buckets:
+            self._publishes(buckets)([], self.core.streams)
+            self._open.difference_update(buckets)
+        self._pending.release(first)
 
     def synchronize(self) -> None:
-        """Makes the main stream wait for all gathers. On CUDA the host does not wait."""
-        self._pending.release()
-        if self._is_open:
-            self._program(None)([], self.core.streams)
-            self._is_open = False
+        """Makes the main stream wait for all gathers."""
+        self.arrive(0)
 
-    def compile_forward(
-        self, graph: fx.Graph, compile_segment: Callable[[fx.GraphModule], Segment]
-    ) -> Callable[[list[Any]], tuple[Any, ...]]:
-        """A forward graph as a schedule. Its parameters' placeholders name their buffer in ``meta["buffer"]``."""
-        core = self.core
-        program = build(
-            graph,
-            core.plan,
-            self._proved(_FORWARD),
-            core.bind,
-            compile_segment,
-            name=f"forward_{len(core.forwards)}",
-            dump_dir=core.config.dump_dir,
-        )
-        core.forwards.append(program)
-        # weak references: Dynamo keeps ``run``, see `zc.compiler.backend.make_backend`
-        gather, schedule = weakref.proxy(self), weakref.proxy(program)
+    def has_run(self, forward: Program) -> None:
+        """A schedule of a forward has published every bucket of its plan. `zc.recompile` may have added more since."""
+        self._open.difference_update(range(len(forward.plan.buckets)))
 
-        def run(args: list[Any]) -> tuple[Any, ...]:
-            core = gather.core
-            outputs = schedule(args, core.streams)
-            # its last nodes publish every bucket of its own plan; zc.recompile may have added more since
-            gather._is_open = gather._is_open and schedule.plan is not core.plan
-            return outputs
-
-        return run
+    def _read(self, params: Sequence[nn.Parameter]) -> None:
+        """Somebody reads these parameters; without any, nobody knows which."""
+        self.arrive(self.waits.order.first_of(params) if params else 0)
 
     def grow(self) -> None:
         """Called before the plan gets more buckets: schedules that publish all buckets are then built anew."""
@@ -211,8 +214,9 @@ class WeightGather(OfCore):
         self._programs.clear()
 
     def install_hooks(self, model: nn.Module) -> None:
-        """Installs hooks that wait before parameters are read outside of a compiled forward: by modules that run
-        eagerly, and by state_dict and load_state_dict of the model or of a submodule."""
+        """Installs hooks that wait before parameters are read outside of a compiled forward: by state_dict and
+        load_state_dict of the model or of a submodule, and by modules that run eagerly. In a model with blocks these
+        have no hook: Dynamo would compile each of them, which it leaves alone without overlap_gather."""
         gather = weakref.ref(self)
 
         def synchronize(*_: object) -> None:
@@ -222,22 +226,34 @@ class WeightGather(OfCore):
 
         wait = torch_private.only_eager(synchronize)
         for module in model.modules():
+            if not self.core.plan.kinds:
+                self.hooks.append(module.register_forward_pre_hook(wait))
             self.hooks += [
-                module.register_forward_pre_hook(wait),
                 module.register_state_dict_pre_hook(wait),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(wait),  # type: ignore[no-untyped-call]
             ]
 
-    def _program(self, buckets: tuple[int, ...] | None, *, is_exact: bool = False) -> Program:
-        """The schedule that gathers these buckets; None: the one that publishes all."""
-        key = (-1,) if buckets is None else (*buckets, *((-2,) if is_exact else ()))
+    def _gathers(self, buckets: tuple[int, ...], *, is_exact: bool) -> Program:
+        """The schedule that gathers these buckets."""
+        key = (*buckets, *((-2,) if is_exact else ()))
         if key not in self._programs:
-            core = self.core
-            plan = core.plan.exact_gathers() if is_exact else core.plan
-            graph = publish_graph(plan) if buckets is None else gather_graph(plan, buckets)
-            name = "publish" if buckets is None else f"gather_{len(self._programs)}"
-            self._programs[key] = build(graph, plan, self._proved(_GATHER), core.bind, name=name)
+            plan = self.core.plan.exact_gathers() if is_exact else self.core.plan
+            self._programs[key] = self._built("gather", plan, gather_graph(plan, buckets))
         return self._programs[key]
+
+    def _publishes(self, buckets: tuple[int, ...]) -> Program:
+        """The schedule that waits for these buckets. They are all alike, and explain shows the first one."""
+        key = (-1, *buckets)
+        if key not in self._programs:
+            first = next((program for k, program in self._programs.items() if k[:1] == (-1,)), None)
+            program = self._built("publish", self.core.plan, publish_graph(self.core.plan, buckets))
+            program.like, program.block = first, f"bucket{'s' * (len(buckets) > 1)} {', '.join(map(str, buckets))}"
+            self._programs[key] = program
+        return self._programs[key]
+
+    def _built(self, kind: str, plan: Plan, graph: fx.Graph) -> Program:
+        name = f"{kind}_{len(self._programs)}"
+        return build(graph, plan, self._proved(_GATHER), self.core.bind, name=name)
 
     def _proved(self, passes: Sequence[Pass]) -> list[Pass]:
         chosen = [p for p in passes if self.core.config.verify or p.name != "verify"]

@@ -1,9 +1,9 @@
 """Makes reads of parameters wait while their new values may still be in flight (overlap_gather).
 
-Between ``optimizer.step()`` and the next forward, parameters have a class whose ``__torch_function__`` waits for the
-gathers, gives all parameters their own class back, and then calls the function. So ``p.norm()``, an average of the
-weights, a clamp or a copy right after the step sees the update, as without overlap. Functions that read no element
-(``p.grad``, ``p.shape``) do not wait. torch's lazy parameters change their class in the same way.
+From ``optimizer.step()`` until the main stream has waited for its bucket, a parameter has a class whose
+``__torch_function__`` waits, gives the parameter its own class back, and then calls the function. So ``p.norm()``, an
+average of the weights, a clamp or a copy right after the step sees the update, as without overlap. Functions that read
+no element (``p.grad``, ``p.shape``) do not wait. torch's lazy parameters change their class in the same way.
 
 A ``p.data``, view or array from before the step reaches the memory without the parameter. While one exists,
 `zc.engine.overlap_gather` makes the step wait. zc can't see an address, a DLPack capsule or a storage object, nor a C++
@@ -13,7 +13,7 @@ extension that bypasses torch's dispatch: call `zc.synchronize` before you use t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,31 +50,37 @@ class PendingParameter(nn.Parameter):
         return nn.Parameter(*args, **kwargs)
 
     @classmethod
+    @torch_private.not_compiled_alone
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in NO_VALUE:
             with torch_private.without_torch_function():
                 return func(*args, **(kwargs or {}))
-        _arrive()
-        return func(*args, **(kwargs or {}))  # the parameters have their own class again
+        _arrive([leaf for leaf in torch_private.tensors_in((args, kwargs)) if type(leaf) is PendingParameter])
+        return func(*args, **(kwargs or {}))  # these parameters have their own class again
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """nn.Parameter's own method checks the class before it reads the value, so this one waits first."""
-        _arrive()
+        _arrive([self])
         copied: nn.Parameter = self.__deepcopy__(memo)
         return copied
 
 
-def _arrive() -> None:
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _arrive(params: list[nn.Parameter]) -> None:
+    """Waits for the gathers of ``params``; if there are none, for all gathers: the read is of an unknown one."""
     for pending in list(_WAITING):
-        pending.arrive()
-
-
-def _make_plain(params: list[nn.Parameter]) -> None:
-    for param in params:
+        pending.arrive(params)
+    for param in params:  # a parameter whose model is gone has nobody to wait for
         param.__class__ = nn.Parameter
-    params.clear()
+
+
+def _make_plain(watched: dict[int, list[nn.Parameter]]) -> None:
+    for params in watched.values():
+        for param in params:
+            param.__class__ = nn.Parameter
+    watched.clear()
 
 
 def can_be_watched(param: nn.Parameter) -> bool:
@@ -83,28 +89,33 @@ def can_be_watched(param: nn.Parameter) -> bool:
 
 
 class Pending:
-    """The parameters of one model. ``wait`` is called before one is read; it is a method, referenced weakly."""
+    """The parameters of one model that are watched, by bucket. ``wait`` is called before some are read, with these
+    parameters, or with none for all. It is a method, referenced weakly."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
+    def __init__(self, wait: Callable[[Sequence[nn.Parameter]], None]) -> None:
         self._wait = weakref.WeakMethod(wait)
-        self._params: list[nn.Parameter] = []
+        self._params: dict[int, list[nn.Parameter]] = {}
         weakref.finalize(self, _make_plain, self._params).atexit = False
 
-    def leave(self, params: Iterable[nn.Parameter]) -> None:
+    def leave(self, bucket: int, params: Iterable[nn.Parameter]) -> None:
         """Makes reads of these parameters wait from now on. All must pass `can_be_watched`."""
-        for param in params:
+        if bucket in self._params:
+            return
+        self._params[bucket] = list(params)
+        for param in self._params[bucket]:
             param.__class__ = PendingParameter
-            self._params.append(param)
         _WAITING.add(self)
 
-    def release(self) -> None:
-        """Gives the parameters their own class back, without waiting."""
-        _make_plain(self._params)
-        _WAITING.discard(self)
+    def release(self, first: int = 0) -> None:
+        """Gives the parameters of bucket ``first`` and all later ones their own class back, without waiting."""
+        _make_plain({bucket: self._params.pop(bucket) for bucket in list(self._params) if bucket >= first})
+        if not self._params:
+            _WAITING.discard(self)
 
-    def arrive(self) -> None:
-        """Called at a read: waits for the gathers."""
-        self.release()
+    def arrive(self, params: Sequence[nn.Parameter]) -> None:
+        """Called at a read."""
         wait = self._wait()
-        if wait is not None:
-            wait()
+        if wait is None:
+            self.release()
+        else:
+            wait(params)

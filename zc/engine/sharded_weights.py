@@ -252,9 +252,6 @@ class ShardedWeights(OfCore):
     def watch(self) -> None:
         """Nothing is on its way after an update."""
 
-    def let_read(self) -> None:
-        """Nothing is on its way before a forward."""
-
     def count_sharing(self) -> None:
         """Nobody can hold the bytes of a parameter that has none."""
 

@@ -27,6 +27,7 @@ from zc.closing import close
 from zc.compiler.backend import make_backend
 from zc.copies import NotForDDP
 from zc.engine.model_passes import forward_of
+from zc.engine.overlap_gather import WeightGather
 from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import PlanError
 from zc.integrations.packages import needed, seam
@@ -261,14 +262,13 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 def _compile_children(module: nn.Module) -> None:
     sharded_model = sharded(module)
     runtime, config = sharded_model.runtime, sharded_model.runtime.config
-    before = runtime.weights.let_read if config.overlap_gather else None
     for child in _called(module):
         call = None
         if config.backend != "eager" and not (runtime.plan.sharded and runtime.plan.kinds):
             backend = make_backend(runtime)
-            call = torch_private.compiled_call(
-                child, backend, before, dynamic=config.dynamic, fullgraph=config.fullgraph
-            )
+            call = torch_private.compiled_call(child, backend, dynamic=config.dynamic, fullgraph=config.fullgraph)
+            if isinstance(runtime.weights, WeightGather) and config.overlap_gather:
+                call = torch_private.call_inside(runtime.weights.waits.forward, call)
         if isinstance(runtime.weights, ShardedWeights):
             call = forward_of(runtime.weights.passes, call or torch_private.plain_call(child))
         torch_private.call_instead(child, call)

@@ -90,9 +90,10 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
         )
     updates = [program for step in on_host for program in step.programs]
     compiled = (*runtime.forwards, *runtime.programs)
-    programs = (*(p for p in compiled if p.like is None), *runtime.weights.programs, *updates)
+    several = (*compiled, *runtime.weights.programs)
+    programs = (*(p for p in several if p.like is None), *updates)
     for program in programs:
-        lines = [f"{p.block}: run {p.num_runs} times" for p in compiled if p.like is program]
+        lines = [f"{p.block}: run {p.num_runs} times" for p in several if p.like is program]
         sections[f"schedule {program.name}"] = "\n".join([_verdict(program), *lines, text(program.graph)])
     first = summary.summarize(model)
     if format == "text":

@@ -1,0 +1,238 @@
+"""overlap_gather in models with blocks, which wait for their weights from call to call (`zc.engine.forward_waits`).
+
+The loops are those of test_blocks.py and some more, and the oracle is the same: plain PyTorch with an all-reduce of
+each gradient. The comm thread sleeps before each gather (late_gathers.py), so what does not wait reads old weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from late_gathers import Careless, Late, late_gathers
+from test_blocks import BLOCKS, CASES, DIM, SIZES, UPDATES, Block, HeadOfItsOwn, Net, blocks, made, plain, train
+from tiers import FULL
+from torch import Tensor, nn
+
+import zc
+from zc.engine.forward_waits import ForwardWaits
+
+LATE = 0.01
+
+
+class InSequence(Net):
+    """The blocks are a Sequential, so that Dynamo compiles what stands around them."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.blocks = nn.Sequential(*blocks())
+        self.bias, self.last = nn.Parameter(torch.zeros(DIM)), nn.Linear(DIM, DIM)  # registered after them
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(torch.tanh(self.first(x)))) + self.bias
+
+
+class Reader(HeadOfItsOwn):
+    """Reads the weight of the head, or a later block's, where no step of the forward has waited for it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(blocks())
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.begin(x)
+        for block in self.blocks:
+            if self.how == "by code between blocks":
+                x = x + 0.01 * (self.last.weight.mean() + self.blocks[-1].down.weight.mean())
+            x = block(x)
+        return self.end(x)
+
+    def begin(self, x: Tensor) -> Tensor:
+        x = super().begin(x)
+        if self.how == "before the blocks, compiled":
+            x = x + 0.01 * self.last.weight.mean()
+        return x.to(self.last.weight.dtype) if self.how == "its dtype, compiled" else x
+
+
+MORE: dict[str, Callable[[], Net]] = {
+    "a head of its own": lambda: HeadOfItsOwn(blocks()),
+    "a Sequential": InSequence,
+    **{
+        f"reads {how}": lambda how=how: Reader(how)  # type: ignore[misc]
+        for how in (
+            "by code between blocks", "before the blocks, compiled", "its dtype, compiled",
+        )
+    },
+}  # fmt: skip
+CASES.update({name: (make, plain) for name, make in MORE.items()})
+SAYS = {  # what lets a forward wait for more at its beginning
+    "reads before the blocks, compiled": "code outside of blocks reads last.bias early",
+    "reads its dtype, compiled": "Dynamo compiles code outside of blocks again and again",
+}
+ALWAYS = {
+    "plain", "tied", "a graph break in each block", "another layer drop on each rank", "a forward that raises",
+    "other weights in a block", "reentrant checkpointing", "evaluated between",
+}  # fmt: skip
+
+
+def trained(name: str, rank: int, late: float, streams: type[Late], **options: Any) -> tuple[Net, dict[str, Tensor]]:
+    torch._dynamo.reset()
+    net = made(name)
+    with late_gathers(late, streams):
+        net, optimizer = zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.05), **options)
+        return net, train(net, optimizer, name, rank, averages=False)
+
+
+def compared(rank: int, world_size: int, names: list[str], stage: int, size: str, backend: str) -> list[str]:
+    """Job: what differs from plain PyTorch, and in bits from zc without overlap_gather."""
+    wrong: list[str] = []
+    options: dict[str, Any] = {"stage": stage, "bucket_nbytes": SIZES[size], "backend": backend}
+    for name in names:
+        net = made(name)
+        wanted = train(net, torch.optim.SGD(net.parameters(), lr=0.05), name, rank, averages=True)
+        net, same = trained(name, rank, 0.0, Late, **options)
+        graphs = zc.registry.sharded(net).runtime.ledger.graphs
+        zc.close(net)
+        net, got = trained(name, rank, LATE, Late, overlap_gather=True, **options)
+        for key, value in wanted.items():
+            error = float((got[key] - value).norm() / (value.norm() + 1e-30))
+            if not error < 1e-12 or not torch.equal(got[key], same[key]):
+                wrong.append(f"{name}, stage {stage}, buckets {size}: {key} differs by {error:.1e}")
+        runtime = zc.registry.sharded(net).runtime
+        notes = [note for note in runtime.notes if "waits at its beginning" in note]
+        if [note.split(": ")[1] for note in notes] != [says for loop, says in SAYS.items() if loop == name]:
+            wrong.append(f"{name} says {notes}")
+        if len(runtime.ledger.graphs) > len(graphs) + 3 * (name in SAYS):
+            wrong.append(f"{name} compiles {runtime.ledger.graphs}, and without overlap_gather {graphs}")
+        zc.close(net)
+    return wrong
+
+
+@pytest.mark.parametrize(("stage", "size"), [(2, "one"), (1, "two")])
+def test_late_gathers_change_no_bit(stage: int, size: str) -> None:
+    names = sorted(CASES.keys() - MORE.keys()) if FULL else sorted(ALWAYS)[stage - 1 :: 2]
+    assert run_ranks(compared, 2, names, stage, size, "aot_eager", timeout=400.0) == [[], []]
+
+
+def test_late_gathers_change_no_bit_of_what_stands_outside_of_blocks() -> None:
+    """A bucket holds a part of a block, and the head is gathered last."""
+    assert run_ranks(compared, 2, ["plain", *MORE], 2, "parts", "aot_eager", timeout=400.0) == [[], []]
+
+
+def test_late_gathers_change_no_bit_under_inductor() -> None:
+    assert run_ranks(compared, 3, ["a Sequential"], 2, "one", "inductor", timeout=200.0) == [[], [], []]
+
+
+def careless(rank: int, world_size: int, names: list[str]) -> list[str]:
+    """Job: the loops whose weights are right although the main stream waits for no gather."""
+    right = []
+    for name in names:
+        options: dict[str, Any] = {"bucket_nbytes": SIZES["one"], "backend": "aot_eager"}
+        net, same = trained(name, rank, 0.0, Late, **options)
+        zc.close(net)
+        net, got = trained(name, rank, LATE, Careless, overlap_gather=True, **options)
+        right += [name] if all(torch.equal(got[key], same[key]) for key in same) else []
+        zc.close(net)
+    return right
+
+
+def test_without_the_waits_late_gathers_show() -> None:
+    """The control."""
+    assert run_ranks(careless, 2, ["plain", "a Sequential"], timeout=200.0) == [[], []]
+
+
+@contextlib.contextmanager
+def seen_in_blocks() -> Iterator[list[list[int]]]:
+    """Yields, for each call of a block, the buckets for which nobody has waited when it begins."""
+    seen: list[list[int]] = []
+    plain_block = ForwardWaits.block
+
+    @contextlib.contextmanager
+    def block(self: ForwardWaits, places: Any) -> Iterator[None]:
+        with plain_block(self, places):
+            seen.append(sorted(self._gather._open))
+            yield
+
+    ForwardWaits.block = block  # type: ignore[method-assign, assignment]
+    try:
+        yield seen
+    finally:
+        ForwardWaits.block = plain_block  # type: ignore[method-assign]
+
+
+def steps(rank: int, world_size: int, name: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Job: for the last forward, `seen_in_blocks`, and the buckets that are gathered after each block."""
+    with seen_in_blocks() as seen:
+        options: dict[str, Any] = {"bucket_nbytes": SIZES["parts"], "backend": "aot_eager"}
+        net, _ = trained(name, rank, 0.0, Late, overlap_gather=True, **options)
+    where = zc.registry.sharded(net).runtime.plan.slot_of()
+    assert len(seen) == UPDATES * BLOCKS and where["last.weight"][0] == 0, "the head is gathered last"
+    last = [min(bucket for key, (bucket, _) in where.items() if key.startswith(f"blocks.{k}.")) for k in range(BLOCKS)]
+    return seen[-BLOCKS:], [list(range(bucket)) for bucket in last]
+
+
+@pytest.mark.parametrize("name", ["plain", "a head of its own", "a Sequential"])
+def test_each_block_waits_for_its_own_buckets_alone(name: str) -> None:
+    for not_waited_for, gathered_later in run_ranks(steps, 2, name):
+        assert not_waited_for == gathered_later and len(not_waited_for[0]) > len(not_waited_for[-1]) > 0
+
+
+def depths(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    """Job: Dynamo's graphs, compiled segments, schedules that passes have made, and those of forwards, by depth."""
+    counts = []
+    for depth in (4, 12):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = Net([Block() for _ in range(depth)])
+        options: dict[str, Any] = {"bucket_nbytes": 2**10, "overlap_gather": True}
+        net, optimizer = zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.1), **options)
+        for _ in range(3):
+            net(torch.ones(2, DIM)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runtime = zc.registry.sharded(net).runtime
+        made_by_passes = [p for p in runtime.programs if p.like is None]
+        counts.append(
+            (len(runtime.ledger.graphs), len(runtime.compiled_segments), len(made_by_passes), len(runtime.forwards))
+        )
+        zc.close(net)
+    return counts
+
+
+def test_depth_adds_nothing_to_compile() -> None:
+    shallow, deep = run_ranks(depths, 1, timeout=200.0)[0]
+    assert shallow == deep and shallow[1] > 0 and shallow[3] == 0
+
+
+class Stops(set[int]):
+    """Of blocks to skip: raises at the second one."""
+
+    @torch.compiler.disable  # compiling it would publish everything
+    def __contains__(self, number: object) -> bool:
+        if number == 1:
+            raise RuntimeError("stops")
+        return False
+
+
+def test_weights_that_a_failed_forward_has_not_read_are_waited_for() -> None:
+    torch._dynamo.reset()
+    net = Net(blocks())
+    options: dict[str, Any] = {"bucket_nbytes": 300, "backend": "aot_eager", "overlap_gather": True}
+    net, optimizer = zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.1), **options)
+    weights = zc.registry.sharded(net).runtime.weights
+    for _ in range(2):
+        net(torch.ones(2, DIM)).sum().backward()
+        assert not weights.is_open, "after a forward all weights may be read"
+        optimizer.step()
+    net.skipped = Stops()
+    with pytest.raises(RuntimeError, match="stops"):
+        net(torch.ones(2, DIM))
+    bucket = zc.registry.sharded(net).runtime.plan.slot_of()["last.weight"][0]
+    assert bucket in weights._open and type(net.last.weight) is not nn.Parameter
+    net.last.weight.sum()
+    assert bucket not in weights._open and type(net.last.weight) is nn.Parameter
+    zc.close(net)
