@@ -1,20 +1,21 @@
 """overlap_gather in models with blocks, which wait for their weights from call to call (`zc.engine.forward_waits`).
 
-The loops are those of test_blocks.py and some more, and the oracle is the same: plain PyTorch with an all-reduce of
-each gradient. The comm thread sleeps before each gather (late_gathers.py), so what does not wait reads old weights.
+The loops and the oracle, plain PyTorch with an all-reduce of each gradient, are those of test_blocks.py, with more
+ways to read weights outside of the blocks. The comm thread sleeps before each gather (late_gathers.py), so what does
+not wait reads old weights.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from harness import run_ranks
 from late_gathers import Careless, Late, late_gathers
-from test_blocks import BLOCKS, CASES, DIM, SIZES, UPDATES, Block, HeadOfItsOwn, Net, blocks, made, plain, train
+from loops_over_blocks import BLOCKS, DIM, LOOPS, OUTSIDE, SIZES, UPDATES, Block, Net, blocks, build, train
 from tiers import FULL
 from torch import Tensor, nn
 
@@ -24,51 +25,6 @@ from zc.engine.forward_waits import ForwardWaits
 LATE = 0.01
 
 
-class InSequence(Net):
-    """The blocks are a Sequential, so that Dynamo compiles what stands around them."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-        self.blocks = nn.Sequential(*blocks())
-        self.bias, self.last = nn.Parameter(torch.zeros(DIM)), nn.Linear(DIM, DIM)  # registered after them
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.blocks(torch.tanh(self.first(x)))) + self.bias
-
-
-class Reader(HeadOfItsOwn):
-    """Reads the weight of the head, or a later block's, where no step of the forward has waited for it."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(blocks())
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.begin(x)
-        for block in self.blocks:
-            if self.how == "by code between blocks":
-                x = x + 0.01 * (self.last.weight.mean() + self.blocks[-1].down.weight.mean())
-            x = block(x)
-        return self.end(x)
-
-    def begin(self, x: Tensor) -> Tensor:
-        x = super().begin(x)
-        if self.how == "before the blocks, compiled":
-            x = x + 0.01 * self.last.weight.mean()
-        return x.to(self.last.weight.dtype) if self.how == "its dtype, compiled" else x
-
-
-MORE: dict[str, Callable[[], Net]] = {
-    "a head of its own": lambda: HeadOfItsOwn(blocks()),
-    "a Sequential": InSequence,
-    **{
-        f"reads {how}": lambda how=how: Reader(how)  # type: ignore[misc]
-        for how in (
-            "by code between blocks", "before the blocks, compiled", "its dtype, compiled",
-        )
-    },
-}  # fmt: skip
-CASES.update({name: (make, plain) for name, make in MORE.items()})
 SAYS = {  # what lets a forward wait for more at its beginning
     "reads before the blocks, compiled": "code outside of blocks reads last.bias early",
     "reads its dtype, compiled": "Dynamo compiles code outside of blocks again and again",
@@ -81,7 +37,7 @@ ALWAYS = {
 
 def trained(name: str, rank: int, late: float, streams: type[Late], **options: Any) -> tuple[Net, dict[str, Tensor]]:
     torch._dynamo.reset()
-    net = made(name)
+    net = build(name)
     with late_gathers(late, streams):
         net, optimizer = zc.compile(net, torch.optim.SGD(net.parameters(), lr=0.05), **options)
         return net, train(net, optimizer, name, rank, averages=False)
@@ -92,7 +48,7 @@ def compared(rank: int, world_size: int, names: list[str], stage: int, size: str
     wrong: list[str] = []
     options: dict[str, Any] = {"stage": stage, "bucket_nbytes": SIZES[size], "backend": backend}
     for name in names:
-        net = made(name)
+        net = build(name)
         wanted = train(net, torch.optim.SGD(net.parameters(), lr=0.05), name, rank, averages=True)
         net, same = trained(name, rank, 0.0, Late, **options)
         graphs = zc.registry.sharded(net).runtime.ledger.graphs
@@ -114,13 +70,13 @@ def compared(rank: int, world_size: int, names: list[str], stage: int, size: str
 
 @pytest.mark.parametrize(("stage", "size"), [(2, "one"), (1, "two")])
 def test_late_gathers_change_no_bit(stage: int, size: str) -> None:
-    names = sorted(CASES.keys() - MORE.keys()) if FULL else sorted(ALWAYS)[stage - 1 :: 2]
+    names = sorted(LOOPS) if FULL else sorted(ALWAYS)[stage - 1 :: 2]
     assert run_ranks(compared, 2, names, stage, size, "aot_eager", timeout=400.0) == [[], []]
 
 
 def test_late_gathers_change_no_bit_of_what_stands_outside_of_blocks() -> None:
     """A bucket holds a part of a block, and the head is gathered last."""
-    assert run_ranks(compared, 2, ["plain", *MORE], 2, "parts", "aot_eager", timeout=400.0) == [[], []]
+    assert run_ranks(compared, 2, ["plain", *OUTSIDE], 2, "parts", "aot_eager", timeout=400.0) == [[], []]
 
 
 def test_late_gathers_change_no_bit_under_inductor() -> None:
