@@ -28,7 +28,6 @@ TITLES = {
     7: "Gradients that are dropped, and ranks that differ",
     10: "With overlap_gather=True",
     11: "Several optimizers, and whole parameters",
-    12: "Over a mesh of two dimensions (mesh=)",
     13: "Written without knowing of zc",
     14: "With shard_frozen=True",
 }
@@ -37,7 +36,8 @@ HEAD = """# Training loops: right, or refused with a reason
 Each row is a model and a loop, run as it stands on 2 gloo ranks and, in plain PyTorch and float64, with gradients
 averaged over ranks before each step. *right*: every weight (and loss, norm and gradient that the loop notes) agrees
 within the row's tolerance, 2e-5 relative where no note says otherwise. *refused*: the error of the note is raised on
-every rank, and nothing hangs. Columns are backend and stage.
+every rank, and nothing hangs. Columns are backend and stage. Loops that `tests/distributed` and `tests/checkpoint`
+compare with DDP or with one process, over a mesh of two dimensions say, are not repeated here.
 
 Made by `python tests/compatibility/generate.py` from `tests/compatibility/results.csv`. Do not edit."""
 

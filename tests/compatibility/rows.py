@@ -139,8 +139,9 @@ Loop = Callable[[Script], None]
 @dataclass(frozen=True)
 class Row:
     """``refused``: where -> the error's class and words of it; where is "always", "eager", "compiled", "stage 1" or
-    "stage 2". ``needs``: a package without which the row is skipped. ``is_slow``: not in the default test run.
-    ``note``: shown in the table. ``options`` of `zc.compile`; one that is a function is called in the rank."""
+    "stage 2". ``needs``: a package without which the row is skipped. ``full_only``: runs in the full tier alone, since
+    another row or test shows the same. ``note``: shown in the table. ``options`` of `zc.compile`; one that is a
+    function is called in the rank."""
 
     name: str
     item: int
@@ -152,7 +153,7 @@ class Row:
     oracle_dtype: torch.dtype = torch.float64
     options: Mapping[str, Any] = field(default_factory=dict)
     needs: str = ""
-    is_slow: bool = False
+    full_only: bool = False
     note: str = ""
 
     def error(self, backend: str, stage: int) -> str | None:

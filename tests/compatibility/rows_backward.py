@@ -73,16 +73,6 @@ def module_hook(s: Script) -> None:
     plain(s)
 
 
-@row(2, "a hook on an activation")
-def activation_hook(s: Script) -> None:
-    for step in range(STEPS):
-        x, y = s.batch(step)
-        out = s.model(x)
-        out.register_hook(lambda grad: grad * 3.0)
-        F.mse_loss(out, y).backward()
-        s.update()
-
-
 @row(2, "torch.autograd.grad for parameters, between steps")
 def autograd_grad(s: Script) -> None:
     for step in range(3):
@@ -99,17 +89,6 @@ def autograd_grad_some(s: Script) -> None:
         (grad,) = torch.autograd.grad(loss, [s.model[2].weight], retain_graph=True)
         s.note(f"grad {step}", grad)
         loss.backward()
-        s.update()
-
-
-@row(2, "torch.autograd.grad for the input")
-def autograd_grad_input(s: Script) -> None:
-    for step in range(3):
-        x, y = s.batch(step)
-        x.requires_grad_(True)
-        (grad,) = torch.autograd.grad(F.mse_loss(s.model(x), y), [x])
-        s.note(f"grad {step}", grad)
-        s.loss(step).backward()
         s.update()
 
 

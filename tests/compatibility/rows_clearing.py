@@ -74,6 +74,7 @@ def skipped(s: Script) -> None:
             s.optimizer.step()
         s.optimizer.zero_grad()
 
+
 @row(2, "zero_grad of one submodule, the others go on adding up")
 def zero_of_part(s: Script) -> None:
     for step in range(STEPS):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -48,73 +48,74 @@ def slices_by_hand(s: Script) -> None:
             param.grad = None
 
 
-WAYS = {
-    "model.zero_grad()": lambda s: s.model.zero_grad(),
-    "param.grad = None": by_hand,
-    "optimizer.zero_grad()": lambda s: s.optimizer.zero_grad(),
-    "the zero_grad of the optimizer's class": lambda s: type(s.optimizer).zero_grad(s.optimizer),
-    ".grad = None of what the optimizer holds": slices_by_hand,
-}
+def model(s: Script) -> None:
+    s.model.zero_grad()
 
 
-def add_rows() -> None:
-    for name, clear in WAYS.items():
-        for where, fail in (("after all gradients", fails_after_all), ("half-way", fails_half_way)):
-            if where == "half-way" or "optimizer" not in name:
-                row(7, f"a backward raises {where} and is caught, then {name}")(_caught(fail, clear))
-        row(7, f"the second backward raises and is caught, then {name}")(_second(clear))
-        row(7, f"gradients cleared by {name}")(_cleared(clear))
-        row(7, f"a skipped step, by {name}")(_skipped(clear))
+def optimizer_class(s: Script) -> None:
+    type(s.optimizer).zero_grad(s.optimizer)
 
 
-def _caught(fail: Any, clear: Any) -> Any:
-    def loop(s: Script) -> None:
-        for step in range(STEPS):
-            if step % 2:
-                fail(s, step)
-                clear(s)
-            s.loss(step).backward()
-            s.update()
-
-    return loop
+@row(7, "a backward raises after all gradients and is caught, then model.zero_grad()")
+def caught_after_all(s: Script) -> None:
+    _caught(s, fails_after_all, model)
 
 
-def _second(clear: Any) -> Any:
-    def loop(s: Script) -> None:
-        for step in range(STEPS):
-            s.loss(step).backward()
-            if step == 1:
-                fails_after_all(s, step)
-                clear(s)
-                continue
-            s.update()
-
-    return loop
+@row(7, "a backward raises half-way and is caught, then model.zero_grad()")
+def caught_half_way(s: Script) -> None:
+    _caught(s, fails_half_way, model)
 
 
-def _cleared(clear: Any) -> Any:
-    def loop(s: Script) -> None:
-        for step in range(STEPS):
-            s.loss(step).backward()
-            s.loss(step, 1).backward()
+@row(7, "a backward raises half-way and is caught, then .grad = None of what the optimizer holds")
+def caught_then_slices(s: Script) -> None:
+    _caught(s, fails_half_way, slices_by_hand)
+
+
+def _caught(s: Script, fail: Callable[[Script, int], None], clear: Callable[[Script], None]) -> None:
+    for step in range(STEPS):
+        if step % 2:
+            fail(s, step)
+            clear(s)
+        s.loss(step).backward()
+        s.update()
+
+
+@row(7, "the second backward raises and is caught, then param.grad = None")
+def second_raises(s: Script) -> None:
+    _second(s, by_hand)
+
+
+@row(7, "the second backward raises and is caught, then the zero_grad of the optimizer's class")
+def second_raises_then_class(s: Script) -> None:
+    _second(s, optimizer_class)
+
+
+def _second(s: Script, clear: Callable[[Script], None]) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        if step == 1:
+            fails_after_all(s, step)
+            clear(s)
+            continue
+        s.update()
+
+
+@row(7, "gradients cleared by the zero_grad of the optimizer's class")
+def cleared_by_class(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.loss(step, 1).backward()
+        s.optimizer.step()
+        optimizer_class(s)
+
+
+@row(7, "a skipped step, by .grad = None of what the optimizer holds")
+def skipped_by_slices(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        if step % 2:
             s.optimizer.step()
-            clear(s)
-
-    return loop
-
-
-def _skipped(clear: Any) -> Any:
-    def loop(s: Script) -> None:
-        for step in range(STEPS):
-            s.loss(step).backward()
-            if step % 2:
-                s.optimizer.step()
-            clear(s)
-
-    return loop
-
-
-add_rows()
+        slices_by_hand(s)
 
 
 def fails_on_ranks_apart(s: Script) -> None:

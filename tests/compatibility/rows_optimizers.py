@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rows import STEPS, Row, Script, add, plain, row, sgd
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -88,8 +90,13 @@ OPTIMIZERS: dict[str, Make] = {
     "AdamW, lr a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3)),
     "Adam, maximize": lambda p: torch.optim.Adam(p, lr=1e-3, maximize=True),
 }
+# torch's elementwise optimizers differ in their state alone: these stand for the others
+SOME_OPTIMIZERS = (
+    "SGD, Nesterov momentum", "AdamW, foreach", "AdamW, fused", "Adafactor", "Lion-like, third-party",
+    "Lion-like, declared with zc.elementwise", "AdamW, lr a tensor",
+)  # fmt: skip
 for _name, _make in OPTIMIZERS.items():
-    add(Row(f"optimizer {_name}", 6, plain, optimizer=_make))
+    add(Row(f"optimizer {_name}", 6, plain, optimizer=_make, full_only=_name not in SOME_OPTIMIZERS))
 
 
 class Wide(nn.Module):
@@ -130,7 +137,7 @@ def _eight_bit(package: str) -> Make:
 
 for _name in ("torchao.optim", "bitsandbytes.optim"):
     _package = _name.split(".")[0]
-    add(Row(f"optimizer AdamW8bit of {_package}", 6, plain, make=lambda: Wide(), needs=_package, is_slow=True,
+    add(Row(f"optimizer AdamW8bit of {_package}", 6, plain, make=lambda: Wide(), needs=_package, full_only=True,
             optimizer=_eight_bit(_name), oracle_dtype=torch.float32, note="against the same optimizer"))  # fmt: skip
 
 
@@ -213,6 +220,20 @@ def step_hooks(s: Script) -> None:
     s.note("after", calls.count("after"))
 
 
+@row(6, "each rank loads rank 0's optimizer.state_dict(), errors passed over",
+     refused={"always": "RankMismatchError: rank 1 has optimizer.load_state_dict, refused"},
+     note="rank 1's own error is a CheckpointError that names zc.full_optimizer_state")  # fmt: skip
+def rank_0s_state(s: Script) -> None:
+    s.loss(0).backward()
+    s.update()
+    state = [s.optimizer.state_dict()]
+    dist.broadcast_object_list(state, 0)
+    with contextlib.suppress(zc.CheckpointError):
+        s.optimizer.load_state_dict(state[0])
+    s.loss(1).backward()
+    s.update()
+
+
 # --- schedulers ---
 
 Scheduler = Callable[[torch.optim.Optimizer], Any]
@@ -249,5 +270,7 @@ def _scheduled(make: Scheduler) -> Callable[[Script], None]:
     return loop
 
 
+# schedulers write a group's options and nothing else: these stand for the others
+SOME_SCHEDULERS = ("LambdaLR", "OneCycleLR (moves the momentum as well)", "ReduceLROnPlateau", "SWALR")
 for _name, _scheduler in SCHEDULERS.items():
-    add(Row(f"scheduler {_name}", 6, _scheduled(_scheduler), optimizer=sgd))
+    add(Row(f"scheduler {_name}", 6, _scheduled(_scheduler), optimizer=sgd, full_only=_name not in SOME_SCHEDULERS))

@@ -15,7 +15,7 @@ import rows_tasks
 import rows_unfreezing
 import rows_updates
 from models import GPT, Broken, Heads, PartlyEager, frozen, mlp
-from rows import STEPS, Loop, Row, Script, add, plain, sgd
+from rows import STEPS, Loop, Row, Script, add, plain
 from torch import nn
 
 ITEM = 10
@@ -25,8 +25,6 @@ def overlapped(name: str, loop: Loop, make: Callable[[], nn.Module] = mlp, **opt
     add(Row(f"overlap_gather: {name}", ITEM, loop, make, options={"overlap_gather": True}, **options))
 
 
-overlapped("the plain loop", plain, lambda: mlp(depth=3))
-overlapped("evaluation under no_grad between steps", rows_updates.evaluation)
 overlapped("evaluation between a forward and its backward", rows_updates.evaluation_inside)
 overlapped("inference_mode between steps", rows_updates.inference)
 overlapped("a layer under torch.compiler.disable", plain, PartlyEager)
@@ -34,8 +32,6 @@ overlapped("a graph break, a layer used on both sides", plain, Broken)
 overlapped("tasks in varying order and number, a backward each", rows_tasks.varying_backwards, Heads)
 overlapped("submodules called from the loop", rows_structure.submodules)
 overlapped("dynamic sequence lengths", rows_structure.dynamic_lengths, rows_structure.Sequences)
-overlapped("microbatches declared with no_sync", rows_updates.declared)
-overlapped("a step without a backward", rows_updates.nothing_to_do)
 overlapped("two steps on one gradient", rows_updates.two_steps)
 overlapped("two models in one process", rows_several_models.two_models)
 overlapped("checkpointing, reentrant", rows_params.language,
@@ -46,9 +42,6 @@ overlapped("blocks, checkpointing, non-reentrant", rows_params.language,
 overlapped("blocks, checkpointing, reentrant", rows_params.language,
            lambda: GPT(dim=16, layers=4, use_checkpoint=True, reentrant=True))  # fmt: skip
 overlapped("a layer unfrozen, zc.recompile(model)", rows_unfreezing.unfrozen, frozen)
-overlapped("layers unfrozen one after the other, evaluated between", rows_unfreezing.gradual_evaluated,
-           lambda: mlp(depth=3), optimizer=sgd)  # fmt: skip
-overlapped("a layer unfrozen, the others frozen, evaluated between", rows_unfreezing.unfrozen_alone, frozen)
 overlapped("an eager layer unfrozen, then trained alone", rows_unfreezing.unfrozen_eager, rows_unfreezing.partly_frozen)
 overlapped("load_state_dict between steps", rows_updates.load_between)
 overlapped("a backward through a forward of before the step", rows_backward.stale_forward, note=rows_backward.STALE,

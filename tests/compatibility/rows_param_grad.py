@@ -7,19 +7,8 @@ from typing import Any
 
 import torch
 from models import Heads
-from rows import STEPS, Row, Script, add, row
+from rows import Row, Script, add, row
 from torch import nn
-
-import zc
-
-
-@row(6, "stock clip_grad_norm_")
-def clip(s: Script) -> None:
-    for step in range(STEPS):
-        s.loss(step).backward()
-        s.reduced()
-        s.note(f"norm {step}", torch.nn.utils.clip_grad_norm_(s.model.parameters(), 0.05))
-        s.update()
 
 
 @row(6, "stock clip_grad_norm_, the infinity norm, after two backwards", tolerance=2e-5)
@@ -29,16 +18,6 @@ def clip_inf(s: Script) -> None:
             s.loss(step, m).backward()
         s.reduced()
         s.note(f"norm {step}", torch.nn.utils.clip_grad_norm_(s.model.parameters(), 0.01, norm_type=float("inf")))
-        s.update()
-
-
-@row(6, "zc.clip_grad_norm_")
-def own_clip(s: Script) -> None:
-    for step in range(3):
-        s.loss(step).backward()
-        s.reduced()
-        call = zc.clip_grad_norm_ if s.is_zc else lambda m, n: torch.nn.utils.clip_grad_norm_(m.parameters(), n)
-        s.note(f"norm {step}", call(s.model, 0.05))
         s.update()
 
 
@@ -96,23 +75,9 @@ def total_norm(s: Script) -> None:
         s.update()
 
 
-@row(6, "which parameters have a gradient (param.grad is None)", make=Heads)
-def which(s: Script) -> None:
-    for step in range(3):
-        x, y = s.batch(step)
-        (s.model(x, (step,))[0] - y[:, :4]).square().mean().backward()
-        for name, param in s.model.named_parameters():
-            s.note(f"{name} {step}", param.grad is not None)
-        s.update()
-
-
 USES: dict[str, Callable[[Script, nn.Parameter], Any]] = {
-    "arithmetic": lambda s, p: p.grad + 1,
-    "copies": lambda s, p: p.grad.clone(),
     "noise added in place": lambda s, p: p.grad.add_(torch.randn_like(p)),
-    "reductions": lambda s, p: p.grad.abs().max(),
     "NumPy": lambda s, p: p.grad.numpy(),
-    "indexing": lambda s, p: p.grad[0],
     "clip_grad_value_": lambda s, p: torch.nn.utils.clip_grad_value_(s.model.parameters(), 0.1),
     "all_reduce": lambda s, p: torch.distributed.all_reduce(p.grad),
 }

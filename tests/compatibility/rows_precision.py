@@ -15,16 +15,6 @@ from torch.optim import Optimizer, RMSprop
 import zc
 
 
-@row(5, "autocast to bf16", optimizer=sgd, oracle_dtype=torch.float32, tolerance=2e-3,
-     note="bf16 rounds at other places in compiled code")  # fmt: skip
-def autocast(s: Script) -> None:
-    for step in range(5):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = s.loss(step)
-        loss.backward()
-        s.update()
-
-
 @row(5, "autocast to bf16, backward inside", optimizer=sgd, oracle_dtype=torch.float32, tolerance=2e-3)
 def autocast_inside(s: Script) -> None:
     for step in range(3):
@@ -43,18 +33,6 @@ def scaler_of(s: Script, scale: float = 1024.0) -> torch.amp.GradScaler:
 
 
 FP16: dict[str, Any] = {"optimizer": sgd, "oracle_dtype": torch.float32, "tolerance": 2e-3}
-
-
-@row(5, "fp16 with a GradScaler", **FP16)
-def scaled(s: Script) -> None:
-    scaler = scaler_of(s)
-    for step in range(5):
-        scaler.scale(fp16_loss(s, step)).backward()
-        s.reduced()
-        scaler.step(s.optimizer)
-        scaler.update()
-        s.optimizer.zero_grad()
-    s.note("scale", scaler.get_scale())
 
 
 @row(5, "fp16 with a GradScaler, unscaled and clipped", **FP16)
@@ -164,24 +142,11 @@ def swapped(s: Script) -> None:
                 param.data.copy_(value)
 
 
-WRITTEN: dict[str, dict[str, Any]] = {
-    "": {},
-    ", offload": {"options": {"offload": "cpu"}},
-    ", param_dtype=torch.bfloat16": {"options": {"param_dtype": torch.bfloat16}, "oracle_dtype": torch.float32,
-                                     "tolerance": 2e-2, "note": "against fp32"},
-}  # fmt: skip
-for what, how in WRITTEN.items():
-    row(4, f"param.data.clamp_ after each step (WGAN){what}", optimizer=rmsprop, **how)(wgan)
-    row(4, f"averaged weights swapped in through param.data{what}", optimizer=sgd, **how)(swapped)
-
-
-@row(5, "param_dtype=torch.bfloat16 for fp32 parameters", options={"param_dtype": torch.bfloat16},
-     note="against fp32", **{**BF16, "make": mlp})  # fmt: skip
-def cast_params(s: Script) -> None:
-    for step in range(5):
-        for m in range(2):
-            narrow_loss(s, step, m).backward()
-        s.update()
+row(4, "param.data.clamp_ after each step (WGAN)", optimizer=rmsprop)(wgan)
+row(4, "param.data.clamp_ after each step (WGAN), param_dtype=torch.bfloat16", optimizer=rmsprop, note="against fp32",
+    options={"param_dtype": torch.bfloat16}, oracle_dtype=torch.float32, tolerance=2e-2)(wgan)  # fmt: skip
+row(4, "averaged weights swapped in through param.data", optimizer=sgd)(swapped)
+row(4, "averaged weights swapped in through param.data, offload", optimizer=sgd, options={"offload": "cpu"})(swapped)
 
 
 @row(5, "fp16 parameters with a GradScaler", note="against fp32", **{**BF16, "make": lambda: mlp().half()})

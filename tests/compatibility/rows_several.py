@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from models import Stack
 from rows import STEPS, Loop, Row, Script, add, plain, row
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
+from torch.optim import AdamW, Optimizer
 from two_optimizers import WideMuon
 
 import zc
@@ -31,15 +30,6 @@ def pair(params: Iterable[Any]) -> list[Optimizer]:
     return [WideMuon(matrices, lr=1e-2), AdamW(rest, lr=1e-3, eps=1e-4, weight_decay=0.1)]
 
 
-def named_pair(params: Iterable[Any]) -> dict[str, Optimizer]:
-    return dict(zip(("matrices", "rest"), pair(params), strict=True))
-
-
-def torch_pair(params: Iterable[Any]) -> tuple[Optimizer, ...]:
-    matrices, rest = _split(params)
-    return torch.optim.Muon(matrices, lr=1e-2), AdamW(rest, lr=1e-3, eps=1e-4)
-
-
 def adamws(params: Iterable[Any]) -> list[Optimizer]:
     matrices, rest = _split(params)
     return [AdamW(matrices, lr=1e-3, eps=1e-4), AdamW(rest, lr=3e-3, eps=1e-4)]
@@ -50,35 +40,10 @@ def _row(name: str) -> Callable[[Loop], Loop]:
 
 
 add(Row("Muon-like in fp32, and AdamW: a list", 11, plain, make=stack, optimizer=pair))
-add(Row("Muon-like in fp32, and AdamW: a dict", 11, plain, make=stack, optimizer=named_pair))
-add(Row("torch.optim.Muon and AdamW: a tuple", 11, plain, make=stack, optimizer=torch_pair, tolerance=2e-2,
-        note="torch's Muon iterates in bf16"))  # fmt: skip
 add(Row("two AdamW", 11, plain, make=stack, optimizer=adamws))
 add(Row("two optimizers, overlap_gather", 11, plain, make=stack, optimizer=pair, options={"overlap_gather": True}))
 add(Row("two optimizers, offload", 11, plain, make=stack, optimizer=pair, options={"offload": "cpu"}))
 add(Row("two optimizers, native reduction", 11, plain, make=stack, optimizer=pair, options={"reduce": "native"}))
-
-
-@_row("clipping over all parameters, a scheduler each")
-def clipped(s: Script) -> None:
-    muon, adamw = s.optimizer
-    moves = [lr_scheduler.StepLR(muon, 2), lr_scheduler.LambdaLR(adamw, lambda k: 1 / (k + 1))]
-    for step in range(STEPS):
-        s.loss(step).backward()
-        s.reduced()
-        s.note(f"norm {step}", torch.nn.utils.clip_grad_norm_(s.model.parameters(), 0.05))
-        s.update()
-        for scheduler in moves:
-            scheduler.step()
-
-
-@_row("microbatches declared with no_sync, two optimizers")
-def microbatches(s: Script) -> None:
-    for step in range(STEPS):
-        with s.no_sync():
-            s.loss(step, 0).backward()
-        s.loss(step, 1).backward()
-        s.update()
 
 
 def _every(first: int, second: int) -> Callable[[Script], None]:
@@ -93,17 +58,7 @@ def _every(first: int, second: int) -> Callable[[Script], None]:
     return loop
 
 
-add(Row("the second steps in every second update", 11, _every(1, 2), make=stack, optimizer=pair))
 add(Row("the first steps in every third update", 11, _every(3, 1), make=stack, optimizer=pair))
-
-
-@_row("one optimizer's gradients are cleared, the other's go on adding up")
-def cleared(s: Script) -> None:
-    for step in range(STEPS):
-        s.loss(step, 0).backward()
-        s.optimizer[0].zero_grad()
-        s.loss(step, 1).backward()
-        s.update()
 
 
 @_row("model.zero_grad and zeros, two optimizers")
@@ -117,20 +72,6 @@ def by_model(s: Script) -> None:
         else:
             for optimizer in s.optimizer:
                 optimizer.zero_grad(set_to_none=False)
-
-
-@_row("a GradScaler over two optimizers")
-def scaled(s: Script) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in range(STEPS):
-        scaler.scale(s.loss(step)).backward()
-        for optimizer in s.optimizer:
-            scaler.unscale_(optimizer)
-        for optimizer in s.optimizer:
-            scaler.step(optimizer)
-        scaler.update()
-        for optimizer in s.optimizer:
-            optimizer.zero_grad()
 
 
 @_row("step(closure) of the first, step() of the second")
@@ -156,39 +97,6 @@ def hooks(s: Script) -> None:
         optimizer.register_step_post_hook(lambda *_, k=k: calls.append(k))
     plain(s)
     s.note("calls", torch.tensor(calls))
-
-
-@_row("each optimizer's own state_dict goes back")
-def states(s: Script) -> None:
-    for step in range(2):
-        s.loss(step).backward()
-        s.update()
-    saved_states = [copy.deepcopy(o.state_dict()) for o in s.optimizer]
-    for step in range(2, 4):
-        s.loss(step).backward()
-        s.update()
-    for optimizer, state in zip(s.optimizer, saved_states, strict=True):
-        optimizer.load_state_dict(state)
-    for step in range(4, 6):
-        s.loss(step).backward()
-        s.update()
-
-
-@_row("zc.save and zc.load in the middle, two optimizers")
-def saved(s: Script) -> None:
-    import tempfile
-    from pathlib import Path
-
-    for step in range(STEPS):
-        s.loss(step).backward()
-        s.update()
-        if s.is_zc and step == 2:
-            folder_of_rank_0 = [tempfile.mkdtemp()]
-            torch.distributed.broadcast_object_list(folder_of_rank_0)
-            path = zc.save(Path(folder_of_rank_0[0]) / "step", s.model, s.optimizer).wait()
-            with torch.no_grad():
-                s.model[0].weight.zero_()
-            zc.load(path, s.model, s.optimizer)
 
 
 @_row("zc.recompile, the new parameters in either optimizer")
@@ -228,20 +136,3 @@ def mixed(params: Iterable[Any]) -> Optimizer:
 
 
 add(Row("one optimizer with groups of two kinds", 11, plain, make=stack, optimizer=mixed))
-
-
-def _in_two(params: Iterable[Any]) -> list[Optimizer]:
-    matrices, rest = _split(params)
-    return [AdamW(matrices), SGD([*rest, matrices[0]], lr=0.1)]
-
-
-def _in_none(params: Iterable[Any]) -> list[Optimizer]:
-    matrices, rest = _split(params)
-    return [AdamW(matrices[1:]), SGD(rest, lr=0.1)]
-
-
-for _name, _make, _text in (
-    ("a parameter in two optimizers", _in_two, "PlanError: 0.weight is in two optimizers"),
-    ("a parameter in no optimizer", _in_none, "PlanError: none of the 2 optimizers has 1 trainable"),
-):
-    add(Row(_name, 11, plain, make=stack, optimizer=_make, refused={"always": _text}))

@@ -12,7 +12,7 @@ from rows_structure import Wrapper
 from torch.nn.parallel import DistributedDataParallel
 
 
-@row(3, "two models in one process", make=lambda: mlp())
+@row(3, "two models in one process", full_only=True)
 def two_models(s: Script) -> None:
     other = mlp().to(s.dtype)
     second = adamw(other.parameters())
@@ -43,6 +43,7 @@ def gan(s: Script) -> None:
     for name, param in critic.named_parameters():
         s.note(f"critic {name}", param)
 
+
 @row(3, "an averaged copy (EMA by deepcopy)")
 def ema(s: Script) -> None:
     average = copy.deepcopy(s.model)
@@ -54,17 +55,6 @@ def ema(s: Script) -> None:
             for mean, param in zip(average.parameters(), s.model.parameters(), strict=True):
                 mean.lerp_(param, 0.5)
     for name, param in average.named_parameters():
-        s.note(f"average {name}", param)
-
-
-@row(3, "an averaged copy (torch.optim.swa_utils.AveragedModel)")
-def swa(s: Script) -> None:
-    average = torch.optim.swa_utils.AveragedModel(s.model)
-    for step in range(STEPS):
-        s.loss(step).backward()
-        s.update()
-        average.update_parameters(s.model)
-    for name, param in average.module.named_parameters():
         s.note(f"average {name}", param)
 
 

@@ -13,8 +13,8 @@ import rows_updates
 import torch
 from models import GPT, Broken, Heads, frozen, mlp
 from rows import Loop, Row, Script, add, plain, sgd
-from rows_topology import mesh
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zc
 
@@ -57,26 +57,25 @@ def unsharded(name: str, loop: Loop, make: Callable[[], nn.Module], **given: Any
     add(Row(f"shard_frozen: {name}", ITEM, loop, make, options={"shard_frozen": True}, **given))
 
 
-sharded("the plain loop", make=lambda: mlp(depth=3))
 sharded("blocks, checkpointing, non-reentrant", rows_params.language, lambda: GPT(16, 3, use_checkpoint=True))
 sharded("blocks, checkpointing, reentrant", rows_params.language,
         lambda: GPT(16, 3, use_checkpoint=True, reentrant=True))  # fmt: skip
-sharded("evaluation under no_grad between steps", rows_updates.evaluation)
 sharded("evaluation between a forward and its backward", rows_updates.evaluation_inside)
 sharded("inference_mode between steps", rows_updates.inference)
 sharded("tasks in varying order and number, a backward each", rows_tasks.varying_backwards, Heads)
 sharded("a graph break, a layer used on both sides", make=Broken)
 sharded("dynamic sequence lengths", rows_structure.dynamic_lengths, rows_structure.Sequences)
 sharded("microbatches declared with no_sync", rows_updates.declared)
-sharded("offload", make=lambda: mlp(depth=3), options={"offload": "cpu"})
-sharded("a mesh of two dimensions", options={"mesh": mesh})
-sharded("a cap of the largest bucket", make=lambda: mlp(depth=3), options={"weight_nbytes": 2048})
 sharded("overlap_gather", options={"overlap_gather": True},
         refused={f"stage {k}": "PlanError: leave overlap_gather out" for k in (1, 2)},
         note="stage 3 gathers ahead in any case")  # fmt: skip
-unsharded("a layer unfrozen, zc.recompile(model)", rows_unfreezing.unfrozen, frozen)
 unsharded("a layer unfrozen, the others frozen, evaluated between", rows_unfreezing.unfrozen_alone, frozen)
 unsharded("an eager layer unfrozen, then trained alone", rows_unfreezing.unfrozen_eager, rows_unfreezing.partly_frozen)
+
+
+def mesh() -> DeviceMesh:
+    """Called in the rank."""
+    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
 
 
 def both(params: Any) -> dict[str, torch.optim.Optimizer]:
@@ -86,6 +85,7 @@ def both(params: Any) -> dict[str, torch.optim.Optimizer]:
 
 
 sharded("two optimizers", optimizer=both)
+sharded("a mesh of two dimensions", options={"mesh": mesh})
 
 
 def whole(s: Script) -> None:
@@ -96,6 +96,3 @@ def whole(s: Script) -> None:
         with zc.whole_parameters(s.model) if s.is_zc else torch.no_grad(), torch.no_grad():
             for param in s.model.parameters():
                 param.clamp_(-0.2, 0.2)
-
-
-sharded("weights clamped inside of whole_parameters", whole)

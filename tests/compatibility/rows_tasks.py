@@ -22,14 +22,6 @@ def task_losses(s: Script, step: int, tasks: tuple[int, ...]) -> list[Tensor]:
     return [F.mse_loss(out, y[:, :4]) for out in s.model(x, tasks)]
 
 
-@row(1, "one backward a task", make=Heads)
-def one_backward_a_task(s: Script) -> None:
-    for step in range(STEPS):
-        for task in ALL:
-            task_losses(s, step, (task,))[0].backward()
-        s.update()
-
-
 @row(1, "one backward of the summed losses", make=Heads)
 def one_backward_of_the_sum(s: Script) -> None:
     for step in range(STEPS):
@@ -66,29 +58,12 @@ class DictOfLosses(Heads):
         return {f"task{k}": F.mse_loss(out, y[:, :4]) for k, out in enumerate(super().forward(x, ALL))}
 
 
-@row(1, "a dict of losses", make=DictOfLosses)
-def dict_of_losses(s: Script) -> None:
-    for step in range(STEPS):
-        losses = s.model(*s.batch(step))
-        sum(losses.values()).backward()
-        s.note(f"loss {step}", losses["task1"])
-        s.update()
-
-
 @row(1, "a dict of losses, a backward each", make=DictOfLosses)
 def dict_of_losses_apart(s: Script) -> None:
     for step in range(STEPS):
         losses = s.model(*s.batch(step))
         for k, loss in enumerate(losses.values()):
             loss.backward(retain_graph=k < 2)
-        s.update()
-
-
-@row(1, "a head that no task uses", make=Heads)
-def unused_head(s: Script) -> None:
-    for step in range(STEPS):
-        for task in (0, 1):
-            task_losses(s, step, (task,))[0].backward()
         s.update()
 
 
@@ -112,40 +87,6 @@ def called_apart(s: Script) -> None:
 
 
 APART = {"bucket_nbytes": 64}  # a bucket a parameter: what ranks reduce then differs
-
-
-@row(1, "ranks see different tasks in one backward", make=Heads, options=APART)
-def different_tasks(s: Script) -> None:
-    for step in range(STEPS):
-        tasks = ((0,), (1,)) if step % 2 else ((0, 1), (2,))
-        sum(task_losses(s, step, tasks[s.rank])).backward()  # type: ignore[union-attr]
-        s.update()
-
-
-@row(1, "ranks see different tasks, a backward each", make=Heads, options=APART)
-def different_tasks_apart(s: Script) -> None:
-    for step in range(STEPS):
-        for task in ((2, 1, 0), (0, 1, 2))[s.rank]:
-            task_losses(s, step, (task,))[0].backward()
-        s.update()
-
-
-@row(1, "ranks see different numbers of tasks, a backward each", make=Heads, options=APART)
-def different_numbers(s: Script) -> None:
-    for step in range(STEPS):
-        for task in ((2,), (0, 1, 2))[(s.rank + step) % 2]:
-            task_losses(s, step, (task,))[0].backward()
-        s.update()
-
-
-@row(1, "ranks see different tasks, microbatches declared", make=Heads, options=APART)
-def different_tasks_declared(s: Script) -> None:
-    for step in range(STEPS):
-        order = ((2, 1, 0), (0, 1, 2))[s.rank]
-        for k, task in enumerate(order):
-            with s.no_sync() if k < 2 else contextlib.nullcontext():
-                task_losses(s, step, (task,))[0].backward()
-        s.update()
 
 
 @row(1, "one rank has no task at all in some iterations", make=Heads, options=APART)

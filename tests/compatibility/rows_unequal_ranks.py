@@ -25,14 +25,6 @@ def clip_stock(s: Script, step: int) -> None:
     s.note(f"norm {step}", torch.nn.utils.clip_grad_norm_(s.model.parameters(), 0.05))
 
 
-@row(7, "stock clipping where ranks use different parameters", make=Heads, options={"bucket_nbytes": 2**20})
-def clipping_apart(s: Script) -> None:
-    for step in range(STEPS):
-        losses_of_own_tasks(s, step).backward()
-        clip_stock(s, step)
-        s.update()
-
-
 @row(7, "stock clipping where ranks use different parameters, a bucket each", make=Heads, options=APART)
 def clipping_apart_in_buckets(s: Script) -> None:
     for step in range(STEPS):

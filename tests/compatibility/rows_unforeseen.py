@@ -27,33 +27,28 @@ def trainable(s: Script) -> list[nn.Parameter]:
     return [param for param in s.model.parameters() if param.requires_grad]
 
 
-def add_zeros_rows() -> None:
-    """Backwards on one rank alone, after gradients became zeros on all."""
-    for name, zeros in {
-        "model.zero_grad": lambda s: s.model.zero_grad(set_to_none=False),
-        "the zero_grad of the optimizer's class": lambda s: type(s.optimizer).zero_grad(s.optimizer, set_to_none=False),
-        "optimizer.zero_grad": lambda s: s.optimizer.zero_grad(set_to_none=False),
-    }.items():
-        for num, how in ((1, ""), (2, ", declared with no_sync")):
-            title = f"{num} backward(s) on one rank alone{how}, after {name}(set_to_none=False)"
-            row(13, title)(_one_rank(zeros, num, bool(how)))
-
-
-def _one_rank(zeros: Any, num: int, declared: bool) -> Any:
-    def loop(s: Script) -> None:
-        s.loss(0).backward()
+@row(13, "1 backward(s) on one rank alone, after model.zero_grad(set_to_none=False)")
+def one_rank_after_zeros(s: Script) -> None:
+    s.loss(0).backward()
+    s.optimizer.step()
+    for step in range(1, STEPS):
+        s.model.zero_grad(set_to_none=False)
+        if s.rank == step % 2:
+            s.loss(step).backward()
         s.optimizer.step()
-        for step in range(1, STEPS):
-            zeros(s)
-            for m in range(num if s.rank == step % 2 else 0):
-                with s.no_sync() if declared else contextlib.nullcontext():
-                    s.loss(step, m).backward()
-            s.optimizer.step()
-
-    return loop
 
 
-add_zeros_rows()
+@row(13, "2 backward(s) on one rank alone, declared with no_sync, after the zero_grad of the optimizer's class"
+         "(set_to_none=False)")  # fmt: skip
+def one_rank_declared_after_zeros(s: Script) -> None:
+    s.loss(0).backward()
+    s.optimizer.step()
+    for step in range(1, STEPS):
+        type(s.optimizer).zero_grad(s.optimizer, set_to_none=False)
+        for m in range(2 if s.rank == step % 2 else 0):
+            with s.no_sync():
+                s.loss(step, m).backward()
+        s.optimizer.step()
 
 
 @row(13, "microbatches of ranks with different tasks become zeros", make=Heads)
@@ -67,16 +62,9 @@ def zeros_of_microbatches(s: Script) -> None:
         s.optimizer.zero_grad()
 
 
-def add_cleared_rows() -> None:
+def _dropped(declared: bool, unscales: bool) -> Any:
     """One rank has a backward more of what all ranks drop."""
-    for what in ("its norm is clipped", "a GradScaler unscales it"):
-        for how in ("", ", declared with no_sync"):
-            row(13, f"one rank has a backward more, all drop them; of the next backward {what}{how}", make=Heads)(
-                _dropped(what, bool(how))
-            )
 
-
-def _dropped(what: str, declared: bool) -> Any:
     def loop(s: Script) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
         for step in range(STEPS):
@@ -89,7 +77,7 @@ def _dropped(what: str, declared: bool) -> Any:
             x, y = s.batch(step, 2)
             scaler.scale(F.mse_loss(s.model(x, (0,))[0], y[:, :4])).backward()
             s.reduced()
-            if "unscales" in what:
+            if unscales:
                 scaler.unscale_(s.optimizer)
             for name, param in s.model.named_parameters():
                 s.note(f"{name} {step}", param.grad is None)
@@ -101,7 +89,9 @@ def _dropped(what: str, declared: bool) -> Any:
     return loop
 
 
-add_cleared_rows()
+_DROPPED = "one rank has a backward more, all drop them; of the next backward"
+row(13, f"{_DROPPED} its norm is clipped, declared with no_sync", make=Heads)(_dropped(declared=True, unscales=False))
+row(13, f"{_DROPPED} a GradScaler unscales it", make=Heads)(_dropped(declared=False, unscales=True))
 
 
 @row(13, "one rank alone drops a gradient that all ranks have reduced",
@@ -235,17 +225,6 @@ def logged_by_layer(s: Script) -> None:
                 norm = param.grad.norm()
                 if m == 1:
                     s.note(f"{name} {step}", norm)
-        s.update()
-
-
-@row(13, "get_total_norm, then clip_grads_with_norm_")
-def total_norm(s: Script) -> None:
-    for step in range(STEPS):
-        s.loss(step).backward()
-        s.reduced()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in s.model.parameters()])
-        torch.nn.utils.clip_grads_with_norm_(s.model.parameters(), 0.1, norm)
-        s.note(f"norm {step}", norm)
         s.update()
 
 

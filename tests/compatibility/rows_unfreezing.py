@@ -50,14 +50,6 @@ def _unfreezing(s: Script) -> Iterator[int]:
         yield step
 
 
-@row(4, "layers unfrozen one after the other, zc.recompile(model)", make=lambda: mlp(depth=3),
-     optimizer=sgd)  # fmt: skip
-def gradual(s: Script) -> None:
-    for step in _unfreezing(s):
-        s.loss(step).backward()
-        s.update()
-
-
 @row(4, "layers unfrozen one after the other, evaluated between", make=lambda: mlp(depth=3), optimizer=sgd)
 def gradual_evaluated(s: Script) -> None:
     for step in _unfreezing(s):

@@ -46,13 +46,6 @@ def non_scalar(s: Script) -> None:
         s.update()
 
 
-@row(2, "losses added across calls, one backward")
-def added_losses(s: Script) -> None:
-    for step in range(STEPS):
-        (s.loss(step, 0) + s.loss(step, 1) + s.loss(step, 2)).backward()
-        s.update()
-
-
 @row(2, "retain_graph=True, two losses of one forward")
 def retain_graph(s: Script) -> None:
     for step in range(STEPS):
@@ -131,15 +124,6 @@ def exception_forward(s: Script) -> None:
         s.update()
 
 
-@row(2, "evaluation under no_grad between steps")
-def evaluation(s: Script) -> None:
-    for step in range(STEPS):
-        s.loss(step).backward()
-        s.update()
-        with torch.no_grad():
-            s.note(f"held out {step}", s.loss(100 + step))
-
-
 @row(2, "evaluation between a forward and its backward")
 def evaluation_inside(s: Script) -> None:
     for step in range(STEPS):
@@ -211,7 +195,7 @@ def varying_microbatches(s: Script) -> None:
         s.update()
 
 
-@row(2, "load_state_dict between steps")
+@row(2, "load_state_dict between steps", full_only=True)
 def load_between(s: Script) -> None:
     state = {name: value.clone() for name, value in s.model.state_dict().items()}
     for step in range(STEPS):

@@ -24,10 +24,8 @@ import rows_precision
 import rows_several
 import rows_several_models
 import rows_shard_frozen
-import rows_state
 import rows_structure
 import rows_tasks
-import rows_topology
 import rows_unequal_ranks
 import rows_unforeseen
 import rows_unfreezing
@@ -46,9 +44,8 @@ from zc.registry import COMPILED
 
 TABLE = (
     rows_tasks, rows_updates, rows_clearing, rows_backward, rows_structure, rows_several_models, rows_conv,
-    rows_params, rows_unfreezing, rows_precision, rows_checkpointing, rows_param_grad, rows_optimizers, rows_state,
-    rows_dropped_gradients, rows_unequal_ranks, rows_overlap, rows_several, rows_topology,
-    rows_unforeseen, rows_shard_frozen,
+    rows_params, rows_unfreezing, rows_precision, rows_checkpointing, rows_param_grad, rows_optimizers,
+    rows_dropped_gradients, rows_unequal_ranks, rows_overlap, rows_several, rows_unforeseen, rows_shard_frozen,
 )  # fmt: skip
 
 

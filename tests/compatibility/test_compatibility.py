@@ -1,8 +1,8 @@
 """Training loops as people write them: each row of the table is right, or refused with the error that it names.
 
-By default each row runs once, except those of repeats.py, with the stages in turn: two of three rows by aot_eager, the
+By default each row but those of the full tier runs once, with the stages in turn: two of three rows by aot_eager, the
 others eager. Stage 3 does the same with overlap_gather or shard_frozen as without: such rows have stages 1 and 2. Four
-rows also run by Inductor. ZC_TESTS=full runs all cells, slow rows too. docs/compatibility.md is made from all
+rows also run by Inductor. ZC_TESTS=full runs all cells. docs/compatibility.md is made from all
 cells: ``python tests/compatibility/generate.py``.
 """
 
@@ -16,7 +16,6 @@ import torch
 from generate import DOCUMENT, document, read
 from harness import run_cases
 from models import mlp
-from repeats import REPEATS
 from rows import ROWS, STAGES, adamw
 from run_rows import ALL_CELLS, Cell, Outcome, run_cells
 from tiers import FULL
@@ -36,11 +35,10 @@ INDUCTOR = (
 
 
 def sample() -> list[Cell]:
-    """Every row once except REPEATS, and a few by Inductor; the same cells in every run."""
+    """Every row once, and a few by Inductor; the same cells in every run."""
     if FULL:
         return ALL_CELLS
-    assert set(ROWS) >= REPEATS, REPEATS - set(ROWS)
-    quick = [name for name, row in ROWS.items() if not row.is_slow and name not in REPEATS]
+    quick = [name for name, row in ROWS.items() if not row.full_only]
     chosen = []
     for k, name in enumerate(quick):
         stages = STAGES[:2] if {"overlap_gather", "shard_frozen"} & ROWS[name].options.keys() else STAGES
