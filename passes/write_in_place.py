@@ -38,6 +38,7 @@ import torch
 from torch import fx
 
 from zc.passes.base import Pass, copy_graph
+from zc.planning.layout import outside
 from zc.planning.plan import Bucket, Plan
 from zc.schedule.nodes import change, ops, put
 from zc.schedule.spec import AccumulateCast, Cast, Deposit, FlattenCast, WgradInto, Write
@@ -82,23 +83,13 @@ def _split(graph: fx.Graph, plan: Plan, write: fx.Node, op: Cast) -> None:
             last = put(graph, WgradInto(op.bucket, op.buffer, slot, at.offset, at.stop, maker.inputs, maker.how))
         last.meta["gradient_of"] = maker.chain[0].meta.get("gradient_of", ())
     copied = [(s, g) for s, g in zip(op.slots, op.grads, strict=True) if s not in makers]
-    spans = _rest(bucket, sorted(makers))
+    spans = outside(((bucket.slots[k].offset, bucket.slots[k].stop) for k in makers), bucket.numel)
     change(write, replace(op, slots=tuple(s for s, _ in copied), grads=tuple(g for _, g in copied), spans=spans))
     if isinstance(op, FlattenCast) and not spans:
         graph.erase_node(write)
     for maker in makers.values():
         for node in maker.chain:  # from the gradient back to what made it
             graph.erase_node(node)
-
-
-def _rest(bucket: Bucket, in_place: list[int]) -> tuple[tuple[int, int], ...]:
-    """The elements [start, stop) of a bucket that no slot of ``in_place`` covers."""
-    spans, start = [], 0
-    for at in sorted((bucket.slots[k] for k in in_place), key=lambda s: s.offset):
-        if at.offset > start:
-            spans.append((start, at.offset))
-        start = max(start, at.stop)
-    return tuple(spans) + (((start, bucket.numel),) if start < bucket.numel else ())
 
 
 @dataclass(frozen=True)

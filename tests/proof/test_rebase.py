@@ -50,17 +50,20 @@ def names(old: int, new: int) -> dict[str, str]:
     return {f"blocks.{old}.{name}": f"blocks.{new}.{name}" for name in PARAMS}
 
 
-def built(plan: Plan, block: int) -> fx.Graph:
-    """The schedule of a block's backward, made by the passes: its gradients come one by one from compute."""
+def built(plan: Plan, block: int, *, in_place: bool = False) -> fx.Graph:
+    """The schedule of a block's backward, made by the passes: its gradients come one by one from compute. With
+    ``in_place``, matmuls make those of matrices in their slots."""
     graph = fx.Graph()
     grads, value = [], graph.placeholder("tangents_1")
     value.meta["val"] = torch.empty(1, device="meta")
     for shape in PARAMS.values():
-        value = graph.call_function(torch.ops.aten.neg.default, (value,))
-        value.meta["val"] = torch.empty(shape, device="meta")
-        grads.append(value)
+        if in_place and len(shape) == 2:
+            grads.append(graph.call_function(torch.ops.aten.mm.default, (value, value)))
+        else:
+            grads.append(value := graph.call_function(torch.ops.aten.neg.default, (value,)))
+        grads[-1].meta["val"] = torch.empty(shape, device="meta")
     graph.output((*grads, value)).meta["grad_of"] = (*names(block, block), None)
-    scheduled, _ = run_passes(graph, plan, pipeline(in_place=False))
+    scheduled, _ = run_passes(graph, plan, pipeline(in_place=in_place))
     return scheduled
 
 
@@ -89,6 +92,19 @@ def test_a_rebased_schedule_is_the_one_that_the_passes_make(ring: int, is_bounda
                 verify(rebased(template, plan, names(1, block), moves, turn), plan)
                 count += 1
     assert count >= (1300 if FULL else 150)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_rebased_schedule_that_writes_in_place_is_the_one_that_the_passes_make(size: str, stage: int) -> None:
+    """In stage 1 a block writes its part of a bucket, and zeros into all of the rest."""
+    plan = plan_of(size, stage, 2, "memory")
+    template = built(plan, 1, in_place=True)
+    assert "wgrad_into" in text(template) or (stage, size) == (2, "two")
+    for block in (0, 2, 5):
+        moves = shifts(plan, names(1, block))
+        assert moves is not None
+        assert text(rebased(template, plan, names(1, block), moves, 0)) == text(built(plan, block, in_place=True))
 
 
 def test_a_wrong_move_is_refused() -> None:

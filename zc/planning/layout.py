@@ -21,7 +21,7 @@ The idea of one noun for the layout: Megatron-LM's megatron_fsdp; the flat shard
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -193,6 +193,16 @@ def _part(slot: Slot, common: tuple[int, int], begin: int) -> tuple[slice, slice
 def _overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | tuple[()]:
     start, stop = max(one[0], other[0]), min(one[1], other[1])
     return (start, stop) if start < stop else ()
+
+
+def outside(ranges: Iterable[tuple[int, int]], numel: int) -> tuple[tuple[int, int], ...]:
+    """The ranges [start, stop) of ``numel`` elements that none of ``ranges`` covers."""
+    free, start = [], 0
+    for first, stop in sorted(ranges):
+        if first > start:
+            free.append((start, first))
+        start = max(start, stop)
+    return tuple(free) + (((start, numel),) if start < numel else ())
 
 
 def align_up(numel: int, multiple: int) -> int:

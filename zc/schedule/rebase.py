@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from zc.planning.layout import outside
 from zc.planning.plan import NUM_HOST_SUMS, Bucket, Plan
 from zc.schedule import spec
 from zc.schedule.arguments import written
@@ -99,8 +100,10 @@ def rebased(
                     changes[name] = getattr(op, name) + by
             if isinstance(op, spec.Cast):
                 changes["slots"] = tuple(slot + shift.slots for slot in op.slots)
-                if op.spans is not None:
-                    changes["spans"] = tuple((a + shift.offset, b + shift.offset) for a, b in op.spans)
+                if op.spans is not None:  # of the whole bucket, without the slots whose gradients are made in place
+                    in_place = outside(op.spans, plan.bucket(number).numel)
+                    moved_there = [(start + shift.offset, stop + shift.offset) for start, stop in in_place]
+                    changes["spans"] = outside(moved_there, plan.bucket(shift.bucket).numel)
         return replace(op, **changes) if changes else op
 
     new = fx.Graph(owning_module=graph.owning_module)
