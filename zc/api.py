@@ -42,7 +42,7 @@ from zc.prepare import (
     on_all_ranks,
     resolve,
 )
-from zc.ranks.comm import Group
+from zc.ranks.group import Group
 from zc.ranks.mesh import ranks_of
 from zc.registry import COMPILED, sharded
 

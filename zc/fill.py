@@ -14,7 +14,7 @@ from zc.engine.memory_order import flattened, in_shape
 from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.unset import poison
 from zc.planning.plan import Bucket
-from zc.ranks.comm import Group
+from zc.ranks.group import Group
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime

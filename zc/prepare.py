@@ -27,7 +27,7 @@ from zc.planning.nbytes import STATES, resident
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan
 from zc.planning.topology import usable
-from zc.ranks.comm import Group
+from zc.ranks.group import Group
 from zc.registry import COMPILED
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from zc.optim.assignment import Assignment
 from zc.planning.frozen import without_moved
 from zc.planning.plan import Plan
 from zc.prepare import check_wire, fingerprint, on_all_ranks, plan_of
-from zc.ranks.comm import Group
+from zc.ranks.group import Group
 from zc.registry import sharded
 
 if TYPE_CHECKING:

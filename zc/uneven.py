@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import nn
 
 from zc.errors import PlanError
-from zc.ranks.comm import Group
+from zc.ranks.group import Group
 from zc.registry import sharded
 
 T = TypeVar("T")

@@ -127,7 +127,7 @@ def test_nobody_waits_with_a_timeout_for_what_a_stream_waits_for(device: str, is
     """NCCL's wait blocks the host where it is given one."""
     from unittest import mock
 
-    from zc.ranks.comm import Group
+    from zc.ranks.group import Group
 
     group = Group(None)
     group.open_data(torch.device(device))

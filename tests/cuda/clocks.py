@@ -32,8 +32,8 @@ import zc
 from zc.engine.binding import Operations
 from zc.engine.cuda_streams import CudaStreams
 from zc.engine.host_memory import HostMemory
-from zc.ranks.comm import Group
 from zc.ranks.exchanges import Exchanges
+from zc.ranks.group import Group
 from zc.schedule.buffer import HOST
 
 Clock = dict["Stream", int]

@@ -31,8 +31,8 @@ from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import Plan
 from zc.planning.topology import Topology
-from zc.ranks import comm, exchanges
-from zc.ranks.comm import Group
+from zc.ranks import exchanges, group
+from zc.ranks.group import Group
 
 SHAPE = (1024, 256)
 NUMEL = 1024 * 256
@@ -146,7 +146,7 @@ def run_threads(hosts: Topology, plan: Plan, grads: list[Tensor]) -> tuple[Wires
         weights[rank] = buffers.flat_param[0].clone()
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (exchanges, comm):
+        for module in (exchanges, group):
             patch.setattr(module, "dist", wires)
         threads = [threading.Thread(target=train, args=(rank,)) for rank in range(plan.num_ranks)]
         for thread in threads:

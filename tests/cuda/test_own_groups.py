@@ -15,8 +15,8 @@ from torch import nn
 import zc
 from zc import torch_private
 from zc.errors import PlanError
-from zc.ranks import topology
-from zc.ranks.comm import Group
+from zc.ranks import hosts
+from zc.ranks.group import Group
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "broadcast")
 RENAMED = (("reduce_scatter_single", "reduce_scatter_tensor"), ("all_gather_single", "all_gather_into_tensor"))
@@ -38,7 +38,7 @@ def _exchanges(rank: int, world_size: int, members: tuple[int, ...], is_bound: b
             default.bound_device_id = torch.device("cuda", 0)
         num_of_program, used, sent_from = len(groups), {}, set()
         asked: list[int] = []
-        patch.setattr(topology, "let_siblings_read", lambda: asked.append(rank))
+        patch.setattr(hosts, "let_siblings_read", lambda: asked.append(rank))
 
         nothing = type("Done", (), {"wait": lambda self: None})()
 

@@ -15,7 +15,7 @@ from oracle import worst
 from tiers import FULL
 from training_runs import Run, against_ddp, ddp_weights, sgd, zc_weights
 
-from zc.ranks.comm import Group
+from zc.ranks.group import Group
 
 TOLERANCE = 2e-5
 # microbatches, and whether they are declared with zc.no_sync

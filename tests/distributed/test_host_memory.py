@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from training_runs import Run, environment, message_of, zc_weights
 
 import zc
-from zc.ranks import memory, topology
+from zc.ranks import hosts, memory
 
 RUNS = [
     Run("mlp", stage=2, backend="aot_eager", updates=5), Run("mlp", stage=1, backend="aot_eager", updates=5),
@@ -54,11 +54,11 @@ def _ways(rank: int, world_size: int, refused_on: int | None, how: str) -> tuple
         if how == "kernel":  # as where a sandbox forbids the call
             memory.Reader.read_into = _forbidden  # type: ignore[method-assign]
         elif how == "no such call":
-            topology.Reader = _no_reader  # type: ignore[assignment, misc]
+            hosts.Reader = _no_reader  # type: ignore[assignment, misc]
         elif how == "another memory":  # a process of this number is there, and is not the rank
             memory.Reader.read_into = _of_zeros  # type: ignore[method-assign]
         elif how == "another process":  # what it has announced is another one's number, as in another PID namespace
-            topology.Listener = _elsewhere  # type: ignore[assignment, misc]
+            hosts.Listener = _elsewhere  # type: ignore[assignment, misc]
     before = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -67,14 +67,14 @@ def _ways(rank: int, world_size: int, refused_on: int | None, how: str) -> tuple
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
     finally:
-        memory.Reader.read_into, topology.Reader = _READ, memory.Reader  # type: ignore[method-assign, misc]
-        topology.Listener = _LISTENER  # type: ignore[misc]
+        memory.Reader.read_into, hosts.Reader = _READ, memory.Reader  # type: ignore[method-assign, misc]
+        hosts.Listener = _LISTENER  # type: ignore[misc]
     sections = zc.explain(model).sections
     now = {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
     return sections["plan"], sections["notes"], sorted(now - before)
 
 
-_READ, _LISTENER = memory.Reader.read_into, topology.Listener
+_READ, _LISTENER = memory.Reader.read_into, hosts.Listener
 
 
 def _forbidden(self: memory.Reader, out: int, pid: int, address: int, nbytes: int) -> None:

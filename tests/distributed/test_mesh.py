@@ -380,7 +380,7 @@ def test_all_replicas_take_one_way() -> None:
         wanted = [{key: values[: len(first[key])] for key, values in each.items()} for each in ddp("adamw")]
         assert_as_ddp(results, wanted)
         assert all(how in each["explained"] and note in each["explained"] for each in results), hosts
-        assert all(("stands for itself" in each["explained"]) == bool(note) for each in results), hosts
+        assert all(("treated as its own host" in each["explained"]) == bool(note) for each in results), hosts
 
 
 def uneven(rank: int, world_size: int, stage: int, declared: bool, backend: str) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 
 import zc
 from zc.engine.overlap_gather import WeightGather
-from zc.ranks.comm import Group
+from zc.ranks.group import Group
 
 ALIASES: dict[str, Callable[[nn.Parameter], Any]] = {
     "p.data": lambda p: p.data,

@@ -196,7 +196,7 @@ def test_one_slice_made_zeros_by_hand_is_named() -> None:
 
 def _nothing_moves(rank: int, world_size: int, fault: str) -> float:
     """Breaks one of the two exchanges."""
-    exchange = zc.ranks.comm.Group.exchange
+    exchange = zc.ranks.group.Group.exchange
     loop = Loop(updates=3)
     twin, _, _ = reference(loop, world_size, torch.float64)
     model = CASE.model()
@@ -213,10 +213,10 @@ def _nothing_moves(rank: int, world_size: int, fault: str) -> float:
                     return Work(what)  # gloo's receive can be waited for once
                 return done
 
-            zc.ranks.comm.Group.exchange = broken  # type: ignore[method-assign]
+            zc.ranks.group.Group.exchange = broken  # type: ignore[method-assign]
         on_ranks(loop, model, optimizers, rank)
     finally:
-        zc.ranks.comm.Group.exchange = exchange  # type: ignore[method-assign]
+        zc.ranks.group.Group.exchange = exchange  # type: ignore[method-assign]
     return worst(weights(model), weights(twin))[0]
 
 

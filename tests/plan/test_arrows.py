@@ -15,7 +15,7 @@ PLANTED = [  # file, what is written at its end, what is said
     ("kernels/flatten_cast.py", "from zc.errors import ZcError", "kernels -> zc.errors"),
     ("kernels/flatten_cast.py", "import torch.distributed as dist", "kernels -> torch.distributed"),
     ("passes/verify.py", "from torch.distributed import get_rank", "passes -> torch.distributed.get_rank"),
-    ("passes/verify.py", "from zc.ranks.comm import Group", "passes -> zc.ranks.comm"),
+    ("passes/verify.py", "from zc.ranks.group import Group", "passes -> zc.ranks.group"),
     ("zc/planning/plan.py", "from zc.schedule import nodes", "planning -> zc.schedule.nodes"),
     ("zc/schedule/nodes.py", "from zc.passes import verify", "schedule -> zc.passes.verify"),
     ("zc/engine/ops.py", "def late():\n    from zc.compiler import backend", "engine -> zc.compiler.backend"),

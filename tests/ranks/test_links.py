@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from zc.planning.topology import Topology, flat
-from zc.ranks import memory, topology
+from zc.ranks import hosts, memory
 from zc.ranks.links import Links
 from zc.ranks.neighbours import Neighbours
 
 
 def test_hosts_and_their_order() -> None:
-    assert topology.order(["a"] * 4) == (Topology(1, 4), None)
-    assert topology.order(["a", "a", "b", "b"]) == (Topology(2, 2), None)
-    order, why = topology.order(["a", "b", "a", "b"])
-    assert order == flat(4) and why is not None and "don't follow each other" in why
-    order, why = topology.order(["a", "a", "b"])
-    assert order == flat(3) and why is not None and "hosts have 2, 1 ranks" in why
+    assert hosts.topology_of(["a"] * 4) == (Topology(1, 4), None)
+    assert hosts.topology_of(["a", "a", "b", "b"]) == (Topology(2, 2), None)
+    topology, why = hosts.topology_of(["a", "b", "a", "b"])
+    assert topology == flat(4) and why is not None and "do not have consecutive numbers" in why
+    topology, why = hosts.topology_of(["a", "a", "b"])
+    assert topology == flat(3) and why is not None and "hosts have 2, 1 ranks" in why
     assert Topology(2, 3).neighbours(4) == (3, 5) and Topology(2, 3).host_of(2) == 0
 
 
@@ -119,7 +119,7 @@ def test_what_differs_in_size_is_no_read() -> None:
     here.signal_full(0, 0, sent)
     places: dict[int, bytes] = {}
     assert there.await_full(0, 0, places)(None)
-    with pytest.raises(RuntimeError, match="rank 0 gives 24 bytes, and rank 1 takes 16"):
+    with pytest.raises(RuntimeError, match="rank 0 offers 24 bytes, and rank 1 expects 16"):
         there.read(taken, 0, places[0])
     with pytest.raises(OSError, match="process 4194304 can't be read"):
         reader.read(taken, 4194304, sent.data_ptr())

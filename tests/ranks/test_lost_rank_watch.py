@@ -266,7 +266,7 @@ def test_the_watch_looks_while_the_program_waits_for_a_key(monkeypatch: pytest.M
     waiter = threading.Thread(target=server.wait, args=(["a key"], timedelta(seconds=60)), daemon=True)
     waiter.start()
     waiting.waits[1] = Wait(("reduce", 0), 0.0, False)  # for long
-    watcher = threading.Thread(target=lambda: (waiting._watch.look(), looked.set()), daemon=True)
+    watcher = threading.Thread(target=lambda: (waiting.watch.look(), looked.set()), daemon=True)
     watcher.start()
     assert looked.wait(90) and waiter.is_alive() and is_own
     dist.TCPStore("127.0.0.1", server.port, is_master=False).set("a key", "")

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from zc.log import log
+from zc.ranks.journal import GATHER
 
 if TYPE_CHECKING:
     from zc.engine.buffers import Buffers
     from zc.engine.wire import Code
     from zc.planning.plan import Bucket, Plan
-    from zc.ranks.comm import Group
+    from zc.ranks.group import Group
 
 
 class Acc(enum.Enum):
@@ -108,7 +109,7 @@ class Accumulators:
         """By rank, where its shard of the weights lies (stage 3). Waits until all of them may be read."""
         name = f"weight[{bucket}]"
         if name not in self.places:
-            self.places[name] = self.group.await_full("gather weights", bucket)
+            self.places[name] = self.group.await_full(GATHER, bucket)
         return self.places[name]
 
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:

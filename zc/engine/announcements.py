@@ -45,7 +45,7 @@ from zc.ranks.announcement import BOUNDARY, END, Announcement, Waits, compare_pa
 if TYPE_CHECKING:
     from zc.engine.accumulators import Accumulators
     from zc.engine.binding import MayReduce
-    from zc.ranks.comm import Group
+    from zc.ranks.group import Group
 
 
 class State(enum.Enum):

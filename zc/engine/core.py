@@ -24,7 +24,7 @@ from zc.engine.streams import Streams
 from zc.engine.unset import Unset
 from zc.passes.pipeline import pipeline
 from zc.planning.plan import Plan
-from zc.ranks.comm import Group
+from zc.ranks.group import Group
 
 if TYPE_CHECKING:
     from zc.config import Config
@@ -117,7 +117,7 @@ class Core:
         self.notes.append(note)
         if self.group.rank == 0:
             warnings.warn(f"zc: {note}", stacklevel=3)
-            self.group.tell_note(note)
+            self.group.record_note(note)
         else:
             self._unsaid.append((self.ledger.num_steps, note))
 
@@ -126,5 +126,5 @@ class Core:
         to say it."""
         while self._unsaid and self._unsaid[0][0] + 1 < self.ledger.num_steps:
             _, note = self._unsaid.pop(0)
-            if not self.group.is_told(note):
+            if not self.group.has_note(note):
                 warnings.warn(f"zc, rank {self.group.rank}, not rank 0: {note}", stacklevel=3)

@@ -24,7 +24,7 @@ from zc.kernels import matmul_into, rows_into, scatter_into
 from zc.kernels import reduce_rows as add_rows
 from zc.log import log
 from zc.planning.plan import Level, level_of
-from zc.ranks.journal import EXCHANGES
+from zc.ranks.journal import GATHER, REDUCE
 from zc.schedule import spec
 from zc.schedule.buffer import Buffer
 from zc.schedule.spec import Op, Spans
@@ -32,7 +32,6 @@ from zc.schedule.spec import Op, Spans
 if TYPE_CHECKING:
     from zc.ranks.work import Work
 
-REDUCE, GATHER = EXCHANGES[:2]
 Grads = Sequence[Tensor | None]
 Function = Callable[..., Any]
 
@@ -179,7 +178,7 @@ def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
         else:
             add_rows(rows, out[start:stop], scale=1.0 / accs.plan.num_ranks, add=add)
 
-    accs.group.near().rows(sent, *record.layout.host_range(rank), accs.places[src], use)  # one host: the shard
+    accs.group.neighbours.rows(sent, *record.layout.host_range(rank), accs.places[src], use)  # one host: the shard
     log.debug("bucket %d: all ranks' %s are reduced into %s", bucket, src, dst)
     if not is_first:
         accs.end_reduction(bucket, out)

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from zc.ranks.journal import FROM_OWNERS, TO_OWNERS
+
 if TYPE_CHECKING:
     from zc.engine.buffers import Buffers
     from zc.planning.plan import Bucket, Plan
-    from zc.ranks.comm import Group
+    from zc.ranks.group import Group
 
 
 def gather_whole(plan: Plan, buffers: Buffers, group: Group, buckets: Sequence[int]) -> dict[int, Tensor]:
@@ -31,7 +33,7 @@ def gather_whole(plan: Plan, buffers: Buffers, group: Group, buckets: Sequence[i
         shard, whole = shard.to(bucket.device), buffers.room_for_whole(bucket)
         received = _pieces(whole, bucket.layout.owned_range(rank)[0], bucket.layout.of_run(rank))
         sent = _pieces(shard, bucket.layout.shard_range(rank)[0], bucket.layout.of_shard(rank))
-        works.append((group.exchange(received, sent, "to owners", index), sent))  # ``sent`` must live until the wait
+        works.append((group.exchange(received, sent, TO_OWNERS, index), sent))  # ``sent`` must live until the wait
         whole_grads[index] = whole
     for work, _ in works:
         work.wait()
@@ -44,7 +46,7 @@ def spread(buffers: Buffers, group: Group, bucket: Bucket) -> None:
     flat_param and on the current stream."""
     flat, layout = buffers.flat_param[bucket.index], bucket.layout
     received, sent = _pieces(flat, 0, layout.of_shard(group.rank)), _pieces(flat, 0, layout.of_run(group.rank))
-    group.exchange(received, sent, "from owners", bucket.index).wait()
+    group.exchange(received, sent, FROM_OWNERS, bucket.index).wait()
 
 
 def spread_shards(shard: Tensor, run: Tensor, group: Group, bucket: Bucket) -> None:
@@ -56,7 +58,7 @@ def spread_shards(shard: Tensor, run: Tensor, group: Group, bucket: Bucket) -> N
         return
     received = _pieces(shard, layout.shard_range(group.rank)[0], layout.of_shard(group.rank))
     sent = _pieces(run, layout.owned_range(group.rank)[0], layout.of_run(group.rank))
-    group.exchange(received, sent, "from owners", bucket.index).wait()
+    group.exchange(received, sent, FROM_OWNERS, bucket.index).wait()
 
 
 def _pieces(flat: Tensor, first: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, Tensor]]:

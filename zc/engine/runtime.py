@@ -35,7 +35,8 @@ from zc.engine.weight_uses import WeightUses
 from zc.errors import UncoveredGradientError, ZcError
 from zc.log import log
 from zc.planning.plan import Bucket, Plan
-from zc.ranks.comm import Group
+from zc.ranks.group import Group
+from zc.ranks.journal import GATHER_GRADIENT
 
 if TYPE_CHECKING:
     from zc.config import Config
@@ -65,8 +66,9 @@ class Runtime(Core):
         super().__init__(config, plan, buffers, group, streams, params)
         self.accumulators.on_deposit = self._keep
         if group.world_size > 1:
-            has_own_connection = group.watch(plan)
-            if not has_own_connection:
+            group.set_plan(plan)
+            if group.journal is not None and not group.journal.watch.has_own_connection:
+                # a thread that waits for a key blocks all other threads of its client of the store
                 self.say_once(
                     f"a {type(torch_private.default_store()).__name__} can't be connected to twice: while the program "
                     "waits for a key of it, the watch for lost ranks waits, too"
@@ -101,8 +103,7 @@ class Runtime(Core):
         self.accumulators.grow(plan)
         self.plan = plan
         self.announcements.grow(plan)
-        if self.group.journal is not None:
-            self.group.journal.describe = plan.describe_exchange
+        self.group.set_plan(plan)
         self.params.update(params)
         self.placed.update(params)
         self._install_hooks(added)
@@ -369,7 +370,7 @@ class Runtime(Core):
         flat = shard
         if self.group.shard.world_size > 1:
             flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
-            work = self.group.shard.all_gather(flat, shard.contiguous(), "gather gradient", index)
+            work = self.group.shard.all_gather(flat, shard.contiguous(), GATHER_GRADIENT, index)
             if work is not None:
                 work.wait()
         pairs = zip(bucket.slots, self.accumulators.touched[index], strict=True)

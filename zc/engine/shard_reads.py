@@ -17,12 +17,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zc.ranks.journal import EXCHANGES
+from zc.ranks.journal import GATHER
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
-
-GATHER = EXCHANGES[1]
 
 
 class ShardReads:
@@ -40,7 +38,7 @@ class ShardReads:
         for bucket in core.buffers.filled:
             weight = core.buffers.weight_shard(bucket)
             if bucket not in self._kept:
-                group.keep(weight)
+                group.keep_alive(weight)
                 self._kept.add(bucket)
             if bucket not in self._open:
                 group.signal_full(GATHER, bucket, weight)

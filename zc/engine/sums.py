@@ -9,10 +9,10 @@ from einops import rearrange
 from torch import Tensor
 
 from zc.kernels import reduce_rows
-from zc.ranks.journal import EXCHANGES
+from zc.ranks.journal import GATHER_SUMS
 
 if TYPE_CHECKING:
-    from zc.ranks.comm import Group
+    from zc.ranks.group import Group
     from zc.ranks.work import Work
 
 
@@ -35,7 +35,7 @@ def sum_over_replicas(replicas: Group, out: Tensor, sent: Tensor, bucket: int) -
     wait(replicas.all_to_all(rows, sent, bucket))
     pieces = rearrange(rows, "(replica piece) -> replica piece", replica=replicas.world_size)
     reduce_rows(pieces, piece, scale=1.0, add=False)
-    wait(replicas.all_gather(out, piece, EXCHANGES[-1], bucket))
+    wait(replicas.all_gather(out, piece, GATHER_SUMS, bucket))
 
 
 def wait(work: Work | None) -> None:

@@ -14,10 +14,8 @@ from zc.engine.accumulators import Accumulators
 from zc.engine.sums import wait
 from zc.log import log
 from zc.planning.plan import Level
-from zc.ranks.journal import EXCHANGES
+from zc.ranks.journal import GATHER
 from zc.schedule.spec import Spans
-
-GATHER = EXCHANGES[1]
 
 # --- after an update ---
 
@@ -43,7 +41,7 @@ def gather(accs: Accumulators, bucket: int, buffer: str) -> None:
     flat, record = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket]
     if accs.plan.reads_weights:
         for peer, place in accs.places[buffer].items():
-            accs.group.near().read(flat[slice(*record.layout.host_range(peer))], peer, place)
+            accs.group.neighbours.read(flat[slice(*record.layout.host_range(peer))], peer, place)
         return
     log.debug("bucket %d: its weights are gathered", bucket)
     group, own = accs.group.of_level(Level.HOST if accs.plan.has_levels else Level.ALL), accs.group.rank
@@ -66,7 +64,7 @@ def gather_weights(accs: Accumulators, bucket: int, dst: str, src: str, start: i
     elif accs.plan.reads_shards:
         out[slice(*layout.shard_range(accs.group.rank))] = shard
         for peer, place in accs.weight_places(bucket).items():
-            accs.group.near().read(out[slice(*layout.shard_range(peer))], peer, place)
+            accs.group.neighbours.read(out[slice(*layout.shard_range(peer))], peer, place)
     else:
         log.debug("bucket %d: its weights are gathered", bucket)
         wait(accs.group.all_gather(out, shard, GATHER, bucket))

@@ -20,7 +20,7 @@ from zc.kernels.encode_blocks import encode_blocks
 from zc.log import log
 from zc.planning.plan import Level
 from zc.planning.wire import Rows, own_row_to_gather, place_of, row_of, rows_to_gather, rows_to_reduce
-from zc.ranks.journal import EXCHANGES
+from zc.ranks.journal import GATHER, REDUCE
 from zc.schedule.buffer import Buffer
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from zc.planning.plan import Bucket
     from zc.ranks.work import Work
 
-REDUCE, GATHER = EXCHANGES[:2]
 
 
 class Code(NamedTuple):

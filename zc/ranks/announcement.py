@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zc.ranks.comm import Group
+from zc.ranks.group import Group
 from zc.ranks.work import Work
 
 Waits = dict[str, list[float]]  # where -> seconds of each

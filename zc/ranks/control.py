@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,15 +20,15 @@ from zc.errors import PlanError, RankMismatchError
 from zc.planning.plan import Plan
 from zc.planning.topology import Topology, flat
 from zc.ranks.exchanges import Exchanges
-from zc.ranks.groups import Groups
+from zc.ranks.hosts import find_hosts
 from zc.ranks.journal import Journal
 from zc.ranks.neighbours import Neighbours
-from zc.ranks.topology import find
+from zc.ranks.process_groups import ProcessGroups
 from zc.ranks.watch import Watch
 from zc.ranks.work import Call, Work, collective, messages
 
 _COMPILE = "zc.compile or zc.close"
-_KNOCK = 0x7A63  # the tag of the first messages between ranks, on the caller's group
+_FIRST_TAG = 0x7A63  # of the first messages between ranks, on the caller's group
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
@@ -53,26 +54,26 @@ def patience(of_group: timedelta | None) -> float:
 class Control(Exchanges):
     """The ranks of one model. W = ``world_size``; with one rank no process group is needed or used.
 
-    Without ``is_near``, ranks only send messages, wherever they are. Without ``reads_memory``, they do not read each
-    other's memory, because gradients and weights are on a GPU. ``whole``: all ranks that train the model, if these are
-    only some of them; one journal covers all.
+    Without ``finds_neighbours``, ranks send messages only, wherever they are. Without ``reads_memory``, they do not
+    read each other's memory, because gradients and weights are on a GPU. ``everyone``: all ranks that train the model,
+    if these are only some of them; one journal covers all.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
         *,
-        is_near: bool = True,
+        finds_neighbours: bool = True,
         reads_memory: bool = True,
-        whole: Control | None = None,
+        everyone: Control | None = None,
     ) -> None:
-        super().__init__(0, 1, None if whole is None else whole.journal)
+        super().__init__(0, 1, None if everyone is None else everyone.journal)
         self.control: dist.ProcessGroup | None = None
         self.timeout: timedelta | None = None  # of the collectives of the caller's group
-        self._given = group
-        self._is_whole = whole is None
+        self._group = group  # the caller's; None: the default group
+        self._closes_journal = everyone is None
         self._may_read_memory = reads_memory
-        self._groups: Groups | None = None
+        self._process_groups: ProcessGroups | None = None
         self.topology: Topology = flat(1)
         self.note: str | None = None  # of the topology
         self._neighbours: Neighbours | None = None
@@ -82,28 +83,33 @@ class Control(Exchanges):
         if self.rank < 0:
             raise PlanError(f"rank {dist.get_rank()} is not a member of the given group of {self.world_size} ranks")
         if self.world_size > 1:
-            callers = group if group is not None else dist.group.WORLD
-            assert callers is not None
-            ranks = dist.get_process_group_ranks(callers)
-            self._groups = Groups(ranks, host_backend(group))
-            self.timeout = torch_private.timeout_of(callers, "cpu") or torch_private.timeout_of(callers, "cuda")
+            ranks = dist.get_process_group_ranks(self.callers_group)
+            self._process_groups = ProcessGroups(ranks, host_backend(group))
+            timeouts = (torch_private.timeout_of(self.callers_group, device) for device in ("cpu", "cuda"))
+            self.timeout = next(filter(None, timeouts), None)
             if self.journal is None:
-                number = self._groups.number_of_model()
+                number = self._process_groups.number_of_model()
                 self.journal = Journal(Watch.of_this_process(), ranks, number, patience(self.timeout))
-            self.journal.on_failure.append(self._groups.abandon)
+            self.journal.on_failure.append(self._process_groups.abandon)
             if backend_of(group, "cpu") == "gloo":
-                self._pairs(torch.zeros(1, dtype=torch.uint8), group, _KNOCK)
+                self._pairs(torch.zeros(1, dtype=torch.uint8), group, _FIRST_TAG)
             self.control = self.new_group()
-            self._groups.sweep(self._gather_by_pairs)
+            self._process_groups.close_dropped(self._gather_by_pairs)
             self.topology = flat(self.world_size)
-            if is_near:
-                found = find(self.rank, self.world_size, self._gather_objects, reads_memory)
-                self.topology, self._neighbours = found.topology, found.neighbours
-                self.note = found.note if reads_memory else None
+            if finds_neighbours:
+                self.topology, self._neighbours, note = find_hosts(
+                    self.rank, self.world_size, self._gather_objects, reads_memory
+                )
+                self.note = note if reads_memory else None
             if self._neighbours is not None:
+                self._neighbours.journal = self.journal
                 self._neighbours.links.failure = self.journal.verdict
-                self._neighbours.on_refusal = self.journal.fail
-                self._neighbours.explained = self.journal.explained
+
+    @property
+    def callers_group(self) -> dist.ProcessGroup:
+        group = self._group if self._group is not None else dist.group.WORLD
+        assert group is not None, "a process group is initialised"
+        return group
 
     def _call(self, run: Callable[[], Any], what: str = _COMPILE) -> Any:
         """Returns ``run()``, which blocks until all ranks answer, from a thread. The watch may raise meanwhile."""
@@ -118,32 +124,31 @@ class Control(Exchanges):
         self._call(lambda: dist.all_gather_object(values, value, group=self.control))
         return values
 
-    def new_group(self, what: str = _COMPILE) -> dist.ProcessGroup:
-        """Makes a group of the same ranks for host memory. It lives as long as this object, or until `close`. ``what``
-        names the caller's function in errors."""
-        return self._new_group(what=what)
+    def new_group(
+        self, backend: str | None = None, timeout: timedelta | None = None, *, what: str = _COMPILE, **options: Any
+    ) -> dist.ProcessGroup:
+        """Makes a group of the same ranks, as `ProcessGroups.new`; by default for host memory. It lives as long as this
+        object, or until `close`. ``what`` names the caller's function in errors.
 
-    def _new_group(self, *options: Any, what: str = _COMPILE, **more: Any) -> dist.ProcessGroup:
-        """As `Groups.new`. Making a gloo group waits for all ranks. An NCCL group waits in its first collective
-        instead, and belongs to the calling thread's device."""
-        groups = self._groups
-        assert groups is not None, "one rank needs no group"
-        if options[:1] == ("nccl",):
-            return groups.new(*options, **more)
-        group: dist.ProcessGroup = self._call(lambda: groups.new(*options, **more), what)
+        Making a gloo group waits for all ranks. An NCCL group waits in its first collective instead, and belongs to the
+        calling thread's device.
+        """
+        assert self._process_groups is not None, "one rank needs no group"
+        new = partial(self._process_groups.new, backend, timeout, **options)
+        group: dist.ProcessGroup = new() if backend == "nccl" else self._call(new, what)
         return group
 
-    def keep(self, tensor: Tensor) -> None:
+    def keep_alive(self, tensor: Tensor) -> None:
         """Keeps memory that other ranks read until the groups are closed, also if this rank drops the model first."""
-        if self._groups is not None:
-            self._groups.keep(tensor)
+        if self._process_groups is not None:
+            self._process_groups.keep_alive(tensor)
 
     def close(self) -> None:
         """Closes zc's own groups. Every rank calls it, when no exchange is pending. If ranks are out of step or gone,
         it waits for nobody, and the groups stay."""
-        if self.control is not None and self._groups is not None and self._groups.is_open:
-            self._groups.sweep(self._gather_by_pairs, own=True)
-        if self.journal is not None and self._is_whole:
+        if self.control is not None and self._process_groups is not None and self._process_groups.is_open:
+            self._process_groups.close_dropped(self._gather_by_pairs, and_own=True)
+        if self.journal is not None and self._closes_journal:
             self.journal.close()
         if self._neighbours is not None:
             self._neighbours.close()
@@ -161,25 +166,22 @@ class Control(Exchanges):
         if failure is not None:
             raise failure
 
-    def watch(self, plan: Plan) -> bool:
-        """Tells the watch that exchanges now belong to ``plan``. Returns whether the watch has its own connection to
-        the store: a thread that waits for a key blocks all other threads of its client."""
-        if self.journal is None:
-            return True
-        self.journal.describe, self.journal.timeout = plan.describe_exchange, patience(self.timeout)
-        return self.journal.has_own_connection
+    def set_plan(self, plan: Plan) -> None:
+        """From here on the journal's entries are exchanges of ``plan``."""
+        if self.journal is not None:
+            self.journal.describe, self.journal.timeout = plan.describe_exchange, patience(self.timeout)
 
-    def tell_note(self, note: str) -> None:
+    def record_note(self, note: str) -> None:
         """Records in the store that rank 0 has issued this note."""
         if self.journal is not None:
             with contextlib.suppress(dist.DistError):  # the store's process has ended: the watch reports it
-                self.journal.store.set(self._note_key(note), "said")
+                self.journal.watch.store.set(self._note_key(note), "said")
 
-    def is_told(self, note: str) -> bool:
+    def has_note(self, note: str) -> bool:
         """Whether rank 0 has issued this note. Waits for nobody."""
         if self.journal is not None:
             with contextlib.suppress(dist.DistError):
-                return bool(self.journal.store.check([self._note_key(note)]))
+                return bool(self.journal.watch.store.check([self._note_key(note)]))
         return False
 
     def _note_key(self, note: str) -> str:
@@ -187,13 +189,13 @@ class Control(Exchanges):
         return f"note/{self.journal.name}/{hashlib.sha256(note.encode()).hexdigest()}"
 
     @property
-    def _all_near(self) -> Neighbours | None:
+    def _all_on_this_host(self) -> Neighbours | None:
         """The other ranks, if all of them are on this host."""
         return self._neighbours if self.topology.num_hosts == 1 else None
 
     def _gather_by_pairs(self, row: Tensor) -> Tensor:
-        """[W, n]: every rank's row [n], in host memory. It is not a collective, so a rank that left another collective
-        in the middle does no harm."""
+        """[W, n]: every rank's row [n], in host memory. Not a collective: one that a rank has left in the middle does
+        no harm to it."""
         return self._pairs(row, self.control, 1)
 
     def _pairs(self, row: Tensor, group: dist.ProcessGroup | None, tag: int) -> Tensor:
@@ -224,9 +226,9 @@ class Control(Exchanges):
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        near = self._all_near
-        if near is not None:
-            steps = near.reduce_(2, tensor, torch.maximum)
+        neighbours = self._all_on_this_host
+        if neighbours is not None:
+            steps = neighbours.reduce_(2, tensor, torch.maximum)
         else:
             work = self._post(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
             steps = (collective(work),)
@@ -239,18 +241,18 @@ class Control(Exchanges):
         Messages use an all-to-all of copies of the row, since gloo posts all of it at once. Its all_gather is a ring,
         whose W - 1 hops follow one another (gloo/allgather.cc, alltoall.cc).
         """
-        near = self._all_near
-        if near is not None:
-            return self._work(what, *near.gather_rows(out, row))
+        neighbours = self._all_on_this_host
+        if neighbours is not None:
+            return self._work(what, *neighbours.gather_rows(out, row))
         # lifetime of the copies: the work holds them
         work = self._post(dist.all_to_all_single, out, row.repeat(self.world_size), group=self.control, async_op=True)
-        if self._groups is not None and work is not None:
-            self._groups.started(self.control, work)
+        if self._process_groups is not None and work is not None:
+            self._process_groups.record_collective(self.control, work)
         return self._work(what, collective(work))
 
-    def same_everywhere(self, what: str, lines: Sequence[str], so: str) -> None:
-        """Raises RankMismatchError on every rank, naming the first line in which some rank differs from rank 0. ``so``
-        says what to do."""
+    def same_everywhere(self, what: str, lines: Sequence[str], advice: str) -> None:
+        """Raises RankMismatchError on every rank, naming the first line in which some rank differs from rank 0.
+        ``advice`` says what to do."""
         if self.world_size == 1:
             return
         digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
@@ -264,5 +266,5 @@ class Control(Exchanges):
                 there = theirs[k] if k < len(theirs) else "(nothing)"
                 if here != there:
                     raise RankMismatchError(
-                        f"{what} differs between ranks: rank 0 has {here}, rank {rank} has {there}. {so}"
+                        f"{what} differs between ranks: rank 0 has {here}, rank {rank} has {there}. {advice}"
                     )

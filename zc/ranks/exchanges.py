@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zc.ranks.journal import EXCHANGES, Entry, Journal
+from zc.ranks.journal import EXCHANGES, REDUCE, Entry, Journal
 from zc.ranks.work import Step, Work, collective, messages
 
 # of unequal length, which the owners of whole parameters exchange: (rank, piece), ranks ascending, adjacent in memory
@@ -67,7 +67,7 @@ class Exchanges:
 
     def all_to_all(self, out: Tensor, rows: Tensor, bucket: int) -> Work:
         """out[s*S:(s+1)*S] on rank r <- rows[r*S:(r+1)*S] of rank s; both [P], contiguous. Asynchronous."""
-        entry = self._begin("reduce", bucket, self._others(rows.nbytes))
+        entry = self._begin(REDUCE, bucket, self._others(rows.nbytes))
         if not self._by_pairs:
             return self._data_work(self._post(dist.all_to_all_single, out, rows, group=self.data, async_op=True), entry)
         theirs, mine = out.view(self.world_size, -1), rows.view(self.world_size, -1)
@@ -77,7 +77,7 @@ class Exchanges:
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, bucket: int) -> Work:
         """out [S] <- sum over ranks of this rank's rows of flat [P]. Asynchronous."""
-        entry = self._begin("reduce", bucket, self._others(flat.nbytes))
+        entry = self._begin(REDUCE, bucket, self._others(flat.nbytes))
         # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
         call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         work = self._post(call, out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True)

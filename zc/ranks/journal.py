@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from zc.errors import RankLostError, RankMismatchError, ZcError
 
 if TYPE_CHECKING:
-    from zc.ranks.process import Store
     from zc.ranks.watch import Watch
     from zc.ranks.work import Step
 
@@ -22,8 +21,9 @@ TICK_S = 1.0  # between two looks of the watch; an exchange that takes longer is
 STANDS_S = 20.0  # after which ranks that stand, each in another exchange, are out of step
 SLICE_S = 0.5  # how often a waiting thread looks for a verdict of the watch
 Entry = tuple[str, int]
-# What is exchanged under a bucket's number. On CPU the position in this list is part of the message's tag.
+# The exchanges of a bucket. On CPU the position in this list is part of the message's tag.
 EXCHANGES = ("reduce", "gather weights", "gather gradient", "to owners", "from owners", "gather sums")
+REDUCE, GATHER, GATHER_GRADIENT, TO_OWNERS, FROM_OWNERS, GATHER_SUMS = EXCHANGES
 _ERRORS = {"RankLostError": RankLostError, "RankMismatchError": RankMismatchError}
 
 
@@ -79,23 +79,15 @@ class Journal:
         self._verdict: tuple[str, str] | None = None  # the watch, or a thread in `fail`, before the event is set
         self._has_failed = threading.Event()
         self.on_failure: list[Callable[[], None]] = []  # filled by the calling thread, before the first exchange
-        self._watch = watch  # lifetime: the watch ends with the last journal
+        self.watch = watch  # lifetime: the watch ends with the last journal
         self._forget = weakref.finalize(self, watch.forget, self.name)
         self._forget.atexit = False
         watch.add(self)
 
-    @property
-    def store(self) -> Store:
-        return self._watch.store
-
-    @property
-    def has_own_connection(self) -> bool:
-        return self._watch.has_own_connection
-
     def close(self) -> None:
         """The model is closed. The watch ends with the last one."""
         self._forget()
-        self._watch.end()
+        self.watch.end()
 
     # --- the record ---
 
@@ -181,7 +173,7 @@ class Journal:
 
     def fail(self, kind: type[ZcError], text: str) -> ZcError:
         """This rank has found what all are to hear. Returns it, or the verdict that another rank has reached before."""
-        self._watch.fail([self.name], kind, text)
+        self.watch.fail([self.name], kind, text)
         return self.error()
 
     def accept(self, verdict: str) -> None:

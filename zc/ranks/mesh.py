@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zc.errors import PlanError
-from zc.ranks.comm import Group
+from zc.ranks.group import Group
 
 
 def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, *, reads_memory: bool = True) -> Group:

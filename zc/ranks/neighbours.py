@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zc.errors import RankLostError, ZcError
+from zc.errors import RankLostError
 
 if TYPE_CHECKING:
+    from zc.ranks.journal import Journal
     from zc.ranks.links import Links
     from zc.ranks.memory import Reader
     from zc.ranks.work import Step
@@ -46,9 +47,7 @@ class Neighbours:
         self.ranks = tuple(sorted((*self.peers, rank)))
         self._pids, self._reader = pids, reader
         self._num_rows = 0  # the calling thread's
-        # of the journal; set before the first exchange
-        self.explained: Callable[[RuntimeError], Exception] = lambda error: error
-        self.on_refusal: Callable[[type[ZcError], str], Exception] = lambda kind, text: kind(text)
+        self.journal: Journal | None = None  # set before the first exchange
 
     # --- signals ---
 
@@ -96,18 +95,20 @@ class Neighbours:
         address, nbytes = _PLACE.unpack(place)
         wanted = out.nbytes if of is None else of
         if nbytes != wanted:
-            raise RuntimeError(f"rank {peer} gives {nbytes} bytes, and rank {self.rank} takes {wanted}")
+            raise RuntimeError(f"rank {peer} offers {nbytes} bytes, and rank {self.rank} expects {wanted}")
         try:
             self._reader.read(out, self._pids[peer], address + start)
         except OSError as error:
             text = f"the memory of rank {peer} can't be read by rank {self.rank}: {error}"
-            if error.errno in _REFUSED:
-                raise self.on_refusal(
-                    RankLostError,
-                    f"{text}. The kernel, or the policy of a container, allowed it when the model was compiled and "
-                    "refuses it now. With ZC_HOST_MEMORY=0 in the environment ranks send messages instead",
-                ) from error
-            raise self.explained(RuntimeError(text)) from error  # it was killed after its signal
+            if error.errno not in _REFUSED:  # it was killed after its signal
+                failure = RuntimeError(text)
+                raise (failure if self.journal is None else self.journal.explained(failure)) from error
+            text += (
+                ". The kernel, or the policy of a container, allowed it when the model was compiled and refuses it "
+                "now. With ZC_HOST_MEMORY=0 in the environment ranks send messages instead"
+            )
+            lost = RankLostError(text) if self.journal is None else self.journal.fail(RankLostError, text)
+            raise lost from error
 
     def rows(self, own: Tensor, start: int, stop: int, places: Mapping[int, bytes], use: Use) -> None:
         """Elements [start, stop) of every rank's data, this rank's being ``own``, as rows in rank order, some at a

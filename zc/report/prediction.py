@@ -132,7 +132,7 @@ def plan(
     rules = [RULES.get(name, Rule()) for name in classes]
     check_encodings(config, {spec.name: spec.dtype for spec in specs}, rules)
     used = replace(hosts, reads_memory=ranks_per_host is not None)
-    if num_replicas > 1:  # as `zc.ranks.comm.Group.split` has it
+    if num_replicas > 1:  # as `zc.ranks.group.Group.split` has it
         shard = world_size // num_replicas
         on_host = ranks_per_host or 1
         used = Topology(1, shard, reads_memory=True) if on_host % shard == 0 else flat(shard)

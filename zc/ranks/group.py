@@ -26,7 +26,7 @@ from zc.planning.plan import Level
 from zc.planning.topology import Topology, flat
 from zc.ranks.control import Control, backend_of, host_backend
 from zc.ranks.exchanges import Exchanges, Pieces, keep_own
-from zc.ranks.journal import EXCHANGES
+from zc.ranks.journal import EXCHANGES, REDUCE
 from zc.ranks.neighbours import Neighbours
 from zc.ranks.work import Work, collective
 
@@ -46,11 +46,11 @@ class Group(Control):
         self,
         group: dist.ProcessGroup | None,
         *,
-        is_near: bool = True,
+        finds_neighbours: bool = True,
         reads_memory: bool = True,
-        whole: Control | None = None,
+        everyone: Control | None = None,
     ) -> None:
-        super().__init__(group, is_near=is_near, reads_memory=reads_memory, whole=whole)
+        super().__init__(group, finds_neighbours=finds_neighbours, reads_memory=reads_memory, everyone=everyone)
         self._shard: Group | None = None
         self.replicas: Group | None = None  # the ranks with the same shard as this one, or None without replicas
         self.levels: Levels | None = None  # with two levels
@@ -64,7 +64,7 @@ class Group(Control):
 
     def mesh(self) -> DeviceMesh | None:
         """These ranks as a mesh of one dimension, over the caller's group; None for one rank."""
-        return None if self.world_size == 1 else DeviceMesh.from_group(self._given_group(), self._device.type)
+        return None if self.world_size == 1 else DeviceMesh.from_group(self.callers_group, self._device.type)
 
     @property
     def num_replicas(self) -> int:
@@ -83,36 +83,38 @@ class Group(Control):
 
     def split(self, shard: dist.ProcessGroup, replicas: dist.ProcessGroup) -> None:
         """Splits the ranks into rows and columns of a mesh. Every rank calls it."""
-        self._shard = Group(shard, reads_memory=self._may_read_memory, whole=self)
-        self.replicas = Group(replicas, is_near=False, whole=self)
+        self._shard = Group(shard, reads_memory=self._may_read_memory, everyone=self)
+        self.replicas = Group(replicas, finds_neighbours=False, everyone=self)
         self.replicas._between = ", between replicas"
         # else it follows what the ranks of `shard` exchange, on another stream: one journal has no order of the two
         self.replicas._keeps_journal = self._shard.world_size == 1
         topologies = self._gather_objects(str(self._shard.topology))
         # all ranks have one plan, and replicas one order of summation
-        lie_on = f"the ranks of `shard` lie on {' or '.join(dict.fromkeys(topologies))}"
+        hosts = f"the ranks of `shard` lie on {' or '.join(dict.fromkeys(topologies))}"
         if len(set(topologies)) > 1:
-            self._shard.leave_memory(flat(self._shard.world_size), f"each rank stands for itself: {lie_on}")
+            alone = flat(self._shard.world_size)
+            self._shard._send_messages(alone, f"every rank is treated as its own host, because {hosts}")
         elif self._shard.topology.has_levels and self._shard.topology.reads_memory:
-            hosts = replace(self._shard.topology, reads_memory=False)
-            self._shard.leave_memory(hosts, f"ranks of one host exchange messages: {lie_on}")
+            topology = replace(self._shard.topology, reads_memory=False)
+            self._shard._send_messages(topology, f"ranks of one host exchange messages, because {hosts}")
 
-    def leave_memory(self, topology: Topology, note: str) -> None:
-        """Makes these ranks exchange messages."""
+    def _send_messages(self, topology: Topology, note: str) -> None:
+        """Makes these ranks exchange messages instead of reading each other's memory."""
         if self._neighbours is not None:
             self._neighbours.close()
         self._neighbours, self.topology, self.note = None, topology, note
 
     @property
-    def _parts(self) -> list[Group]:
+    def _rows_and_columns(self) -> list[Group]:
+        """Of a mesh with two dimensions: this rank's."""
         return [group for group in (self._shard, self.replicas) if group is not None]
 
     def take_nbytes_sent(self) -> Counter[str]:
-        parts: list[Exchanges] = [*self._parts, *(self.levels or ())]
+        parts: list[Exchanges] = [*self._rows_and_columns, *(self.levels or ())]
         return sum((part.take_nbytes_sent() for part in parts), super().take_nbytes_sent())
 
     def close(self) -> None:
-        for group in self._parts:  # before the journal that covers them
+        for group in self._rows_and_columns:  # before the journal that covers them
             group.close()
         super().close()
         self.data, self.levels, self._new_data, self._by_memory = None, None, None, False
@@ -121,41 +123,34 @@ class Group(Control):
         """Makes the group that carries gradients and weights of ``device``. With NCCL it has the timeout and the NCCL
         configuration (``config.max_ctas`` and the like) of the group that the caller passed."""
         self._device = device
-        for group in self._parts:
+        for group in self._rows_and_columns:
             group.open_data(device)
         if self.world_size > 1:
-            given = self._given_group()
-            assert self._groups is not None
-            self.timeout = torch_private.timeout_of(given, device.type)
-            backend = host_backend(given)
-            if device.type != "cpu":
-                device_backend = backend_of(given, device.type)
-                if device_backend is None:
+            callers_group = self.callers_group
+            self.timeout = torch_private.timeout_of(callers_group, device.type)
+            if device.type == "cpu":
+                backend: str | None = host_backend(callers_group)
+                self._new_data = partial(self.new_group, backend)
+            else:
+                backend = backend_of(callers_group, device.type)
+                if backend is None:
                     raise PlanError(
                         f"parameters are on {device}, for whose tensors the process group has no backend: it has "
-                        f"{dist.get_backend_config(given)}"
+                        f"{dist.get_backend_config(callers_group)}"
                     )
-                backend = device_backend
-            self._new_data = partial(self._new_group, backend)
-            if device.type != "cpu":
-                self._new_data = partial(self._new_group, backend, self.timeout, like=given, device=device)
+                self._new_data = partial(self.new_group, backend, self.timeout, like=callers_group, device=device)
             self.data = self._new_data()
-            self._by_memory = device.type == "cpu" and self._all_near is not None
+            self._by_memory = device.type == "cpu" and self._all_on_this_host is not None
             self._by_pairs = device.type == "cpu" and backend == "gloo"
             # gloo blocks the host for a GPU's tensors too. Others make the current stream wait; with a timeout, which a
             # watched wait has, NCCL's work blocks the host until it is done (ProcessGroupNCCL.hpp, torch 2.11)
             self._waits_on_stream = device.type != "cpu" and backend != "gloo"
 
-    def _given_group(self) -> dist.ProcessGroup:
-        given = self._given if self._given is not None else dist.group.WORLD
-        assert given is not None, "there is more than one rank"
-        return given
-
     def open_levels(self) -> None:
         """Makes what carries gradients and weights inside a host and between hosts, after `open_data`. All ranks call
         it. gloo's messages name their receiver, so there one group is enough."""
-        near, far = self.topology.of_host(self.rank), self.topology.across(self.rank)
-        self.levels = Levels(self._level(near), self._level(far, ", between hosts"))
+        on_host, on_all_hosts = self.topology.of_host(self.rank), self.topology.across(self.rank)
+        self.levels = Levels(self._level(on_host), self._level(on_all_hosts, ", between hosts"))
         self.levels.net._keeps_journal = False  # it follows an exchange inside the host, or comes before one
 
     def _level(self, members: Sequence[int], between: str = "") -> Exchanges:
@@ -171,26 +166,27 @@ class Group(Control):
 
     def signal_full(self, what: str, bucket: int, tensor: Tensor) -> None:
         """Lets the others on this host read ``tensor``: one part each if it is reduced, all of it if it is gathered."""
-        count = len(self.near().ranks)
-        read = tensor.nbytes // count if what == EXCHANGES[0] else tensor.nbytes
+        count = len(self.neighbours.ranks)
+        read = tensor.nbytes // count if what == REDUCE else tensor.nbytes
         self._begin(what, bucket, read * (count - 1))
-        self.near().signal_full(EXCHANGES.index(what), bucket, tensor)
+        self.neighbours.signal_full(EXCHANGES.index(what), bucket, tensor)
 
     def await_full(self, what: str, bucket: int) -> dict[int, bytes]:
         """Waits for all others' signals. Returns the addresses of their data, for `read` and `rows`."""
         places: dict[int, bytes] = {}
-        self._work((what, bucket), self.near().await_full(EXCHANGES.index(what), bucket, places)).wait()
+        self._work((what, bucket), self.neighbours.await_full(EXCHANGES.index(what), bucket, places)).wait()
         return places
 
     def signal_free(self, what: str, bucket: int) -> None:
         """Signals that this rank has read the others' data."""
-        self.near().signal_free(EXCHANGES.index(what), bucket)
+        self.neighbours.signal_free(EXCHANGES.index(what), bucket)
 
     def await_free(self, what: str, bucket: int) -> None:
         """Returns once all others have read this rank's data."""
-        self._work((what, bucket), self.near().await_free(EXCHANGES.index(what), bucket)).wait()
+        self._work((what, bucket), self.neighbours.await_free(EXCHANGES.index(what), bucket)).wait()
 
-    def near(self) -> Neighbours:
+    @property
+    def neighbours(self) -> Neighbours:
         assert self._neighbours is not None, "the plan says that ranks read each other's memory"
         return self._neighbours
 
