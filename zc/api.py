@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,28 +19,22 @@ from zc.checkpoint import state_marks, stock_state
 from zc.checks import check_initialized, is_on_cpu
 from zc.compiler import backend as compiler
 from zc.compiler.blocks import Around, Blocks, compile_blocks
-from zc.config import Config
+from zc.config import OPTIONS
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
 from zc.engine.model_passes import forward_of
 from zc.engine.overlap_gather import WeightGather
 from zc.engine.runtime import Runtime
 from zc.engine.sharded_weights import ShardedWeights
-from zc.engine.streams import Streams, make_streams
-from zc.fill import broadcast_rest, empty, fill, snapshot
+from zc.engine.streams import make_streams
+from zc.fill import broadcast_rest, fill, restore, snapshot
 from zc.meta import place
 from zc.optim import methods
 from zc.optim.assignment import Container
 from zc.optim.model import ShardedModel
+from zc.plan_checks import check_shards_fit
 from zc.planning.blocks import BlockKind, find_singles, matrices_around
-from zc.prepare import (
-    Request,
-    check_memory,
-    fingerprint,
-    notes_of,
-    on_all_ranks,
-    resolve,
-)
+from zc.prepare import Request, fingerprint, notes_of, resolve
 from zc.ranks.group import Group
 from zc.ranks.mesh import ranks_of
 from zc.registry import COMPILED, sharded
@@ -158,26 +151,25 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     After any other error, such as running out of memory, model and optimizer are plain ones again. Their values are
     then rank 0's, rounded to ``param_dtype``.
     """
-    arguments = {name: value for name, value in locals().items() if name in _OPTIONS}
+    options = {name: value for name, value in locals().items() if name in OPTIONS}
     check_initialized()
-    is_near = is_on_cpu(model) if device is None else torch.device(device).type == "cpu"
-    ranks = ranks_of(mesh, group, reads_memory=is_near)
+    ranks = ranks_of(mesh, group, reads_memory=is_on_cpu(model, device))
     with contextlib.ExitStack() as undo:
-        with on_all_ranks(ranks):
+        with ranks.raise_together():
             placed = place(model, device, stage, undo)
-            request = resolve(model, optimizer, arguments, ranks)
+            request = resolve(model, optimizer, options, ranks)
             undo.callback(request.discard)
             if placed.params:
-                check_memory(request.plan)
+                check_shards_fit(request.plan)
             stock_state.install()  # of a library that all models share: before anything of this model changes
         ranks.same_everywhere(
             "the model or an option",
             fingerprint(model, request.config, request.assignment),
             "Make both from the same arguments on all ranks",
         )
-        with on_all_ranks(ranks):  # the last point at which a rank can fail without others waiting for it
+        with ranks.raise_together():  # the last point at which a rank can fail without others waiting for it
             runtime = _make_runtime(request, ranks)
-            call = _compiled_call(model, runtime)
+            call = make_call(model, runtime, _make_buffer_sync(model, runtime))
         _undo_on_failure(undo, request, runtime)
         broadcast_rest(model, runtime.placed, ranks)
         fill(runtime, request.plan.with_weights, placed.params)
@@ -186,9 +178,6 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         _install(model, compiled, call)
         undo.pop_all()  # nothing failed
     return model, optimizer
-
-
-_OPTIONS = frozenset(field.name for field in dataclasses.fields(Config))
 
 
 def _make_runtime(request: Request, ranks: Group) -> Runtime:
@@ -207,61 +196,66 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
     return runtime
 
 
-def _compiled_call(model: nn.Module, runtime: Runtime) -> Callable[..., Any] | None:
-    """What ``model(...)`` calls from now on; None: what it calls today."""
+def _make_buffer_sync(model: nn.Module, runtime: Runtime) -> BufferSync | None:
+    """What brings rank 0's buffers to the others before a forward; None if there is nothing to bring."""
+    is_needed = runtime.config.broadcast_buffers and has_buffers(model) and runtime.group.world_size > 1
+    return BufferSync(model, runtime) if is_needed else None
+
+
+def make_call(module: nn.Module, runtime: Runtime, sync: BufferSync | None = None) -> Callable[..., Any] | None:
+    """What ``module(...)``, the model or a part of it that the caller calls alone, runs from now on. None: what it runs
+    today."""
     config, call = runtime.config, None
     if config.backend != "eager" and not (runtime.plan.sharded and runtime.plan.kinds):
         backend = compiler.make_backend(runtime)
-        call = torch_private.compiled_call(model, backend, dynamic=config.dynamic, fullgraph=config.fullgraph)
+        call = torch_private.compiled_call(module, backend, dynamic=config.dynamic, fullgraph=config.fullgraph)
         if isinstance(runtime.weights, WeightGather) and config.overlap_gather:
             call = torch_private.call_inside(runtime.weights.waits.forward, call)
-    if config.broadcast_buffers and has_buffers(model) and runtime.group.world_size > 1:
-        sync = BufferSync(model, runtime)
-        call = torch_private.call_after(sync.before_forward, call or torch_private.plain_call(model))
+    if sync is not None:
+        call = torch_private.call_after(sync.before_forward, call or torch_private.plain_call(module))
     if isinstance(runtime.weights, ShardedWeights):
-        runtime.weights.passes.is_one_graph = config.backend != "eager" and not runtime.plan.kinds
-        runtime.weights.passes.may_break = not config.fullgraph
-        call = forward_of(runtime.weights.passes, call or torch_private.plain_call(model))
+        call = forward_of(runtime.weights.passes, call or torch_private.plain_call(module))
     return call
 
 
 def _undo_on_failure(undo: contextlib.ExitStack, request: Request, runtime: Runtime) -> None:
     """From here on the model changes. If anything fails, out of memory for example, the caller gets it back."""
     dtypes = {name: param.dtype for name, param in runtime.placed.items()}
-    close_streams = getattr(runtime.streams, "close", None)
-    if close_streams is not None:
-        undo.callback(close_streams)
     undo.callback(snapshot([*request.model.modules(), *request.assignment.optimizers]))
     undo.callback(COMPILED.pop, request.model, None)
-    undo.callback(empty, runtime, dtypes)
+    undo.callback(restore, runtime, dtypes)
 
 
 def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] | None) -> None:
     """Hooks and methods on the caller's objects."""
     runtime = compiled.runtime
     runtime.install_hooks()
-    for each in compiled.optimizers:
-        methods.replace(model, each)
+    for optimizer in compiled.optimizers:
+        methods.replace(model, optimizer)
     state_marks.install(compiled)
     if runtime.plan.overlap_gather or runtime.plan.sharded:
         runtime.weights.install_hooks(model)
         runtime.weights.count_sharing()
     torch_private.call_instead(model, call)
-    kinds = runtime.plan.kinds
-    make = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds))
+    _compile_blocks(model, runtime)
+    guards.install(model, runtime)
+    COMPILED[model] = compiled
+
+
+def _compile_blocks(model: nn.Module, runtime: Runtime) -> None:
+    """Compiles one block of each kind, and with sharded weights the modules outside of blocks one by one."""
+    kinds, dynamic = runtime.plan.kinds, runtime.config.dynamic
     around: Around | None = None
     if isinstance(runtime.weights, ShardedWeights):
         around = runtime.weights.plain
     elif runtime.plan.overlap_gather:
         around = runtime.weights.waits.block
-    compile_blocks(model, kinds, make, guards.install_call, runtime.config.dynamic, around)
+    make_backend = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds))
+    compile_blocks(model, kinds, make_backend, guards.install_call, dynamic, around)
     runtime.around_blocks = matrices_around(model, kinds)
     names = find_singles(model, kinds) if runtime.plan.sharded else []
     singles = [BlockKind(type(model.get_submodule(name)).__name__, (name,)) for name in names]
-    make_single = partial(compiler.make_backend, runtime)
-    compile_blocks(model, singles, make_single, guards.install_call, runtime.config.dynamic, around)
-    guards.install(model, runtime)
-    COMPILED[model] = compiled
+    compile_blocks(model, singles, partial(compiler.make_backend, runtime), guards.install_call, dynamic, around)
 
 
 @contextlib.contextmanager
@@ -299,6 +293,3 @@ def flush_state(model: nn.Module) -> None:
         disk refused, here or on another rank; the folder is then not complete.
     """
     sharded(model).flush_state()
-
-
-__all__ = ["Streams", "compile", "flush_state", "no_sync", "synchronize"]

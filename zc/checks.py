@@ -13,9 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.config import DTYPES, Config
+from zc.config import DTYPES
 from zc.errors import PlanError
-from zc.planning.layout import Rule
 
 _WRAPPERS = {
     "DistributedDataParallel": "zc replaces it, so pass the module inside it, model.module",
@@ -34,8 +33,11 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
-def is_on_cpu(model: nn.Module) -> bool:
-    """Whether the model's first parameter is on the CPU; True for objects that `check_module` will refuse."""
+def is_on_cpu(model: nn.Module, device: torch.device | str | None) -> bool:
+    """Whether the model is on the CPU, or will be placed there by ``device``. True for objects that `check_module` will
+    refuse."""
+    if device is not None:
+        return torch.device(device).type == "cpu"
     params = model.parameters() if isinstance(model, nn.Module) else iter(())
     return next((param.device.type == "cpu" for param in params), True)
 
@@ -49,7 +51,7 @@ def check_module(model: nn.Module) -> None:
             raise PlanError(f"model is wrapped in {type(model).__name__}: {_WRAPPERS[cls.__name__]}")
 
 
-def check(model: nn.Module) -> dict[str, nn.Parameter]:
+def check_model(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the trainable parameters. Raises PlanError, naming one that can't be planned."""
     params = trainable(model)
     if not params:
@@ -72,7 +74,7 @@ def check_optimizers(model: nn.Module, params: Mapping[str, nn.Parameter], optim
 
 
 def check_added(params: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], device: torch.device) -> None:
-    """Checks the parameters that `zc.recompile` adds to a plan on ``device``, as `check` does."""
+    """Checks the parameters that `zc.recompile` adds to a plan on ``device``, as `check_model` does."""
     _check_tensors(params)
     _check_storages(params)
     _check_owners(params, optimizers)
@@ -235,35 +237,4 @@ def check_initialized() -> None:
         raise PlanError(
             f"WORLD_SIZE is {world_size} (torchrun), but no process group is initialised: call "
             "torch.distributed.init_process_group() before zc.compile"
-        )
-
-
-def check_encodings(config: Config, dtypes: Mapping[str, torch.dtype], rules: Sequence[Rule]) -> None:
-    """Raises PlanError for parameters, and optimizers, of which nothing can travel encoded (`zc.planning.wire`)."""
-    wide = next((name for name, dtype in dtypes.items() if dtype == torch.float64), None)
-    for option, name in config.encodings:
-        if wide is not None:
-            raise PlanError(f"{wide} is torch.float64, of which {option} would keep 8 bits: leave {name} out")
-        if name == "gather_dtype" and any(rule.whole for rule in rules):
-            raise PlanError(
-                f"{option} and an optimizer that reads whole parameters: what a rank updates is then no shard, and "
-                "goes to the shards as it is; leave gather_dtype out. reduce_dtype=torch.int8 works"
-            )
-
-
-def check_replicas(config: Config, num_replicas: int) -> None:
-    """Raises PlanError for options that a mesh of two dimensions excludes."""
-    if num_replicas == 1:
-        return
-    config.check_wire(num_replicas)
-    shape = f"a mesh of two dimensions with {num_replicas} replicas"
-    if config.reduce != "exact":
-        raise PlanError(
-            f"reduce={config.reduce!r} and {shape}: replicas stay equal because their sums are made in one order; "
-            "leave reduce at 'exact', or give a mesh of one dimension"
-        )
-    if config.offload is not None:
-        raise PlanError(
-            f"offload={config.offload!r} and {shape}: what is sharded inside `shard` alone is not offloaded yet; leave "
-            "offload out, or give a mesh of one dimension, which shards over all ranks"
         )

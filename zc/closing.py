@@ -14,6 +14,7 @@ from zc.copies import unmark
 from zc.engine.host_memory import unlock_dropped
 from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import ZcError
+from zc.fill import restore
 from zc.optim import methods
 from zc.registry import COMPILED
 
@@ -39,12 +40,12 @@ def close(model: nn.Module) -> None:
         CheckpointError: the pending save has failed; nothing has changed.
     """
     unlock_dropped()
-    held = COMPILED.get(model)
-    if held is None:
+    compiled = COMPILED.get(model)
+    if compiled is None:
         return
-    if held in _CHANNELS:
-        _CHANNELS[held].finish_pending()
-    runtime = held.runtime
+    if compiled in _CHANNELS:
+        _CHANNELS[compiled].finish_pending()
+    runtime = compiled.runtime
     try:
         with contextlib.suppress(ZcError):  # of a step that was given up
             runtime.clear(set_to_none=True)  # after a backward that raised here, others wait for the agreed reductions
@@ -55,34 +56,23 @@ def close(model: nn.Module) -> None:
                 runtime.weights.whole.make(sharded, is_exact=True)
         runtime.group.close()
     finally:
-        _hand_back(model, held)
+        _make_plain(model, compiled)
 
 
-@torch.no_grad()
-def _hand_back(model: nn.Module, held: ShardedModel) -> None:
-    runtime = held.runtime
+def _make_plain(model: nn.Module, compiled: ShardedModel) -> None:
+    """Removes from the model and its optimizers what `zc.compile` has put there."""
     del COMPILED[model]
     unmark(model)
     torch_private.call_instead(model, None)
-    for handle in (*runtime.hooks, *runtime.weights.hooks):
-        handle.remove()
-    if isinstance(runtime.weights, ShardedWeights):
-        runtime.weights.let_go()
-    for param in runtime.placed.values():
-        param.grad = None
-        param.data = param.data.clone()
-    held.let_go()
-    for each in held.optimizers:
-        methods.give_back(each.optimizer)
-        each.optimizer.register_step_pre_hook(_refuse)
-    runtime.buffers.close()  # Dynamo keeps compiled code, which refers to the runtime
-    close_threads: Any = getattr(runtime.streams, "close", None)
-    if close_threads is not None:
-        close_threads()
+    restore(compiled.runtime, {name: param.dtype for name, param in compiled.runtime.placed.items()})
+    compiled.let_go()
+    for sharded_optimizer in compiled.optimizers:
+        methods.give_back(sharded_optimizer.optimizer)
+        sharded_optimizer.optimizer.register_step_pre_hook(_refuse)
 
 
 def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:
     raise ZcError(
-        f"zc.close(model) has let go of what this {type(optimizer).__name__} had: make a new optimizer over "
-        "the model's parameters"
+        f"zc.close(model) has released what this {type(optimizer).__name__} had: make a new optimizer over the model's "
+        "parameters"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class Config:
                 "overlap_gather=True and shard_frozen=True: a forward waits for gathers of the update before it, or "
                 "gathers sharded weights while it runs; leave overlap_gather out"
             )
-        self.check_wire()
+        self._check_encodings()
         if self.overlap_gather and not self.overlap:
             raise PlanError("overlap_gather=True needs overlap=True: without it there is no comm stream to gather on")
         if self.overlap_gather and self.offload is not None:
@@ -95,19 +95,13 @@ class Config:
                 "bucket by bucket; leave one of them out"
             )
 
-    def check_wire(self, num_replicas: int = 1) -> None:
+    def _check_encodings(self) -> None:
         """Raises PlanError for options that exclude what `zc.planning.wire` does."""
         for option, name in self.encodings:
             if self.reduce != "exact":
                 raise PlanError(
                     f"{option} and reduce={self.reduce!r}: the backend can't sum integers of different scales; leave "
                     f"reduce at 'exact', or {name} out"
-                )
-            if num_replicas > 1:
-                raise PlanError(
-                    f"{option} and a mesh of two dimensions with {num_replicas} replicas: these send sums back to "
-                    f"each other in fp32. Leave {name} out, or give a mesh of one dimension, where each rank has a "
-                    "shard of its own"
                 )
             if name == "gather_dtype" and self.offload is not None:
                 raise PlanError(
@@ -179,6 +173,9 @@ class Config:
         if self.offload is None:
             return None
         return replace(OFFLOADS[self.offload_accumulate], state_on_disk=self.offload == "disk")
+
+
+OPTIONS = frozenset(field.name for field in fields(Config))
 
 
 def _one_of(name: str, value: object, valid: Sequence[object], hint: str = "") -> None:

@@ -85,15 +85,17 @@ def snapshot(objects: Sequence[Any]) -> Callable[[], None]:
 
 
 @torch.no_grad()
-def empty(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> None:
-    """The reverse of `fill`, for what it has done: parameters get memory of their own in these dtypes."""
+def restore(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> None:
+    """The reverse of `fill`, for what it has done: parameters are plain ones, in these dtypes, with memory of their own
+    and without gradients."""
     for handle in (*runtime.hooks, *runtime.weights.hooks):
         handle.remove()
     if isinstance(runtime.weights, ShardedWeights):
         if runtime.plan.world_size == 1:
             runtime.weights.whole.make(runtime.buffers.filled, is_exact=True)
         runtime.weights.let_go()
-    runtime.buffers.close()
+    runtime.buffers.close()  # Dynamo keeps compiled code, which refers to the runtime
     for name, param in runtime.placed.items():
         param.grad = None
         param.data = param.data.to(dtypes[name], copy=True, memory_format=torch.preserve_format)
+    runtime.streams.close()

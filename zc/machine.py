@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-
-from zc.errors import PlanError
 
 try:
     import resource
@@ -70,20 +67,3 @@ def num_threads(world_size: int) -> int:
     """Threads for a rank's updates: the processors that this process may use, divided among the ranks here."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks_on_this_host(world_size))
-
-
-OFFLOAD = ("offload", "use more machines, or a smaller part (offload_accumulate='device')")
-
-
-def check_room(
-    needed: Mapping[str, int], num_ranks: int, available: int | None, why: tuple[str, str] = OFFLOAD
-) -> None:
-    """Raises PlanError, with both figures, unless ``num_ranks`` times the bytes ``needed`` by kind fit. ``why``: what
-    needs them, and the way out."""
-    total = num_ranks * sum(needed.values())
-    if available is not None and total > available:
-        kinds = ", ".join(f"{name} {nbytes:,}" for name, nbytes in needed.items() if nbytes)
-        raise PlanError(
-            f"{why[0]} needs {total:,} bytes of memory for {num_ranks} rank(s) here ({kinds} for each), and "
-            f"{available:,} are available: {why[1]}"
-        )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,22 +10,22 @@ import torch
 from torch import nn
 
 from zc import kernels
-from zc.checks import check, check_encodings, check_module, check_optimizers, check_replicas, owners_of, shardable
+from zc.checks import check_model, check_module, check_optimizers, owners_of, shardable
 from zc.config import Config
 from zc.engine import param_grads
 from zc.errors import PlanError
-from zc.machine import available_nbytes, check_room, note_of_connections, ranks_on_this_host
-from zc.offload.disk import open_file, state_keys
+from zc.machine import note_of_connections
+from zc.offload.disk import open_file
 from zc.optim.assignment import Assignment, listed
 from zc.optim.kinds import ELEMENTWISE, is_elementwise, note_of, rule_of, try_out
 from zc.optim.param_writes import note_of_shared
-from zc.planning.blocks import find_kinds
+from zc.plan_checks import check_encodings, check_host, check_plan, check_replicas
+from zc.planning.blocks import BlockKind, find_kinds
 from zc.planning.frozen import with_frozen
-from zc.planning.layout import ALIGN_NBYTES, align_up, own_strides
-from zc.planning.nbytes import STATES, resident
+from zc.planning.layout import Rule, own_strides
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan
-from zc.planning.topology import usable
+from zc.planning.topology import Topology, usable
 from zc.ranks.group import Group
 from zc.registry import COMPILED
 
@@ -68,8 +67,7 @@ def resolve(model: nn.Module, optimizer: Any, options: Mapping[str, Any], ranks:
         try_out(each, ranks.shard.world_size, device)
     check_replicas(config, ranks.num_replicas)
     plan = plan_of(model, assignment, config, ranks)
-    check_wire(plan)
-    check_weights(plan)
+    check_plan(plan)
     if plan.offload is not None:
         check_host(plan, assignment)
     return Request(model, config, assignment, plan, _open_state_file(config, ranks.rank, plan, assignment))
@@ -78,21 +76,10 @@ def resolve(model: nn.Module, optimizer: Any, options: Mapping[str, Any], ranks:
 def assign(model: nn.Module, optimizer: Any) -> Assignment:
     """Finds the optimizer and the rule of each trainable parameter."""
     optimizers = listed(optimizer)
-    params = check(model)
+    params = check_model(model)
     check_optimizers(model, params, optimizers)
     rules = tuple(rule_of(each) for each in optimizers)
     return Assignment(optimizer, optimizers, rules, params, owners_of(params, optimizers))
-
-
-@contextmanager
-def on_all_ranks(ranks: Group) -> Iterator[None]:
-    """The body succeeds on all ranks, or raises on each: its own error where it failed, RankMismatchError elsewhere."""
-    failure = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  (raised again, when the others know)
-        failure = error
-    ranks.agree_on(failure)
 
 
 def notes_of(request: Request, ranks: Group) -> list[str]:
@@ -130,16 +117,31 @@ def plan_of(
     model: nn.Module, assignment: Assignment, config: Config, ranks: Group, after: Plan | None = None
 ) -> Plan:
     """The plan for the parameters of ``assignment``, after those of ``after`` if it is given."""
-    params = assignment.params
-    if after is None:
-        topology = usable(ranks.shard.topology, config.reduce, {p.device.type for p in params.values()})
-    else:
-        topology = after.topology
-    specs = [ParamSpec.of(name, p, config.param_dtype, assignment.owners[name]) for name, p in params.items()]
-    check_encodings(config, {spec.name: spec.dtype for spec in specs}, assignment.rules)
+    params, owners = assignment.params, assignment.owners
+    specs = [ParamSpec.of(name, p, config.param_dtype, owners[name]) for name, p in params.items()]
+    if after is not None:
+        return plan_for(config, specs, assignment.rules, after.topology, ranks.num_replicas, after.kinds, after=after)
+    topology = usable(ranks.shard.topology, config.reduce, {p.device.type for p in params.values()})
+    kinds = find_kinds(model) if config.compiles_blocks else ()
+    frozen = shardable(model, params) if config.shards_frozen else {}
+    return plan_for(config, specs, assignment.rules, topology, ranks.num_replicas, kinds, frozen)
+
+
+def plan_for(
+    config: Config,
+    specs: Sequence[ParamSpec],
+    rules: Sequence[Rule],
+    topology: Topology,
+    num_replicas: int,
+    kinds: Sequence[BlockKind],
+    frozen: Mapping[str, nn.Parameter] | None = None,
+    after: Plan | None = None,
+) -> Plan:
+    """`make_plan` with the options of ``config``, and buckets for the parameters ``frozen``, which lie in shards."""
+    check_encodings(config, {spec.name: spec.dtype for spec in specs}, rules)
     plan = make_plan(
         specs,
-        world_size=ranks.shard.world_size,
+        world_size=topology.world_size,
         placement=config.placement,
         reduce=config.reduce,
         reduce_dtype=config.reduce_dtype,
@@ -149,74 +151,14 @@ def plan_of(
         overlap=config.overlap,
         overlap_gather=config.overlap_gather,
         weight_nbytes=config.weight_nbytes,
-        rules=assignment.rules,
+        rules=rules,
         offload=config.host,
         after=after,
         topology=topology,
-        num_replicas=ranks.num_replicas,
-        kinds=after.kinds if after is not None else find_kinds(model) if config.compiles_blocks else (),
+        num_replicas=num_replicas,
+        kinds=kinds,
     )
-    is_frozen_too = after is None and config.shards_frozen
-    return with_frozen(plan, shardable(model, params), config.bucket_nbytes) if is_frozen_too else plan
-
-
-def check_wire(plan: Plan) -> None:
-    for bucket in plan.buckets:
-        if bucket.acc_dtype == torch.float64 and bucket.reduce_dtype != torch.float64:
-            raise PlanError(
-                f"{bucket.slots[0].name} is {bucket.param_dtype} and its gradients are summed in float64, which "
-                f"reduce_dtype={bucket.reduce_dtype} would round: leave reduce_dtype at None"
-            )
-        if not plan.placement.shards_gradients and bucket.reduce_dtype != bucket.acc_dtype:
-            raise PlanError(
-                f"stage 1 reduces sums in {bucket.acc_dtype}; reduce_dtype={bucket.reduce_dtype} would round them: "
-                "leave reduce_dtype at None, or use stage 2"
-            )
-
-
-def check_weights(plan: Plan) -> None:
-    """The largest sharded bucket must fit into what gathered weights may take."""
-    if not plan.sharded:
-        return
-    if plan.placement.shards_weights and plan.offload is not None and plan.offload.state_on_disk:
-        raise PlanError(
-            "stage=3 and offload='disk': zc.flush_state compares checksums of whole weights, which no rank has; use "
-            "offload='cpu', or stage=2"
-        )
-    largest = max(plan.sharded, key=lambda b: b.nbytes)
-    if plan.weight_cap < (least := align_up(largest.nbytes, ALIGN_NBYTES)):
-        raise PlanError(
-            f"weight_nbytes={plan.weight_cap} is too small: the largest bucket ({largest.slots[0].name}, ...) has "
-            f"{largest.nbytes} bytes of weights, so at least weight_nbytes={least} is needed; bucket_nbytes makes "
-            "buckets smaller, down to the largest parameter"
-        )
-
-
-def check_memory(plan: Plan) -> None:
-    """What a model on meta becomes must fit: this rank's shards, and the gathered weights of one unit."""
-    device = plan.buckets[0].device
-    kinds, _, _ = resident(plan, [0] * plan.num_optimizers)
-    counted = ("weight", "frozen", "master_shard", "arena")
-    needed: dict[str, int] = {kind: kinds[kind] for kind in counted if kind in kinds}
-    why = ("stage=3", "use more ranks, a smaller bucket_nbytes or weight_nbytes, or offload='cpu'")
-    if device.type == "cuda":
-        check_room(needed, 1, torch.cuda.mem_get_info(device)[0], why)
-    elif device.type == "cpu":
-        check_room(needed, ranks_on_this_host(plan.world_size), available_nbytes(), why)
-
-
-def check_host(plan: Plan, assignment: Assignment) -> None:
-    """With offload the update runs on the processor, and its memory must fit into the host's."""
-    num_states = []
-    for optimizer in assignment.optimizers:
-        name = type(optimizer).__name__
-        if any(group.get("capturable") for group in optimizer.param_groups):
-            raise PlanError(
-                f"offload: {name} was made with capturable=True, which keeps its state on the device; make it without"
-            )
-        num_states.append(len(state_keys(optimizer)) if is_elementwise(optimizer) else STATES.get(name, 2))
-    _, needed, _ = resident(plan, num_states)
-    check_room(needed, ranks_on_this_host(plan.world_size), available_nbytes())
+    return with_frozen(plan, frozen or {}, config.bucket_nbytes)
 
 
 def _open_state_file(config: Config, rank: int, plan: Plan, assignment: Assignment) -> StateFile | None:

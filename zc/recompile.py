@@ -13,9 +13,10 @@ from zc.engine.sharded_weights import ShardedWeights, named_plainly
 from zc.errors import PlanError
 from zc.fill import fill
 from zc.optim.assignment import Assignment
+from zc.plan_checks import check_plan
 from zc.planning.frozen import without_moved
 from zc.planning.plan import Plan
-from zc.prepare import check_wire, fingerprint, on_all_ranks, plan_of
+from zc.prepare import fingerprint, plan_of
 from zc.ranks.group import Group
 from zc.registry import sharded
 
@@ -42,7 +43,7 @@ def recompile(model: nn.Module) -> None:
 
 def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     runtime, config, ranks = compiled.runtime, compiled.runtime.config, compiled.runtime.group
-    with on_all_ranks(ranks):
+    with ranks.raise_together():
         if config.offload is not None:
             raise PlanError(
                 f"zc.recompile does not work with offload={config.offload!r} yet: make the plan with all parameters"
@@ -79,6 +80,6 @@ def _extended(model: nn.Module, plan: Plan, added: Assignment, config: Config, r
     if not added.params:
         return plan
     longer = plan_of(model, added, config, ranks, plan)
-    check_wire(longer)
+    check_plan(longer)
     moved = (replace(b, index=b.index + len(plan.buckets)) for b in longer.buckets)
     return replace(without_moved(plan, frozenset(added.params)), buckets=(*plan.buckets, *moved))

@@ -3,6 +3,7 @@ docstring exists, and docs/api.md has all public names."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import zc
+from zc.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {name: getattr(zc, name) for name in zc.__all__}
@@ -101,6 +103,12 @@ def test_every_option_of_compile_is_described_once() -> None:
     options = [name for name in inspect.signature(zc.compile).parameters if name != "model"]
     described = re.findall(r"^    (\w+): ", text, flags=re.M)
     assert sorted(described) == sorted(options)
+
+
+def test_compile_and_its_record_of_options_have_the_same_defaults() -> None:
+    parameters = inspect.signature(zc.compile).parameters
+    record = {field.name: field.default for field in dataclasses.fields(Config)}
+    assert record == {name: parameters[name].default for name in record}
 
 
 def test_the_page_has_every_public_name() -> None:

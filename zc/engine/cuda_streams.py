@@ -91,6 +91,9 @@ class CudaStreams:
                 for stream in streams:
                     tensor.record_stream(stream)  # the allocator records events when it frees, or after a capture
 
+    def close(self) -> None:
+        """Does nothing: streams and events end with this object."""
+
     def _stream(self, name: str) -> torch.cuda.Stream:
         if name == MAIN:
             main = torch.cuda.current_stream(self._device)

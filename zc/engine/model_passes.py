@@ -40,8 +40,8 @@ class ModelPasses(OfCore):
         self.is_exposed = False  # inside zc.whole_parameters
         # Dynamo has the whole forward, and finds plain parameters in it; else blocks are compiled one by one, and what
         # is between them runs eagerly
-        self.is_one_graph = False
-        self.may_break = True  # that graph; its first forward shows whether it does
+        self.is_one_graph = core.config.backend != "eager" and not core.plan.kinds
+        self.may_break = not core.config.fullgraph  # that graph; its first forward shows whether it does
         self._is_first = True  # that forward has not run yet
         # a forward that may break has whole parameters to the update, and what it reads is no order to plan
         self._is_trial = False

@@ -54,6 +54,9 @@ class Streams(Protocol):
         """Gives back tensors that the streams have used: others may reuse their memory after the tasks issued so far.
         The garbage collector calls it, in any thread, so it issues nothing."""
 
+    def close(self) -> None:
+        """Ends what the streams have started, such as threads, after their last task."""
+
 
 class Lane:
     """A worker thread: one stream on a CPU. After an error it runs no task until the error has been raised."""
@@ -176,8 +179,8 @@ class ThreadStreams:
         """As `take`."""
 
     def close(self) -> None:
-        """Ends the threads after their last task. Without it they end with this object, or, being
-        daemons, with the process."""
+        """Ends the threads after their last task. Without it they end with this object, or, being daemons, with the
+        process."""
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()

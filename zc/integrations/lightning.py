@@ -20,15 +20,11 @@ from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.api import compile as zc_compile
-from zc.api import no_sync
+from zc.api import make_call, no_sync
 from zc.checkpoint.export import full_optimizer_state
 from zc.checkpoint.save_load import load_state_dict
 from zc.closing import close
-from zc.compiler.backend import make_backend
 from zc.copies import NotForDDP
-from zc.engine.model_passes import forward_of
-from zc.engine.overlap_gather import WeightGather
-from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import PlanError
 from zc.integrations.packages import needed, seam
 from zc.integrations.whole import shards_weights, whole_weights
@@ -260,15 +256,6 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _compile_children(module: nn.Module) -> None:
-    sharded_model = sharded(module)
-    runtime, config = sharded_model.runtime, sharded_model.runtime.config
+    runtime = sharded(module).runtime
     for child in _called(module):
-        call = None
-        if config.backend != "eager" and not (runtime.plan.sharded and runtime.plan.kinds):
-            backend = make_backend(runtime)
-            call = torch_private.compiled_call(child, backend, dynamic=config.dynamic, fullgraph=config.fullgraph)
-            if isinstance(runtime.weights, WeightGather) and config.overlap_gather:
-                call = torch_private.call_inside(runtime.weights.waits.forward, call)
-        if isinstance(runtime.weights, ShardedWeights):
-            call = forward_of(runtime.weights.passes, call or torch_private.plain_call(child))
-        torch_private.call_instead(child, call)
+        torch_private.call_instead(child, make_call(child, runtime))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc.engine.memory_order import in_shape
-from zc.errors import PlanError, ZcError
+from zc.errors import PlanError
 from zc.offload.disk_file import Region, StateFile, place
 from zc.planning.plan import Plan
 
@@ -173,9 +173,8 @@ class DiskState:
     def flush(self, prepare: Callable[[], None]) -> None:
         """See `zc.flush_state`. ``prepare`` copies the caller's writes to parameters into the masters."""
         core, rank = self.core, self.core.group.rank
-        failure: Exception | None = None
         (number,) = core.group.max_on_host([secrets.randbits(62) if rank == 0 else 0])
-        try:
+        with core.group.raise_together():
             prepare()
             self.file.begin_update()
             for bucket in core.plan.buckets:
@@ -187,9 +186,6 @@ class DiskState:
             state = {name: self._saved(name, param) for name, param in self.slices.items()}
             facts = {"flush": number, "num_updates": self.num_updates, "weights": weights}
             self.file.flush({**facts, "state": {name: items for name, items in state.items() if items}})
-        except (OSError, ZcError) as error:
-            failure = error
-        core.group.agree_on(failure)
 
     def _saved(self, name: str, param: nn.Parameter) -> dict[str, Any]:
         saved: dict[str, Any] = {}

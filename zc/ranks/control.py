@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -154,8 +154,15 @@ class Control(Exchanges):
             self._neighbours.close()
         self._neighbours = self.control = self.journal = None
 
-    def agree_on(self, failure: Exception | None) -> None:
-        """Raises on every rank if any rank has failed: that rank's own error there, RankMismatchError on the others."""
+    @contextlib.contextmanager
+    def raise_together(self) -> Iterator[None]:
+        """The body succeeds on all ranks, or raises on each: its own error where it failed, RankMismatchError
+        elsewhere."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  (raised again, when the others know)
+            failure = error
         if self.world_size > 1 and self.max_on_host([int(failure is not None)])[0]:
             texts = self._gather_objects(failure and f"{type(failure).__name__}: {failure}")
             if failure is None:

@@ -11,18 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zc.checks import check_encodings, check_replicas, shardable, trainable
+from zc.checks import shardable, trainable
 from zc.config import Config
 from zc.engine.sharded_weights import named_plainly
 from zc.errors import PlanError
+from zc.plan_checks import check_replicas
 from zc.planning.blocks import find_kinds
-from zc.planning.frozen import with_frozen
 from zc.planning.layout import Rule
 from zc.planning.nbytes import STATES
-from zc.planning.packing import ParamSpec, make_plan
+from zc.planning.packing import ParamSpec
 from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import Plan
 from zc.planning.topology import Topology, flat, usable
+from zc.prepare import plan_for
 from zc.registry import COMPILED
 from zc.report.estimate import Estimate, estimate
 from zc.report.peers import Peer
@@ -130,7 +131,6 @@ def plan(
     classes, owners = _optimizers(params, optimizer)
     specs = [ParamSpec.of(name, p, config.param_dtype, owners[name]) for name, p in params.items()]
     rules = [RULES.get(name, Rule()) for name in classes]
-    check_encodings(config, {spec.name: spec.dtype for spec in specs}, rules)
     used = replace(hosts, reads_memory=ranks_per_host is not None)
     if num_replicas > 1:  # as `zc.ranks.group.Group.split` has it
         shard = world_size // num_replicas
@@ -143,17 +143,13 @@ def plan(
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
     with named_plainly(compiled.runtime.weights if compiled is not None else None):
         in_shards = shardable(model, params)
+    kinds = find_kinds(model)
 
     def of_stage(number: int) -> Plan:
         is_gathered = PLACEMENTS[number].shards_weights or config.shard_frozen
-        trained = make_plan(
-            specs, world_size=used.world_size, num_replicas=num_replicas, placement=PLACEMENTS[number],
-            reduce=config.reduce, reduce_dtype=config.reduce_dtype, gather_dtype=config.gather_dtype, topology=used,
-            bucket_nbytes=config.bucket_nbytes, num_buffers=config.num_buffers, overlap=True, offload=config.host,
-            rules=rules, kinds=find_kinds(model),
-            weight_nbytes=config.weight_nbytes if is_gathered else None,
-        )  # fmt: skip
-        return with_frozen(trained, in_shards if is_gathered else {}, config.bucket_nbytes)
+        weight_nbytes = config.weight_nbytes if is_gathered else None
+        of_it = replace(config, stage=number, overlap=True, overlap_gather=False, weight_nbytes=weight_nbytes)
+        return plan_for(of_it, specs, rules, used, num_replicas, kinds, in_shards if is_gathered else {})
 
     def estimate_of(its_plan: Plan) -> Estimate:
         return estimate(its_plan, classes, microbatches, config.offload, rates, hosts, frozen)
