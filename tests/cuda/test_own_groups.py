@@ -130,7 +130,7 @@ def _timeouts(rank: int, world_size: int) -> list[float]:
         for timeout, backend in ((None, "nccl"), (timedelta(minutes=3), "cpu:gloo,cuda:nccl")):
             ranks = Group(dist.new_group([0, 1], timeout=timeout, backend=backend))
             ranks.open_data(torch.device("cuda"))
-            ranks.watch(runtime.plan)
+            ranks.set_plan(runtime.plan)
             timeouts.append(ranks.journal.timeout)
             ranks.close()
         timeout = torch_private.timeout_of(dist.group.WORLD, "cpu")

@@ -101,7 +101,7 @@ def _plain_again(rank: int, world_size: int, backend: str, options: dict[str, An
     model, optimizer = trained(rank, 3, backend=backend, **options)
     mean_square(model, vectors()(rank, 9, 0)).backward()  # a gradient that no step takes
     at_close = {name: param.detach().clone() for name, param in model.named_parameters()}
-    places = {param.data_ptr() for param in model.parameters()}
+    before_close = [param.detach() for param in model.parameters()]  # while these live, nobody else gets their memory
     x, y = vectors()(0, 10, 0)
     with torch.no_grad():
         wanted = model(x)
@@ -110,7 +110,7 @@ def _plain_again(rank: int, world_size: int, backend: str, options: dict[str, An
         assert not any(module._forward_pre_hooks or module._state_dict_pre_hooks for module in model.modules())
     for name, param in model.named_parameters():
         assert type(param) is nn.Parameter and param.grad is None and torch.equal(param, at_close[name])
-        assert param.data_ptr() not in places, "memory of its own"
+        assert param.data_ptr() not in {tensor.data_ptr() for tensor in before_close}, "memory of its own"
     assert wait_until(lambda: threads_of_zc() <= before) and torch.allclose(model(x), wanted, atol=1e-6)
     with pytest.raises(zc.PlanError, match="was not compiled"):
         zc.full_grad(model)

@@ -296,7 +296,7 @@ def test_a_process_that_has_ended_is_known_by_a_rank_of_its_host() -> None:
     store = Shelf()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with child:
-        process.tell_process(store, 0)
+        process.publish_process(store, 0)
         here, _, began = json.loads(store.items["process/0"])
         fields = Path(f"/proc/{child.pid}/stat").read_text().split()
         store.items["process/1"] = json.dumps([here, str(child.pid), fields[21]])

@@ -119,7 +119,7 @@ def compare_pasts(group: Group, boundary: Announcement) -> None:
     if not boundary.has_same_past():
         so = "Let every rank make the same calls between two updates (norms, step, loading of states), in one order"
         group.same_everywhere("what was exchanged since the last update", group.journal.lines(), so)
-    group.journal.agreed()
+    group.journal.begin_update()
 
 
 def raise_sums_differ(group: Group, sums: Sequence[tuple[int, int]]) -> None:

@@ -1,4 +1,4 @@
-"""What one rank does among the ranks of one compiled model: the exchanges that it has started, and its waits."""
+"""A rank's journal of one compiled model: the exchanges that it has started, and its waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FOLD = 4096  # exchanges of one update that a rank can still name
 TICK_S = 1.0  # between two looks of the watch; an exchange that takes longer is stalled
-STANDS_S = 20.0  # after which ranks that stand, each in another exchange, are out of step
+STANDS_S = 20.0  # ranks that wait in different exchanges for longer are out of step
 SLICE_S = 0.5  # how often a waiting thread looks for a verdict of the watch
 Entry = tuple[str, int]
 # The exchanges of a bucket. On CPU the position in this list is part of the message's tag.
@@ -28,8 +28,8 @@ _ERRORS = {"RankLostError": RankLostError, "RankMismatchError": RankMismatchErro
 
 
 class Record(NamedTuple):
-    """``epoch``: updates that all ranks have agreed on. Of the exchanges since then: ``folded`` ones, of which only the
-    checksum ``sums`` is left, and ``entries``."""
+    """The exchanges since the last of ``epoch`` updates: ``folded`` ones, of which only the checksum ``sums`` is left,
+    and then ``entries``. All ranks have agreed on the updates."""
 
     epoch: int
     entries: list[Entry]
@@ -41,8 +41,8 @@ class Record(NamedTuple):
         return self.folded + len(self.entries)
 
     def with_entry(self, entry: Entry) -> Record:
-        """One more. The older half of a full list is folded, at the same entries on every rank: a loop that never steps
-        must not fill the memory."""
+        """Adds an entry. The older half of a full list is folded, at the same entries on every rank, so that a loop
+        without updates does not fill the memory."""
         self.entries.append(entry)
         if len(self.entries) < 2 * FOLD:
             return self
@@ -51,7 +51,8 @@ class Record(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """``is_call``: the program has called this one function of zc's, such as zc.save, on its own."""
+    """A wait for an exchange since this time. ``is_call``: for all of a function of zc's that the program has called,
+    such as zc.save."""
 
     entry: Entry | str
     since: float
@@ -59,10 +60,10 @@ class Wait(NamedTuple):
 
 
 class Journal:
-    """One model's, on one rank. The watch of the process reads it (zc/ranks/watch.py).
+    """The journal of one model on one rank. The watch of the process reads it (zc/ranks/watch.py).
 
-    ``ranks``: who trains the model, in the default group; ``number``: how many models these ranks have compiled.
-    ``describe`` puts an entry into words; announcements come in words.
+    ``ranks``: those that train the model, by their numbers in the default group. ``number``: counts the models that
+    these ranks have compiled. ``describe`` puts an entry into words; announcements are words already.
     """
 
     def __init__(
@@ -73,10 +74,11 @@ class Journal:
         # replaced as a whole by the thread that starts an exchange; the watch reads it, never an epoch with old entries
         self.record = Record(0, [])
         self.waits: dict[int, Wait] = {}  # by thread, which adds and removes its own; the watch copies it
-        self.has_raised: Callable[[], bool] = bool  # a backward has, and nothing of zc was called since; the watch asks
+        # whether a backward has raised, and the program has called nothing of zc since; the watch calls it
+        self.has_raised: Callable[[], bool] = bool
         self.exposed_s = 0.0  # the calling thread's: how long it has waited for exchanges since the last update
         self.network_error: str | None = None  # a waiting thread sets and resets it, the watch reads it
-        self._verdict: tuple[str, str] | None = None  # the watch, or a thread in `fail`, before the event is set
+        self._verdict: tuple[str, str] | None = None  # set by the watch, or a thread in `fail`, before the event
         self._has_failed = threading.Event()
         self.on_failure: list[Callable[[], None]] = []  # filled by the calling thread, before the first exchange
         self.watch = watch  # lifetime: the watch ends with the last journal
@@ -92,7 +94,7 @@ class Journal:
     # --- the record ---
 
     def enter(self, kind: str, index: int) -> None:
-        """An exchange starts here."""
+        """Records that an exchange starts."""
         self.record = self.record.with_entry((kind, index))
 
     def checksum(self) -> int:
@@ -101,8 +103,8 @@ class Journal:
     def lines(self) -> list[str]:
         return [self.words(entry) for entry in self.record.entries]
 
-    def agreed(self) -> None:
-        """All ranks have the same record: the next one begins."""
+    def begin_update(self) -> None:
+        """All ranks have the same record, so the next one begins."""
         self.record = Record(self.record.epoch + 1, [])
 
     def words(self, entry: Entry | str) -> str:
@@ -111,7 +113,7 @@ class Journal:
     # --- waiting ---
 
     def wait(self, step: Step, entry: Entry | str, *, is_call: bool = False) -> None:
-        """Waits for an exchange. Raises the verdict of the watch, or the network's own error where there is none.
+        """Waits for an exchange. Raises the verdict of the watch, or the network's own error if there is none.
 
         On a stream's thread only errors of the network end the wait. The calling thread waits for that thread with
         `wait_event`, and raises there.
@@ -142,14 +144,15 @@ class Journal:
         self.exposed_s += time.monotonic() - started
 
     def explained(self, error: RuntimeError) -> Exception:
-        """A broken connection names an address; the watch names the rank, or what that rank has raised."""
+        """The error to raise for ``error`` of the network: the verdict of the watch, if it comes to one. A broken
+        connection names an address; the watch names the rank, or the error that the rank has raised."""
         self.network_error = str(error)
         try:
             if self._has_failed.wait(min(self.timeout, STANDS_S) + 2 * TICK_S):
                 return self.error()
             return error
         finally:
-            self.network_error = None  # where all ranks are well the error was this exchange's alone
+            self.network_error = None  # if all ranks are well, only this exchange has failed
 
     def is_stalled(self, now: float) -> bool:
         """Whether a wait takes long, or the network has failed."""
@@ -172,12 +175,12 @@ class Journal:
         return _ERRORS[kind](text)
 
     def fail(self, kind: type[ZcError], text: str) -> ZcError:
-        """This rank has found what all are to hear. Returns it, or the verdict that another rank has reached before."""
+        """Publishes a verdict of this rank. Returns it, or the one that another rank has published before."""
         self.watch.fail([self.name], kind, text)
         return self.error()
 
     def accept(self, verdict: str) -> None:
-        """The first verdict counts."""
+        """Takes a verdict of the watch over: from here on it ends every wait. The first one counts."""
         if not self.has_failed:
             kind, text = json.loads(verdict)
             self._verdict = kind, text

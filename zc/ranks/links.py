@@ -1,7 +1,7 @@
 """A socket between each two ranks of a host: small messages under keys, and waits that sleep in the kernel.
 
 They are Unix sockets without a name in any folder. The kernel closes them with the process, so a rank that waits for a
-killed one hears of it at once. A message and its answer take some 10 us; docs/decisions.md has the time of gloo's
+killed one learns it at once. A message and its answer take some 10 us; docs/decisions.md has the time of gloo's
 smallest collective.
 """
 
@@ -20,19 +20,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-_PIECE = 32 * 1024  # of a message; well below what a socket takes at once (net.core.wmem_default)
+_PIECE = 32 * 1024  # bytes of a message per packet; well below what a socket takes at once (net.core.wmem_default)
 _HELLO = struct.Struct("<q")  # rank
 _HEAD = struct.Struct("<qQ")  # key; bytes of the message from this piece on
-_ROOM = 16  # numbered messages per rank that nobody received, before old ones are dropped
-_NO_MEMORY = (errno.ENOBUFS, errno.ENOMEM)  # the kernel's, for a moment: the message was not sent
+_MAX_UNRECEIVED = 16  # numbered messages per rank that nobody has received, before old ones are dropped
+_NO_MEMORY = (errno.ENOBUFS, errno.ENOMEM)  # the kernel has none at this moment: the message was not sent
 _ENDED = (errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN, errno.EBADF)
-_SLICE_S = 0.5
-_TURN_S = 0.01
+_SLICE_S = 0.5  # how often a waiting thread looks for a failure
+_RETRY_S = 0.01  # between two attempts to send
 CONNECT_S = 20.0
 
 
 class Address(NamedTuple):
-    """Where a rank listens, and its process."""
+    """Where a rank listens, and the PID of its process."""
 
     name: str
     pid: int
@@ -80,22 +80,22 @@ class Links:
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
         self.peers = tuple(sorted(sockets))
         self._sockets = {peer: sockets[peer] for peer in self.peers}
-        self._ranks = {each.fileno(): peer for peer, each in self._sockets.items()}
+        self._ranks = {sock.fileno(): peer for peer, sock in self._sockets.items()}
         self._poll = select.poll()
-        for each in self._sockets.values():
-            each.setblocking(False)
-            self._poll.register(each, select.POLLIN)
-        # under the condition, whichever thread it is
+        for sock in self._sockets.values():
+            sock.setblocking(False)
+            self._poll.register(sock, select.POLLIN)
+        # any thread reads and writes these, under the condition
         self._inbox: dict[tuple[int, int], deque[bytes]] = {}  # whole messages, by rank and key
-        self._begun: dict[tuple[int, int], bytearray] = {}  # the first pieces of a message
-        self._ended: set[int] = set()
-        self._is_read = False  # one thread polls the sockets, without the condition; the others wait for it
+        self._incomplete: dict[tuple[int, int], bytearray] = {}  # the first pieces of a message
+        self._ended: set[int] = set()  # ranks whose processes have ended
+        self._is_polling = False  # one thread polls the sockets, without the condition; the others wait for it
         self._changed = threading.Condition()
         self.failure: Callable[[], Exception | None] = lambda: None  # the verdict that ends every wait
         self.close = weakref.finalize(self, _close, tuple(self._sockets.values()))
 
     def send(self, peer: int, key: int, payload: bytes) -> None:
-        """A rank that has ended gets nothing: the next wait for it raises. RuntimeError: the kernel refuses."""
+        """Sends nothing to a rank that has ended: the next wait for it raises. RuntimeError: the kernel refuses."""
         for start in range(0, max(len(payload), 1), _PIECE):
             piece = _HEAD.pack(key, len(payload) - start) + payload[start : start + _PIECE]
             while True:
@@ -103,16 +103,16 @@ class Links:
                     self._sockets[peer].send(piece)
                     break
                 except BlockingIOError:  # the rank is many messages late
-                    self._refuse_failed()
-                    with self._changed:  # it may wait for room here, too
+                    self._raise_failure()
+                    with self._changed:  # it may wait for room to send here, too
                         self._listen(_SLICE_S, room_for=peer)
                 except OSError as error:
                     if error.errno in _ENDED:
                         return
                     if error.errno not in _NO_MEMORY:
                         raise RuntimeError(f"a message to rank {peer} can't be sent: {error}") from error
-                    self._refuse_failed()
-                    time.sleep(_TURN_S)
+                    self._raise_failure()
+                    time.sleep(_RETRY_S)
 
     def receive(self, peer: int, key: int, nbytes: int, seconds: float | None = None) -> bytes | None:
         """The next message under ``key``, which has ``nbytes``; None after so many ``seconds`` without one.
@@ -127,19 +127,19 @@ class Links:
                     return message
                 if peer in self._ended:
                     raise RuntimeError(f"rank {peer} has closed its connection")
-                self._refuse_failed()
+                self._raise_failure()
                 left = _SLICE_S if end is None else min(_SLICE_S, end - time.monotonic())
                 if left <= 0:
                     return None
                 self._listen(left)
 
     def _listen(self, seconds: float, room_for: int | None = None) -> None:
-        """Returns after at least one message, or ``seconds``, or when there is room to send again. The caller holds
-        the condition."""
-        if self._is_read:  # by another thread, which notifies
-            self._changed.wait(seconds if room_for is None else min(seconds, _TURN_S))
+        """Returns after at least one message or ``seconds``, or when there is room to send to ``room_for``. The caller
+        holds the condition."""
+        if self._is_polling:  # by another thread, which notifies
+            self._changed.wait(seconds if room_for is None else min(seconds, _RETRY_S))
             return
-        self._is_read = True
+        self._is_polling = True
         if room_for is not None:
             self._poll.modify(self._sockets[room_for], select.POLLIN | select.POLLOUT)
         self._changed.release()
@@ -147,7 +147,7 @@ class Links:
             ready = self._poll.poll(seconds * 1e3)
         finally:
             self._changed.acquire()
-            self._is_read = False
+            self._is_polling = False
             if room_for is not None and room_for not in self._ended:
                 self._poll.modify(self._sockets[room_for], select.POLLIN)
         for number, event in ready:
@@ -172,34 +172,34 @@ class Links:
                 return
             except OSError as error:
                 if error.errno in _NO_MEMORY:
-                    return  # it is there still
+                    return  # the message is still there
                 if error.errno == errno.ECONNRESET:
-                    continue  # once, where the rank closed before it had read all: what it sent comes after the error
+                    continue  # once, if the rank has closed with unread messages: its own come after the error
                 piece = b""
             if not piece:
                 self._ended.add(peer)
                 self._poll.unregister(self._sockets[peer])
                 return
             key, left = _HEAD.unpack_from(piece)
-            place, payload = (peer, key), piece[_HEAD.size :]
+            source, payload = (peer, key), piece[_HEAD.size :]
             if len(payload) < left:
-                self._begun.setdefault(place, bytearray()).extend(payload)
+                self._incomplete.setdefault(source, bytearray()).extend(payload)
             else:
-                self._inbox.setdefault(place, deque()).append(bytes(self._begun.pop(place, b"")) + payload)
+                self._inbox.setdefault(source, deque()).append(bytes(self._incomplete.pop(source, b"")) + payload)
 
     def drop(self, keys: range) -> None:
-        """Nobody receives the messages of these keys any more."""
+        """Nobody will receive the messages under these keys, so they may go."""
         with self._changed:
-            if len(self._inbox) > _ROOM * len(self.peers):
-                for place in [place for place in self._inbox if place[1] in keys]:
-                    del self._inbox[place]
+            if len(self._inbox) > _MAX_UNRECEIVED * len(self.peers):
+                for source in [source for source in self._inbox if source[1] in keys]:
+                    del self._inbox[source]
 
-    def _refuse_failed(self) -> None:
+    def _raise_failure(self) -> None:
         failure = self.failure()
         if failure is not None:
             raise failure
 
 
 def _close(sockets: Iterable[socket.socket]) -> None:
-    for each in sockets:
-        each.close()
+    for sock in sockets:
+        sock.close()

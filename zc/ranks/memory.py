@@ -1,8 +1,8 @@
 """Reads from the memory of another process on this host by process_vm_readv(2): one copy, no file, no mapping.
 
-Nothing has to be shared: gradients and parameters stay private to a rank, and a killed rank leaves nothing behind.
-Reading memory that is gone returns an error, not a signal. MPI libraries use the same call inside a host (Cross Memory
-Attach, Linux 3.2). docs/decisions.md compares it with mapped memory.
+No memory has to be shared: gradients and parameters stay private to a rank, and a killed rank leaves no file behind.
+Reading freed memory returns an error, not a signal. MPI libraries use the same call inside a host (Cross Memory Attach,
+Linux 3.2). docs/decisions.md compares it with mapped memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class _Vector(ctypes.Structure):
 def _readv() -> Any:
     call = ctypes.CDLL(None, use_errno=True).process_vm_readv  # AttributeError: not Linux
     call.restype = ctypes.c_ssize_t
-    at = ctypes.c_void_p
-    call.argtypes = (ctypes.c_int, at, ctypes.c_ulong, at, ctypes.c_ulong, ctypes.c_ulong)
+    pointer, count = ctypes.c_void_p, ctypes.c_ulong
+    call.argtypes = (ctypes.c_int, pointer, count, pointer, count, count)
     return call
 
 
@@ -51,11 +51,11 @@ class Reader:
         while done < nbytes:
             here = _Vector(out + done, nbytes - done)
             there = _Vector(address + done, nbytes - done)
-            got: int = self._call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-            if got <= 0:
+            count: int = self._call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+            if count <= 0:
                 number = ctypes.get_errno()
                 raise OSError(number, f"process {pid} can't be read: {os.strerror(number)}")
-            done += got
+            done += count
 
     def read(self, out: Tensor, pid: int, address: int) -> None:
         """As `read_into`, into a contiguous tensor in host memory."""

@@ -1,7 +1,7 @@
-"""The processes of the ranks: which have ended, as the kernel says where both are on one host, and where this one is.
+"""The processes of the ranks: whether one on this host has ended, and which collective this one is in.
 
-The connections of a process don't always tell that it ended: a child that it forked, such as a loader's worker, keeps
-them open.
+The connections of a process do not always show that it has ended: a child that it forked, such as a data loader's
+worker, keeps them open. The kernel knows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Store(Protocol):
     def delete_key(self, key: str) -> bool: ...
 
 
-def tell_process(store: Store, rank: int) -> None:
+def publish_process(store: Store, rank: int) -> None:
+    """Tells the others which process ``rank``, this one, is."""
     store.set(f"process/{rank}", json.dumps(_this_process()))
 
 
@@ -40,11 +41,11 @@ def has_ended(store: Store, rank: int) -> bool:
         return True
     except OSError:  # this process may not look
         return False
-    return state in "ZX" or start_time != fields[2]  # killed and not yet waited for; or another process has its number
+    return state in "ZX" or start_time != fields[2]  # killed and not yet waited for; or another process has its PID
 
 
 def boot_id() -> str:
-    """Of this start of this machine's kernel. Raises OSError where there is none."""
+    """Identifies this boot of this machine. Raises OSError where the kernel has none."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -62,7 +63,7 @@ def collective_of_the_caller() -> str | None:
 
 
 def _this_process() -> list[str]:
-    """[where its number is valid, its number, its start time]; empty where the system doesn't say."""
+    """[boot and PID namespace, PID, start time]; empty where the system does not say."""
     try:
         return [f"{boot_id()} {os.readlink('/proc/self/ns/pid')}", str(os.getpid()), _state("self")[1]]
     except OSError:

@@ -1,23 +1,22 @@
-"""The watch: finds ranks that are out of step or lost, and names them on every rank, so that no wait is without end.
+"""The watch: finds ranks that are out of step or lost, and names them on every rank, so that every wait ends.
 
-`zc/engine/announcements.py` decides what ranks may do differently: gradients are exchanged only where all ranks have
-announced the same. The watch covers everything else, ranks that start different exchanges or never come to one. Every
-rank keeps a journal per compiled model (zc/ranks/journal.py). Two things find a difference:
+`zc/engine/announcements.py` decides what ranks may do differently: they exchange gradients only if all of them have
+announced the same. The watch covers everything else: ranks that start different exchanges, or never start one. Every
+rank keeps one journal per compiled model (zc/ranks/journal.py). Two things find a difference:
 
 - **The watch**, one thread per process, looks at the store once a second. When a rank has waited for a second, all
-  ranks publish their journals and their waits, of all their models. Two journals that differ at one place can never
-  meet again: RankMismatchError on every rank. So are ranks that all stand, each in another exchange, perhaps of another
-  model. A rank that does not answer for ``timeout`` seconds is lost: RankLostError. A rank that answers but is late (it
-  compiles, it reads data) is waited for. The timeout is long because a rank that keeps Python's lock can't answer. A
-  rank that was killed is named sooner: the network reports it, or the kernel to a rank of the same host.
-  A wait of NCCL's is the stream's, not the host's, and is not watched: a lost rank shows at the next announcement or
-  boundary, which are waits of the host.
-- **The checksum** of the journal, which travels with the exchange before each update, for exchanges that complete
+  ranks publish the journals and the waits of all their models. Every rank raises RankMismatchError if two journals
+  differ, or if all ranks wait in different exchanges, perhaps of different models. A rank that does not answer for
+  ``timeout`` seconds is lost, and the others raise RankLostError. A rank that answers but is late (it compiles, it
+  reads data) is waited for. The timeout is long because a rank that keeps Python's lock can't answer. A killed rank is
+  named sooner: the network reports it, or the kernel does to a rank of the same host. With NCCL the stream waits, not
+  the host, so the watch does not see it: a lost rank shows at the next announcement or boundary, where the host waits.
+- **The checksum** of the journal travels with the announcement before each update. It finds exchanges that complete
   although they differ.
 
-A mismatch must not do harm before it is found: exchanges on CPU are sends and receives whose tag names the bucket. gloo
-matches collectives by their number alone, and *aborts the process* where sizes differ (pair.cc, "Received data size
-doesn't match expected size").
+A mismatch must do no harm before it is found, so exchanges on CPU are sends and receives whose tag names the bucket.
+gloo matches collectives by their number alone, and *aborts the process* if their sizes differ (pair.cc, "Received data
+size doesn't match expected size").
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch.distributed as dist
 
@@ -39,8 +37,8 @@ from zc import torch_private
 from zc.errors import RankLostError, RankMismatchError, ZcError
 from zc.log import log
 from zc.ranks.journal import STANDS_S, TICK_S, Journal
-from zc.ranks.process import Store, collective_of_the_caller, has_ended, tell_process
-from zc.ranks.verdicts import JOIN, deadlock, difference, has_closed, ranks_in
+from zc.ranks.process import Store, collective_of_the_caller, has_ended, publish_process
+from zc.ranks.verdicts import JOIN, Place, RankState, deadlock, difference, has_closed, ranks_in
 
 LOST_CONNECTION_S = 6.0  # patience with a silent rank that has ended, or after the network has reported an error
 _CLOSED = "it closed or dropped its compiled model"
@@ -49,7 +47,7 @@ _WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[Watch]] = wea
 
 
 class Watch:
-    """Of one process. ``rank`` is that of the default group."""
+    """The watch of one process. ``rank`` is that of the default group."""
 
     def __init__(self, rank: int, store: Store, *, has_own_connection: bool = True) -> None:
         self.rank, self.store, self.has_own_connection = rank, store, has_own_connection
@@ -59,24 +57,23 @@ class Watch:
         self._farewell = [_CLOSED]  # what the thread tells the others at its end
         self._pid = os.getpid()
         self._newest: dict[str, int] = {}  # by ranks, the number of their newest model; the calling thread's
-        # from here on the watch's thread's alone
-        self._own: dict[str, Any] = {}  # what this rank published last
-        self._seen: dict[tuple[int, str], tuple[int, float]] = {}  # by rank and journal: its beat, and since when
-        self._elsewhere: tuple[str, float] | None = None  # the program's own collective, and since when
-        self._beat = 0
+        # only the watch's thread uses these
+        self._own_state = RankState()  # as this rank has published it last
+        self._beats: dict[tuple[int, str], tuple[int, float]] = {}  # by rank and journal: its beat, and since when
+        self._own_collective: tuple[str, float] | None = None  # the program's own, and since when
         self._has_set_alarm = False
         self._broken_since: float | None = None
-        # by which this watch's farewell is told from that of an earlier one, whose thread may end later
+        # tells this watch's farewell from that of an earlier one, whose thread may end later
         token = str(time.time_ns())
         store.set(f"watch/{rank}", token)
-        tell_process(store, rank)
+        publish_process(store, rank)
         arguments = weakref.ref(self), self._stop, self._farewell, f"left/{rank}/{token}"
         self._thread = threading.Thread(target=_run, args=arguments, name="zc watch", daemon=True)
         self._thread.start()
 
     @classmethod
     def of_this_process(cls) -> Watch:
-        """Made with the first model under the present default group. It ends with the last one."""
+        """The watch that belongs to the present default group. The first model makes it; it ends with the last one."""
         world = dist.group.WORLD
         assert world is not None, "a process group is initialised"
         running = _WATCHES.get(world)
@@ -99,7 +96,7 @@ class Watch:
         self._journals.pop(name, None)
 
     def end(self, farewell: str | None = None, seconds: float = 2.0) -> None:
-        """Ends the thread where no model is left, or where the process ends with this ``farewell``."""
+        """Ends the thread if no model is left, or if the process ends with this ``farewell``."""
         if farewell is not None:
             self._farewell[0] = farewell
         if farewell is not None or not self._journals:
@@ -113,7 +110,7 @@ class Watch:
     # --- one tick ---
 
     def tick(self) -> None:
-        """Looks. A fault of the watch itself must not end a healthy run, so it has to last."""
+        """Looks. A fault of the watch itself ends a healthy run only if it lasts."""
         try:
             self.look()
             self._broken_since = None
@@ -126,9 +123,10 @@ class Watch:
             for journal in self._open():
                 patience = min(journal.timeout, LOST_CONNECTION_S) if is_store else journal.timeout
                 if now - self._broken_since >= patience:
-                    journal.accept(json.dumps(["RankLostError", _gone(error, is_store=is_store)]))
+                    journal.accept(json.dumps(["RankLostError", _why_blind(error, is_store=is_store)]))
 
     def look(self) -> None:
+        """Publishes and compares, if a rank has waited for a while."""
         now, journals = time.monotonic(), self._open()
         is_stalled = any(journal.is_stalled(now) for journal in journals)
         if not (is_stalled or self._has_set_alarm or self.store.check(["alarm"])):
@@ -144,36 +142,38 @@ class Watch:
             self._compare(stalled, now)
         elif self._has_set_alarm:
             self.store.delete_key("alarm")  # a rank that still waits sets it again
-            self._seen.clear()
+            self._beats.clear()
         self._has_set_alarm = bool(stalled)
 
-    def _publish(self, now: float, journals: Iterable[Journal]) -> None:
-        self._beat += 1
+    def _publish(self, now: float, journals: Sequence[Journal]) -> None:
         waits = [
-            [journal.name, journal.words(wait.entry), now - wait.since, wait.is_call]
+            Place(journal.name, journal.words(wait.entry), now - wait.since, wait.is_call)
             for journal in journals
             for wait in list(journal.waits.values())
         ]
-        place = None if waits else collective_of_the_caller()
-        if place is None or self._elsewhere is None or self._elsewhere[0] != place:
-            self._elsewhere = None if place is None else (place, now)
-        if self._elsewhere is not None:
-            waits = [["", self._elsewhere[0], now - self._elsewhere[1], True]]
-        records = {journal.name: list(journal.record) for journal in journals}
-        self._own = {"beat": self._beat, "records": records, "newest": self._newest, "waits": waits}
-        if self._elsewhere is not None:  # else it has reached zc since, which ends such a backward
-            self._own["has_raised"] = any(journal.has_raised() for journal in journals)
-        self.store.set(f"state/{self.rank}", json.dumps(self._own))
+        call = None if waits else collective_of_the_caller()
+        if call is None or self._own_collective is None or self._own_collective[0] != call:
+            self._own_collective = None if call is None else (call, now)
+        has_raised = False
+        if self._own_collective is not None:
+            call, since = self._own_collective
+            waits = [Place("", call, now - since, is_call=True)]
+            # a rank that waits in zc itself has called it since, which ends a backward that raised
+            has_raised = any(journal.has_raised() for journal in journals)
+        records = {journal.name: journal.record for journal in journals}
+        self._own_state = RankState(self._own_state.beat + 1, records, self._newest, waits, has_raised)
+        self.store.set(f"state/{self.rank}", self._own_state.to_json())
 
-    def _read_states(self, stalled: Iterable[Journal]) -> dict[int, dict[str, Any]]:
-        """Of the ranks that stalled models wait for, of those that these wait for, and so on."""
-        states: dict[int, dict[str, Any]] = {self.rank: self._own}
+    def _read_states(self, stalled: Iterable[Journal]) -> dict[int, RankState]:
+        """The states of the ranks that stalled models wait for, of those that these wait for, and so on."""
+        states = {self.rank: self._own_state}
         to_read = {rank for journal in stalled for rank in journal.ranks} - {self.rank}
         while to_read:
             rank = to_read.pop()
             key = f"state/{rank}"
-            states[rank] = json.loads(self.store.get(key)) if self.store.check([key]) else {"beat": 0}
-            to_read |= {r for name, *_ in states[rank].get("waits", []) for r in ranks_in(name)} - states.keys()
+            is_there = self.store.check([key])
+            states[rank] = RankState.from_json(self.store.get(key).decode()) if is_there else RankState()
+            to_read |= {r for place in states[rank].waits for r in ranks_in(place.journal)} - states.keys()
         return states
 
     def _compare(self, stalled: list[Journal], now: float) -> None:
@@ -191,23 +191,24 @@ class Watch:
             if lost:
                 self.fail([journal.name], RankLostError, self._lost(journal, lost, min(silent[r] for r in lost)))
         if not any(journal.has_failed for journal in stalled):
-            stand = deadlock(states, min(min(journal.timeout, STANDS_S) for journal in stalled))
-            if stand is not None:
-                self.fail(stand[0], RankMismatchError, stand[1])
+            verdict = deadlock(states, min(min(journal.timeout, STANDS_S) for journal in stalled))
+            if verdict is not None:
+                names, text = verdict
+                self.fail(names, RankMismatchError, text)
 
     # --- what it finds ---
 
-    def _silence(self, journal: Journal, rank: int, state: Mapping[str, Any], now: float) -> float:
+    def _silence(self, journal: Journal, rank: int, state: RankState, now: float) -> float:
         """Seconds for which a rank has not answered, or has answered without this model, which it had."""
-        beat: int = -2 if has_closed(journal, state) else state["beat"]
-        before, since = self._seen.get((rank, journal.name), (-1, now))
+        beat = -2 if has_closed(journal, state) else state.beat
+        before, since = self._beats.get((rank, journal.name), (-1, now))
         if beat != before:
             since = now
-        self._seen[rank, journal.name] = beat, since
+        self._beats[rank, journal.name] = beat, since
         return now - since
 
-    def _why_lost(self, journal: Journal, rank: int, state: Mapping[str, Any], silent_s: float) -> str | None:
-        """Of a rank that has been silent for so long; None: it may still answer."""
+    def _why_lost(self, journal: Journal, rank: int, state: RankState, silent_s: float) -> str | None:
+        """Why a rank that has been silent for so long is lost; None: it may still answer."""
         soon = min(journal.timeout, LOST_CONNECTION_S)
         if silent_s > soon and has_closed(journal, state):
             return _CLOSED
@@ -221,7 +222,7 @@ class Watch:
         return None
 
     def _farewell_of(self, rank: int) -> str | None:
-        """What the present watch of this rank has said at its end."""
+        """The last words of this rank's present watch, if it has ended."""
         key = f"watch/{rank}"
         if self.store.check([key]) and self.store.check([left := f"left/{rank}/{self.store.get(key).decode()}"]):
             return self.store.get(left).decode()
@@ -239,7 +240,7 @@ class Watch:
         )
 
     def fail(self, names: Sequence[str], kind: type[ZcError], text: str) -> None:
-        """The first verdict is everyone's. ``names``: of the journals of the models that it ends."""
+        """Publishes a verdict on the models with journals of these ``names``. The first one counts on all ranks."""
         verdict = json.dumps([kind.__name__, text])
         for name in names:
             verdict = self.store.compare_set(f"failure/{name}", "", verdict).decode()
@@ -249,13 +250,14 @@ class Watch:
                 self._accept(journal, verdict)
 
     def _accept(self, journal: Journal, verdict: str) -> None:
-        """In a collective of the program's own no verdict can be raised: it ends in an error of the network's."""
+        """In a collective of the program's own no verdict can be raised, so it is logged: such a collective ends in an
+        error of the network's."""
         journal.accept(verdict)
-        if self._elsewhere is not None:
-            log.error("rank %d stands in %s: %r", self.rank, self._elsewhere[0], journal.error())
+        if self._own_collective is not None:
+            log.error("rank %d stands in %s: %r", self.rank, self._own_collective[0], journal.error())
 
 
-def _gone(error: Exception, *, is_store: bool) -> str:
+def _why_blind(error: Exception, *, is_store: bool) -> str:
     if is_store:
         return f"the store that the ranks share is gone (the process that held it, most often rank 0, ended): {error}"
     return f"the watch for lost ranks fails, so a wait would be without end: {error!r}"
@@ -279,7 +281,7 @@ def _run(watch: weakref.ref[Watch], stop: threading.Event, farewell: list[str], 
 
 @atexit.register
 def _say_farewell() -> None:
-    """So that ranks that still wait hear whether this one's program came to its end, or raised."""
+    """Tells ranks that still wait whether this one's program came to its end or raised."""
     error = getattr(sys, "last_value", None)
     how = _AT_ITS_END if error is None else f"its program raised {type(error).__name__}: {error}"
     for running in list(_WATCHES.values()):
