@@ -87,7 +87,8 @@ def check_shards_fit(plan: Plan) -> None:
     """For a model on meta. Raises PlanError unless this rank's shards fit, with the gathered weights of one unit."""
     device = plan.buckets[0].device
     kinds, _, _ = resident(plan, [0] * plan.num_optimizers)
-    needed = {kind: kinds[kind] for kind in ("weight", "frozen", "master_shard", "arena") if kind in kinds}
+    counted = ("weight", "frozen", "master_shard", "arena")
+    needed: dict[str, int] = {kind: kinds[kind] for kind in counted if kind in kinds}
     advice = "use more ranks, a smaller bucket_nbytes or weight_nbytes, or offload='cpu'"
     if device.type == "cuda":
         check_room("stage=3", needed, 1, torch.cuda.mem_get_info(device)[0], advice)

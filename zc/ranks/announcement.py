@@ -1,4 +1,4 @@
-"""One exchange in which ranks tell each other what they are about to do. `zc.engine.announcements` has the protocol."""
+"""One exchange in which ranks tell each other what they will do next. `zc.engine.announcements` has the protocol."""
 
 from __future__ import annotations
 
@@ -15,25 +15,32 @@ from zc.ranks.work import Work
 
 Waits = dict[str, list[float]]  # where -> seconds of each
 BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
-END = "end a backward"  # that no_sync does not hold back
-# digests of what is announced, of the past, of what the sums hold and of which .grad are shown; how often gradients
-# were dropped; 2 for BOUNDARY, 1 for END, 0 for others
+END = "end a backward"  # outside of no_sync
+# Five numbers: checksums of the text, of the journal, of which gradients the sums contain and of which parameters show
+# a .grad; and how often gradients were dropped. One byte: 2 for BOUNDARY, 1 for END, 0 for others.
 _HEAD = struct.Struct("<5IB")
 _WHAT, _PAST, _SUMS, _GRADS, _NUM_CLEARED = ((at, at + 4) for at in range(0, 20, 4))
 _IS_END = 20
 
 
 class Announcement:
-    """One exchange: the rows of all ranks, each a few digests and then flags of one byte.
+    """One exchange: the rows of all ranks, each a few checksums and then flags of one byte.
 
-    Rows are gathered, not reduced to the largest: one hop, where a ring's reduction has 2 (W - 1).
+    Rows are gathered, not reduced to the largest: that is one hop, where a ring's reduction has 2 (W - 1).
     """
 
     def __init__(
         self, group: Group, number: int, what: str, sums: int, grads: int, num_cleared: int, flags: Sequence[int],
         waits: Waits,
     ) -> None:  # fmt: skip
-        """``sums`` and ``grads``: digests of what the sums hold, and of the parameters that show a ``.grad``."""
+        """Starts it.
+
+        Args:
+            what: in words, what this rank announces; equal on all ranks that announce the same.
+            sums, grads: checksums of which gradients the sums contain, and of the parameters that show a ``.grad``.
+            num_cleared: how often gradients were dropped since the last boundary.
+            waits: gets how long the issuing thread waits for the answer.
+        """
         past = group.journal.checksum() if group.journal is not None and what == BOUNDARY else 0
         label = what if what == BOUNDARY else f"{num_cleared}: {what}"
         kind = {BOUNDARY: 2, END: 1}.get(what, 0)
@@ -41,15 +48,16 @@ class Announcement:
         self.number, self._row = number, bytearray(head + bytes(flags))
         self._kind = {BOUNDARY: "at the boundary", END: "at its end"}.get(what, "inside")
         self._waits = waits  # only the thread that issues schedules adds to it
-        # The transport fills the rows of all ranks until `_work` is done; then both threads read them.
+        # The exchange fills the rows of all ranks until `_work` is done. Then both threads read them.
         self._rows = self._row
-        # The issuing thread and the comm stream's may both wait for it, and set it to None after.
+        # The issuing thread and the comm stream's may both wait for it, and then set it to None.
         self._work: Work | None = None
-        # The comm stream's thread counts; the issuing thread reads it after it has joined the streams.
-        self.num_started = 0  # reductions of this backward
+        # Reductions of this backward. The comm stream's thread counts; the issuing thread reads it after joining the
+        # streams.
+        self.num_started = 0
         if group.world_size > 1:
             self._rows = bytearray(group.world_size * len(self._row))
-            sent, received = (torch.frombuffer(part, dtype=torch.uint8) for part in (self._row, self._rows))
+            sent, received = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in (self._row, self._rows))
             self._work = group.gather_on_host(received, sent, what)
 
     def may_reduce(self, *, starts: bool = False) -> bool:
@@ -70,14 +78,14 @@ class Announcement:
         return self._is_equal(*_WHAT)
 
     def all_at_end(self) -> bool:
-        """Whether every rank is at the boundary, or at the end of a backward that no_sync does not hold back."""
+        """Whether every rank is at the boundary, or at the end of a backward outside of no_sync."""
         return all(self._rows[_IS_END :: len(self._row)])
 
     def flags(self) -> list[int]:
-        """The largest of each over the ranks whose gradients will be summed with this one's.
+        """The largest of each flag over the ranks whose gradients will be summed with this one's.
 
-        At the end of a backward a rank may differ in how often it has dropped gradients. It has yet to drop those that
-        it announces here, or this rank has: their flags count no earlier than at the boundary.
+        At the end of a backward a rank may have dropped gradients more or less often than this one. Then one of the two
+        has yet to drop the gradients that it announces here, so such a rank's flags do not count before the boundary.
         """
         size, (start, stop) = len(self._row), _NUM_CLEARED
         if self._is_equal(start, stop) and self._is_equal(_HEAD.size, size):
@@ -98,7 +106,7 @@ class Announcement:
         return self._is_equal(*_PAST)
 
     def has_same_sums(self) -> bool:
-        """Whether what was reduced together is still in every rank's sum, or in none."""
+        """Whether the gradients that were reduced together are still in every rank's sum, or in none."""
         return self._is_equal(*_SUMS)
 
     def shows_same_grads(self) -> bool:
@@ -112,18 +120,18 @@ class Announcement:
 
 
 def compare_pasts(group: Group, boundary: Announcement) -> None:
-    """Raises RankMismatchError on every rank where an exchange went through that was not everyone's: a norm here, a
-    largest value there (zc/ranks/watch.py)."""
+    """Raises RankMismatchError on every rank if exchanges completed although ranks made different ones: one a norm,
+    another a largest value (zc/ranks/watch.py)."""
     if group.journal is None:
         return
     if not boundary.has_same_past():
-        so = "Let every rank make the same calls between two updates (norms, step, loading of states), in one order"
-        group.same_everywhere("what was exchanged since the last update", group.journal.lines(), so)
+        advice = "Let every rank make the same calls between two updates (norms, step, loading of states), in one order"
+        group.same_everywhere("what was exchanged since the last update", group.journal.lines(), advice)
     group.journal.begin_update()
 
 
 def raise_sums_differ(group: Group, sums: Sequence[tuple[int, int]]) -> None:
-    """Raises RankMismatchError. ``sums``: of each optimizer how many reductions, and their checksum."""
+    """Raises RankMismatchError. ``sums``: of each optimizer, the number of reductions in its sums, and a checksum."""
     group.same_everywhere(
         "what the gradients hold: some rank has cleared its gradients (zero_grad, param.grad = None or .zero_(), "
         "or a backward that raised) and others have not; what they hold",
@@ -134,5 +142,5 @@ def raise_sums_differ(group: Group, sums: Sequence[tuple[int, int]]) -> None:
 
 
 def plus(checksum: int, what: str) -> int:
-    """A checksum that does not depend on the order of what is added."""
+    """``checksum`` with ``what`` added, in whatever order texts are added."""
     return (checksum + zlib.crc32(what.encode())) % 2**32

@@ -1,5 +1,4 @@
-"""The ranks that share one model, and their small exchanges in host memory: objects, numbers, and checks that all ranks
-agree."""
+"""The ranks that share one model, and their small exchanges in host memory: objects, numbers, checks of equality."""
 
 from __future__ import annotations
 
@@ -112,7 +111,8 @@ class Control(Exchanges):
         return group
 
     def _call(self, run: Callable[[], Any], what: str = _COMPILE) -> Any:
-        """Returns ``run()``, which blocks until all ranks answer, from a thread. The watch may raise meanwhile."""
+        """Calls ``run``, which blocks until all ranks answer, in a thread, and returns its result. The watch may raise
+        meanwhile."""
         assert self.journal is not None, "there are several ranks"
         call = Call(run)
         self.journal.wait(call, what, is_call=True)
@@ -216,7 +216,7 @@ class Control(Exchanges):
         return rows
 
     def send_to_all(self, tensors: Sequence[Tensor], what: str) -> Work:
-        """Sends host tensors from rank 0 to all others, which `receive` them in this order. Nobody waits. The caller
+        """Sends host tensors from rank 0 to all others, which `receive` them in this order. Asynchronous: the caller
         keeps the tensors until it has waited for the work."""
         others = range(1, self.world_size)
         works = [self._post(dist.isend, t, group_dst=r, group=self.control) for r in others for t in tensors]

@@ -13,7 +13,8 @@ from torch import Tensor
 from zc.ranks.journal import EXCHANGES, REDUCE, Entry, Journal
 from zc.ranks.work import Step, Work, collective, messages
 
-# of unequal length, which the owners of whole parameters exchange: (rank, piece), ranks ascending, adjacent in memory
+# What the owners of whole parameters exchange: (rank, piece), ranks ascending. Pieces have any length, and are adjacent
+# in memory.
 Pieces = Sequence[tuple[int, Tensor]]
 
 
@@ -23,17 +24,17 @@ def _all_gather() -> Any:
 
 
 class Exchanges:
-    """This rank is number ``rank`` of ``world_size``. ``between`` says in counts of bytes which ranks these are."""
+    """The exchanges of rank number ``rank`` of ``world_size``. ``between`` names these ranks in counts of bytes."""
 
     def __init__(self, rank: int, world_size: int, journal: Journal | None, between: str = "") -> None:
         self.rank, self.world_size, self.journal = rank, world_size, journal
         self.data: dist.ProcessGroup | None = None
-        self._members: Sequence[int] | None = None  # the numbers of these ranks in `data`, if those are others
+        self._members: Sequence[int] | None = None  # the numbers of these ranks in `data`, if they differ
         self._nbytes_sent: Counter[str] = Counter()  # by kind of exchange, by this rank
         self._between, self._keeps_journal = between, True
         self._device = torch.device("cpu")  # of the tensors that `data` takes
-        self._by_pairs = False
-        self._waits_on_stream = False
+        self._by_pairs = False  # by sends and receives, not by collectives
+        self._waits_on_stream = False  # the device's stream waits for an exchange, not the host
 
     def take_nbytes_sent(self) -> Counter[str]:
         """Bytes that this rank has sent since the last call, by kind of exchange."""
@@ -48,11 +49,11 @@ class Exchanges:
         return kind, index
 
     def _others(self, nbytes: int) -> int:
-        """The bytes for other ranks, of ``nbytes`` with one part per rank."""
+        """The bytes for other ranks, of ``nbytes`` with an equal part per rank."""
         return nbytes * (self.world_size - 1) // self.world_size
 
     def _post(self, start: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Starts an exchange of torch.distributed. A broken connection may raise here already, not only in the wait."""
+        """Starts an exchange of torch.distributed. A broken connection may raise here already, before the wait."""
         try:
             return start(*args, **options)
         except RuntimeError as error:
@@ -62,7 +63,7 @@ class Exchanges:
         return Work(entry, *steps, journal=self.journal)
 
     def _data_work(self, work: dist.Work | None, entry: Entry) -> Work:
-        """Of the data group: watched where it is the host that waits."""
+        """A collective of the data group. The watch sees it if the host waits for it."""
         return Work(entry, collective(work), journal=None if self._waits_on_stream else self.journal)
 
     def all_to_all(self, out: Tensor, rows: Tensor, bucket: int) -> Work:
@@ -81,7 +82,7 @@ class Exchanges:
         # torch 2.13 renames the collective and warns on the old name; 2.11 has only the old one
         call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         work = self._post(call, out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True)
-        if not self._waits_on_stream:  # gloo's work takes a time limit, and waits past it without end
+        if not self._waits_on_stream:  # gloo's work for it waits without end, whatever time limit it is given
             return self._work(entry, messages([work]))
         return self._data_work(work, entry)
 
@@ -98,7 +99,7 @@ class Exchanges:
         return work
 
     def gather_rows(self, rows: list[Tensor], what: str, bucket: int) -> Work:
-        """rows[r] <- those of rank r, of any length; this rank's own is there. Asynchronous."""
+        """rows[r] <- the row of rank r, of any length; this rank's own is there. Asynchronous."""
         own = rows[self.rank]
         entry = self._begin(what, bucket, own.nbytes * (self.world_size - 1))
         if self._by_pairs:
@@ -108,9 +109,9 @@ class Exchanges:
     def exchange(
         self, received: Pieces, sent: Pieces, what: str, bucket: int
     ) -> Work:
-        """Pieces of unequal length, each straight into its place: (rank, piece) ascending in rank, at most one per
-        rank. The pieces of either list are adjacent in memory. This rank's own is copied, unless it is there already.
-        ``what`` is one of EXCHANGES. Asynchronous; called by all ranks, also those without a piece."""
+        """``received`` <- the pieces that other ranks send to this one, each straight into its place, at most one per
+        rank. This rank's own piece is copied, unless it is there already. ``what`` is one of EXCHANGES. Asynchronous.
+        All ranks call it, also those without a piece."""
         entry = self._begin(what, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
         if not self._by_pairs:
             out, rows = _joined(received, sent, self._device), _joined(sent, received, self._device)
@@ -129,15 +130,15 @@ class Exchanges:
         """received[s] <- sent[this rank] of rank s, for all others, straight into place. (gloo's own all_gather fills
         a buffer of [P] and copies it.)"""
         works = []
-        for distance in range(1, self.world_size):  # each starts with its neighbour: no rank gets all messages at once
+        for distance in range(1, self.world_size):  # each starts with the next rank, so no rank gets all at once
             source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
             works.append(self._pair(dist.irecv, received[source], source, entry))
             works.append(self._pair(dist.isend, sent[target], target, entry))
         return self._work(entry, messages(works))
 
     def _pair(self, start: Callable[..., Any], tensor: Tensor, rank: int, entry: Entry) -> Any:
-        """A message to or from one rank. The tag names the exchange: on ranks that are out of step two different
-        buckets wait, and never mix."""
+        """A message to or from one rank. The tag names the exchange, so ranks that are out of step wait for different
+        buckets, and never mix them up."""
         kind, index = entry
         peer = rank if self._members is None else self._members[rank]
         other = {"group_src" if start is dist.irecv else "group_dst": peer}

@@ -1,10 +1,10 @@
-"""The collectives that zc uses, over one process group.
+"""The ranks of one model, and their exchanges of gradients and weights.
 
-Two groups: *data* carries gradients and weights, *control* carries a few bytes of host memory a step (which parameters
-got a gradient, a hash of the order of reductions). Both are groups of zc's own. On CPU gloo matches collectives by
-their order, and the comm stream's thread must not race with the program's own collectives on the caller's group. With
-NCCL a group has one stream for all its collectives: behind one of the program's a reduction would wait, and the
-program's behind zc's; zc's has high priority, so that its kernels do not wait for compute that was issued before.
+There are two process groups: *data* carries gradients and weights, *control* a few bytes of host memory per step (which
+parameters got a gradient, a checksum of the exchanges). Both belong to zc. On CPU gloo matches collectives by their
+order, so the comm stream's thread must not race with the program's own collectives on the caller's group. With NCCL a
+group has one stream for all its collectives, so a reduction would wait for those of the program, and these for zc's.
+zc's stream has high priority: its kernels do not wait for compute that was issued before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zc.ranks.work import Work, collective
 
 
 class Levels(NamedTuple):
-    """Two levels: the ranks of this one's host, and those of its number on all hosts."""
+    """Two levels: the ranks of this one's host, and the ranks with its number on all hosts."""
 
     host: Exchanges
     net: Exchanges
@@ -55,7 +55,7 @@ class Group(Control):
         self.replicas: Group | None = None  # the ranks with the same shard as this one, or None without replicas
         self.levels: Levels | None = None  # with two levels
         self._new_data: Callable[..., dist.ProcessGroup] | None = None  # makes one more group like `data`
-        self._by_memory = False  # ranks read the gradients and weights in place
+        self._by_memory = False  # ranks read each other's gradients and weights in place
 
     @property
     def shard(self) -> Group:
@@ -72,7 +72,7 @@ class Group(Control):
 
     @property
     def net(self) -> Exchanges:
-        """The ranks of this one's number on all hosts; with one level, all."""
+        """The ranks with this one's number on all hosts; with one level, all."""
         return self if self.levels is None else self.levels.net
 
     def of_level(self, level: Level) -> Exchanges:
@@ -86,10 +86,10 @@ class Group(Control):
         self._shard = Group(shard, reads_memory=self._may_read_memory, everyone=self)
         self.replicas = Group(replicas, finds_neighbours=False, everyone=self)
         self.replicas._between = ", between replicas"
-        # else it follows what the ranks of `shard` exchange, on another stream: one journal has no order of the two
+        # otherwise it follows exchanges of `shard` on another stream, and one journal has no order of the two
         self.replicas._keeps_journal = self._shard.world_size == 1
         topologies = self._gather_objects(str(self._shard.topology))
-        # all ranks have one plan, and replicas one order of summation
+        # all ranks need one plan, and all replicas one order of summation
         hosts = f"the ranks of `shard` lie on {' or '.join(dict.fromkeys(topologies))}"
         if len(set(topologies)) > 1:
             alone = flat(self._shard.world_size)
@@ -142,16 +142,16 @@ class Group(Control):
             self.data = self._new_data()
             self._by_memory = device.type == "cpu" and self._all_on_this_host is not None
             self._by_pairs = device.type == "cpu" and backend == "gloo"
-            # gloo blocks the host for a GPU's tensors too. Others make the current stream wait; with a timeout, which a
-            # watched wait has, NCCL's work blocks the host until it is done (ProcessGroupNCCL.hpp, torch 2.11)
+            # gloo blocks the host for a GPU's tensors, too; other backends make the current stream wait. With a
+            # timeout, as a watched wait has, NCCL's work blocks the host until it is done (ProcessGroupNCCL.hpp, 2.11)
             self._waits_on_stream = device.type != "cpu" and backend != "gloo"
 
     def open_levels(self) -> None:
-        """Makes what carries gradients and weights inside a host and between hosts, after `open_data`. All ranks call
-        it. gloo's messages name their receiver, so there one group is enough."""
+        """Makes the groups that carry gradients and weights inside a host and between hosts, after `open_data`. All
+        ranks call it. gloo's messages name their receiver, so there one group is enough."""
         on_host, on_all_hosts = self.topology.of_host(self.rank), self.topology.across(self.rank)
         self.levels = Levels(self._level(on_host), self._level(on_all_hosts, ", between hosts"))
-        self.levels.net._keeps_journal = False  # it follows an exchange inside the host, or comes before one
+        self.levels.net._keeps_journal = False  # each of its exchanges belongs to one inside the host
 
     def _level(self, members: Sequence[int], between: str = "") -> Exchanges:
         level = Exchanges(members.index(self.rank), len(members), self.journal, between)
@@ -165,7 +165,7 @@ class Group(Control):
     # --- ranks that read each other's memory: nodes of a schedule ---
 
     def signal_full(self, what: str, bucket: int, tensor: Tensor) -> None:
-        """Lets the others on this host read ``tensor``: one part each if it is reduced, all of it if it is gathered."""
+        """Lets the others on this host read ``tensor``: a part each if it is reduced, all of it if it is gathered."""
         count = len(self.neighbours.ranks)
         read = tensor.nbytes // count if what == REDUCE else tensor.nbytes
         self._begin(what, bucket, read * (count - 1))
@@ -190,11 +190,11 @@ class Group(Control):
         assert self._neighbours is not None, "the plan says that ranks read each other's memory"
         return self._neighbours
 
-    # --- exchanges that are not of all ranks with each other by messages ---
+    # --- exchanges by memory, in two levels, or of a few numbers ---
 
     def all_gather(self, out: Tensor, shard: Tensor, what: str, bucket: int) -> Work:
-        """As `Exchanges.all_gather`. With two levels shards are in the order of a layout of as many hosts, and the
-        first level has been waited for."""
+        """As `Exchanges.all_gather`. With two levels, shards are in the order of a layout with as many hosts, and the
+        host waits for the first level."""
         if self._by_memory and self._neighbours is not None:
             entry, rows = self._begin(what, bucket, self._others(out.nbytes)), out.view(self.world_size, -1)
             if rows[self.rank].data_ptr() != shard.data_ptr():

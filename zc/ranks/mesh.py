@@ -19,7 +19,7 @@ from zc.ranks.group import Group
 def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, *, reads_memory: bool = True) -> Group:
     """The ranks that train one model. Every rank calls it. Raises PlanError or RankMismatchError.
 
-    ``reads_memory``: ranks of one host may read each other's memory, because the model is on a CPU.
+    ``reads_memory``: the model is on a CPU, so ranks of one host may read each other's memory.
     """
     rows: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     if mesh is not None:
@@ -34,7 +34,7 @@ def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, *, reads_
             rows = mesh.get_group(1), mesh.get_group(0)
     ranks = Group(group, reads_memory=reads_memory)
     shape = "none" if mesh is None else f"({_describe(mesh)}) of the ranks {mesh.mesh.tolist()}"
-    # before more groups are made: ranks with different meshes would make different groups and wait for each other
+    # before more groups are made: ranks with different meshes would make different groups, and wait for each other
     ranks.same_everywhere("what zc.compile was given as mesh", [shape], "Give all ranks the same one")
     if rows is not None:
         ranks.split(*rows)

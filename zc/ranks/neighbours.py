@@ -1,8 +1,8 @@
 """Exchanges between the ranks of one host, on CPU: each rank reads the others' memory.
 
-A rank that has data for the others sends its address (*full*). A rank that has read it says so (*free*), and then it
-may be written again. In schedules both are nodes, which passes insert and the proof checks (zc/passes/signal_peers.py).
-Everywhere else `Neighbours.exchange` does all of it.
+A rank that has data for the others sends them its address (*full*). A rank that has read the data answers (*free*);
+then it may be written again. In schedules both are nodes, which passes insert and the proof checks
+(zc/passes/signal_peers.py). Everywhere else `Neighbours.exchange` does all of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _PLACE = struct.Struct("<QQ")  # address, bytes
 FULL, FREE, ROW, VALUES = range(4)  # what a message says
-_CHUNK_NBYTES = 2**20  # of all ranks' rows that are summed at once: what stays in a core's own cache
+_CHUNK_NBYTES = 2**20  # of all ranks' rows that are summed at once, so that they stay in a core's own cache
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)  # by the kernel, whatever the address
 
 Use = Callable[[Tensor, int, int], None]
@@ -39,8 +39,8 @@ def _key(says: int, what: int, index: int) -> int:
 
 
 class Neighbours:
-    """The other ranks of the group on this host. ``pids``: their processes, by rank. ``what`` and ``index``, the same
-    on all ranks, say in every call which exchange it belongs to."""
+    """The other ranks of the group on this host. ``pids``: their processes, by rank. In every call ``what`` and
+    ``index``, equal on all ranks, say which exchange it belongs to."""
 
     def __init__(self, rank: int, links: Links, pids: Mapping[int, int], reader: Reader) -> None:
         self.rank, self.links, self.peers = rank, links, links.peers
@@ -52,27 +52,27 @@ class Neighbours:
     # --- signals ---
 
     def signal_full(self, what: int, index: int, tensors: Mapping[int, Tensor] | Tensor) -> None:
-        """Each other rank may read its one of ``tensors``, contiguous, until it signals that it has."""
+        """Lets each other rank read its one of ``tensors``, contiguous, until it signals that it has done so."""
         for peer in self.peers:
             tensor = tensors if isinstance(tensors, Tensor) else tensors.get(peer)
             place = _PLACE.pack(0, 0) if tensor is None else _PLACE.pack(tensor.data_ptr(), tensor.nbytes)
             self.links.send(peer, _key(FULL, what, index), place)
 
     def await_full(self, what: int, index: int, places: dict[int, bytes]) -> Step:
-        """``places`` <- by rank, the address of its data for this rank."""
+        """``places`` <- by rank, the address of its data for this one. Done when all others may be read."""
         return self._from_all(_key(FULL, what, index), _PLACE.size, places)
 
     def signal_free(self, what: int, index: int) -> None:
-        """This rank has read the data of the others."""
+        """Tells the others that this rank has read their data."""
         for peer in self.peers:
             self.links.send(peer, _key(FREE, what, index), b"\0")
 
     def await_free(self, what: int, index: int) -> Step:
-        """The others have read, too."""
+        """Done when all others have read this rank's data."""
         return self._from_all(_key(FREE, what, index), 1, {})
 
     def _from_all(self, key: int, nbytes: int, messages: dict[int, bytes]) -> Step:
-        """One message from every neighbour, into ``messages`` by rank."""
+        """``messages`` <- one message from each neighbour, by rank."""
 
         def step(seconds: float | None) -> bool:
             end = None if seconds is None else time.monotonic() + seconds
@@ -90,8 +90,8 @@ class Neighbours:
     # --- reads ---
 
     def read(self, out: Tensor, peer: int, place: bytes, start: int = 0, *, of: int | None = None) -> None:
-        """``out``, contiguous <- the data of ``peer`` from byte ``start`` on; it has ``of`` bytes, or as many as
-        ``out``."""
+        """``out``, contiguous <- the data of ``peer`` from byte ``start`` on. The data has ``of`` bytes; None: as many
+        as ``out``."""
         address, nbytes = _PLACE.unpack(place)
         wanted = out.nbytes if of is None else of
         if nbytes != wanted:
@@ -111,8 +111,8 @@ class Neighbours:
             raise lost from error
 
     def rows(self, own: Tensor, start: int, stop: int, places: Mapping[int, bytes], use: Use) -> None:
-        """Elements [start, stop) of every rank's data, this rank's being ``own``, as rows in rank order, some at a
-        time: ``use(rows [ranks of the host, n], at, at + n)`` with ``at`` counted from ``start``."""
+        """Reads elements [start, stop) of every rank's data, as rows in rank order, n at a time; ``own`` is this
+        rank's. Calls ``use(rows [ranks of the host, n], at, at + n)`` with ``at`` counted from ``start``."""
         size, count = own.element_size(), len(self.ranks)
         step = max(1024, _CHUNK_NBYTES // (size * count))
         scratch = torch.empty(min(step, stop - start) * count, dtype=own.dtype)
@@ -131,8 +131,8 @@ class Neighbours:
     def exchange(
         self, what: int, index: int, received: Mapping[int, Tensor], sent: Mapping[int, Tensor] | Tensor
     ) -> tuple[Step, ...]:
-        """received[r] <- the tensor that rank r sends to this one. Done when the others have read, too. Called by all
-        ranks, also those that receive nothing."""
+        """received[r] <- the tensor that rank r sends to this one. Done when the others have received theirs, too. All
+        ranks call it, also those that receive nothing."""
         self.signal_full(what, index, sent)
         places: dict[int, bytes] = {}
 
@@ -146,7 +146,8 @@ class Neighbours:
         return self.await_full(what, index, places), read, self.await_free(what, index)
 
     def gather_rows(self, out: Tensor, row: Tensor) -> tuple[Step, ...]:
-        """out [ranks of the host * n] <- every rank's row [n], uint8. Pairs by the order of the calls."""
+        """out [ranks of the host * n] <- every rank's row [n], uint8. The k-th call on one rank matches the k-th on the
+        others."""
         self._num_rows += 1
         number, payloads = self._num_rows, dict[int, bytes]()
         self._send(_key(ROW, 0, number), row)

@@ -1,4 +1,4 @@
-"""Work: an exchange that has started and that somebody waits for."""
+"""Work: an exchange that has started, to wait for."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Step = Callable[[float | None], bool]
 
 class Work:
     """One exchange, as steps that the waiting threads do in order. It holds the steps, and with them their buffers,
-    until they are done. With a ``journal`` a wait ends with a named error where ranks are lost or out of step."""
+    until they are done. With a ``journal`` a wait raises an error that names ranks which are lost or out of step."""
 
     def __init__(self, entry: Entry | str, *steps: Step, journal: Journal | None = None) -> None:
         self.entry, self.journal = entry, journal
-        self._steps = deque(steps)  # any thread that waits, under the lock
+        self._steps = deque(steps)  # for any thread that waits, under the lock
         self._lock = threading.Lock()
 
     def wait(self) -> None:
@@ -39,10 +39,10 @@ class Work:
             self.journal.wait(self.advance, self.entry)
 
     def advance(self, seconds: float | None) -> bool:
-        """Goes on for at most ``seconds``. Returns whether all steps are done."""
+        """Does steps for at most ``seconds``. Returns whether all of them are done."""
         end = None if seconds is None else time.monotonic() + seconds
         if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
-            return False  # another thread is at it
+            return False  # another thread does the steps
         try:
             while self._steps:
                 if not self._steps[0](None if end is None else max(0.0, end - time.monotonic())):
@@ -54,7 +54,7 @@ class Work:
 
 
 class Call:
-    """``run()`` in a thread of its own, which may be left behind: a step for what blocks until other ranks answer."""
+    """``run()`` in a thread of its own, which may be abandoned: a step for a call that blocks until others answer."""
 
     def __init__(self, run: Callable[[], Any], device: torch.device | None = None) -> None:
         self._is_done = threading.Event()
@@ -73,7 +73,7 @@ class Call:
         self._is_done.set()
 
     def __call__(self, seconds: float | None = None) -> bool:
-        """Raises an error of the network. `result` raises every other one: it concerns this rank alone."""
+        """Raises errors of the network. `result` raises all others, which concern this rank alone."""
         if not self._is_done.wait(seconds):
             return False
         # the thread frees tensors as it ends: in C++, while the process ends, that would abort (zc/engine/streams.py)
@@ -113,8 +113,8 @@ def collective(work: dist.Work | None) -> Step:
 
 
 def messages(works: Sequence[dist.Work | None]) -> Step:
-    """Sends and receives. gloo can neither ask one whether it is done nor stop waiting for it, so a wait with a time
-    limit hands them to a thread, once."""
+    """Sends and receives. gloo can't tell whether one is done, nor stop waiting for it, so a wait with a time limit
+    hands them to a thread, once."""
     call: Call | None = None
 
     def wait_for_all() -> None:
