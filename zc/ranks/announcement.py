@@ -7,11 +7,13 @@ import threading
 import time
 import zlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from zc.ranks.group import Group
-from zc.ranks.work import Work
+if TYPE_CHECKING:
+    from zc.ranks.group import Group
+    from zc.ranks.work import Work
 
 Waits = dict[str, list[float]]  # where -> seconds of each
 BOUNDARY = "finish the gradients of an update (optimizer.step, clipping, or reading a gradient)"
