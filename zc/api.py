@@ -33,7 +33,7 @@ from zc.optim import methods
 from zc.optim.assignment import Container
 from zc.optim.model import ShardedModel
 from zc.plan_checks import check_shards_fit
-from zc.planning.blocks import BlockKind, find_singles, matrices_around
+from zc.planning.blocks import find_singles, matrices_around
 from zc.prepare import Request, fingerprint, notes_of, resolve
 from zc.ranks.group import Group
 from zc.ranks.mesh import ranks_of
@@ -253,8 +253,7 @@ def _compile_blocks(model: nn.Module, runtime: Runtime) -> None:
     make_backend = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds))
     compile_blocks(model, kinds, make_backend, guards.install_call, dynamic, around)
     runtime.around_blocks = matrices_around(model, kinds)
-    names = find_singles(model, kinds) if runtime.plan.sharded else []
-    singles = [BlockKind(type(model.get_submodule(name)).__name__, (name,)) for name in names]
+    singles = find_singles(model, kinds) if runtime.plan.sharded else []
     compile_blocks(model, singles, partial(compiler.make_backend, runtime), guards.install_call, dynamic, around)
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bench.cases.models import param_groups
-from zc.planning.blocks import default_nbytes
+from zc.planning.packing import default_nbytes
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from documents import ROOT
 import zc
 from bench.report import tables
 from zc.engine import clock
-from zc.planning import blocks, wire
+from zc.planning import packing, wire
 from zc.report import prediction
 
 RESULTS = ROOT / "bench" / "results"
@@ -171,8 +171,8 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("README.md", r"needs torch ([\d.]+) or later", TORCH[0]),
     ("README.md", r"# torch ([\d.]+) or later", TORCH[0]),
     ("README.md", r"Python ([\d.]+) or later", PYTHON[1]),
-    ("docs/glossary.md", r"reduced together; (\d+) MiB or more by default", blocks.DEFAULT_NBYTES // MIB),
-    ("docs/benchmarks.md", r"has some (\d+) buckets by default", blocks.ENOUGH_BUCKETS),
+    ("docs/glossary.md", r"reduced together; (\d+) MiB or more by default", packing.DEFAULT_NBYTES // MIB),
+    ("docs/benchmarks.md", r"has some (\d+) buckets by default", packing.ENOUGH_BUCKETS),
     ("docs/glossary.md", r"one scale per (\d+) elements", wire.BLOCK),
     ("docs/multinode.md", r"in blocks of (\d+) elements", wire.BLOCK),
     ("docs/multinode.md", r"those below ([\d,]+) elements", f"{wire.SMALL:,}"),

@@ -1,1 +1,1 @@
-"""Decides where bytes lie: no tensors, no ranks, no stage but as data."""
+"""Decides where bytes lie. Knows no tensors and no ranks; the stage is data."""

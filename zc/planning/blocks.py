@@ -15,16 +15,11 @@ compilation also compiles a repeated block once, and FSDP2 wraps each block.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
-
-if TYPE_CHECKING:
-    from zc.planning.packing import ParamSpec
 
 MIN_MEMBERS = 4  # fewer blocks are compiled with the rest of the model, since one schedule runs faster than several
 
@@ -50,17 +45,17 @@ def find_kinds(model: nn.Module) -> tuple[BlockKind, ...]:
     return tuple(_walk(model, "", uses, set()))
 
 
-def find_singles(model: nn.Module, kinds: Sequence[BlockKind]) -> list[str]:
-    """The modules outside of blocks that are compiled on their own: the outermost ones that have parameters and contain
-    no block. Empty for a model without blocks, which is one graph."""
+def find_singles(model: nn.Module, kinds: Sequence[BlockKind]) -> list[BlockKind]:
+    """The modules outside of blocks that are compiled on their own, each as a kind of one member: the outermost ones
+    that have parameters and contain no block. Empty for a model without blocks, which is one graph."""
     blocks = {member for kind in kinds for member in kind.members}
     holders = {name[:k] for name in blocks for k in range(len(name)) if name[k] == "."} | {""}
-    singles: dict[int, str] = {}
+    singles: dict[int, BlockKind] = {}
     for holder in sorted(holders) if blocks else ():
         for name, child in model.get_submodule(holder).named_children():
             path = f"{holder}.{name}".lstrip(".")
             if path not in blocks | holders and any(True for _ in child.parameters()):
-                singles.setdefault(id(child), path)
+                singles.setdefault(id(child), BlockKind(type(child).__name__, (path,)))
     return list(singles.values())
 
 
@@ -80,12 +75,12 @@ def matrices_around(model: nn.Module, kinds: Sequence[BlockKind]) -> frozenset[s
 
 
 def block_of(kinds: Iterable[BlockKind]) -> dict[str, tuple[int, int]]:
-    """A member's name -> its kind and its position among the members."""
+    """By member name: the number of its kind, and its position among the members."""
     return {member: (k, i) for k, kind in enumerate(kinds) for i, member in enumerate(kind.members)}
 
 
 def split_name(name: str, members: dict[str, tuple[int, int]]) -> tuple[str, str] | None:
-    """A parameter's name as (member, name in it); None: it is outside of blocks."""
+    """A parameter's name as (member, name inside the member); None for a parameter outside of blocks."""
     end = name.find(".")
     while end >= 0:
         if name[:end] in members:
@@ -128,66 +123,3 @@ def _signature(module: nn.Module) -> object:
         first.setdefault(id(param), name)
         rows.append((name, first[id(param)], tuple(param.shape), param.dtype, param.device, param.requires_grad))
     return type(module), tuple(rows)
-
-
-# --- buckets follow blocks ---
-
-# The default is that of PyTorch's DDP, which overlaps well. It is larger where there would be more buckets than
-# ENOUGH_BUCKETS, since each costs the host a write, a reduction and their events in every backward.
-DEFAULT_NBYTES = 25 * 2**20
-ENOUGH_BUCKETS = 32
-# between hosts of CPUs: on a slow link, a step waits for the last bucket's reduction, and a layer for its gather
-BETWEEN_HOSTS_NBYTES = 8 * 2**20
-
-
-def default_nbytes(sizes: Sequence[int], least: int = DEFAULT_NBYTES) -> int:
-    """The default size of a bucket for parameters of these ``sizes`` in bytes: enough for ENOUGH_BUCKETS, but at most
-    the largest parameter. That one is a bucket in any case and decides the ring's size, so larger buckets cost no
-    memory."""
-    return max(least, min(max(sizes), sum(sizes) // ENOUGH_BUCKETS))
-
-
-def nbytes_of(spec: ParamSpec) -> int:
-    return math.prod(spec.shape) * spec.dtype.itemsize
-
-
-def split_at_blocks(
-    specs: Sequence[ParamSpec], bucket_nbytes: int, kinds: Sequence[BlockKind], *, is_default: bool
-) -> list[list[ParamSpec]]:
-    """Splits parameters into buckets: whole blocks of one kind, as many as ``bucket_nbytes`` allows, the same part of
-    each block, or parameters outside of blocks. With the default size, a block of at least a quarter of it gets its own
-    bucket, which its compiled graph fills alone."""
-    positions = block_of(kinds)
-    outside: list[ParamSpec] = []
-    blocks: dict[tuple[int, int], list[ParamSpec]] = {}
-    for spec in specs:
-        parts = split_name(spec.name, positions)
-        if parts is None:
-            outside.append(spec)
-        else:
-            blocks.setdefault(positions[parts[0]], []).append(spec)
-    chunks = _split(outside, bucket_nbytes) if outside else []
-    for kind in range(len(kinds)):
-        members = [own for (number, _), own in blocks.items() if number == kind]
-        largest = max((sum(map(nbytes_of, own)) for own in members), default=1)
-        if largest > bucket_nbytes:
-            chunks += [chunk for own in members for chunk in _split(own, bucket_nbytes)]
-            continue
-        count = 1 if is_default and 4 * largest >= bucket_nbytes else bucket_nbytes // largest
-        for start in range(0, len(members), count):
-            chunks.append([spec for own in members[start : start + count] for spec in own])
-    return chunks
-
-
-def _split(specs: Sequence[ParamSpec], bucket_nbytes: int) -> list[list[ParamSpec]]:
-    """Splits in order, so that no bucket is larger than ``bucket_nbytes`` unless one parameter is."""
-    chunks: list[list[ParamSpec]] = [[]]
-    filled = 0
-    for spec in specs:
-        nbytes = nbytes_of(spec)
-        if chunks[-1] and filled + nbytes > bucket_nbytes:
-            chunks.append([])
-            filled = 0
-        chunks[-1].append(spec)
-        filled += nbytes
-    return chunks

@@ -15,9 +15,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zc.planning.blocks import default_nbytes, nbytes_of, split_at_blocks
 from zc.planning.layout import ALIGN_NBYTES, flat_layout
-from zc.planning.packing import ParamSpec, with_strides
+from zc.planning.packing import ParamSpec, limit_of, split_at_blocks, with_strides
 from zc.planning.plan import FIRST_FROZEN, MOVED, Bucket, Plan
 
 
@@ -31,10 +30,8 @@ def with_frozen(plan: Plan, params: Mapping[str, nn.Parameter], bucket_nbytes: i
     buckets: list[Bucket] = []
     num_hosts = plan.topology.num_hosts if plan.has_levels else 1
     for dtype, specs in groups.items():
-        nbytes = bucket_nbytes or default_nbytes([nbytes_of(spec) for spec in specs])
-        if bucket_nbytes is None and plan.weight_nbytes is not None:  # room for one bucket and the next
-            nbytes = min(nbytes, max(plan.weight_nbytes // 2, 1))
         align = ALIGN_NBYTES // dtype.itemsize
+        nbytes = bucket_nbytes or limit_of(specs, weight_nbytes=plan.weight_nbytes)
         for members in split_at_blocks(specs, nbytes, plan.kinds, is_default=bucket_nbytes is None):
             shapes = [(spec.name, spec.shape) for spec in members]
             layout = flat_layout(shapes, plan.world_size, align, num_hosts, plan.num_replicas)
@@ -44,7 +41,7 @@ def with_frozen(plan: Plan, params: Mapping[str, nn.Parameter], bucket_nbytes: i
 
 
 def without_moved(plan: Plan, names: frozenset[str]) -> Plan:
-    """``plan`` after the parameters ``names`` have left its frozen buckets. A bucket of which nothing is left goes."""
+    """``plan`` after the parameters ``names`` have left its frozen buckets, without buckets that are empty then."""
     buckets = []
     for bucket in plan.frozen:
         slots = tuple(replace(s, name=MOVED) if s.name in names else s for s in bucket.layout.slots)

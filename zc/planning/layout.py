@@ -9,13 +9,13 @@ A layout for W = 2 ranks (S = P / W), with parameters ``a`` and ``b``, and paddi
 `flat_layout` packs tightly, and each rank updates its shard. A shard's edge may cut a parameter, which an elementwise
 optimizer does not notice. `whole_layout` is for optimizers that read a whole matrix (Muon). It reduces gradients into
 the same equal shards, but a rank updates a *run* of whole parameters, of any length or none. Elements of a run that lie
-in other ranks' shards travel to its owner before an update, and back after it::
+in other ranks' shards are sent to its owner before an update, and back after it::
 
     |aaaaaaaaaaaa.|bbbbbbbbbbbb.|cccccccccccccccccccccccc|
-    |<------ rank 0 ----->|<------ rank 1 ----->|  2  ...    shards of equal length: what is reduced where
-    |<---- owner 0 ------------>|<------ owner 2 ------->|    runs: what is updated where; rank 1 has none
+    |<------ rank 0 ----->|<------ rank 1 ----->|  2  ...    shards of equal length: who reduces
+    |<---- owner 0 ------------>|<------ owner 2 ------->|    runs: who updates; rank 1 has none
 
-The idea of one noun for the layout: Megatron-LM's megatron_fsdp; the flat shard: ZeRO (arXiv:1910.02054).
+The layout as a record of its own is from Megatron-LM's megatron_fsdp, the flat shard from ZeRO (arXiv:1910.02054).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ALIGN_NBYTES = 128  # a GPU's memory transaction; also keeps 16-byte vector acce
 
 @dataclass(frozen=True)
 class Rule:
-    """What an optimizer requires of its parameters' layout.
+    """An optimizer's requirement on the layout of its parameters.
 
     ``whole``: its update may read whole parameters, so each has one owner; ``cost`` names an entry of
-    `zc.planning.ownership.COSTS`. Otherwise a shard may cut a parameter at any multiple of ``block`` elements, which
-    share something, such as the scale of 8-bit state.
+    `zc.planning.ownership.COSTS`. Otherwise a shard may cut a parameter at any multiple of ``block`` elements, for
+    example of those that share one scale of 8-bit state.
     """
 
     whole: bool = False
@@ -146,7 +146,7 @@ class FlatLayout:
         return _within(slot, *self.shard_range(rank))
 
     def owned_part(self, slot: Slot, rank: int) -> tuple[slice, slice]:
-        """The same as elements of what ``rank`` updates, and as elements of the slot."""
+        """`owned` as elements of the range that ``rank`` updates, and as elements of the slot."""
         return _part(slot, self.owned(slot, rank), self.owned_range(rank)[0])
 
     def shard_part(self, slot: Slot, rank: int) -> tuple[slice, slice]:
@@ -225,21 +225,6 @@ def flat_layout(
         offset = align_up(slot.stop, align)
     numel = align_up(max(offset, 1), world_size * num_replicas * align)
     return FlatLayout(tuple(slots), numel, world_size, num_hosts=num_hosts)
-
-
-def layout_of(
-    rule: Rule,
-    shapes: Sequence[tuple[str, tuple[int, ...]]],
-    world_size: int,
-    align: int,
-    owners: Mapping[str, int],
-    num_hosts: int = 1,
-    num_replicas: int = 1,
-) -> FlatLayout:
-    """The layout of one bucket under ``rule``. ``align`` is in elements; ``owners``: of whole parameters."""
-    if rule.whole:
-        return whole_layout(shapes, world_size, align, owners, num_hosts, num_replicas)
-    return flat_layout(shapes, world_size, math.lcm(align, rule.block), num_hosts, num_replicas)
 
 
 def whole_layout(

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from zc.planning.plan import NUM_HOST_SUMS, Bucket, Plan
 from zc.planning.wire import num_rows, row_nbytes
 
-# how many fp32 tensors of the parameter's size each of torch's optimizers keeps; others count as Adam
+# how many fp32 tensors of a parameter's size each of torch's optimizers keeps; others count as Adam
 STATES = {"Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2,
           "ASGD": 1, "Rprop": 2, "SGD": 0, "Muon": 1}  # fmt: skip
 
 
 def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Bytes (device, host, disk) of a rank by kind, as `zc.engine.buffers.Buffers` allocates them. State counts with
-    the shard's padding, although it has none. ``num_states``: how many tensors of a parameter's size each optimizer
-    keeps. If ranks own unequal parts (whole parameters), the largest counts."""
+    """Bytes (device, host, disk) of a rank by kind, as `zc.engine.buffers.Buffers` allocates them. Optimizer state
+    counts with the shard's padding, although it has none. If ranks own unequal parts (whole parameters), the largest
+    counts. ``num_states``: how many tensors of a parameter's size each optimizer keeps."""
 
     def total(numel_of: str, dtype_of: str) -> int:
         sizes = {"P": [b.numel for b in plan.buckets], "S": [b.layout.numel_shard for b in plan.buckets]}[numel_of]
@@ -24,7 +24,8 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
 
     in_shards = plan.placement.shards_weights
     cast = tuple(b for b in plan.buckets if b.has_master)
-    # without offload: a shard that is not cast, of parameters that are not updated whole, is the master
+    # masters with memory of their own. Without offload, a shard that is not cast is the master, unless its parameters
+    # are updated whole
     apart = tuple(b for b in plan.buckets if b.has_master or (in_shards and b.layout.owners is not None))
     ragged = tuple(b for b in plan.buckets if b.layout.owners is not None)
     whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
@@ -137,7 +138,7 @@ def sent(plan: Plan, microbatches: int) -> dict[str, int]:
         encoded += sum(most_encoded(plan, b, plan.gather_bits)[1] for b in plan.buckets)
         whole = tuple(b for b in whole if not plan.encodes_weights(b))
         gathered = 0
-    # of what is gathered while it is read at most: some stay until the backward
+    # an upper bound for buckets that are gathered while they are read: some stay until the backward
     return {
         "gradients": num * reduced + moved(plan, "acc_dtype")[0],
         "parameters": gathered + _times_read(plan, microbatches, encoded, gathered_nbytes(whole, others))
@@ -158,7 +159,7 @@ def _after_update(plan: Plan) -> list[Bucket]:
 
 
 def gathered_nbytes(buckets: Iterable[Bucket], num_shards: int) -> int:
-    """Of ``num_shards`` shards of the weights of each bucket."""
+    """Bytes of ``num_shards`` shards of the weights of each bucket."""
     return sum(b.layout.numel_shard * num_shards * b.param_dtype.itemsize for b in buckets)
 
 

@@ -1,7 +1,7 @@
 """Decides which rank updates which parameter, for optimizers that read whole ones, over the whole model.
 
-The most expensive update goes first, to the least loaded rank (LPT; Graham, 1969), while that rank's elements stay
-below 1.1 times their mean, since state takes memory. Neighbours of one shape go to different ranks, so most of a
+The most expensive update is assigned first, always to the rank with the least load (LPT; Graham, 1969) whose elements
+stay below 1.1 times their mean, since state takes memory. Neighbours of one shape go to different ranks, so most of a
 bucket's gradients are reduced on their owner. With more ranks than parameters, some own nothing.
 """
 
@@ -55,15 +55,15 @@ def assign(
     heapq.heapify(heap)
     owners: dict[str, int] = {}
     for name, shape in sorted(shapes, key=lambda item: -cost(item[1])):  # stable: neighbours stay neighbours
-        passed = []
+        full = []
         while heap and heap[0][1] + numel[name] > limit:
-            passed.append(heapq.heappop(heap))
+            full.append(heapq.heappop(heap))
         # if it fits nowhere, the rank with the fewest elements gets it
-        chosen = heapq.heappop(heap) if heap else min(passed, key=lambda item: (item[1], item[0], item[2]))
-        if chosen in passed:
-            passed.remove(chosen)
+        chosen = heapq.heappop(heap) if heap else min(full, key=lambda item: (item[1], item[0], item[2]))
+        if chosen in full:
+            full.remove(chosen)
         load, count, rank = chosen
         owners[name] = rank
-        for item in (*passed, (load + cost(shape), count + numel[name], rank)):
+        for item in (*full, (load + cost(shape), count + numel[name], rank)):
             heapq.heappush(heap, item)
     return owners

@@ -13,26 +13,26 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from zc.planning.blocks import (
-    BETWEEN_HOSTS_NBYTES,
-    DEFAULT_NBYTES,
-    BlockKind,
-    default_nbytes,
-    nbytes_of,
-    split_at_blocks,
-)
-from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, layout_of, own_strides
+from zc.planning.blocks import BlockKind, block_of, split_name
+from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, flat_layout, own_strides, whole_layout
 from zc.planning.ownership import COSTS, assign
 from zc.planning.placement import Offload, Placement
 from zc.planning.plan import Bucket, Plan
 from zc.planning.topology import Topology, flat
 from zc.planning.wire import BITS, BLOCK
 
+# The default size of a bucket is that of PyTorch's DDP, which overlaps well. It is larger where there would be more
+# buckets than ENOUGH_BUCKETS, since each costs the host a write, a reduction and their events in every backward.
+DEFAULT_NBYTES = 25 * 2**20
+ENOUGH_BUCKETS = 32
+# between hosts of CPUs: on a slow link, a step waits for the last bucket's reduction, and a layer for its gather
+BETWEEN_HOSTS_NBYTES = 8 * 2**20
+
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the plan needs to know of one trainable parameter: fully qualified name, shape, dtype after
-    ``param_dtype``, device, the number of the optimizer that has it, and `own_strides` of its memory."""
+    """The facts of one parameter that a plan depends on: fully qualified name, shape, dtype after ``param_dtype``,
+    device, the number of its optimizer, and `own_strides` of its memory."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,9 +41,13 @@ class ParamSpec:
     optimizer: int = 0
     strides: tuple[int, ...] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
     @staticmethod
     def of(name: str, param: Tensor, dtype: torch.dtype | None = None, optimizer: int = 0) -> ParamSpec:
-        """Of this parameter; ``dtype`` None: its own."""
+        """The facts of ``param``; ``dtype`` None: its own."""
         strides = own_strides(param.shape, param.stride())
         return ParamSpec(name, tuple(param.shape), dtype or param.dtype, param.device, optimizer, strides)
 
@@ -68,14 +72,20 @@ def make_plan(
     weight_nbytes: int | None = None,
     gather_dtype: torch.dtype | str | None = None,
 ) -> Plan:
-    """Packs ``params`` (in order of registration) into buckets. A bucket closes before it would pass ``bucket_nbytes``
-    bytes; None: `default_nbytes` of its dtype and device. ``rules``: of each optimizer, what its layout must keep;
-    buckets of several follow each other as their last gradients come in. ``after``: a plan whose owners have their
-    load already. ``kinds``: the model's blocks, which buckets follow.
+    """Packs ``params``, in order of registration, into buckets.
 
-    ``reduce_dtype`` None: the parameters' own dtype where every backward is reduced (a gradient has no more bits than
-    that), the accumulator's where a sum is reduced (deepspeed#7985: rounding the sum would lose what fp32 has kept).
-    torch.int8, and ``gather_dtype``: what leaves a host is encoded (`zc.planning.wire`).
+    Buckets of several optimizers are in the order in which their last gradients come in. The options that are not below
+    are those of `zc.compile`.
+
+    Args:
+        bucket_nbytes: no bucket is larger, unless one parameter is; None: `limit_of` the parameters of its dtype.
+        rules: of each optimizer, what its layout must keep.
+        after: a plan whose owners of whole parameters have their load already.
+        kinds: the model's blocks, which buckets follow.
+        reduce_dtype: None: the parameters' own dtype if every backward is reduced, since a gradient has no more bits;
+            the accumulator's if a sum is reduced, since rounding it would lose bits that fp32 has kept
+            (deepspeed#7985).
+        reduce_dtype=torch.int8, gather_dtype: bytes that leave a host are encoded (`zc.planning.wire`).
     """
     reduce_bits, gather_bits = (8 if reduce_dtype == torch.int8 else 0), BITS.get(gather_dtype, 0)
     groups: dict[tuple[torch.dtype, torch.device], list[ParamSpec]] = {}
@@ -98,9 +108,7 @@ def make_plan(
             align = math.lcm(align, BLOCK)
         is_far = hosts.num_hosts > 1 and device.type == "cpu"
         least = BETWEEN_HOSTS_NBYTES if is_far else DEFAULT_NBYTES
-        nbytes = bucket_nbytes or default_nbytes([nbytes_of(spec) for spec in specs], least)
-        if bucket_nbytes is None and weight_nbytes is not None and placement.shards_weights:  # room for two buckets
-            nbytes = min(nbytes, max(weight_nbytes // 2, 1))
+        nbytes = bucket_nbytes or limit_of(specs, least, weight_nbytes if placement.shards_weights else None)
         arrival = {spec.name: k for k, spec in enumerate(specs)}
         chunks: list[list[ParamSpec]] = []
         for number in sorted({spec.optimizer for spec in specs}):
@@ -109,7 +117,11 @@ def make_plan(
         for members in sorted(chunks, key=lambda members: arrival[members[-1].name]):
             number, shapes = members[0].optimizer, [(spec.name, spec.shape) for spec in members]
             num_hosts = hosts.num_hosts if levels else 1
-            layout = layout_of(rules[number], shapes, world_size, align, owners, num_hosts, num_replicas)
+            rule = rules[number]
+            if rule.whole:
+                layout = whole_layout(shapes, world_size, align, owners, num_hosts, num_replicas)
+            else:
+                layout = flat_layout(shapes, world_size, math.lcm(align, rule.block), num_hosts, num_replicas)
             layout = with_strides(layout, members)
             net = reduce_dtype or acc_dtype
             differs = gather_bits > 0 and not placement.shards_weights
@@ -120,6 +132,60 @@ def make_plan(
         topology=hosts, num_replicas=num_replicas, kinds=tuple(kinds), weight_nbytes=weight_nbytes,
         reduce_bits=reduce_bits, gather_bits=gather_bits,
     )  # fmt: skip
+
+
+def default_nbytes(sizes: Sequence[int], least: int = DEFAULT_NBYTES) -> int:
+    """The default size of a bucket for parameters of these ``sizes`` in bytes: enough for ENOUGH_BUCKETS, but at most
+    the largest parameter. That one is a bucket in any case and decides the ring's size, so larger buckets cost no
+    memory."""
+    return max(least, min(max(sizes), sum(sizes) // ENOUGH_BUCKETS))
+
+
+def limit_of(specs: Sequence[ParamSpec], least: int = DEFAULT_NBYTES, weight_nbytes: int | None = None) -> int:
+    """`default_nbytes` for these parameters, but two buckets of sharded weights fit into ``weight_nbytes``."""
+    nbytes = default_nbytes([spec.nbytes for spec in specs], least)
+    return nbytes if weight_nbytes is None else min(nbytes, max(weight_nbytes // 2, 1))
+
+
+def split_at_blocks(
+    specs: Sequence[ParamSpec], bucket_nbytes: int, kinds: Sequence[BlockKind], *, is_default: bool
+) -> list[list[ParamSpec]]:
+    """Splits parameters into buckets: whole blocks of one kind, as many as ``bucket_nbytes`` allows, the same part of
+    each block, or parameters outside of blocks. With the default size, a block of at least a quarter of it gets its own
+    bucket, which its compiled graph fills alone."""
+    positions = block_of(kinds)
+    outside: list[ParamSpec] = []
+    blocks: dict[tuple[int, int], list[ParamSpec]] = {}
+    for spec in specs:
+        parts = split_name(spec.name, positions)
+        if parts is None:
+            outside.append(spec)
+        else:
+            blocks.setdefault(positions[parts[0]], []).append(spec)
+    chunks = _split(outside, bucket_nbytes) if outside else []
+    for kind in range(len(kinds)):
+        members = [own for (number, _), own in blocks.items() if number == kind]
+        largest = max((sum(spec.nbytes for spec in own) for own in members), default=1)
+        if largest > bucket_nbytes:
+            chunks += [chunk for own in members for chunk in _split(own, bucket_nbytes)]
+            continue
+        count = 1 if is_default and 4 * largest >= bucket_nbytes else bucket_nbytes // largest
+        for start in range(0, len(members), count):
+            chunks.append([spec for own in members[start : start + count] for spec in own])
+    return chunks
+
+
+def _split(specs: Sequence[ParamSpec], bucket_nbytes: int) -> list[list[ParamSpec]]:
+    """Splits in order, so that no bucket is larger than ``bucket_nbytes`` unless one parameter is."""
+    chunks: list[list[ParamSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        if chunks[-1] and filled + spec.nbytes > bucket_nbytes:
+            chunks.append([])
+            filled = 0
+        chunks[-1].append(spec)
+        filled += spec.nbytes
+    return chunks
 
 
 def with_strides(layout: FlatLayout, members: Sequence[ParamSpec]) -> FlatLayout:
@@ -134,16 +200,16 @@ def _owners(specs: Sequence[ParamSpec], rules: Sequence[Rule], world_size: int, 
     for number, rule in enumerate(rules):
         if not rule.whole:
             continue
-        cost, taken = COSTS[rule.cost], dict[int, tuple[float, int]]()
+        cost, loads = COSTS[rule.cost], dict[int, tuple[float, int]]()  # by rank: cost and elements
         for bucket in after.buckets if after is not None else ():
             for slot, rank in zip(bucket.slots, bucket.layout.owners or (), strict=False):
-                load, count = taken.get(rank, (0.0, 0))
-                is_its = bucket.optimizer == number  # other optimizers' costs have other units
-                taken[rank] = (load + (cost(slot.shape) if is_its else 0.0), count + slot.numel)
+                load, count = loads.get(rank, (0.0, 0))
+                is_own = bucket.optimizer == number  # other optimizers' costs have other units
+                loads[rank] = (load + (cost(slot.shape) if is_own else 0.0), count + slot.numel)
         for spec in specs:
             if spec.name in owners:
-                load, count = taken.get(owners[spec.name], (0.0, 0))
-                taken[owners[spec.name]] = (load, count + math.prod(spec.shape))
+                load, count = loads.get(owners[spec.name], (0.0, 0))
+                loads[owners[spec.name]] = (load, count + math.prod(spec.shape))
         shapes = [(spec.name, spec.shape) for spec in specs if spec.optimizer == number]
-        owners.update(assign(shapes, cost, world_size, taken))
+        owners.update(assign(shapes, cost, world_size, loads))
     return owners

@@ -1,7 +1,6 @@
-"""What each ZeRO stage shards. No code outside this table asks which stage it is.
+"""Tables of what each ZeRO stage shards, and of what offload keeps in host memory. No other code asks for the stage.
 
-Source: ZeRO, arXiv:1910.02054, sections 5.1 to 5.3. What host memory holds instead is data as well (ZeRO-Offload,
-arXiv:2101.06840).
+Sources: ZeRO, arXiv:1910.02054, sections 5.1 to 5.3; ZeRO-Offload, arXiv:2101.06840.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ PLACEMENTS: dict[int, Placement] = {
 
 @dataclass(frozen=True)
 class Offload:
-    """What lies in host memory: always the masters and the optimizer state; the accumulators too with
-    ``accumulates_on_host``.
+    """Host memory has the masters and the optimizer state, and with ``accumulates_on_host`` the accumulators, too.
 
     An accumulator in host memory visits the device for each backward: 8 bytes per element over the bus, and 4 for the
     first backward of an update. One that stays on the device costs 4 bytes per element there, and 4 over the bus before

@@ -22,11 +22,11 @@ NUM_HOST_SUMS = 2  # the first of two reductions writes one while the second sen
 FIRST_FROZEN = 100_000  # the number of the first bucket of frozen parameters (`zc.planning.frozen`)
 MOVED = ""  # the name of a slot there whose parameter trains now, and is in another bucket
 
-LOADED = "load_state_dict"  # in a rank's journal: what the optimizer was given, 1: taken, 0: refused
+LOADED = "load_state_dict"  # an entry of a rank's journal. Its number is 1 if the state was loaded, 0 if refused
 
 
 class Level(enum.Enum):
-    """Between which ranks an exchange goes by messages."""
+    """The ranks between which an exchange goes by messages."""
 
     ALL = "all that share one state"
     HOST = "those of one host"
@@ -82,8 +82,8 @@ class Bucket:
 class Plan:
     """Everything that the passes may know. ``is_boundary`` is False for the schedule of a microbatch inside no_sync.
 
-    W = ``world_size`` ranks have the shards of one whole, and there are ``num_replicas`` such wholes, equal: the other
-    dimension of a mesh of two. ``topology`` is that of the W ranks.
+    W = ``world_size`` ranks together have one copy of the state, in shards. There are ``num_replicas`` such copies, the
+    first dimension of a mesh of two. ``topology`` is that of the W ranks.
     """
 
     buckets: tuple[Bucket, ...]
@@ -98,14 +98,15 @@ class Plan:
     topology: Topology = ALONE
     num_replicas: int = 1
     kinds: tuple[BlockKind, ...] = ()
-    frozen: tuple[Bucket, ...] = ()  # of parameters that do not train, ascending in their numbers; always in shards
+    frozen: tuple[Bucket, ...] = ()  # of parameters that do not train, by ascending number; always in shards
     weight_nbytes: int | None = None  # the most bytes of gathered weights at any time; None: `weight_cap`
-    reduce_bits: int = 0  # of gradients where they leave a host, of differences of weights (`zc.planning.wire`);
-    gather_bits: int = 0  # 0: they travel as they are
+    # bits per element of gradients, and of differences of weights, that leave a host (`zc.planning.wire`); 0: exact
+    reduce_bits: int = 0
+    gather_bits: int = 0
 
     @property
     def num_ranks(self) -> int:
-        """All that train: gradients are the mean over them."""
+        """The ranks that train: gradients are the mean over them."""
         return self.world_size * self.num_replicas
 
     def slot_of(self) -> dict[str, tuple[int, int]]:
@@ -123,7 +124,7 @@ class Plan:
 
     @cached_property
     def sharded(self) -> tuple[Bucket, ...]:
-        """The buckets of which that is true: all in stage 3, else those of frozen parameters."""
+        """The buckets with sharded weights: all in stage 3, else those of frozen parameters."""
         return tuple(filter(self.is_sharded, self.with_weights))
 
     @cached_property
@@ -150,7 +151,7 @@ class Plan:
 
     @cached_property
     def num_optimizers(self) -> int:
-        """Of those that have a bucket, the highest number and one."""
+        """One more than the highest number of an optimizer that has a bucket."""
         return max((b.optimizer for b in self.buckets), default=0) + 1
 
     @property
@@ -160,18 +161,17 @@ class Plan:
 
     @property
     def reads_rows(self) -> bool:
-        """Whether a reduction reads gradients of other ranks where they lie: all of it, or inside of a host."""
+        """Whether a reduction reads the other ranks' gradients where they lie, at least inside a host."""
         return self.world_size > 1 and self.topology.reads_memory and self.reduce == "exact"
 
     @property
     def has_levels(self) -> bool:
-        """Whether a reduction and a gather go in two: inside of each host, and between the ranks of one number."""
+        """Whether reductions and gathers have two levels (`Topology.has_levels`)."""
         return self.topology.has_levels
 
     @property
     def sums_in_place(self) -> bool:
-        """Whether the ranks of a host exchange messages first, and sum them where each had its own gradients: the start
-        of that buffer. So this level needs no buffer."""
+        """Whether the ranks of a host exchange messages, and write the sum over their own gradients: no other buffer."""
         return self.has_levels and not self.topology.reads_memory
 
     @property
@@ -181,14 +181,14 @@ class Plan:
 
     @property
     def reads_shards(self) -> bool:
-        """Whether a gather of a sharded bucket reads the other ranks' shards where they lie. With two levels a rank
-        could read one shard of each host's."""
+        """Whether a gather of a sharded bucket reads the other ranks' shards where they lie. Not with two levels: a
+        rank can read only the shards of its own host."""
         return self.reads_weights and not self.has_levels
 
     @property
     def reduces_twice(self) -> bool:
-        """Whether a reduction makes a ``host_sum``: over the ranks of a host in memory, and then between hosts; or over
-        those of one replica, and then between replicas."""
+        """Whether a reduction makes a ``host_sum``: the sum over a host's ranks, by memory, before the one between
+        hosts; or the sum inside a replica, before the one between replicas."""
         in_memory = self.has_levels and self.topology.reads_memory
         return in_memory or (self.num_replicas > 1 and self.world_size > 1)
 
@@ -233,8 +233,8 @@ class Plan:
         return f"{kind} of bucket {index} ({first} ... {last}, {bucket.numel} elements)"
 
     def weights_buffer(self, bucket: int) -> str:
-        """The weights that an update writes, in a schedule: flat_param[bucket], or another name where its gather
-        outlives the schedule that launches it; in stage 3 this rank's shard."""
+        """The name of the weights that an update writes, in a schedule. It is flat_param[bucket], or another one if the
+        gather outlives the schedule that launches it; in stage 3 it is this rank's shard."""
         kind = "weight" if self.placement.shards_weights else "gathered" if self.overlap_gather else "flat_param"
         return f"{kind}[{bucket}]"
 
@@ -267,7 +267,7 @@ class Plan:
         return bucket.layout.owners is not None and self.world_size > 1
 
     def nbytes_staging(self, bucket: Bucket) -> int:
-        """Of a staging buffer for this bucket: its gradient, or in stage 3 the whole parameters of one rank."""
+        """Bytes of a staging buffer for this bucket: its gradient, or in stage 3 the whole parameters of one rank."""
         gradient = self.numel_on_host(bucket) * bucket.acc_dtype.itemsize
         if not (self.placement.shards_weights and self.spreads(bucket)):
             return gradient
@@ -291,7 +291,8 @@ class Plan:
 
 
 def level_of(plan: Plan, *, is_of_sums: bool, among: str | None) -> Level:
-    """Of an exchange in a reduction. ``is_of_sums``: it sends a ``host_sum``; ``among``: see `zc.schedule.spec`."""
+    """The level of an exchange in a reduction. ``is_of_sums``: it sends a ``host_sum``; ``among``: see
+    `zc.schedule.spec`."""
     if among is not None:
         return Level.HOST
     if plan.num_replicas > 1 and (is_of_sums or plan.world_size == 1):

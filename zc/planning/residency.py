@@ -10,10 +10,10 @@ freed, what is gathered, and where the use reads. Buckets 0, 1 and 2 of 128 byte
     use 4 reads 0    free 1
                      free 0
 
-The rules, by rank: what a use reads is there; extents alive at once do not overlap and lie in the first ``cap`` bytes;
-what the next use reads is gathered one use ahead, into the room of what is read latest (Belady, 1966); what is read
-later is gathered into room that is free. Extents do not move, so an arena with enough bytes may lack a hole: `_place`
-looks one use further, and where a use still has no room, its buckets are freed and gathered again side by side.
+The rules, the most important first: each use finds what it reads; extents alive at once do not overlap and lie in the
+first ``cap`` bytes; what the next use reads is gathered one use ahead, in place of what is read latest (Belady, 1966);
+what is read later is gathered into free room. Extents do not move, so an arena with enough bytes may lack a hole:
+`_place` looks one use further, and if a use still has no room, its buckets are freed and gathered again side by side.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Uses = tuple[tuple[int, ...], ...]  # the buckets that each use of a pass reads
 
 
 class Extent(NamedTuple):
-    """Bytes [start, stop) of the arena hold the weights of a bucket."""
+    """Bytes [start, stop) of the arena, with the weights of a bucket."""
 
     bucket: int
     start: int
@@ -39,7 +39,7 @@ class Extent(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What is issued for one use, in this order: frees, gathers, and the read of ``reads``."""
+    """What one use issues, in this order: frees, gathers, and the read of ``reads``."""
 
     frees: tuple[Extent, ...]
     gathers: tuple[Extent, ...]
@@ -79,8 +79,8 @@ def _total(use: Iterable[int], nbytes: Sequence[int] | Mapping[int, int]) -> int
     return sum(align_up(nbytes[b], ALIGN_NBYTES) for b in set(use))
 
 
-_Taken = tuple[int, int, int]  # start, stop, bucket: the bytes that a bucket takes up, whole multiples of ALIGN_NBYTES
-_State = tuple[dict[int, _Taken], list[_Taken], list[Extent], list[Extent], int]
+_Span = tuple[int, int, int]  # start, stop, bucket: the bytes that it occupies, whole multiples of ALIGN_NBYTES
+_State = tuple[dict[int, _Span], list[_Span], list[Extent], list[Extent], int]
 
 
 class _Planner:
@@ -96,7 +96,7 @@ class _Planner:
         self._following.reverse()
         self.other = [self._other_use(k) for k in range(len(uses))]
         self._both = [self._pair(k) for k in range(len(uses))]
-        self.live, self.order = dict[int, _Taken](), list[_Taken]()  # what is alive by bucket, and by position
+        self.live, self.order = dict[int, _Span](), list[_Span]()  # what is alive by bucket, and by position
         self.frees, self.gathers = list[Extent](), list[Extent]()
         self.ahead = 0  # all that earlier uses read is there
 
@@ -106,7 +106,7 @@ class _Planner:
         return next((j for j in range(k + 1, len(self.uses)) if not mine.issuperset(self.uses[j])), _NEVER)
 
     def _pair(self, k: int) -> tuple[int, ...]:
-        """What a use and the next one with other buckets read; nothing if there is none, or if both don't fit."""
+        """What a use and the next one with other buckets read; empty without such a use, or if both don't fit."""
         if self.other[k] == _NEVER:
             return ()
         both = tuple(dict.fromkeys((*self.uses[k], *self.uses[self.other[k]])))
@@ -132,8 +132,8 @@ class _Planner:
         end = max((extent.stop for piece in pieces for extent in piece.gathers), default=0)
         return Residency(tuple(pieces), tuple(self.uses), peak, end)
 
-    def _extent(self, taken: _Taken) -> Extent:
-        start, _, bucket = taken
+    def _extent(self, span: _Span) -> Extent:
+        start, _, bucket = span
         return Extent(bucket, start, start + self.nbytes[bucket])
 
     # --- what a use reads ---
@@ -147,8 +147,8 @@ class _Planner:
             self._gather(bucket, sum(self.size[b] for b in use[:number]))
 
     def _bring(self, k: int, pinned: set[int], *, partly: bool) -> bool:
-        """Gathers what use ``k`` reads and is not there, without touching what is ``pinned``. False: not all of it has
-        room; ``partly``: some of it may be there then."""
+        """Gathers what use ``k`` reads and the arena lacks, and frees nothing that is ``pinned``. False: not all of it
+        has room; with ``partly``, some of it may be gathered then."""
         missing = sorted((b for b in self.uses[k] if b not in self.live), key=lambda b: -self.size[b])
         if not missing:
             return True
@@ -165,7 +165,8 @@ class _Planner:
         return places is not None
 
     def _move(self, k: int, present: tuple[int, ...]) -> None:
-        """Gathers again, at another place, what use ``k`` reads where it leaves no room for the use after ``k``."""
+        """Gathers again, at another place, a bucket that use ``k`` reads and that leaves no room for the use after
+        ``k``."""
         new = {extent.bucket for extent in self.gathers}
         for b in self.uses[k]:
             if b not in self.live or b in present or b in new or self._leaves_room(b, k, self.live[b][0]):
@@ -197,79 +198,79 @@ class _Planner:
     # --- where ---
 
     def _place(self, bucket: int, k: int, pinned: set[int] | None) -> bool:
-        """Gathers a bucket for use ``k``. ``pinned`` None: into a hole, else what is not pinned may go for it. The last
-        choice is a place that leaves no room for the use after ``k``."""
-        size, first = self.size[bucket], None
-        for start in self._choices(size, pinned):
-            first = start if first is None else first
+        """Gathers a bucket for use ``k`` at the first of its `_choices` that leaves room for the use after ``k``; if
+        none does, at the first one. False: there is no choice."""
+        chosen = None
+        for start in self._choices(self.size[bucket], pinned):
+            chosen = start if chosen is None else chosen
             if self._leaves_room(bucket, k, start):
-                first = start
+                chosen = start
                 break
-        if first is not None:
-            self._gather(bucket, first)
-        return first is not None
+        if chosen is not None:
+            self._gather(bucket, chosen)
+        return chosen is not None
 
     def _choices(self, size: int, pinned: set[int] | None) -> Iterator[int]:
-        """Where ``size`` bytes could start, the best place first: in the smallest hole, else where what goes for it is
-        read latest."""
+        """Where ``size`` bytes could start, the best place first: in the smallest hole, then in place of buckets that
+        are not ``pinned``, those that are read latest first. ``pinned`` None: only in holes."""
         holes, stop = [], 0
-        for k, (start, behind, _) in enumerate((*self.order, (self.end, self.end, -1))):
+        for k, (start, next_stop, _) in enumerate((*self.order, (self.end, self.end, -1))):
             if start - stop >= size:
                 holes.append((start - stop, k, stop, start))
-            stop = behind
+            stop = next_stop
         for _, k, left, right in sorted(holes):
             yield from self._ends(size, k - 1, k, left, right)
         if pinned is None:
             return
-        may_go = [taken for taken in self.order if taken[2] not in pinned]
-        may_go.sort(key=lambda taken: self.next[taken[2]], reverse=True)
-        gone = set[int]()
-        for taken in may_go:
-            gone.add(taken[2])
-            first = last = bisect.bisect_left(self.order, taken)  # of the run of extents that go
-            while first and self.order[first - 1][2] in gone:
+        evictable = [span for span in self.order if span[2] not in pinned]
+        evictable.sort(key=lambda span: self.next[span[2]], reverse=True)
+        evicted = set[int]()
+        for span in evictable:
+            evicted.add(span[2])
+            first = last = bisect.bisect_left(self.order, span)  # of the run of adjacent spans that are evicted
+            while first and self.order[first - 1][2] in evicted:
                 first -= 1
-            while last + 1 < len(self.order) and self.order[last + 1][2] in gone:
+            while last + 1 < len(self.order) and self.order[last + 1][2] in evicted:
                 last += 1
             left = self.order[first - 1][1] if first else 0
             right = self.order[last + 1][0] if last + 1 < len(self.order) else self.end
             if right - left >= size:
                 yield from self._ends(size, first - 1, last + 1, left, right)
 
-    def _ends(self, size: int, before: int, behind: int, left: int, right: int) -> list[int]:
-        """Both ends of [left, right): what evicts less comes first, then what lies beside the neighbor that stays
-        longer, so that large holes remain. ``before`` and ``behind`` number the neighbors in `order`."""
+    def _ends(self, size: int, before: int, after: int, left: int, right: int) -> list[int]:
+        """Both ends of [left, right), as starts: first what evicts fewer bytes, then what lies beside the neighbor that
+        stays longer, so that large holes remain. ``before`` and ``after`` number the neighbors in `order`."""
         evicts = [
-            sum(stop - start for start, stop, _ in self.order[before + 1 : behind] if start < at + size and at < stop)
+            sum(stop - start for start, stop, _ in self.order[before + 1 : after] if start < at + size and at < stop)
             for at in (left, right - size)
         ]
-        is_left = (evicts[0], -self._stays(before)) <= (evicts[1], -self._stays(behind))
+        is_left = (evicts[0], -self._stays(before)) <= (evicts[1], -self._stays(after))
         return [left, right - size] if is_left else [right - size, left]
 
     def _stays(self, number: int) -> int:
-        """How long an extent of `order` stays, to compare; the ends of the arena stay for ever."""
+        """How long a span of `order` stays, to compare; the ends of the arena stay for ever."""
         is_inside = 0 <= number < len(self.order)
         return -self.next[self.order[number][2]] if is_inside else 1  # what is read late is evicted early
 
     def _leaves_room(self, bucket: int, k: int, start: int) -> bool:
-        """Whether what use ``k`` and the one after it read fits together if ``bucket`` is gathered there; True where it
-        does not fit in any case."""
+        """Whether the buckets of use ``k`` and of the one after it fit together if ``bucket`` is gathered at ``start``.
+        True if they don't fit in any case."""
         both = self._both[k]
         if not both:
             return True
         stop = start + self.size[bucket]
-        alive = (self.live[b] for b in both if b in self.live)
-        there = [taken for taken in alive if taken[0] >= stop or taken[1] <= start]
-        missing = {*both} - {b for _, _, b in there} - {bucket}
-        return self._packed(missing, [*there, (start, stop, bucket)]) is not None
+        spans = (self.live[b] for b in both if b in self.live)
+        alive = [span for span in spans if span[0] >= stop or span[1] <= start]
+        missing = {*both} - {b for _, _, b in alive} - {bucket}
+        return self._packed(missing, [*alive, (start, stop, bucket)]) is not None
 
-    def _packed(self, missing: Iterable[int], there: Sequence[_Taken]) -> list[tuple[int, int]] | None:
-        """(bucket, start) for each of ``missing`` in the gaps between ``there``, whatever else is alive. None: there is
-        none, the largest first, each in the smallest gap."""
+    def _packed(self, missing: Iterable[int], alive: Sequence[_Span]) -> list[tuple[int, int]] | None:
+        """(bucket, start) for each of ``missing``, the largest first, each in the smallest gap between the spans
+        ``alive``, as if nothing else was alive. None: they don't fit."""
         gaps, stop = [], 0
-        for start, behind, _ in (*sorted(there), (self.end, self.end, -1)):
+        for start, next_stop, _ in (*sorted(alive), (self.end, self.end, -1)):
             gaps.append((start - stop, stop))
-            stop = behind
+            stop = next_stop
         places = []
         for b in sorted(missing, key=lambda b: (-self.size[b], b)):
             gap = min((gap for gap in gaps if gap[0] >= self.size[b]), default=None)
@@ -285,15 +286,15 @@ class _Planner:
 
     def _free(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
-            taken = self.live.pop(bucket)
-            self.order.remove(taken)
-            self.frees.append(self._extent(taken))
+            span = self.live.pop(bucket)
+            self.order.remove(span)
+            self.frees.append(self._extent(span))
             self.ahead = min(self.ahead, self.next[bucket])
 
     def _gather(self, bucket: int, start: int) -> None:
-        """What lies there goes."""
-        taken = (start, start + self.size[bucket], bucket)
-        self._free([b for at, behind, b in self.order if at < taken[1] and start < behind])
-        bisect.insort(self.order, taken)
-        self.live[bucket] = taken
-        self.gathers.append(self._extent(taken))
+        """Gathers it there, and frees what lies there now."""
+        span = (start, start + self.size[bucket], bucket)
+        self._free([b for at, stop, b in self.order if at < span[1] and start < stop])
+        bisect.insort(self.order, span)
+        self.live[bucket] = span
+        self.gathers.append(self._extent(span))

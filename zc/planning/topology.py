@@ -23,7 +23,7 @@ class Topology:
 
     @property
     def has_levels(self) -> bool:
-        """Whether exchanges have two levels: inside a host, and between the ranks with one number on all hosts."""
+        """Whether exchanges have two levels: inside a host, and between ranks with the same number on all hosts."""
         return self.num_hosts > 1 and self.ranks_per_host > 1
 
     def of_host(self, rank: int) -> tuple[int, ...]:

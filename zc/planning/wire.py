@@ -1,10 +1,10 @@
 """Eight bits between hosts: which elements travel encoded, and where each block lies in the bytes. No tensors.
 
 With ``reduce_dtype=torch.int8`` gradients travel as 8-bit integers, with ``gather_dtype`` (torch.int8 or "int4")
-weights as differences: the owner of a shard sends what its masters are ahead of the weights that all ranks have, and
-every rank, the owner included, adds what that decodes to. What rounding leaves stays in the master, for the next
-update. This holds where bytes leave a host, or a rank whose hosts are not known: inside a host nothing is encoded.
-Stage 3 keeps no weights on all ranks, so each gather for a forward or backward encodes the weights themselves.
+weights as differences: the owner of a shard encodes its masters minus the weights that all ranks have, and every rank,
+the owner included, adds the decoded difference. The rounding error stays in the master, for the next update. Bytes are
+encoded where they leave a host, or a rank whose host is not known; inside a host nothing is. Stage 3 keeps no weights
+on all ranks, so each gather for a forward or backward encodes the weights themselves.
 
 A block of 256 elements has one scale. Slots begin at multiples of a block, and shards are whole blocks, so a block has
 elements of one parameter alone, and its bits do not depend on the bucket's size. Parameters of fewer than two
@@ -37,8 +37,8 @@ BITS: dict[object, int] = {torch.int8: 8, "int4": 4}  # of gather_dtype; reduce_
 
 
 class Run(NamedTuple):
-    """Blocks [first, first + num) of one kind: their bytes begin at ``at``, their scales at fp32 word ``scales``, or
-    they are exact, and ``scales`` is -1."""
+    """Blocks [first, first + num) of one kind. Their bytes begin at ``at``, their scales at fp32 word ``scales``, which
+    is -1 for exact blocks."""
 
     first: int
     num: int
@@ -104,12 +104,12 @@ def exact_numel(plan: Plan) -> int:
 
 
 def rows_to_reduce(plan: Plan, bucket: Bucket, rank: int) -> Rows:
-    """What a rank encodes in a reduction: the rows of all shards, or of those of its host range."""
+    """The rows that a rank encodes in a reduction: of all shards, or of those in its host range."""
     return _of_hosts(plan, bucket, rank, plan.reduce_bits)
 
 
 def rows_to_gather(plan: Plan, bucket: Bucket, rank: int) -> Rows:
-    """What a rank has of the differences of weights, once it has received them: the rows of the same shards."""
+    """The rows of differences of weights that a rank has after receiving them: of the same shards."""
     return _of_hosts(plan, bucket, rank, plan.gather_bits)
 
 
@@ -122,23 +122,23 @@ def _of_hosts(plan: Plan, bucket: Bucket, rank: int, bits: int) -> Rows:
 
 
 def own_row_to_gather(plan: Plan, bucket: Bucket, rank: int) -> Rows:
-    """The one among them that the rank encodes."""
+    """The row of `rows_to_gather` that the rank encodes itself."""
     return rows_of(bucket.layout, plan.gather_bits, bucket.layout.shard_of(rank), 1)
 
 
 def place_of(plan: Plan, bucket: Bucket, rank: int) -> int:
-    """The number of the rank's row among them."""
+    """The number of that row in `rows_to_gather`."""
     shard = bucket.layout.shard_of(rank)
     return shard % plan.topology.num_hosts if plan.has_levels else shard
 
 
 def row_of(plan: Plan, bucket: Bucket, rank: int) -> Rows:
-    """What a rank receives of each other rank in a reduction: the row of its own shard."""
+    """The row that a rank receives from each other rank in a reduction: of its own shard."""
     return rows_of(bucket.layout, plan.reduce_bits, bucket.layout.shard_of(rank), 1)
 
 
 def largest(plan: Plan, bucket: Bucket, bits: int) -> tuple[int, int]:
-    """Bytes, the most of any rank: of the rows of all ranks that exchange them, and of as many rows of its own
+    """The most bytes of any rank: of one row for each rank that it exchanges rows with, and of as many rows of its own
     shard."""
     count = num_rows(plan)
     own = row_nbytes(bucket.layout, bits)
@@ -147,7 +147,7 @@ def largest(plan: Plan, bucket: Bucket, bits: int) -> tuple[int, int]:
 
 
 def num_rows(plan: Plan) -> int:
-    """How many ranks exchange rows with each other: those of one number on all hosts, or all."""
+    """How many ranks exchange rows with each other: those with one number on all hosts, or all."""
     return plan.topology.num_hosts if plan.has_levels else plan.world_size
 
 
