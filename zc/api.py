@@ -1,4 +1,4 @@
-"""`zc.compile`, and the functions beside it for the training loop."""
+"""`zc.compile`, and three functions for the training loop."""
 
 from __future__ import annotations
 
@@ -96,29 +96,30 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
         reduce_dtype: what travels between ranks; None: the parameters' dtype (stage 2), the accumulator's (stage 1).
             torch.int8: where they leave a host, 8-bit integers with a scale per 256 elements (docs/multinode.md);
             inside a host everything is exact. Biases, norms and small parameters stay exact everywhere.
-        gather_dtype: torch.int8 or "int4": where weights leave a host, they travel as differences to what all ranks
-            have, encoded like that; what rounding leaves stays in the fp32 masters for the next update. In stage 3 the
-            weights themselves are encoded, whenever a forward or backward gathers them. None: exact.
+        gather_dtype: torch.int8 or "int4": where weights leave a host, they travel as encoded differences to the
+            weights that all ranks have; the rounding error stays in the fp32 masters for the next update. In stage 3
+            the weights themselves are encoded, whenever a forward or backward gathers them. None: exact.
         bucket_nbytes: no bucket is larger, unless one parameter is (the ring is as large as the largest bucket). None:
             25 MiB (between hosts of CPUs 8), or more where that would make more than some 32 buckets, up to the size of
             the largest parameter. A bucket holds whole blocks of one kind (`zc.planning.blocks`), or the same part of
             each; by default a block of a quarter of that size has its own bucket.
         num_buffers: flat_grad buffers in the ring (stage 2), each as large as the largest bucket.
-        write_in_place: weight gradients are made in their place in the bucket; False: made apart, then copied there.
-            Stage 2 has the same bits either way, on a CPU. docs/decisions.md has what it costs and gains.
+        write_in_place: weight gradients are computed directly in the bucket; False: in memory of their own, and then
+            copied. Stage 2 has the same bits either way, on a CPU. docs/decisions.md compares the two.
 
     Overlap:
         overlap: False runs the reductions on the compute stream.
         overlap_gather: step() returns with the all-gathers launched. In the next compiled forward each block waits for
-            its own weights (`zc.engine.forward_waits`); whoever reads a parameter before that waits for it
-            (`zc.engine.pending`). While a view, ``p.data`` or array of one is kept, step() waits as without. Opt-in: a
-            C++ extension outside of blocks that takes tensors past torch's dispatch is not seen;
-            call `synchronize` before such a read. Stage 3 gathers while forward and backward run, with or without it.
+            its own weights (`zc.engine.forward_waits`); an earlier read of a parameter waits for that parameter
+            (`zc.engine.pending`). While the program keeps a view, ``p.data`` or an array of one, step() waits as
+            without the option. Opt-in: zc does not see reads by a C++ extension outside of blocks that takes tensors
+            past torch's dispatch; call `synchronize` before one. Stage 3 gathers while forward and backward run, with
+            or without it.
 
     Sharded weights:
-        shard_frozen: stages 1 and 2 do for frozen parameters (``requires_grad=False``) what stage 3 does for all: each
-            rank keeps its shard, in their own dtype, and a bucket is gathered while it is read. What trains is whole on
-            every rank, as without. For adapters (LoRA) on a large backbone, of which a rank keeps 2 / W bytes per bf16
+        shard_frozen: stages 1 and 2 treat frozen parameters (``requires_grad=False``) as stage 3 treats all: each rank
+            keeps its shard, in their own dtype, and a bucket is gathered while it is read. Trainable parameters stay
+            whole on every rank. For adapters (LoRA) on a large backbone, of which a rank keeps 2 / W bytes per bf16
             parameter. Stage 3 does so in any case.
         weight_nbytes: the most bytes of gathered weights at any time. None: room for the largest sharded bucket and for
             the next one. With more, buckets stay from the forward to the backward, and are gathered once less.
@@ -134,7 +135,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
 
     Compilation, as torch.compile takes it:
         mode: for Inductor, on every segment. It may not ask for CUDA graphs: a replay overwrites the gradients of the
-            one before, which wait for their bucket.
+            replay before it, which wait for their bucket.
         options: the same as a dict of Inductor's options, in place of ``mode``.
         dynamic: None makes the sizes dynamic that have changed, True all of them, False none.
         fullgraph: True compiles the model as one graph, blocks included, and raises an error at a graph break in the
@@ -181,7 +182,7 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
 
 
 def _make_runtime(request: Request, ranks: Group) -> Runtime:
-    """Process groups, streams, and everything else that does not hold the parameters yet."""
+    """Makes process groups, streams, and everything else that does not change the model."""
     plan, device = request.plan, request.device
     ranks.open_data(device)
     if plan.has_levels:
@@ -197,14 +198,14 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
 
 
 def _make_buffer_sync(model: nn.Module, runtime: Runtime) -> BufferSync | None:
-    """What brings rank 0's buffers to the others before a forward; None if there is nothing to bring."""
+    """Copies rank 0's buffers to the others before a forward; None if the option or the model needs no such copies."""
     is_needed = runtime.config.broadcast_buffers and has_buffers(model) and runtime.group.world_size > 1
     return BufferSync(model, runtime) if is_needed else None
 
 
 def make_call(module: nn.Module, runtime: Runtime, sync: BufferSync | None = None) -> Callable[..., Any] | None:
-    """What ``module(...)``, the model or a part of it that the caller calls alone, runs from now on. None: what it runs
-    today."""
+    """The function for ``module(...)`` to run: compiled, with sharded weights inside a pass. None: its own forward.
+    ``module`` is the model, or a part of it that the caller calls alone."""
     config, call = runtime.config, None
     if config.backend != "eager" and not (runtime.plan.sharded and runtime.plan.kinds):
         backend = compiler.make_backend(runtime)
@@ -219,7 +220,7 @@ def make_call(module: nn.Module, runtime: Runtime, sync: BufferSync | None = Non
 
 
 def _undo_on_failure(undo: contextlib.ExitStack, request: Request, runtime: Runtime) -> None:
-    """From here on the model changes. If anything fails, out of memory for example, the caller gets it back."""
+    """Gives the caller the model back if anything fails from here on, for example for lack of memory."""
     dtypes = {name: param.dtype for name, param in runtime.placed.items()}
     undo.callback(snapshot([*request.model.modules(), *request.assignment.optimizers]))
     undo.callback(COMPILED.pop, request.model, None)
@@ -227,7 +228,7 @@ def _undo_on_failure(undo: contextlib.ExitStack, request: Request, runtime: Runt
 
 
 def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] | None) -> None:
-    """Hooks and methods on the caller's objects."""
+    """Puts hooks and methods on the caller's objects."""
     runtime = compiled.runtime
     runtime.install_hooks()
     for optimizer in compiled.optimizers:
@@ -262,19 +263,19 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Declares that the backward calls inside are not the last before an update.
 
     Stage 1 then skips their reduction. Stage 2 reduces every backward, since it keeps no full-size gradient, so ranks
-    wait for each other inside too: where they have different numbers of such backwards, a collective of the loop's own
-    must not stand before the next one outside, or RankMismatchError. Forgetting no_sync changes no number, it only
-    costs communication.
+    wait for each other inside, too. If they have different numbers of such backwards, the loop may call no collective
+    of its own before the next backward outside, or RankMismatchError is raised. Forgetting no_sync changes no number,
+    it only costs communication.
     """
     with sharded(model).runtime.no_sync():
         yield
 
 
 def synchronize(model: nn.Module) -> None:
-    """With ``overlap_gather``: whatever comes next on the current stream (on CPU: in this thread) may read parameters.
+    """With ``overlap_gather``: makes the current stream (on CPU: this thread) wait for all gathers of new weights.
 
     Only needed between ``optimizer.step()`` and the next forward, before a read that torch does not see: by a C++
-    extension that takes tensors past torch's dispatch, by an address or a DLPack capsule that was kept.
+    extension that takes tensors past torch's dispatch, or by an address or a DLPack capsule from before the step.
     Does nothing without ``overlap_gather``. The host does not wait on CUDA.
     """
     sharded(model).runtime.weights.synchronize()
@@ -283,9 +284,9 @@ def synchronize(model: nn.Module) -> None:
 def flush_state(model: nn.Module) -> None:
     """With ``offload="disk"``: makes ``offload_dir`` complete, on all ranks, and returns when it is on the disk.
 
-    A later `compile` with the same folder, plan and optimizer takes the state up if it is given the weights of now
-    (save them beside it); with other weights it raises. From the next update on the folder is not complete, and a run
-    that finds it so starts with fresh state and says that. Hyper-parameters and schedulers are the caller's to save.
+    A later `compile` with the same folder, plan and optimizer continues with the state if the model has the present
+    weights (save them beside it); with other weights it raises. From the next update on the folder is not complete,
+    and a run that finds it so starts with fresh state and says that. Save hyper-parameters and schedulers yourself.
 
     Raises:
         PlanError: the model has no state on a disk, or not all of its state is there. OSError, RankMismatchError: the

@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class Config:
-    """Every option of `zc.compile`, which documents their names and defaults."""
+    """The options of `zc.compile`, which documents them."""
 
     stage: int = 2
     param_dtype: torch.dtype | None = None
@@ -74,7 +74,7 @@ class Config:
                 "its files, and nothing else takes one"
             )
         self._check_compiler_options()
-        if self.placement.shards_weights:  # its gathers overlap in any case
+        if self.placement.shards_weights:  # gathers overlap with the forward and the backward in any case
             object.__setattr__(self, "overlap_gather", False)
         if self.weight_nbytes is not None and not self.shards_frozen:
             raise PlanError(
@@ -83,8 +83,8 @@ class Config:
             )
         if self.overlap_gather and self.shard_frozen:
             raise PlanError(
-                "overlap_gather=True and shard_frozen=True: a forward waits for gathers of the update before it, or "
-                "gathers sharded weights while it runs; leave overlap_gather out"
+                "overlap_gather=True and shard_frozen=True: a forward can wait for the gathers of the update before "
+                "it, or gather sharded weights while it runs, not both; leave overlap_gather out"
             )
         self._check_encodings()
         if self.overlap_gather and not self.overlap:
@@ -111,18 +111,18 @@ class Config:
 
     @property
     def encodings(self) -> list[tuple[str, str]]:
-        """The options that make something travel encoded, each as it was given, and its name."""
+        """The options by which gradients or weights travel encoded: each with its value as text, and its name."""
         named = [("reduce_dtype", self.reduce_dtype)] if self.reduce_dtype == torch.int8 else []
         named += [("gather_dtype", self.gather_dtype)] if self.gather_dtype is not None else []  # type: ignore[list-item]
         return [(f"{name}={value!r}", name) for name, value in named]
 
     @property
     def compiles_blocks(self) -> bool:
-        """Whether blocks have graphs of their own: not inside the one graph that ``fullgraph`` asks for."""
+        """Whether blocks have graphs of their own. With ``fullgraph`` they belong to the one graph."""
         return self.backend != "eager" and not self.fullgraph
 
     def _check_compiler_options(self) -> None:
-        """torch.compile's own, which zc passes on."""
+        """Checks torch.compile's options, which zc passes on."""
         _one_of("dynamic", self.dynamic, (None, True, False))
         if self.options is not None and not isinstance(self.options, Mapping):
             raise PlanError(f"options must be a dict of Inductor's options, got {self.options!r}")
@@ -143,13 +143,13 @@ class Config:
         if self.inductor_options.get("triton.cudagraphs"):
             raise PlanError(
                 f"{f'mode={self.mode!r}' if self.mode else 'options'} asks for CUDA graphs (Inductor's "
-                "triton.cudagraphs), and zc compiles without: a replay overwrites the outputs of the one before, which "
-                "are gradients that wait for their bucket. Use mode='max-autotune-no-cudagraphs', or leave it out"
+                "triton.cudagraphs), and zc compiles without: a replay overwrites the outputs of the replay before it, "
+                "which are gradients that wait for their bucket. Use mode='max-autotune-no-cudagraphs', or leave it out"
             )
 
     @property
     def inductor_options(self) -> dict[str, Any]:
-        """What ``mode`` or ``options`` set in Inductor's configuration. Raises PlanError for what it does not know."""
+        """The settings of Inductor by ``mode`` or ``options``. Raises PlanError for settings that it does not know."""
         if self.mode is None and self.options is None:
             return {}
         try:
@@ -169,7 +169,7 @@ class Config:
 
     @property
     def host(self) -> Offload | None:
-        """What offload keeps in host memory or on a disk; None without offload."""
+        """The row of the table of offload; None without offload."""
         if self.offload is None:
             return None
         return replace(OFFLOADS[self.offload_accumulate], state_on_disk=self.offload == "disk")

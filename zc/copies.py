@@ -1,8 +1,8 @@
 """A compiled model that is pickled whole (``torch.save(model)``) loads as a plain module, with a warning.
 
 A loaded DDP module reduces again; a compiled model can't without its optimizer. Its pickle contains an object that
-warns when it is loaded, even without zc. A deepcopy is a plain module as well, as an averaged copy should be, without
-warning.
+warns when it is loaded, even if zc is not installed. A deepcopy, such as an averaged copy, is a plain module as well,
+without a warning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The weights of a model to their places in the plan, and back out of them."""
+"""Moves the weights of a model to their places in the plan, and back."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def broadcast_rest(model: nn.Module, params: Mapping[str, nn.Parameter], ranks: Group) -> None:
-    """Gives all ranks rank 0's buffers and parameters that are in no bucket."""
-    planned = {id(p) for p in params.values()}
-    for tensor in [*(p for p in model.parameters() if id(p) not in planned), *model.buffers()]:
+    """Gives all ranks rank 0's buffers, and its parameters that are not among ``params``, which have buckets."""
+    in_buckets = {id(p) for p in params.values()}
+    for tensor in [*(p for p in model.parameters() if id(p) not in in_buckets), *model.buffers()]:
         values = tensor.detach().contiguous()
         ranks.broadcast_(values)
         tensor.copy_(values)
@@ -32,25 +32,25 @@ def broadcast_rest(model: nn.Module, params: Mapping[str, nn.Parameter], ranks: 
 
 @torch.no_grad()
 def fill(runtime: Runtime, buckets: Sequence[Bucket], unset: Collection[str] = ()) -> None:
-    """Broadcasts the weights from rank 0, takes the masters from them, and makes flat_param the parameters' memory. It
-    frees what the parameters of a bucket had before it allocates the next bucket. ``unset``: names of parameters that
-    have no bytes, and no value."""
+    """Broadcasts the weights from rank 0, copies them to the masters, and makes flat_param the parameters' memory. It
+    frees the old memory of a bucket's parameters before it allocates the next bucket. ``unset``: names of parameters
+    that have no bytes, and no value."""
     ranks, buffers = runtime.group, runtime.buffers
     for bucket in buckets:
         buffers.add(bucket)
         is_sharded = runtime.plan.is_sharded(bucket)
         for slot in bucket.slots:
-            parts = [buffers.weight_part(bucket, slot)] if is_sharded else []
-            parts += filter(None, [buffers.master_part(bucket, slot)])
+            shards = [buffers.weight_part(bucket, slot)] if is_sharded else []
+            shards += filter(None, [buffers.master_part(bucket, slot)])
             if slot.name in unset:
-                for part, _ in parts:
-                    poison(part)
+                for shard, _ in shards:
+                    poison(shard)
                 continue
             param = runtime.placed[slot.name]
             values = flattened(param.detach(), slot)
             ranks.broadcast_(values)
-            for part, elements in parts:
-                part.copy_(values[elements])
+            for shard, elements in shards:
+                shard.copy_(values[elements])
             if is_sharded:
                 del values
                 param.data = without_bytes(param, bucket.param_dtype)
@@ -68,26 +68,26 @@ def fill(runtime: Runtime, buckets: Sequence[Bucket], unset: Collection[str] = (
 
 
 def snapshot(objects: Sequence[Any]) -> Callable[[], None]:
-    """Returns a function that gives modules and optimizers back the attributes, hooks and groups that they have now. It
+    """Returns a function that gives modules and optimizers the attributes, hooks and groups back that they have now. It
     refills their dicts in place, because handles of hooks refer to those."""
     dicts: list[dict[Any, Any]] = []
-    for each in objects:
-        dicts += [vars(each), *(value for value in vars(each).values() if isinstance(value, dict))]
-        dicts += getattr(each, "param_groups", ())
-    before = [dict(each) for each in dicts]
+    for owner in objects:
+        dicts += [vars(owner), *(value for value in vars(owner).values() if isinstance(value, dict))]
+        dicts += getattr(owner, "param_groups", ())
+    copies = [dict(items) for items in dicts]
 
-    def restore() -> None:
-        for each, items in zip(dicts, before, strict=True):
-            each.clear()
-            each.update(items)
+    def put_back() -> None:
+        for items, copy in zip(dicts, copies, strict=True):
+            items.clear()
+            items.update(copy)
 
-    return restore
+    return put_back
 
 
 @torch.no_grad()
 def restore(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> None:
-    """The reverse of `fill`, for what it has done: parameters are plain ones, in these dtypes, with memory of their own
-    and without gradients."""
+    """The reverse of `fill`, also of one that has not come to its end: parameters are plain ones in these dtypes, with
+    memory of their own and without gradients."""
     for handle in (*runtime.hooks, *runtime.weights.hooks):
         handle.remove()
     if isinstance(runtime.weights, ShardedWeights):

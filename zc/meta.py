@@ -18,7 +18,7 @@ from zc.errors import PlanError
 
 
 class Placed:
-    """What `place` has done: the names of parameters and the places of buffers that have no value."""
+    """The names of the parameters and the places of the buffers that `place` has moved, and that have no value."""
 
     def __init__(self) -> None:
         self.params: list[str] = []
@@ -29,10 +29,11 @@ class Placed:
 
 
 def place(model: object, device: torch.device | str | None, stage: int, undo: contextlib.ExitStack) -> Placed:
-    """Gives what ``model`` has on meta a place on ``device``: parameters without bytes, whole buffers without values.
+    """Moves what ``model`` has on meta to ``device``: parameters without bytes, whole buffers without values.
 
     Each parameter stays the object that optimizers hold. Raises PlanError if ``device`` is missing, or the stage keeps
-    whole weights; nothing has changed then."""
+    whole weights; nothing has changed then.
+    """
     placed = Placed()
     if not isinstance(model, nn.Module):
         return placed
@@ -40,7 +41,10 @@ def place(model: object, device: torch.device | str | None, stage: int, undo: co
     where = _device(device) if device is not None else None
     for name, param in model.named_parameters() if where is not None else ():
         if not param.is_meta and param.device != where:
-            raise PlanError(f"device={device!r} is for what is on meta, and parameter {name} is on {param.device}")
+            raise PlanError(
+                f"device={device!r} is for parameters on meta, and {name} is on {param.device}: leave device out, or "
+                "make the whole model on meta"
+            )
     if params and (where is None or stage != 3):
         first = next(iter(params))
         raise PlanError(

@@ -171,7 +171,7 @@ class Plan:
 
     @property
     def sums_in_place(self) -> bool:
-        """Whether the ranks of a host exchange messages, and write the sum over their own gradients: no other buffer."""
+        """Whether ranks of a host exchange messages, and write the sum over their own gradients, in the same buffer."""
         return self.has_levels and not self.topology.reads_memory
 
     @property
