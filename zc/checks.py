@@ -24,7 +24,7 @@ _WRAPPERS = {
 }
 
 
-# of frozen parameters in shards: what every process group can gather
+# the dtypes of frozen parameters in shards: every process group can gather these
 _GATHERED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8)
 
 
@@ -57,7 +57,7 @@ def check_model(model: nn.Module) -> dict[str, nn.Parameter]:
     if not params:
         raise PlanError(
             f"{type(model).__name__} has no trainable parameter (requires_grad is False for all): "
-            "call requires_grad_(True) on what is to train"
+            "call requires_grad_(True) on those that shall train"
         )
     _check_tensors(params)
     _check_sparse(model)
@@ -67,7 +67,7 @@ def check_model(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def check_optimizers(model: nn.Module, params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-    """Raises PlanError unless each parameter is in exactly one optimizer, and the optimizers are fresh."""
+    """Raises PlanError unless each parameter is in exactly one optimizer, and the optimizers have no state yet."""
     for optimizer in optimizers:
         _check_optimizer(model, optimizer)
     _check_owners(params, optimizers)
@@ -132,8 +132,8 @@ def _check_devices(params: dict[str, nn.Parameter]) -> None:
 
 
 def _check_storages(params: dict[str, nn.Parameter]) -> None:
-    """Two parameters may not share a part of a storage, because they get different places in flat_param. (A tied weight
-    is one tensor under two names, which named_parameters lists once.)"""
+    """Raises PlanError for two parameters that share a part of a storage, because they get different places in
+    flat_param. (A tied weight is one tensor under two names, which named_parameters lists once.)"""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, param in params.items():
         if param.numel() == 0:
@@ -152,8 +152,8 @@ def _check_storages(params: dict[str, nn.Parameter]) -> None:
 
 
 def shardable(model: nn.Module, params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The frozen parameters of ``model`` that can lie in shards: plain dense ones on the device of ``params``, which
-    train, with a storage that no other parameter has a part of. The rest stays whole on every rank."""
+    """The frozen parameters of ``model`` that can lie in shards: plain dense ones on the device of ``params``, the
+    trainable ones, that share their storage with no other parameter. The rest stays whole on every rank."""
     device = next(iter(params.values())).device
     plain = {
         name: param
@@ -184,7 +184,7 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     if not all(_is_fresh(state) for state in optimizer.state.values()):
         raise PlanError(
             f"the {type(optimizer).__name__} has state for {len(optimizer.state)} parameters already, of steps without "
-            "zc (DDP's, say): give zc.compile a fresh optimizer, then take the old one's state up by "
+            "zc (DDP's, say): give zc.compile a fresh optimizer, then load the state of the old one by "
             'zc.load_state_dict(model, optimizer, {"model": model.state_dict(), "optimizer": old.state_dict()})'
         )
 

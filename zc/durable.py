@@ -1,4 +1,4 @@
-"""What a crash must not take back."""
+"""File operations that a crash does not undo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _AT_CWD, _EXCHANGE = -100, 2  # of Linux's renameat2
 
 
 def sync_folder(path: Path) -> None:
-    """Makes names in the folder durable (POSIX: fsync of a file does not do that)."""
+    """Makes the names in the folder durable. In POSIX, fsync of a file does not do that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -19,7 +19,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """The file's content is on the disk; its name is after `sync_folder`."""
+    """Writes the file, and returns when its content is on the disk. Its name is there after `sync_folder`."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -27,8 +27,8 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Two names in one folder change places, at once where the system and its file system can. Elsewhere one after the
-    other: a process that is killed in between leaves nothing under ``other``."""
+    """Exchanges two names in one folder, atomically if the system and its file system can. Otherwise in steps: a
+    process that is killed between them leaves nothing under ``other``."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, TypeError, AttributeError):

@@ -1,4 +1,4 @@
-"""Errors that zc raises for its users. Each names the object and both values. Nothing has changed when one is raised,
+"""Errors that zc raises for its users. Each names the object and both values. When one is raised nothing has changed,
 unless its text says so."""
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def stepping_optimizer() -> str | None:
     return None
 
 
-def not_given(optimizer: str) -> str:
-    """What is wrong with an optimizer of this class that steps by itself, and the way out."""
+def not_compiled(optimizer: str) -> str:
+    """For errors in the ``step`` of an optimizer of this class that zc does not know: the reason, and what to do."""
     return (
         f"zc.compile was not given this {optimizer}. Make it first, then call zc.compile(model, optimizer); several go "
         "in as a list"

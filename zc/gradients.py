@@ -1,4 +1,4 @@
-"""What a script asks about the gradients of a compiled model. Every rank must call these functions."""
+"""Functions on the gradients of a compiled model. Every rank must call them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def grads_are_finite(model: nn.Module) -> bool:
-    """Whether no gradient has an infinity or NaN, as all ranks will use them: the same answer on every rank.
+    """Whether all gradients of all ranks are finite: no infinity, no NaN. The same answer on every rank.
 
     Every rank must call it. It shares its one collective with clipping, and waits for the device.
     """
@@ -26,7 +26,7 @@ def grads_are_finite(model: nn.Module) -> bool:
 
 def full_grad(model: nn.Module) -> dict[str, Tensor | None]:
     """Every trainable parameter's reduced gradient, gathered on all ranks, in the parameter's shape and the
-    accumulator's dtype; None where no rank has one. For looking at, not for training: it holds all gradients at
+    accumulator's dtype; None where no rank has one. For inspection, not for training: it holds all gradients at
     once."""
     runtime = sharded(model).runtime
     gathered: dict[str, Tensor | None] = {}

@@ -1,6 +1,6 @@
-"""The logger ``zc``. ``ZC_LOG=debug`` (or info, warning) in the environment prints it, one line an event, with the
-rank: each bucket is followed from its gradients to its gathered weights. Without it nothing is configured: the logger
-is an ordinary one, and the program's own logging setup decides."""
+"""The logger ``zc``. ``ZC_LOG=debug`` (or info, warning) in the environment prints one line per event, with the rank:
+it follows each bucket from its gradients to its gathered weights. Without it nothing is configured, and the program's
+own logging setup decides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger("zc")
 
 
 def tell(text: str) -> None:
-    """One line on stderr for a person who waits; with ZC_LOG the log says what goes on, or is to be silent."""
+    """Prints one line on stderr for a person who waits. Prints nothing with ZC_LOG, which decides by its level."""
     if not os.environ.get("ZC_LOG"):
         print(f"zc: {text}", file=sys.stderr, flush=True)
 
@@ -27,8 +27,8 @@ def configure() -> None:
     if not log.handlers:
         handler = logging.StreamHandler()
         rank = os.environ.get("RANK", "0")
-        form = f"[rank {rank}] %(relativeCreated)9.1f ms %(threadName)s zc: %(message)s"
-        handler.setFormatter(logging.Formatter(form))
+        line_format = f"[rank {rank}] %(relativeCreated)9.1f ms %(threadName)s zc: %(message)s"
+        handler.setFormatter(logging.Formatter(line_format))
         log.addHandler(handler)
         log.propagate = False
     log.setLevel(level)

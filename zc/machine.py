@@ -29,7 +29,7 @@ def note_of_connections() -> str | None:
 
 
 def available_nbytes() -> int | None:
-    """Bytes of memory still available on this machine or in this container, or None if unknown."""
+    """Bytes of memory that are available on this machine or in this container; None if unknown."""
     limits: list[int] = []
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -43,8 +43,8 @@ def available_nbytes() -> int | None:
 
 
 def num_page_faults() -> int | None:
-    """Minor page faults of this process since it began, including pages that malloc had returned before; None if the
-    system does not count them."""
+    """Minor page faults of this process since it began, also on pages that malloc had returned to the system before;
+    None if the system does not count them."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource is not None else None
 
 

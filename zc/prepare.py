@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What `zc.compile` was asked for, resolved and checked on this rank. Nothing has changed yet, but for the files of
-    offload="disk"."""
+    """The arguments of `zc.compile`, resolved and checked on this rank. Nothing has changed yet, except for the files
+    of offload="disk"."""
 
     model: nn.Module
     config: Config
@@ -55,7 +55,7 @@ class Request:
 
 
 def resolve(model: nn.Module, optimizer: Any, options: Mapping[str, Any], ranks: Group) -> Request:
-    """Makes every check that a rank can make by itself. Raises PlanError or TypeError."""
+    """Resolves the arguments, with every check that a rank can make by itself. Raises PlanError or TypeError."""
     config = Config(**options)
     check_module(model)
     if model in COMPILED:
@@ -83,15 +83,15 @@ def assign(model: nn.Module, optimizer: Any) -> Assignment:
 
 
 def notes_of(request: Request, ranks: Group) -> list[str]:
-    """What `zc.explain` should say from the start."""
+    """The notes that `zc.explain` lists from the start."""
     plan, device = request.plan, request.device
     notes = [note_of(each) for each in request.assignment.optimizers] if ranks.world_size > 1 else []
     notes += [ranks.shard.note, kernels.note_of(device), note_of_shared(request.assignment.params)]
     notes.append(_note_of_frozen(request.model, request.config.param_dtype))
     if request.config.shard_frozen and not plan.frozen:
         notes.append(
-            "shard_frozen=True: no parameter is frozen that is a dense tensor with memory of its own, so every rank "
-            "keeps what it keeps without the option. Freeze (requires_grad_(False)) before zc.compile"
+            "shard_frozen=True: no parameter is frozen that is a dense tensor with memory of its own, so the option "
+            "changes nothing. Freeze (requires_grad_(False)) before zc.compile"
         )
     if not request.config.verify:
         notes.append("verify=False: schedules run without their proof")

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 def recompile(model: nn.Module) -> None:
     """Plans the parameters that became trainable after `compile` (``requires_grad_(True)``, deepspeed#5639). All ranks
-    call it, between two updates. Everything else keeps its place: weights, optimizer state, and schedules. A parameter
-    that was frozen needs no call; it just gets no gradient.
+    call it, between two updates. Everything else keeps its place: weights, optimizer state, and schedules. Freezing a
+    parameter needs no call; it just gets no gradient.
 
     One optimizer must hold the new parameters: from its construction on, or by ``optimizer.add_param_group`` before
     this call.
@@ -46,7 +46,8 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
     with ranks.raise_together():
         if config.offload is not None:
             raise PlanError(
-                f"zc.recompile does not work with offload={config.offload!r} yet: make the plan with all parameters"
+                f"zc.recompile does not work with offload={config.offload!r} yet: unfreeze all parameters before "
+                "zc.compile"
             )
         params = {n: p for n, p in trainable(model).items() if n not in runtime.params}
         optimizers = tuple(each.optimizer for each in compiled.optimizers)

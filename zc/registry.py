@@ -1,4 +1,4 @@
-"""What zc keeps for a compiled model, found by the model."""
+"""The compiled models: from a module to zc's state for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMPILED: weakref.WeakKeyDictionary[nn.Module, ShardedModel] = weakref.WeakKeyDi
 
 
 def sharded(model: nn.Module) -> ShardedModel:
-    """What zc keeps for a compiled model; raises where ``model`` is none."""
+    """zc's state for a compiled model. Raises PlanError for any other model."""
     sharded_model = COMPILED.get(model)
     if sharded_model is None:
         raise PlanError(f"this {type(model).__name__} was not compiled: call zc.compile(model, optimizer) first")
@@ -28,13 +28,13 @@ def sharded(model: nn.Module) -> ShardedModel:
 def persistent_nbytes(model: nn.Module) -> dict[str, int]:
     """Bytes that this rank holds for the model, by kind, counted from the tensors themselves.
 
-    Those of gradients (acc, flat_grad, recv) it holds from a backward until they are set to None.
+    Those of gradients (acc, flat_grad, recv) exist from a backward until the gradients are set to None.
     """
     sharded_model = sharded(model)
-    nbytes = sharded_model.runtime.buffers.nbytes()
+    runtime = sharded_model.runtime
+    nbytes = runtime.buffers.nbytes()
     by_param = [state for optimizer in sharded_model.optimizers for state in optimizer.optimizer.state.values()]
     states = [v for state in by_param if isinstance(state, dict) for v in state.values() if isinstance(v, Tensor)]
-    runtime = sharded_model.runtime
     whole = sum(param.nbytes for name, param in runtime.frozen.items() if name not in runtime.placed)
     if whole:
         nbytes["frozen"] = nbytes.get("frozen", 0) + whole

@@ -31,20 +31,20 @@ def join(model: nn.Module, batches: Iterable[T], *, microbatches: int = 1) -> It
 
     Args:
         microbatches: batches per update: call ``step()`` after so many items, None or not. Ranks ask each other once
-            per update whether any has data left: a few bytes of host memory.
+            per update whether any has data left: an exchange of a few bytes in host memory.
     """
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise PlanError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
-    return _together(sharded(model).runtime.group, iter(batches), microbatches)
+    return _joined(sharded(model).runtime.group, iter(batches), microbatches)
 
 
-def _together(group: Group, mine: Iterator[T], microbatches: int) -> Iterator[T | None]:
-    # All ranks have met at the boundary of the last update. Inside an update they may have different numbers of
-    # backwards, and so of announcements (zc/engine/announcements.py).
+def _joined(group: Group, batches: Iterator[T], microbatches: int) -> Iterator[T | None]:
+    # Ranks exchange this only between two updates, where all have made equally many announcements. Inside an update
+    # they may have different numbers of backwards, and so of announcements (zc/engine/announcements.py).
     while True:
-        batch = next(mine, None)
+        batch = next(batches, None)
         if not group.max_on_host([int(batch is not None)])[0]:
             return
         yield batch
         for _ in range(microbatches - 1):
-            yield next(mine, None)
+            yield next(batches, None)

@@ -22,7 +22,7 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
     parameters are always whole, it does nothing.
 
     Raises:
-        ZcError: ``optimizer.step()`` was called inside. RankMismatchError: not all ranks came.
+        ZcError: ``optimizer.step()`` was called inside. RankMismatchError: not all ranks have entered it.
     """
     weights = sharded(model).runtime.weights
     if isinstance(weights, ShardedWeights):
@@ -39,8 +39,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     All ranks call it. Buckets come one at a time, so no device holds more than its shards and one bucket. Works in all
     stages.
     """
-    held = sharded(model)
-    runtime, weights = held.runtime, held.runtime.weights
+    runtime = sharded(model).runtime
+    weights = runtime.weights
     names = {id(param): name for name, param in runtime.placed.items()}
     whole: dict[str, Tensor] = {}
     is_first = runtime.group.rank == 0

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zc import torch_private
 from zc.engine.pending import NO_VALUE
-from zc.errors import ZcError, not_given, stepping_optimizer
+from zc.errors import ZcError, not_compiled, stepping_optimizer
 
 _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its Absent
 
@@ -162,7 +162,7 @@ def _need(what: Any, params: list[AbsentParameter]) -> None:
             if (optimizer := stepping_optimizer()) is not None:
                 raise ZcError(
                     f"{optimizer}.step() met a parameter of shape {tuple(param.shape)}, whose bytes lie in shards with "
-                    f"{_why(param)}: {not_given(optimizer)}"
+                    f"{_why(param)}: {not_compiled(optimizer)}"
                 )
             name = getattr(what, "__name__", str(what))
             raise ZcError(f"{name} reads a parameter of shape {tuple(param.shape)} {_way_out(param)}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
-from zc.errors import ZcError, not_given, stepping_optimizer
+from zc.errors import ZcError, not_compiled, stepping_optimizer
 
 if TYPE_CHECKING:
     from zc.optim.grad_shards import GradShards
@@ -132,7 +132,7 @@ _OF_DDP = (aten.mul.out, aten.copy_.default)  # its reducer's, into its bucket
 
 def _refusal(what: Any, name: str) -> str:
     if (optimizer := stepping_optimizer()) is not None:
-        return f"{optimizer}.step() met the gradient of {name}, which is sharded over ranks: {not_given(optimizer)}"
+        return f"{optimizer}.step() met the gradient of {name}, which is sharded over ranks: {not_compiled(optimizer)}"
     advice = (
         "use zc.clip_grad_norm_ or torch.nn.utils.clip_grad_norm_ to clip, .norm() for its norm, .mul_() to scale it, "
         ".full_tensor() to gather it"
