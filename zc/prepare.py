@@ -63,8 +63,8 @@ def resolve(model: nn.Module, optimizer: Any, options: Mapping[str, Any], ranks:
     assignment = assign(model, optimizer)
     param_grads.refuse_compiled_autograd()
     device = next(iter(assignment.params.values())).device if config.offload is None else torch.device("cpu")
-    for each in assignment.optimizers:
-        try_out(each, ranks.shard.world_size, device)
+    for tried in assignment.optimizers:
+        try_out(tried, ranks.shard.world_size, device)
     check_replicas(config, ranks.num_replicas)
     plan = plan_of(model, assignment, config, ranks)
     check_plan(plan)
@@ -78,14 +78,14 @@ def assign(model: nn.Module, optimizer: Any) -> Assignment:
     optimizers = listed(optimizer)
     params = check_model(model)
     check_optimizers(model, params, optimizers)
-    rules = tuple(rule_of(each) for each in optimizers)
+    rules = tuple(map(rule_of, optimizers))
     return Assignment(optimizer, optimizers, rules, params, owners_of(params, optimizers))
 
 
 def notes_of(request: Request, ranks: Group) -> list[str]:
     """The notes that `zc.explain` lists from the start."""
     plan, device = request.plan, request.device
-    notes = [note_of(each) for each in request.assignment.optimizers] if ranks.world_size > 1 else []
+    notes = [*map(note_of, request.assignment.optimizers)] if ranks.world_size > 1 else []
     notes += [ranks.shard.note, kernels.note_of(device), note_of_shared(request.assignment.params)]
     notes.append(_note_of_frozen(request.model, request.config.param_dtype))
     if request.config.shard_frozen and not plan.frozen:
@@ -166,7 +166,7 @@ def _open_state_file(config: Config, rank: int, plan: Plan, assignment: Assignme
         return None
     optimizer, *others = assignment.optimizers
     if others:
-        kinds = ", ".join(type(each).__name__ for each in assignment.optimizers)
+        kinds = ", ".join(type(o).__name__ for o in assignment.optimizers)
         raise PlanError(f"offload='disk' takes one optimizer, and was given {kinds}: use offload='cpu'")
     if not is_elementwise(optimizer):
         raise PlanError(

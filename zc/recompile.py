@@ -50,9 +50,9 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
                 "zc.compile"
             )
         params = {n: p for n, p in trainable(model).items() if n not in runtime.params}
-        optimizers = tuple(each.optimizer for each in compiled.optimizers)
+        optimizers = tuple(sharded_optimizer.optimizer for sharded_optimizer in compiled.optimizers)
         check_added(params, optimizers, runtime.plan.buckets[0].device)
-        rules = tuple(each.rule for each in compiled.optimizers)
+        rules = tuple(sharded_optimizer.rule for sharded_optimizer in compiled.optimizers)
         added = Assignment(compiled.container, optimizers, rules, params, owners_of(params, optimizers))
         plan = _extended(model, runtime.plan, added, config, ranks)
     ranks.same_everywhere(

@@ -111,8 +111,8 @@ def _walk(module: nn.Module, prefix: str, uses: Counter[int], seen: set[int]) ->
 def _can_be_block(module: nn.Module, uses: Counter[int]) -> bool:
     params = [p for _, p in module.named_parameters(remove_duplicate=False)]
     is_leaf, has_matrix = next(module.children(), None) is None, any(p.dim() > 1 for p in params)
-    own = Counter(map(id, params))
-    return has_matrix and not is_leaf and all(uses[param] == count for param, count in own.items())
+    inside = Counter(map(id, params))
+    return has_matrix and not is_leaf and all(uses[param] == count for param, count in inside.items())
 
 
 def _signature(module: nn.Module) -> object:

@@ -97,18 +97,18 @@ def moved(plan: Plan, dtype_of: str) -> tuple[int, int]:
     if not whole or plan.world_size == 1:
         return 0, 0
     owned = _by_rank(whole, lambda b: getattr(b, dtype_of).itemsize)
-    own: dict[int, int] = {}  # bytes of a rank's own elements in its own shard
+    unsent: dict[int, int] = {}  # by rank: bytes of its elements in its own shard
     for bucket in whole:
         for rank, (start, stop) in bucket.layout.runs.items():
             low, high = bucket.layout.shard_range(rank)
             inside = max(0, min(stop, high) - max(start, low)) * getattr(bucket, dtype_of).itemsize
-            own[rank] = own.get(rank, 0) + inside
+            unsent[rank] = unsent.get(rank, 0) + inside
     reduced = dict.fromkeys(range(plan.world_size), 0)
     for bucket in whole:
         end, shard = max((stop for _, stop in bucket.layout.runs.values()), default=0), bucket.layout.numel_shard
         for rank in range(-(-end // shard)):  # nobody owns the padding after the last run
             reduced[rank] += (min(end, (rank + 1) * shard) - rank * shard) * getattr(bucket, dtype_of).itemsize
-    return max(n - own.get(r, 0) for r, n in reduced.items()), max(owned[rank] - own[rank] for rank in owned)
+    return max(n - unsent.get(r, 0) for r, n in reduced.items()), max(owned[rank] - unsent[rank] for rank in owned)
 
 
 def sent(plan: Plan, microbatches: int) -> dict[str, int]:

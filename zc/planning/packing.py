@@ -112,8 +112,8 @@ def make_plan(
         arrival = {spec.name: k for k, spec in enumerate(specs)}
         chunks: list[list[ParamSpec]] = []
         for number in sorted({spec.optimizer for spec in specs}):
-            own = [spec for spec in specs if spec.optimizer == number]
-            chunks += split_at_blocks(own, nbytes, kinds, is_default=bucket_nbytes is None)
+            its_specs = [spec for spec in specs if spec.optimizer == number]
+            chunks += split_at_blocks(its_specs, nbytes, kinds, is_default=bucket_nbytes is None)
         for members in sorted(chunks, key=lambda members: arrival[members[-1].name]):
             number, shapes = members[0].optimizer, [(spec.name, spec.shape) for spec in members]
             num_hosts = hosts.num_hosts if levels else 1
@@ -164,14 +164,14 @@ def split_at_blocks(
             blocks.setdefault(positions[parts[0]], []).append(spec)
     chunks = _split(outside, bucket_nbytes) if outside else []
     for kind in range(len(kinds)):
-        members = [own for (number, _), own in blocks.items() if number == kind]
-        largest = max((sum(spec.nbytes for spec in own) for own in members), default=1)
+        members = [block for (number, _), block in blocks.items() if number == kind]
+        largest = max((sum(spec.nbytes for spec in block) for block in members), default=1)
         if largest > bucket_nbytes:
-            chunks += [chunk for own in members for chunk in _split(own, bucket_nbytes)]
+            chunks += [chunk for block in members for chunk in _split(block, bucket_nbytes)]
             continue
         count = 1 if is_default and 4 * largest >= bucket_nbytes else bucket_nbytes // largest
         for start in range(0, len(members), count):
-            chunks.append([spec for own in members[start : start + count] for spec in own])
+            chunks.append([spec for block in members[start : start + count] for spec in block])
     return chunks
 
 

@@ -71,11 +71,11 @@ def rows_of(layout: FlatLayout, bits: int, first: int, count: int) -> Rows:
     runs, offsets = list[Run](), [0]
     for shard in range(first, first + count):
         spans = list(_spans(layout, shard * per_shard, (shard + 1) * per_shard))
-        at, own = offsets[-1], list[Run]()
+        at, shard_runs = offsets[-1], list[Run]()
         for start, stop, exact in spans:
-            own.append(Run(start - first * per_shard, stop - start, at, -1))
+            shard_runs.append(Run(start - first * per_shard, stop - start, at, -1))
             at += (stop - start) * (EXACT_NBYTES if exact else payload)
-        for run, (_, _, exact) in zip(own, spans, strict=True):
+        for run, (_, _, exact) in zip(shard_runs, spans, strict=True):
             runs.append(run if exact else run._replace(scales=at // SCALE_NBYTES))
             at += 0 if exact else run.num * SCALE_NBYTES
         offsets.append(-(-at // UNIT) * UNIT)
@@ -141,9 +141,9 @@ def largest(plan: Plan, bucket: Bucket, bits: int) -> tuple[int, int]:
     """The most bytes of any rank: of one row for each rank that it exchanges rows with, and of as many rows of its own
     shard."""
     count = num_rows(plan)
-    own = row_nbytes(bucket.layout, bits)
-    together = [sum(own[first : first + count]) for first in range(0, plan.world_size, count)]
-    return max(together), max(own) * count
+    nbytes = row_nbytes(bucket.layout, bits)
+    together = [sum(nbytes[first : first + count]) for first in range(0, plan.world_size, count)]
+    return max(together), max(nbytes) * count
 
 
 def num_rows(plan: Plan) -> int:

@@ -117,8 +117,8 @@ class Announcement:
 
     def _is_equal(self, start: int, stop: int) -> bool:
         """Whether these bytes are the same in the rows of all ranks."""
-        own, size = self._row[start:stop], len(self._row)
-        return all(self._rows[at + start : at + stop] == own for at in range(0, len(self._rows), size))
+        expected, size = self._row[start:stop], len(self._row)
+        return all(self._rows[at + start : at + stop] == expected for at in range(0, len(self._rows), size))
 
 
 def compare_pasts(group: Group, boundary: Announcement) -> None:

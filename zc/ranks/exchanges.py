@@ -99,12 +99,12 @@ class Exchanges:
         return work
 
     def gather_rows(self, rows: list[Tensor], what: str, bucket: int) -> Work:
-        """rows[r] <- the row of rank r, of any length; this rank's own is there. Asynchronous."""
-        own = rows[self.rank]
-        entry = self._begin(what, bucket, own.nbytes * (self.world_size - 1))
+        """rows[r] <- the row of rank r, of any length; this rank's row is there. Asynchronous."""
+        row = rows[self.rank]
+        entry = self._begin(what, bucket, row.nbytes * (self.world_size - 1))
         if self._by_pairs:
-            return self._between_pairs(rows, [own] * self.world_size, entry)
-        return self._data_work(self._post(dist.all_gather, rows, own, group=self.data, async_op=True), entry)
+            return self._between_pairs(rows, [row] * self.world_size, entry)
+        return self._data_work(self._post(dist.all_gather, rows, row, group=self.data, async_op=True), entry)
 
     def exchange(
         self, received: Pieces, sent: Pieces, what: str, bucket: int
@@ -123,7 +123,7 @@ class Exchanges:
         for rank, piece in sorted(sent, key=lambda item: (item[0] - self.rank) % self.world_size):
             if rank != self.rank:
                 works.append(self._pair(dist.isend, piece, rank, entry))
-        keep_own(received, sent, self.rank)
+        copy_own_piece(received, sent, self.rank)
         return self._work(entry, messages(works))
 
     def _between_pairs(self, received: list[Tensor], sent: list[Tensor], entry: Entry) -> Work:
@@ -161,9 +161,9 @@ def _lengths(pieces: Pieces, world_size: int) -> list[int]:
     return [numel.get(rank, 0) for rank in range(world_size)]
 
 
-def keep_own(received: Pieces, sent: Pieces, rank: int) -> None:
+def copy_own_piece(received: Pieces, sent: Pieces, rank: int) -> None:
     """Copies the piece that ``rank`` sends to itself, unless source and destination are the same memory."""
-    own = dict(sent)
+    piece_for = dict(sent)
     for source, piece in received:
-        if source == rank and piece.data_ptr() != own[rank].data_ptr():
-            piece.copy_(own[rank])
+        if source == rank and piece.data_ptr() != piece_for[rank].data_ptr():
+            piece.copy_(piece_for[rank])

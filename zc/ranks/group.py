@@ -25,7 +25,7 @@ from zc.errors import PlanError
 from zc.planning.plan import Level
 from zc.planning.topology import Topology, flat
 from zc.ranks.control import Control, backend_of, host_backend
-from zc.ranks.exchanges import Exchanges, Pieces, keep_own
+from zc.ranks.exchanges import Exchanges, Pieces, copy_own_piece
 from zc.ranks.journal import EXCHANGES, REDUCE
 from zc.ranks.neighbours import Neighbours
 from zc.ranks.work import Work, collective
@@ -213,7 +213,7 @@ class Group(Control):
         """As `Exchanges.exchange`."""
         if self._by_memory and self._neighbours is not None:
             entry = self._begin(what, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
-            keep_own(received, sent, self.rank)
+            copy_own_piece(received, sent, self.rank)
             steps = self._neighbours.exchange(EXCHANGES.index(what), bucket, dict(received), dict(sent))
             return self._work(entry, *steps)
         return super().exchange(received, sent, what, bucket)

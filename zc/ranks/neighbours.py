@@ -110,20 +110,20 @@ class Neighbours:
             lost = RankLostError(text) if self.journal is None else self.journal.fail(RankLostError, text)
             raise lost from error
 
-    def rows(self, own: Tensor, start: int, stop: int, places: Mapping[int, bytes], use: Use) -> None:
-        """Reads elements [start, stop) of every rank's data, as rows in rank order, n at a time; ``own`` is this
+    def rows(self, local: Tensor, start: int, stop: int, places: Mapping[int, bytes], use: Use) -> None:
+        """Reads elements [start, stop) of every rank's data, as rows in rank order, n at a time; ``local`` is this
         rank's. Calls ``use(rows [ranks of the host, n], at, at + n)`` with ``at`` counted from ``start``."""
-        size, count = own.element_size(), len(self.ranks)
+        size, count = local.element_size(), len(self.ranks)
         step = max(1024, _CHUNK_NBYTES // (size * count))
-        scratch = torch.empty(min(step, stop - start) * count, dtype=own.dtype)
+        scratch = torch.empty(min(step, stop - start) * count, dtype=local.dtype)
         for at in range(start, stop, step):
             end = min(stop, at + step)
             rows = scratch[: (end - at) * count].view(count, -1)
             for k, rank in enumerate(self.ranks):
                 if rank == self.rank:
-                    rows[k] = own[at:end]
+                    rows[k] = local[at:end]
                 else:
-                    self.read(rows[k], rank, places[rank], at * size, of=own.nbytes)
+                    self.read(rows[k], rank, places[rank], at * size, of=local.nbytes)
             use(rows, at - start, end - start)
 
     # --- whole exchanges ---
@@ -166,8 +166,8 @@ class Neighbours:
         self._send(key, value)
 
         def combine(seconds: float | None) -> bool:
-            own = value.clone()
-            values = (own if rank == self.rank else _tensor(payloads[rank], own) for rank in self.ranks)
+            local = value.clone()
+            values = (local if rank == self.rank else _tensor(payloads[rank], local) for rank in self.ranks)
             value.copy_(functools.reduce(add, values))
             return True
 

@@ -96,19 +96,19 @@ class ProcessGroups:
 
     def record_collective(self, group: dist.ProcessGroup | None, work: dist.Work) -> None:
         """Records a collective of ``group`` that possibly nobody waits for."""
-        for own in self._open.values():
-            if own.group is group:
-                own.works[:] = [*(w for w in own.works if not w.is_completed()), work]
+        for opened in self._open.values():
+            if opened.group is group:
+                opened.works[:] = [*(w for w in opened.works if not w.is_completed()), work]
 
     def keep_alive(self, tensor: Tensor) -> None:
         """Keeps memory that other ranks read: after this rank has dropped the model, until all have."""
-        for own in self._open.values():
-            own.tensors.append(tensor)
+        for opened in self._open.values():
+            opened.tensors.append(tensor)
             return
 
     def abandon(self) -> None:
         """Keeps all groups open for good, because ranks are out of step or gone."""
-        _ABANDONED.extend(own.group for own in self._open.values())
+        _ABANDONED.extend(opened.group for opened in self._open.values())
         self._open.clear()
 
     def close_dropped(self, gather: Callable[[Tensor], Tensor], *, and_own: bool = False) -> None:
