@@ -30,7 +30,8 @@ from zc.checkpoint.state import owned
 from zc.checkpoint.together import check_together, members_of
 from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError
-from zc.planning.plan import LOADED, Plan
+from zc.planning.plan import Plan
+from zc.ranks.journal import LOADED
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel

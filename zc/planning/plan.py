@@ -22,8 +22,6 @@ NUM_HOST_SUMS = 2  # the first of two reductions writes one while the second sen
 FIRST_FROZEN = 100_000  # the number of the first bucket of frozen parameters (`zc.planning.frozen`)
 MOVED = ""  # the name of a slot there whose parameter trains now, and is in another bucket
 
-LOADED = "load_state_dict"  # an entry of a rank's journal. Its number is 1 if the state was loaded, 0 if refused
-
 
 class Level(enum.Enum):
     """The ranks between which an exchange goes by messages."""
@@ -220,17 +218,6 @@ class Plan:
     def nbytes_update(self, bucket: Bucket) -> int:
         """Bytes of the encoded differences that a gather of this bucket brings together."""
         return largest(self, bucket, self.gather_bits)[0] if self.gather_bits else 0
-
-    def describe_exchange(self, entry: tuple[str, int]) -> str:
-        """An entry of a rank's journal in words: what is exchanged, and of which parameters."""
-        kind, index = entry
-        if kind == LOADED:
-            return f"optimizer.load_state_dict, {'taken' if index else 'refused'}"
-        if kind in ("sum", "largest"):
-            return f"the {kind} over ranks of {index} values (norms of gradients, or whether any is infinite)"
-        bucket = self.bucket(index)
-        first, last = bucket.slots[0].name, bucket.slots[-1].name
-        return f"{kind} of bucket {index} ({first} ... {last}, {bucket.numel} elements)"
 
     def weights_buffer(self, bucket: int) -> str:
         """The name of the weights that an update writes, in a schedule. It is flat_param[bucket], or another one if the

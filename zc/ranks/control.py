@@ -176,7 +176,7 @@ class Control(Exchanges):
     def set_plan(self, plan: Plan) -> None:
         """From here on the journal's entries are exchanges of ``plan``."""
         if self.journal is not None:
-            self.journal.describe, self.journal.timeout = plan.describe_exchange, patience(self.timeout)
+            self.journal.plan, self.journal.timeout = plan, patience(self.timeout)
 
     def record_note(self, note: str) -> None:
         """Records in the store that rank 0 has issued this note."""

@@ -26,7 +26,7 @@ from zc.planning.plan import Level
 from zc.planning.topology import Topology, flat
 from zc.ranks.control import Control, backend_of, host_backend
 from zc.ranks.exchanges import Exchanges, Pieces, copy_own_piece
-from zc.ranks.journal import EXCHANGES, REDUCE
+from zc.ranks.journal import EXCHANGES, LARGEST, REDUCE, SUM
 from zc.ranks.neighbours import Neighbours
 from zc.ranks.work import Work, collective
 
@@ -220,17 +220,17 @@ class Group(Control):
 
     def sum_(self, value: Tensor) -> None:
         """Adds a small tensor over the ranks, in place."""
-        self._all_reduce("sum", value, dist.ReduceOp.SUM, torch.add)
+        self._all_reduce(SUM, value, dist.ReduceOp.SUM, torch.add)
 
     def max_(self, value: Tensor) -> None:
         """The largest over the ranks, elementwise, in place."""
-        self._all_reduce("largest", value, dist.ReduceOp.MAX, torch.maximum)
+        self._all_reduce(LARGEST, value, dist.ReduceOp.MAX, torch.maximum)
 
     def _all_reduce(self, kind: str, value: Tensor, op: Any, add: Callable[[Tensor, Tensor], Tensor]) -> None:
         if self.world_size > 1:
             entry = self._begin(kind, value.numel(), self._others(2 * value.nbytes))
             if self._by_memory and self._neighbours is not None:
-                self._work(entry, *self._neighbours.reduce_(int(kind == "sum"), value, add)).wait()
+                self._work(entry, *self._neighbours.reduce_(int(kind == SUM), value, add)).wait()
                 return
             self._data_work(self._post(dist.all_reduce, value, op=op, group=self.data, async_op=True), entry).wait()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zc.errors import RankLostError, RankMismatchError, ZcError
 
 if TYPE_CHECKING:
+    from zc.planning.plan import Plan
     from zc.ranks.watch import Watch
     from zc.ranks.work import Step
 
@@ -20,10 +21,12 @@ FOLD = 4096  # exchanges of one update that a rank can still name
 TICK_S = 1.0  # between two looks of the watch; an exchange that takes longer is stalled
 STANDS_S = 20.0  # ranks that wait in different exchanges for longer are out of step
 SLICE_S = 0.5  # how often a waiting thread looks for a verdict of the watch
-Entry = tuple[str, int]
-# The exchanges of a bucket. On CPU the position in this list is part of the message's tag.
+Entry = tuple[str, int]  # what is exchanged, and its number
+# The exchanges of a bucket, whose number is the entry's. On CPU the position in this list is part of the message's tag.
 EXCHANGES = ("reduce", "gather weights", "gather gradient", "to owners", "from owners", "gather sums")
 REDUCE, GATHER, GATHER_GRADIENT, TO_OWNERS, FROM_OWNERS, GATHER_SUMS = EXCHANGES
+SUM, LARGEST = "sum", "largest"  # over ranks, of so many values
+LOADED = "load_state_dict"  # no exchange, but all ranks must do the same: 1 if the state was loaded, 0 if refused
 _ERRORS = {"RankLostError": RankLostError, "RankMismatchError": RankMismatchError}
 
 
@@ -63,13 +66,12 @@ class Journal:
     """The journal of one model on one rank. The watch of the process reads it (zc/ranks/watch.py).
 
     ``ranks``: those that train the model, by their numbers in the default group. ``number``: counts the models that
-    these ranks have compiled. ``describe`` puts an entry into words; announcements are words already.
+    these ranks have compiled.
     """
 
-    def __init__(
-        self, watch: Watch, ranks: Sequence[int], number: int, timeout: float, describe: Callable[[Entry], str] = str
-    ) -> None:
-        self.ranks, self.number, self.timeout, self.describe = tuple(ranks), number, timeout, describe
+    def __init__(self, watch: Watch, ranks: Sequence[int], number: int, timeout: float) -> None:
+        self.ranks, self.number, self.timeout = tuple(ranks), number, timeout
+        self.plan: Plan | None = None  # with the buckets of the entries; None while the model is compiled
         self.name = f"{'_'.join(map(str, ranks))}/{number}"  # the same on all ranks
         # replaced as a whole by the thread that starts an exchange; the watch reads it, never an epoch with old entries
         self.record = Record(0, [])
@@ -108,7 +110,19 @@ class Journal:
         self.record = Record(self.record.epoch + 1, [])
 
     def words(self, entry: Entry | str) -> str:
-        return entry if isinstance(entry, str) else self.describe(entry)
+        """What is exchanged, and of which parameters. Announcements are words already."""
+        if isinstance(entry, str):
+            return entry
+        kind, index = entry
+        if kind == LOADED:
+            return f"optimizer.load_state_dict, {'taken' if index else 'refused'}"
+        if kind in (SUM, LARGEST):
+            return f"the {kind} over ranks of {index} values (norms of gradients, or whether any is infinite)"
+        if self.plan is None:
+            return str(entry)
+        bucket = self.plan.bucket(index)
+        first, last = bucket.slots[0].name, bucket.slots[-1].name
+        return f"{kind} of bucket {index} ({first} ... {last}, {bucket.numel} elements)"
 
     # --- waiting ---
 
