@@ -57,11 +57,8 @@ class Config:
         _one_of("offload", self.offload, (None, "cpu", "disk"))
         _one_of("offload_accumulate", self.offload_accumulate, tuple(OFFLOADS))
         for name in ("bucket_nbytes", "num_buffers", "weight_nbytes"):
-            value = getattr(self, name)
-            if name != "num_buffers" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PlanError(f"{name} must be a whole number of at least 1, got {value!r}")
+            if name == "num_buffers" or getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         flags = ("overlap", "overlap_gather", "shard_frozen", "verify", "write_in_place", "broadcast_buffers")
         for name in (*flags, "fullgraph"):
             if not isinstance(getattr(self, name), bool):
@@ -178,7 +175,13 @@ class Config:
 OPTIONS = frozenset(field.name for field in fields(Config))
 
 
-def _one_of(name: str, value: object, valid: Sequence[object], hint: str = "") -> None:
+def check_count(name: str, value: object) -> None:
+    """Raises PlanError unless ``value`` is a whole number of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def _one_of(name: str, value: object, valid: Sequence[object]) -> None:
     if not any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in valid):
         options = ", ".join(repr(option) for option in valid)
-        raise PlanError(f"{name} must be one of {options}, got {value!r}" + (f" ({hint})" if hint else ""))
+        raise PlanError(f"{name} must be one of {options}, got {value!r}")

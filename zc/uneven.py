@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from zc.errors import PlanError
+from zc.config import check_count
 from zc.ranks.group import Group
 from zc.registry import sharded
 
@@ -33,8 +33,7 @@ def join(model: nn.Module, batches: Iterable[T], *, microbatches: int = 1) -> It
         microbatches: batches per update: call ``step()`` after so many items, None or not. Ranks ask each other once
             per update whether any has data left: an exchange of a few bytes in host memory.
     """
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise PlanError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
+    check_count("microbatches", microbatches)
     return _joined(sharded(model).runtime.group, iter(batches), microbatches)
 
 

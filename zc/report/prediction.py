@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zc.checks import shardable, trainable
-from zc.config import Config
+from zc.config import Config, check_count
 from zc.engine.sharded_weights import named_plainly
 from zc.errors import PlanError
 from zc.plan_checks import check_replicas
@@ -105,8 +105,7 @@ def plan(
         optimizer = "AdamW" if compiled is None else _optimizers_of(compiled)
     if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_WORLD_SIZE:
         raise PlanError(f"world_size must be a whole number from 1 to {MAX_WORLD_SIZE}, got {world_size!r}")
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise PlanError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
+    check_count("microbatches", microbatches)
     rates = {"bus_bandwidth": bus_bandwidth, "wire_bandwidth": wire_bandwidth, "net_bandwidth": net_bandwidth,
              "host_bandwidth": host_bandwidth,
              "device_bandwidth": device_bandwidth, "disk_bandwidth": disk_bandwidth,
@@ -116,8 +115,7 @@ def plan(
             raise PlanError(f"{name} must be above 0, got {rate!r}")
     hosts = flat(world_size)
     if ranks_per_host is not None:
-        if isinstance(ranks_per_host, bool) or not isinstance(ranks_per_host, int) or ranks_per_host < 1:
-            raise PlanError(f"ranks_per_host must be a whole number of at least 1, got {ranks_per_host!r}")
+        check_count("ranks_per_host", ranks_per_host)
         if world_size % ranks_per_host:
             raise PlanError(f"{world_size} ranks are no whole number of hosts of {ranks_per_host}")
         hosts = Topology(world_size // ranks_per_host, ranks_per_host)
