@@ -31,7 +31,7 @@ class Channel:
         self.group, self._device = sharded_model.runtime.group, sharded_model.runtime.plan.buckets[0].device
         self.pending: Saving | None = None  # until every rank knows its outcome
         what = "the first zc.save, zc.load or zc.full_optimizer_state of this model"
-        self.data = self.group.new_group(what=what) if self.group.world_size > 1 else None
+        self.data = self.group.new_group(text=what) if self.group.world_size > 1 else None
         self.job: str = self.share(what, secrets.token_hex(8))[0]  # in the names of this model's unfinished folders
 
     @property

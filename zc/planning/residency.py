@@ -1,7 +1,8 @@
 """Where gathered weights lie while they are read (stage 3), planned for a whole pass before it runs. No tensors.
 
-A pass is a sequence of *uses*: use k reads the buckets ``uses[k]``. A piece of the plan comes before each use: what is
-freed, what is gathered, and where the use reads. Buckets 0, 1 and 2 of 128 bytes in 256 bytes, read forward and back::
+A pass is a sequence of *uses*: use k reads the buckets ``uses[k]``. A piece of the plan comes before each use: buckets
+to free, buckets to gather, and the places that the use reads. Buckets 0, 1 and 2 of 128 bytes in 256 bytes, read
+forward and back::
 
     use 0 reads 0    gather 0 [0, 128)     gather 1 [128, 256)
     use 1 reads 1    free 0                gather 2 [0, 128)
@@ -11,9 +12,9 @@ freed, what is gathered, and where the use reads. Buckets 0, 1 and 2 of 128 byte
                      free 0
 
 The rules, the most important first: each use finds what it reads; extents alive at once do not overlap and lie in the
-first ``cap`` bytes; what the next use reads is gathered one use ahead, in place of what is read latest (Belady, 1966);
-what is read later is gathered into free room. Extents do not move, so an arena with enough bytes may lack a hole:
-`_place` looks one use further, and if a use still has no room, its buckets are freed and gathered again side by side.
+first ``cap`` bytes; the next use's buckets are gathered one use ahead, in place of those that are read latest (Belady,
+1966); those of later uses are gathered into free room. Extents do not move, so an arena with enough bytes may lack a
+hole: `_place` looks one use further, and if a use still has no room, its buckets are freed and gathered side by side.
 """
 
 from __future__ import annotations
@@ -48,9 +49,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Residency:
-    """One piece for each of ``uses``; after a last use that reads something, one more with its frees.
-
-    ``peak``: the most bytes of weights at any time. ``nbytes``: the size of the arena, where the last extent stops."""
+    """One piece per use; after a last use that reads something, one more with its frees. ``peak``: the most bytes of
+    weights at any time. ``nbytes``: the size of the arena, where the last extent stops."""
 
     pieces: tuple[Piece, ...]
     uses: Uses

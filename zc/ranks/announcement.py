@@ -32,23 +32,23 @@ class Announcement:
     """
 
     def __init__(
-        self, group: Group, number: int, what: str, sums: int, grads: int, num_cleared: int, flags: Sequence[int],
+        self, group: Group, number: int, text: str, sums: int, grads: int, num_cleared: int, flags: Sequence[int],
         waits: Waits,
     ) -> None:  # fmt: skip
         """Starts it.
 
         Args:
-            what: in words, what this rank announces; equal on all ranks that announce the same.
+            text: in words, what this rank announces; equal on all ranks that announce the same.
             sums, grads: checksums of which gradients the sums contain, and of the parameters that show a ``.grad``.
             num_cleared: how often gradients were dropped since the last boundary.
             waits: gets how long the issuing thread waits for the answer.
         """
-        past = group.journal.checksum() if group.journal is not None and what == BOUNDARY else 0
-        label = what if what == BOUNDARY else f"{num_cleared}: {what}"
-        kind = {BOUNDARY: 2, END: 1}.get(what, 0)
+        past = group.journal.checksum() if group.journal is not None and text == BOUNDARY else 0
+        label = text if text == BOUNDARY else f"{num_cleared}: {text}"
+        kind = {BOUNDARY: 2, END: 1}.get(text, 0)
         head = _HEAD.pack(zlib.crc32(label.encode()), past, sums, grads, num_cleared, kind)
         self.number, self._row = number, bytearray(head + bytes(flags))
-        self._kind = {BOUNDARY: "at the boundary", END: "at its end"}.get(what, "inside")
+        self._kind = {BOUNDARY: "at the boundary", END: "at its end"}.get(text, "inside")
         self._waits = waits  # only the thread that issues schedules adds to it
         # The exchange fills the rows of all ranks until `_work` is done. Then both threads read them.
         self._rows = self._row
@@ -60,7 +60,7 @@ class Announcement:
         if group.world_size > 1:
             self._rows = bytearray(group.world_size * len(self._row))
             sent, received = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in (self._row, self._rows))
-            self._work = group.gather_on_host(received, sent, what)
+            self._work = group.gather_on_host(received, sent, text)
 
     def may_reduce(self, *, starts: bool = False) -> bool:
         """`zc.engine.binding.MayReduce`."""
@@ -143,6 +143,6 @@ def raise_sums_differ(group: Group, sums: Sequence[tuple[int, int]]) -> None:
     )
 
 
-def plus(checksum: int, what: str) -> int:
-    """``checksum`` with ``what`` added, in whatever order texts are added."""
-    return (checksum + zlib.crc32(what.encode())) % 2**32
+def plus(checksum: int, text: str) -> int:
+    """``checksum`` with ``text`` added, in whatever order texts are added."""
+    return (checksum + zlib.crc32(text.encode())) % 2**32

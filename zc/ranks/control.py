@@ -110,12 +110,12 @@ class Control(Exchanges):
         assert group is not None, "a process group is initialised"
         return group
 
-    def _call(self, run: Callable[[], Any], what: str = _COMPILE) -> Any:
+    def _call(self, run: Callable[[], Any], text: str = _COMPILE) -> Any:
         """Calls ``run``, which blocks until all ranks answer, in a thread, and returns its result. The watch may raise
         meanwhile."""
         assert self.journal is not None, "there are several ranks"
         call = Call(run)
-        self.journal.wait(call, what, is_call=True)
+        self.journal.wait(call, text, is_call=True)
         return call.result()
 
     def _gather_objects(self, value: Any) -> list[Any]:
@@ -125,17 +125,17 @@ class Control(Exchanges):
         return values
 
     def new_group(
-        self, backend: str | None = None, timeout: timedelta | None = None, *, what: str = _COMPILE, **options: Any
+        self, backend: str | None = None, timeout: timedelta | None = None, *, text: str = _COMPILE, **options: Any
     ) -> dist.ProcessGroup:
         """Makes a group of the same ranks, as `ProcessGroups.new`; by default for host memory. It lives as long as this
-        object, or until `close`. ``what`` names the caller's function in errors.
+        object, or until `close`. ``text`` names the caller's function in errors.
 
         Making a gloo group waits for all ranks. An NCCL group waits in its first collective instead, and belongs to the
         calling thread's device.
         """
         assert self._process_groups is not None, "one rank needs no group"
         new = partial(self._process_groups.new, backend, timeout, **options)
-        group: dist.ProcessGroup = new() if backend == "nccl" else self._call(new, what)
+        group: dist.ProcessGroup = new() if backend == "nccl" else self._call(new, text)
         return group
 
     def keep_alive(self, tensor: Tensor) -> None:
@@ -215,20 +215,20 @@ class Control(Exchanges):
         self._work(_COMPILE, messages(works)).wait()
         return rows
 
-    def send_to_all(self, tensors: Sequence[Tensor], what: str) -> Work:
+    def send_to_all(self, tensors: Sequence[Tensor], text: str) -> Work:
         """Sends host tensors from rank 0 to all others, which `receive` them in this order. Asynchronous: the caller
         keeps the tensors until it has waited for the work."""
         others = range(1, self.world_size)
         works = [self._post(dist.isend, t, group_dst=r, group=self.control) for r in others for t in tensors]
-        return self._work(what, messages(works))
+        return self._work(text, messages(works))
 
-    def receive(self, tensor: Tensor, what: str) -> None:
-        """Receives the next tensor that rank 0 sends. ``what`` names it in errors."""
+    def receive(self, tensor: Tensor, text: str) -> None:
+        """Receives the next tensor that rank 0 sends. ``text`` names it in errors."""
         work = self._post(dist.irecv, tensor, group_src=0, group=self.control)
-        self._work(what, messages([work])).wait()
+        self._work(text, messages([work])).wait()
 
-    def max_on_host(self, values: Sequence[int], what: str = "an exchange of a few numbers") -> list[int]:
-        """The maximum of each value over the ranks. Uses only host memory, so no device synchronises. ``what`` names it
+    def max_on_host(self, values: Sequence[int], text: str = "an exchange of a few numbers") -> list[int]:
+        """The maximum of each value over the ranks. Uses only host memory, so no device synchronises. ``text`` names it
         in errors."""
         if self.world_size == 1:
             return list(values)
@@ -239,31 +239,31 @@ class Control(Exchanges):
         else:
             work = self._post(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
             steps = (collective(work),)
-        self._work(what, *steps).wait()
+        self._work(text, *steps).wait()
         return [int(value) for value in tensor]
 
-    def gather_on_host(self, out: Tensor, row: Tensor, what: str) -> Work:
-        """out [W * n] <- every rank's row [n], uint8, in host memory. Asynchronous. ``what`` names it in errors.
+    def gather_on_host(self, out: Tensor, row: Tensor, text: str) -> Work:
+        """out [W * n] <- every rank's row [n], uint8, in host memory. Asynchronous. ``text`` names it in errors.
 
         Messages use an all-to-all of copies of the row, since gloo posts all of it at once. Its all_gather is a ring,
         whose W - 1 hops follow one another (gloo/allgather.cc, alltoall.cc).
         """
         neighbours = self._all_on_this_host
         if neighbours is not None:
-            return self._work(what, *neighbours.gather_rows(out, row))
+            return self._work(text, *neighbours.gather_rows(out, row))
         # lifetime of the copies: the work holds them
         work = self._post(dist.all_to_all_single, out, row.repeat(self.world_size), group=self.control, async_op=True)
         if self._process_groups is not None and work is not None:
             self._process_groups.record_collective(self.control, work)
-        return self._work(what, collective(work))
+        return self._work(text, collective(work))
 
-    def same_everywhere(self, what: str, lines: Sequence[str], advice: str) -> None:
+    def same_everywhere(self, subject: str, lines: Sequence[str], advice: str) -> None:
         """Raises RankMismatchError on every rank, naming the first line in which some rank differs from rank 0.
         ``advice`` says what to do."""
         if self.world_size == 1:
             return
         digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-        low, high = self.max_on_host([-digest, digest], what)
+        low, high = self.max_on_host([-digest, digest], subject)
         if -low == high:
             return
         gathered = self._gather_objects(list(lines))
@@ -273,5 +273,5 @@ class Control(Exchanges):
                 there = theirs[k] if k < len(theirs) else "(nothing)"
                 if here != there:
                     raise RankMismatchError(
-                        f"{what} differs between ranks: rank 0 has {here}, rank {rank} has {there}. {advice}"
+                        f"{subject} differs between ranks: rank 0 has {here}, rank {rank} has {there}. {advice}"
                     )

@@ -86,10 +86,10 @@ class Exchanges:
             return self._work(entry, messages([work]))
         return self._data_work(work, entry)
 
-    def all_gather(self, out: Tensor, shard: Tensor, what: str, bucket: int) -> Work:
-        """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. ``what`` is one of EXCHANGES.
+    def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
+        """out [P] <- every rank's shard [S]; shard may be this rank's slice of out. ``kind`` is one of EXCHANGES.
         Asynchronous."""
-        entry = self._begin(what, bucket, self._others(out.nbytes))
+        entry = self._begin(kind, bucket, self._others(out.nbytes))
         if not self._by_pairs:
             return self._data_work(self._post(_all_gather(), out, shard, group=self.data, async_op=True), entry)
         theirs = out.view(self.world_size, -1)
@@ -98,21 +98,21 @@ class Exchanges:
             theirs[self.rank].copy_(shard)
         return work
 
-    def gather_rows(self, rows: list[Tensor], what: str, bucket: int) -> Work:
+    def gather_rows(self, rows: list[Tensor], kind: str, bucket: int) -> Work:
         """rows[r] <- the row of rank r, of any length; this rank's row is there. Asynchronous."""
         row = rows[self.rank]
-        entry = self._begin(what, bucket, row.nbytes * (self.world_size - 1))
+        entry = self._begin(kind, bucket, row.nbytes * (self.world_size - 1))
         if self._by_pairs:
             return self._between_pairs(rows, [row] * self.world_size, entry)
         return self._data_work(self._post(dist.all_gather, rows, row, group=self.data, async_op=True), entry)
 
     def exchange(
-        self, received: Pieces, sent: Pieces, what: str, bucket: int
+        self, received: Pieces, sent: Pieces, kind: str, bucket: int
     ) -> Work:
         """``received`` <- the pieces that other ranks send to this one, each straight into its place, at most one per
-        rank. This rank's own piece is copied, unless it is there already. ``what`` is one of EXCHANGES. Asynchronous.
+        rank. This rank's own piece is copied, unless it is there already. ``kind`` is one of EXCHANGES. Asynchronous.
         All ranks call it, also those without a piece."""
-        entry = self._begin(what, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
+        entry = self._begin(kind, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
         if not self._by_pairs:
             out, rows = _joined(received, sent, self._device), _joined(sent, received, self._device)
             splits = _lengths(received, self.world_size), _lengths(sent, self.world_size)

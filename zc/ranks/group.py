@@ -164,26 +164,26 @@ class Group(Control):
 
     # --- ranks that read each other's memory: nodes of a schedule ---
 
-    def signal_full(self, what: str, bucket: int, tensor: Tensor) -> None:
+    def signal_full(self, kind: str, bucket: int, tensor: Tensor) -> None:
         """Lets the others on this host read ``tensor``: a part each if it is reduced, all of it if it is gathered."""
         count = len(self.neighbours.ranks)
-        read = tensor.nbytes // count if what == REDUCE else tensor.nbytes
-        self._begin(what, bucket, read * (count - 1))
-        self.neighbours.signal_full(EXCHANGES.index(what), bucket, tensor)
+        read = tensor.nbytes // count if kind == REDUCE else tensor.nbytes
+        self._begin(kind, bucket, read * (count - 1))
+        self.neighbours.signal_full(EXCHANGES.index(kind), bucket, tensor)
 
-    def await_full(self, what: str, bucket: int) -> dict[int, bytes]:
+    def await_full(self, kind: str, bucket: int) -> dict[int, bytes]:
         """Waits for all others' signals. Returns the addresses of their data, for `read` and `rows`."""
         places: dict[int, bytes] = {}
-        self._work((what, bucket), self.neighbours.await_full(EXCHANGES.index(what), bucket, places)).wait()
+        self._work((kind, bucket), self.neighbours.await_full(EXCHANGES.index(kind), bucket, places)).wait()
         return places
 
-    def signal_free(self, what: str, bucket: int) -> None:
+    def signal_free(self, kind: str, bucket: int) -> None:
         """Signals that this rank has read the others' data."""
-        self.neighbours.signal_free(EXCHANGES.index(what), bucket)
+        self.neighbours.signal_free(EXCHANGES.index(kind), bucket)
 
-    def await_free(self, what: str, bucket: int) -> None:
+    def await_free(self, kind: str, bucket: int) -> None:
         """Returns once all others have read this rank's data."""
-        self._work((what, bucket), self.neighbours.await_free(EXCHANGES.index(what), bucket)).wait()
+        self._work((kind, bucket), self.neighbours.await_free(EXCHANGES.index(kind), bucket)).wait()
 
     @property
     def neighbours(self) -> Neighbours:
@@ -192,31 +192,31 @@ class Group(Control):
 
     # --- exchanges by memory, in two levels, or of a few numbers ---
 
-    def all_gather(self, out: Tensor, shard: Tensor, what: str, bucket: int) -> Work:
+    def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
         """As `Exchanges.all_gather`. With two levels, shards are in the order of a layout with as many hosts, and the
         host waits for the first level."""
         if self._by_memory and self._neighbours is not None:
-            entry, rows = self._begin(what, bucket, self._others(out.nbytes)), out.view(self.world_size, -1)
+            entry, rows = self._begin(kind, bucket, self._others(out.nbytes)), out.view(self.world_size, -1)
             if rows[self.rank].data_ptr() != shard.data_ptr():
                 rows[self.rank].copy_(shard)
             received = dict(enumerate(rows))
-            return self._work(entry, *self._neighbours.exchange(EXCHANGES.index(what), bucket, received, shard))
+            return self._work(entry, *self._neighbours.exchange(EXCHANGES.index(kind), bucket, received, shard))
         if self.levels is None:
-            return super().all_gather(out, shard, what, bucket)
+            return super().all_gather(out, shard, kind, bucket)
         host_range = out.view(self.levels.host.world_size, -1)[self.levels.host.rank]
-        self.levels.net.all_gather(host_range, shard, what, bucket).wait()
-        return self.levels.host.all_gather(out, host_range, what, bucket)
+        self.levels.net.all_gather(host_range, shard, kind, bucket).wait()
+        return self.levels.host.all_gather(out, host_range, kind, bucket)
 
     def exchange(
-        self, received: Pieces, sent: Pieces, what: str, bucket: int
+        self, received: Pieces, sent: Pieces, kind: str, bucket: int
     ) -> Work:
         """As `Exchanges.exchange`."""
         if self._by_memory and self._neighbours is not None:
-            entry = self._begin(what, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
+            entry = self._begin(kind, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
             copy_own_piece(received, sent, self.rank)
-            steps = self._neighbours.exchange(EXCHANGES.index(what), bucket, dict(received), dict(sent))
+            steps = self._neighbours.exchange(EXCHANGES.index(kind), bucket, dict(received), dict(sent))
             return self._work(entry, *steps)
-        return super().exchange(received, sent, what, bucket)
+        return super().exchange(received, sent, kind, bucket)
 
     def sum_(self, value: Tensor) -> None:
         """Adds a small tensor over the ranks, in place."""

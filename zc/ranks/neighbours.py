@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 _PLACE = struct.Struct("<QQ")  # address, bytes
-FULL, FREE, ROW, VALUES = range(4)  # what a message says
+FULL, FREE, ROW, VALUES = range(4)  # what a message is for
 _CHUNK_NBYTES = 2**20  # of all ranks' rows that are summed at once, so that they stay in a core's own cache
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)  # by the kernel, whatever the address
 
 Use = Callable[[Tensor, int, int], None]
 
 
-def _key(says: int, what: int, index: int) -> int:
-    return says << 56 | what << 48 | index
+def _key(message: int, kind: int, index: int) -> int:
+    return message << 56 | kind << 48 | index
 
 
 class Neighbours:
-    """The other ranks of the group on this host. ``pids``: their processes, by rank. In every call ``what`` and
+    """The other ranks of the group on this host. ``pids``: their processes, by rank. In every call ``kind`` and
     ``index``, equal on all ranks, say which exchange it belongs to."""
 
     def __init__(self, rank: int, links: Links, pids: Mapping[int, int], reader: Reader) -> None:
@@ -51,25 +51,25 @@ class Neighbours:
 
     # --- signals ---
 
-    def signal_full(self, what: int, index: int, tensors: Mapping[int, Tensor] | Tensor) -> None:
+    def signal_full(self, kind: int, index: int, tensors: Mapping[int, Tensor] | Tensor) -> None:
         """Lets each other rank read its one of ``tensors``, contiguous, until it signals that it has done so."""
         for peer in self.peers:
             tensor = tensors if isinstance(tensors, Tensor) else tensors.get(peer)
             place = _PLACE.pack(0, 0) if tensor is None else _PLACE.pack(tensor.data_ptr(), tensor.nbytes)
-            self.links.send(peer, _key(FULL, what, index), place)
+            self.links.send(peer, _key(FULL, kind, index), place)
 
-    def await_full(self, what: int, index: int, places: dict[int, bytes]) -> Step:
+    def await_full(self, kind: int, index: int, places: dict[int, bytes]) -> Step:
         """``places`` <- by rank, the address of its data for this one. Done when all others may be read."""
-        return self._from_all(_key(FULL, what, index), _PLACE.size, places)
+        return self._from_all(_key(FULL, kind, index), _PLACE.size, places)
 
-    def signal_free(self, what: int, index: int) -> None:
+    def signal_free(self, kind: int, index: int) -> None:
         """Tells the others that this rank has read their data."""
         for peer in self.peers:
-            self.links.send(peer, _key(FREE, what, index), b"\0")
+            self.links.send(peer, _key(FREE, kind, index), b"\0")
 
-    def await_free(self, what: int, index: int) -> Step:
+    def await_free(self, kind: int, index: int) -> Step:
         """Done when all others have read this rank's data."""
-        return self._from_all(_key(FREE, what, index), 1, {})
+        return self._from_all(_key(FREE, kind, index), 1, {})
 
     def _from_all(self, key: int, nbytes: int, messages: dict[int, bytes]) -> Step:
         """``messages`` <- one message from each neighbour, by rank."""
@@ -129,21 +129,21 @@ class Neighbours:
     # --- whole exchanges ---
 
     def exchange(
-        self, what: int, index: int, received: Mapping[int, Tensor], sent: Mapping[int, Tensor] | Tensor
+        self, kind: int, index: int, received: Mapping[int, Tensor], sent: Mapping[int, Tensor] | Tensor
     ) -> tuple[Step, ...]:
         """received[r] <- the tensor that rank r sends to this one. Done when the others have received theirs, too. All
         ranks call it, also those that receive nothing."""
-        self.signal_full(what, index, sent)
+        self.signal_full(kind, index, sent)
         places: dict[int, bytes] = {}
 
         def read(seconds: float | None) -> bool:
             for peer, out in received.items():
                 if peer != self.rank:
                     self.read(out, peer, places[peer])
-            self.signal_free(what, index)
+            self.signal_free(kind, index)
             return True
 
-        return self.await_full(what, index, places), read, self.await_free(what, index)
+        return self.await_full(kind, index, places), read, self.await_free(kind, index)
 
     def gather_rows(self, out: Tensor, row: Tensor) -> tuple[Step, ...]:
         """out [ranks of the host * n] <- every rank's row [n], uint8. The k-th call on one rank matches the k-th on the
@@ -160,9 +160,9 @@ class Neighbours:
 
         return self._from_all(_key(ROW, 0, number), row.nbytes, payloads), copy
 
-    def reduce_(self, what: int, value: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> tuple[Step, ...]:
+    def reduce_(self, kind: int, value: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> tuple[Step, ...]:
         """``value``, small <- all ranks' values, combined in rank order: the same bits on all."""
-        key, payloads = _key(VALUES, what, value.numel()), dict[int, bytes]()
+        key, payloads = _key(VALUES, kind, value.numel()), dict[int, bytes]()
         self._send(key, value)
 
         def combine(seconds: float | None) -> bool:
