@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import copy
+import functools
 import inspect
 import itertools
+import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -793,6 +797,92 @@ def load_graph(content: bytes) -> Any:
 
     fake_mode: Any = TracingContext.get().fake_mode
     return GraphPickler.loads(content, fake_mode)
+
+
+@functools.cache
+def probe_vector_units() -> None:
+    """Starts Inductor's probes of this machine's vector instructions beside what the program does. Inductor then waits
+    for them where it first asks.
+
+    Before its first C++ kernel Inductor compiles a test program for each set of instructions, one after another: some
+    6 s, and 1 s where the programs are in its cache. Ranks of a host share them by its file locks.
+
+    A fork waits for these threads: a child would keep the pipes open by which they read what the compiler says.
+
+    Relies on ``torch._inductor.cpu_vec_isa``: ``valid_vec_isa_list`` is called there by its name, and asks for the
+    truth, which is kept, of those of ``supported_vec_isa_list`` that ``x86_isa_checker`` names (2.11 to 2.15).
+    """
+    from torch._inductor import compile_fx, cpu_vec_isa  # the first for what the threads import: once, and here
+
+    del compile_fx
+    plain, names = cpu_vec_isa.valid_vec_isa_list, cpu_vec_isa.x86_isa_checker()
+
+    def probe(unit: Any, context: contextvars.Context) -> None:
+        with contextlib.suppress(Exception):  # a full disk, for example: Inductor meets it, too, and says so
+            context.run(bool, unit)
+
+    def wait() -> None:
+        for thread in threads:
+            thread.join()
+
+    @functools.wraps(plain)
+    def valid_vec_isa_list() -> Any:
+        wait()
+        return plain()
+
+    # each in a copy of this context: torch keeps what the program has configured in context variables
+    threads = [
+        threading.Thread(target=probe, args=(unit, contextvars.copy_context()), name="zc vector units", daemon=True)
+        for unit in cpu_vec_isa.supported_vec_isa_list
+        if all(name in names for name in str(unit).split())
+    ]
+    for thread in threads:
+        thread.start()
+    cpu_vec_isa.valid_vec_isa_list = valid_vec_isa_list
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=wait)
+
+
+_waits: contextvars.ContextVar[contextlib.ExitStack | None] = contextvars.ContextVar("waits", default=None)
+
+
+@contextlib.contextmanager
+def compiling_kernels_together() -> Iterator[None]:
+    """Inside, Inductor goes on to the next graph while the C++ compiler works on the kernels of the one before. On the
+    way out waits for all of them. Nothing that is compiled inside may run inside.
+
+    Waits after an error as well: Inductor keeps the modules that it has loaded, for other graphs of equal code.
+    """
+    _put_off_waits()
+    with contextlib.ExitStack() as waits:
+        token = _waits.set(waits)
+        try:
+            yield
+        finally:
+            _waits.reset(token)
+
+
+@functools.cache
+def _put_off_waits() -> None:
+    """Inductor's modules wait for their kernels at the end of `compiling_kernels_together`, where they are loaded
+    inside of it; elsewhere at once, as always.
+
+    Relies on generated modules calling ``torch._inductor.async_compile.AsyncCompile.wait(scope)``, which replaces the
+    futures in ``scope``, the module's globals, by kernels (2.11 to 2.15).
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    plain = AsyncCompile.wait
+
+    @functools.wraps(plain)
+    def wait(self: Any, scope: dict[str, Any]) -> None:
+        waits = _waits.get()
+        if waits is None:
+            plain(self, scope)
+        else:
+            waits.callback(plain, self, scope)
+
+    AsyncCompile.wait = wait  # type: ignore[method-assign]
 
 
 def compile_inner(

@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 import pickle
+import platform
+import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -374,3 +378,71 @@ def test_values_learn_of_other_strides() -> None:
         torch_private.adopt_strides(gm, [other])
     values = [n.meta["val"] for n in gm.graph.nodes if n.op == "call_function"]
     assert len(values) == 2 and all(v.stride() == other.stride() != x.stride() for v in values)
+
+
+@contract("probe_vector_units", "the probes of vector instructions in torch._inductor.cpu_vec_isa")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere Inductor probes one set of instructions")
+def test_probes_of_vector_instructions_run_beside_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpu_vec_isa
+
+    threads: list[str] = []
+    is_over = threading.Event()
+
+    class Unit(cpu_vec_isa.VecAVX2):
+        def check_build(self, code: str) -> bool:
+            threads.append(threading.current_thread().name)
+            return is_over.wait(60.0)
+
+        __hash__ = object.__hash__
+
+    units = [Unit(), Unit()]
+    plain = inspect.unwrap(cpu_vec_isa.valid_vec_isa_list)
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", functools.cache(plain))
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", units)
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2"])
+
+    inspect.unwrap(torch_private.probe_vector_units)()
+    probes = [thread for thread in threading.enumerate() if thread.name == "zc vector units"]
+    assert len(probes) == 2
+    threading.Timer(0.3, is_over.set).start()
+    _fork()
+    assert not any(thread.is_alive() for thread in probes)
+    assert str(cpu_vec_isa.pick_vec_isa()) == "avx2" and len(cpu_vec_isa.valid_vec_isa_list()) == 2
+    assert threads == ["zc vector units"] * 2  # Inductor has asked for no probe of its own
+
+    is_over.clear()
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", [Unit()])
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", functools.cache(plain))
+    inspect.unwrap(torch_private.probe_vector_units)()
+    threading.Timer(0.3, is_over.set).start()
+    assert len(cpu_vec_isa.valid_vec_isa_list()) == 1 and len(threads) == 3  # it has waited
+
+
+def _fork() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+@contract("compiling_kernels_together compile_inner", "AsyncCompile.wait, by which generated modules wait for kernels")
+def test_modules_wait_for_their_kernels_where_the_context_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import LambdaFuture
+
+    monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 2)  # one makes no futures
+    scopes: list[dict[str, Any]] = [{"kernel": LambdaFuture(lambda value=value: value)} for value in range(3)]
+    with torch_private.compiling_kernels_together():
+        AsyncCompile().wait(scopes[0])
+        assert isinstance(scopes[0]["kernel"], LambdaFuture)
+    AsyncCompile().wait(scopes[1])
+    with suppress(RuntimeError), torch_private.compiling_kernels_together():
+        AsyncCompile().wait(scopes[2])
+        raise RuntimeError
+    assert [scope["kernel"] for scope in scopes] == [0, 1, 2]
+
+    plain, waits = AsyncCompile.wait, []
+    with mock.patch.object(AsyncCompile, "wait", lambda self, scope: waits.append(plain(self, scope))):
+        inputs = torch.arange(6.0)
+        assert torch.equal(torch.compile(lambda x: x * 2 + 0.125)(inputs), inputs * 2 + 0.125)
+    assert waits  # a generated module has called it

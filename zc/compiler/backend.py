@@ -7,6 +7,7 @@ goes through zc's passes, and only the segments between gradient operations go o
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,9 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[...
     compiled graphs by code object, in C, out of sight of Python's collector, so whatever they own would outlive the
     model. When a parameter dies, the graphs that are guarded by its identity die with it.
     """
+    on_cpu = runtime.plan.buckets[0].device.type == "cpu"
+    if on_cpu and runtime.config.backend == "inductor":
+        torch_private.probe_vector_units()  # while the model is prepared and traced
     runtime = weakref.proxy(runtime)
     num_shared = 0
 
@@ -65,7 +69,8 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[...
             return torch_private.compile_graph(gm, inputs, _inner_compiler(hook), options)
         from zc.compiler.saved import cached  # imports Inductor, which takes seconds
 
-        with cached(hook) as kept:
+        together = torch_private.compiling_kernels_together if on_cpu else contextlib.nullcontext
+        with cached(hook) as kept, together():
             return torch_private.compile_graph(gm, inputs, _inner_compiler(kept), options, is_cached=True)
 
     return zc_backend
