@@ -838,7 +838,7 @@ def probe_vector_units() -> None:
     ]
     for thread in threads:
         thread.start()
-    cpu_vec_isa.valid_vec_isa_list = valid_vec_isa_list
+    cpu_vec_isa.valid_vec_isa_list = valid_vec_isa_list  # type: ignore[assignment]
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=wait)
 
