@@ -3,7 +3,7 @@
     python -m bench.gpu [--minutes 8.5] [--csv bench/results/gpu.csv] [--only kernels|pace|steps]
     python -m bench.gpu --dry-run     # on the CPU: the same cells, a tiny model, eager; to see that all of them run
 
-1. the kernels (bench/gpu_kernels.py), each against a copy's bandwidth; 2. the paced group against its model;
+1. the kernels (bench/kernels.py), each against a copy's bandwidth; 2. the paced group against its model;
 3. training steps in the order of CELLS: W=1 real, then W=8 paced on NVLink and on a network that costs nothing, whose
 difference is exposed communication. Never run on a GPU: none was at hand when it was written.
 """
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench import run
+from bench import kernels, run
 from bench.measure import ROOT, device_name, end_on_sigterm, versions
 from bench.report import rows
 
@@ -57,20 +57,18 @@ CELLS = [
 
 def kernel_rows() -> Iterator[dict[str, Any]]:
     """The kernels' own rows, in the columns of `rows`."""
-    from bench import gpu_kernels
-
     try:
-        yield from map(as_row, gpu_kernels.rows([16, 256], num_rounds=30, check_only=False))
+        yield from map(as_row, kernels.rows([16, 256], 30, torch.device("cuda")))
     except SystemExit as wrong:  # a kernel's result was wrong
         yield {"case": "kernel", "provider": "zc", "repeat": 0, "status": str(wrong)}
 
 
 def as_row(kernel: dict[str, Any]) -> dict[str, Any]:
-    """A row of gpu_kernels: a case a kernel and size, a provider a way to do it, with its fraction of a copy."""
+    """A row of `bench.kernels`: the case is kernel and size, the provider one way to do it."""
     case, run_name = f"kernel {kernel['case']}, {kernel['MiB']} MiB", kernel["run"]
-    made = {"case": case, "repeat": 0, "status": f"failed: {kernel['note']}" if kernel["note"] else "ok"}
-    made["provider"] = f"{run_name} ({kernel['fraction']} of a copy)" if kernel["fraction"] else run_name
-    return made | {c: kernel[c] for c in ("p20_ms", "p50_ms", "p80_ms", "device")}
+    row = {"case": case, "repeat": 0, "status": f"failed: {kernel['note']}" if kernel["note"] else "ok"}
+    row["provider"] = f"{run_name} ({kernel['fraction']} of a copy)" if kernel["fraction"] else run_name
+    return row | {c: kernel[c] for c in ("p20_ms", "p50_ms", "p80_ms", "device")}
 
 
 def step_rows(

@@ -306,8 +306,11 @@ def compile_id() -> str:
     return f"{found.frame_id}/{found.frame_compile_id}" if found is not None else "?"
 
 
+SKIPPED = "skipped frames"
+
+
 def graph_breaks() -> dict[str, int]:
-    """Why Dynamo broke graphs in this process, and how often; under "skipped frames" those that it left uncompiled.
+    """Why Dynamo broke graphs in this process, and how often; under `SKIPPED` the frames that it left uncompiled.
 
     Relies on ``torch._dynamo.utils.counters``, which TORCH_LOGS and Dynamo's own tests read (2.11 to 2.15).
     """
@@ -317,7 +320,7 @@ def graph_breaks() -> dict[str, int]:
     found = {str(reason): int(times) for reason, times in breaks if BLOCK not in str(reason)}
     frames = counters["frames"]
     if frames["total"] > frames["ok"]:
-        found["skipped frames"] = int(frames["total"] - frames["ok"])
+        found[SKIPPED] = int(frames["total"] - frames["ok"])
     return found
 
 

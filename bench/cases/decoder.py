@@ -91,11 +91,11 @@ class Decoder(nn.Module):
         x, seq = self.tokens(tokens), tokens.shape[1]
         for block in self.blocks:
             x = block(x, self.cos[:seq], self.sin[:seq])
-        return self.head_loss(self.norm(x), targets)
+        return self.head_loss(x, targets)
 
     def head_loss(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """[batch, seq, width] -> logits or loss. A method, so that it can be compiled apart from the blocks."""
-        logits = self.head(x)
+        """[batch, seq, width] -> logits or loss. A method of its own, so that it is compiled apart from the blocks."""
+        logits = self.head(self.norm(x))
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
@@ -131,10 +131,10 @@ class NormStack(nn.Module):
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head_loss(self.norm(x), targets)
+        return self.head_loss(x, targets)
 
     def head_loss(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        logits = F.linear(x, self.tokens.weight)
+        logits = F.linear(self.norm(x), self.tokens.weight)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

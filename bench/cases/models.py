@@ -77,11 +77,11 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head_loss(self.norm(x), targets)
+        return self.head_loss(x, targets)
 
     def head_loss(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """[batch, seq, width] -> logits or loss. A method, so that it can be compiled apart from the blocks."""
-        logits = F.linear(x, self.tokens.weight)
+        """[batch, seq, width] -> logits or loss. A method of its own, so that it is compiled apart from the blocks."""
+        logits = F.linear(self.norm(x), self.tokens.weight)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
@@ -114,7 +114,7 @@ class TransformersLlama(nn.Module):
         return self.head_loss(self.llama.model(input_ids=tokens, use_cache=False).last_hidden_state, targets)
 
     def head_loss(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """[batch, seq, width] -> logits or loss. A method, so that it can be compiled apart from the blocks."""
+        """[batch, seq, width] -> logits or loss. A method of its own, so that it is compiled apart from the blocks."""
         logits: Tensor = self.llama.lm_head(x)
         if targets is None:
             return logits

@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,18 @@ def test_the_index_leads_to_every_page() -> None:
 def test_every_example_is_named_on_a_page() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
     assert [p.name for p in EXAMPLES.glob("*.py") if f"examples/{p.name}" not in text] == []
+
+
+def repeated(page: Path) -> list[str]:
+    """Headings and long lines of prose that stand on the page twice: a merge has kept two versions of a section."""
+    lines = re.sub(r"<!-- table.*?<!-- end -->|```.*?```", "", page.read_text(), flags=re.S).splitlines()
+    prose = [line for line in lines if line.startswith("#") or (len(line) > 60 and not line.startswith("|"))]
+    return [line for line, times in Counter(prose).items() if times > 1]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_no_page_says_the_same_twice(page: Path) -> None:
+    assert repeated(page) == []
 
 
 # --- Python blocks ---

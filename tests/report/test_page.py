@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 import zc
 from zc.engine.clock import Clock
 from zc.registry import sharded
+from zc.report.last_step import filled
 from zc.report.timeline import LOOP, measured, module_of
 
 BROWSER = next(
@@ -127,7 +129,8 @@ def test_the_first_sentence_says_what_matters() -> None:
     assert report.summary.nbytes == int(rows[-1].split(": ")[1].replace(",", ""))
     first = str(report).splitlines()[0]
     assert re.fullmatch(
-        r"Nothing fell back\. 0\.0 MB per rank \(DDP in fp32: 0\.0 MB\), 0\.0 MB sent per step, 0 recompiles\.", first
+        r"Nothing fell back\. 0\.0 MB per rank \(DDP in fp32: 0\.0 MB\), 0 recompiles, 0\.0 MB sent in the last step\.",
+        first,
     ), first
 
 
@@ -145,6 +148,48 @@ def test_the_first_sentence_names_what_fell_back() -> None:
     schedules = zc.explain(model).summary.num_unproved
     said = f"1 gradient through its hook, {schedules} schedules without their proof, 2 notes"
     assert first.startswith(f"Look at {said}."), first
+
+
+class Blocks(nn.Module):
+    """Equal blocks in a loop; ``norm`` is read beside the loop, where Dynamo compiles nothing."""
+
+    def __init__(self, reads_beside_the_loop: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(5))
+        self.norm = nn.LayerNorm(16)
+        self.reads_beside_the_loop = reads_beside_the_loop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head_loss(self.norm(x) if self.reads_beside_the_loop else x)
+
+    def head_loss(self, x: torch.Tensor) -> torch.Tensor:
+        return (x if self.reads_beside_the_loop else self.norm(x)).square().mean()
+
+
+@pytest.mark.parametrize(("beside", "said"), [(False, "Nothing fell back."), (True, "Look at 2 gradients")])
+def test_the_loop_over_blocks_counts_as_no_graph_break(beside: bool, said: str) -> None:
+    """Dynamo skips the function that has it, in every model with blocks; what stands beside it is named."""
+    torch._dynamo.reset()
+    model = Blocks(beside)
+    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="aot_eager")
+    optimizer = sharded(model).optimizers[0].optimizer
+    model(torch.ones(2, 16)).backward()
+    optimizer.step()
+    report = zc.explain(model)
+    assert sharded(model).runtime.plan.kinds and str(report).startswith(said), str(report.summary)
+    assert "Dynamo skips the function that has the loop over blocks" in report.sections["compilation"]
+
+
+def test_equal_blocks_are_one_line_of_the_last_step() -> None:
+    twice = Counter({"backward_0 of blocks.1": 1, "backward_2": 2})
+    slots = [Counter({"backward_0": 1}), twice, Counter({"hook": 1}), Counter[str]()]
+    assert filled(slots) == (
+        "backward_0 of 2 blocks x 1 (2 of 4 parameters), backward_2 x 2 (1 of 4 parameters), "
+        "hook x 1 (1 of 4 parameters)"
+    )
+    assert filled([Counter()]) == "nothing"
 
 
 # --- the page ---

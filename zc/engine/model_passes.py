@@ -110,7 +110,7 @@ class ModelPasses(OfCore):
         everything = set(every_bucket(core))
 
         def num_breaks() -> int:
-            return sum(times for why, times in torch_private.graph_breaks().items() if why != "skipped frames")
+            return sum(times for why, times in torch_private.graph_breaks().items() if why != torch_private.SKIPPED)
 
         breaks_before = num_breaks()
 

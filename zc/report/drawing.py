@@ -142,9 +142,14 @@ def _memory(timeline: Timeline, scale: float, top: int) -> str:
     )
 
 
+def _used(timeline: Timeline) -> list[str]:
+    """The classes of color that the timeline has."""
+    return [name for name in _COLORS if any(color_class(box) == name for box in timeline.boxes)]
+
+
 def _legend(timeline: Timeline, top: int) -> tuple[str, int]:
-    used = [name for name in _COLORS if any(color_class(box) == name for box in timeline.boxes)]
-    parts = []
+    """The legend inside a picture, and its height."""
+    used, parts = _used(timeline), []
     for k, name in enumerate(used):
         x, y = LEFT + (k % 3) * 350, top + (k // 3) * 20
         parts.append(f'<rect class="{name}" x="{x}" y="{y}" width="14" height="12"/>')
@@ -152,7 +157,7 @@ def _legend(timeline: Timeline, top: int) -> tuple[str, int]:
     return "\n".join(parts), 20 * -(-len(used) // 3) + 8
 
 
-def legend() -> str:
+def legend(timeline: Timeline) -> str:
     """The legend for a page."""
-    entries = (f'<span class="key {name}"></span>{what}' for name, (what, *_) in _COLORS.items())
+    entries = (f'<span class="key {name}"></span>{_COLORS[name][0]}' for name in _used(timeline))
     return f'<p class="legend">{" ".join(f"<span>{entry}</span>" for entry in entries)}</p>'

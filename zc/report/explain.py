@@ -3,19 +3,17 @@ fallback with its reason, and each schedule with its proof and costs."""
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from zc import torch_private
 from zc.engine.accumulators import Acc
 from zc.engine.program import Program
 from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import PlanError
 from zc.passes.write_in_place import nbytes_in_place
-from zc.planning.plan import Bucket, Plan
+from zc.planning.plan import Plan
 from zc.planning.wire import BLOCK, exact_numel
 from zc.registry import persistent_nbytes, sharded
 from zc.report import last_step, residency, summary
@@ -85,7 +83,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
         sections["offload"] = _offload(runtime, on_host)
     single = [p for p in runtime.eager.programs if p.num_runs]
     if single:
-        sections["schedules of what came in through hooks, and at the end"] = "\n".join(
+        sections["schedules of gradients that came through hooks or waited for the end"] = "\n".join(
             f"{p.name}: {_verdict(p)}" for p in single
         )
     updates = [program for step in on_host for program in step.programs]
@@ -108,7 +106,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
         f"{runtime.group.world_size}",
         summary=first,
         step=measured(step, everything) if step is not None else None,
-        buckets=[_bar(runtime, bucket) for bucket in runtime.plan.buckets],
+        buckets=_bars(runtime),
         notes=runtime.notes,
         sections=sections,
         estimates={
@@ -128,15 +126,15 @@ def _folded(name: str, body: str) -> str:
     return "\n".join([*lines[:LONGEST_LIST], f"... {num_left} more lines: zc.explain(model).sections[{name!r}]"])
 
 
-def _bar(runtime: Runtime, bucket: Bucket) -> BucketBar:
-    arrived = runtime.ledger.arrived(runtime.programs, runtime.ledger.last)
-    slots = [arrived.get((bucket.index, k), Counter[str]()) for k in range(len(bucket.slots))]
-    names = {name for times in slots for name in times}
-    state = "empty" if not names else "hooks" if "hook" in names else "compiled"
-    said = f"{len(slots)} parameters, {last_step.sources(slots)}; reduced {last_step.reductions(runtime, bucket)} times"
-    return BucketBar(
-        bucket.index, bucket.numel * bucket.param_dtype.itemsize, state, said, [str(s) for s in bucket.slots]
-    )
+def _bars(runtime: Runtime) -> list[BucketBar]:
+    bars = []
+    for bucket, slots in zip(runtime.plan.buckets, last_step.sources(runtime), strict=True):
+        names = {name for times in slots for name in times}
+        state = "empty" if not names else "hooks" if "hook" in names else "compiled"
+        said = f"{len(slots)} parameters, {last_step.reduced(runtime, bucket)}"
+        params = [f"filled by {last_step.filled(slots)}", *map(str, bucket.slots)]
+        bars.append(BucketBar(bucket.index, bucket.numel * bucket.param_dtype.itemsize, state, said, params))
+    return bars
 
 
 def _stage(plan: Plan) -> str:
@@ -249,10 +247,11 @@ def _compilation(runtime: Runtime) -> str:
     again = [graph for graph in graphs if not graph.endswith("/0")]
     rows = [f"graphs: {len(graphs)} ({', '.join(graphs) or 'none'}: frame/compilation)"]
     rows.append(f"recompiles (other shapes, another module of the same class, other guards): {len(again)}")
-    before = runtime.ledger.breaks_before
-    breaks = {reason: n - before.get(reason, 0) for reason, n in torch_private.graph_breaks().items()}
     rows.append("graph breaks and skipped frames in this process since zc.compile:")
-    rows += [f"    {n} x {' '.join(reason.split())[:300]}" for reason, n in breaks.items() if n > 0] or ["    none"]
+    breaks = summary.graph_breaks(runtime)
+    rows += [f"    {n} x {' '.join(reason.split())[:300]}" for reason, n in breaks.items()] or ["    none"]
+    if runtime.plan.kinds:
+        rows.append("    (Dynamo skips the function that has the loop over blocks: each block is compiled on its own)")
     return "\n".join(rows)
 
 

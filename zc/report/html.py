@@ -23,13 +23,14 @@ h1 { font-size: 1.4em; margin: 0; } h2 { font-size: 1.1em; margin: 2em 0 .5em; }
 .card { border: 1px solid var(--rule); border-left: 5px solid var(--reduction); border-radius: 6px; padding: .6em; }
 .card.look { border-left-color: var(--hot); } .card b { display: block; font-size: 1.5em; }
 .chart { overflow-x: auto; border: 1px solid var(--rule); border-radius: 6px; }
-.chart svg { display: block; width: 100%; min-width: 640px; height: auto; }
+.chart svg { display: block; width: 100%; min-width: 900px; height: auto; }
 .box:focus { outline: none; } .box:focus rect, .box:hover rect { stroke: var(--ink); stroke-width: 2; }
 .said { min-height: 3em; margin: .4em 0; } .legend > span { margin-right: 1.2em; white-space: nowrap; }
 .key { display: inline-block; width: 14px; height: 12px; margin-right: .4em; border: 1px solid var(--dim); }
 """ + " ".join(f".key.{name} {{ background: var(--{name}); }}" for name in
                ("loop", "compute", "write", "reduction", "weights", "offload", "signal")) + """
-.bar { display: inline-block; height: 12px; vertical-align: middle; border: 1px solid var(--dim); margin-right: 8px; }
+.bar { display: inline-block; height: 12px; vertical-align: middle; border: 1px solid var(--dim); margin-right: 8px;
+  max-width: 25vw; }
 .bar.compiled { background: var(--reduction); } .bar.hooks { background: var(--write); }
 details { border-top: 1px solid var(--rule); padding: .35em 0; } summary { cursor: pointer; }
 pre { overflow-x: auto; font-size: 12px; border: 1px solid var(--rule); border-radius: 6px; padding: .7em 1em; }
@@ -91,11 +92,11 @@ def page(
     items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
     body = [
         f'<h1>{title}</h1>\n<p class="lead">{html.escape(str(summary))}</p>',
-        _cards(summary, step, len(notes)),
+        _cards(summary, step),
         f'<h2>Notes</h2>\n<ul class="notes">{items}</ul>' if notes else "",
         _step(step),
         _buckets(buckets),
-        "<h2>All of it, as text</h2>",
+        "<h2>The full report as text</h2>",
         *(_section(name, text, estimates.get(name)) for name, text in sections.items()),
         *(_section(name, "", line) for name, line in estimates.items() if name not in sections),
         f"<script>{_SCRIPT}</script>",
@@ -107,7 +108,7 @@ def _card(label: str, value: str, said: str, look: bool = False) -> str:
     return f'<div class="card{" look" * look}">{label}<b>{value}</b><span class="dim">{said}</span></div>'
 
 
-def _cards(summary: Summary, step: Timeline | None, num_notes: int) -> str:
+def _cards(summary: Summary, step: Timeline | None) -> str:
     share = summary.nbytes / summary.ddp_nbytes if summary.ddp_nbytes else 0.0
     cards = [_card("memory of this rank", megabytes(summary.nbytes),
                    f"{share:.2f} of the {megabytes(summary.ddp_nbytes)} that DDP takes in fp32")]  # fmt: skip
@@ -116,13 +117,14 @@ def _cards(summary: Summary, step: Timeline | None, num_notes: int) -> str:
         cards.append(_card("peak of the step", f"+{megabytes(most - least)}", f"to {megabytes(most)} of this process"))
     if step is not None:
         exposed = step.exposed() / step.stop if step.stop else 0.0
-        said = f"of a step of {step.stop / 1e3:,.1f} ms is communication that no computation hides"
+        said = f"of the step below, {step.stop / 1e3:,.1f} ms, is communication that no computation hides"
         cards.append(_card("exposed communication", f"{exposed:.0%}", said))
     proved = summary.num_schedules - summary.num_unproved
     said = "schedules are proved free of races" if not summary.num_unproved else "the others run without their proof"
     cards.append(_card("proof", f"{proved} of {summary.num_schedules}", said, look=summary.num_unproved > 0))
-    look = ", ".join(summary.fallbacks) or "nothing fell back"
-    cards.append(_card("to look at", str(num_notes) if num_notes else "0 notes", look, look=bool(summary.fallbacks)))
+    fallbacks = summary.fallbacks
+    said = ", ".join(fallbacks) or "nothing fell back"
+    cards.append(_card("to look at", str(len(fallbacks) or "nothing"), said, look=bool(fallbacks)))
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
@@ -132,7 +134,7 @@ def _step(step: Timeline | None) -> str:
             "<h2>The step</h2>\n<p>No step was clocked yet: zc clocks the third one after the last compilation. "
             "The schedules below have pictures whose times are estimates.</p>"
         )
-    return f"<h2>The step as it ran</h2>\n{legend()}{_chart(step)}"
+    return f"<h2>The step as it ran</h2>\n{legend(step)}{_chart(step)}"
 
 
 def _chart(timeline: Timeline) -> str:
@@ -161,6 +163,6 @@ def _buckets(buckets: Sequence[BucketBar]) -> str:
 
 
 def _section(name: str, text: str, estimate: Timeline | None) -> str:
-    picture = _chart(estimate) if estimate is not None else ""
+    picture = legend(estimate) + _chart(estimate) if estimate is not None else ""
     body = f"<pre>{html.escape(text)}</pre>" if text else ""
     return f"<details><summary>{html.escape(name)}</summary>{picture}{body}</details>"

@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from zc.engine.ledger import Where
 from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
@@ -15,16 +14,23 @@ if TYPE_CHECKING:
 MANY_PAGE_FAULTS = 4096  # per step; each takes 2 to 3 us
 
 
+def sources(runtime: Runtime) -> list[list[Counter[str]]]:
+    """For each bucket and each of its slots: how often each schedule, or "hook", brought the gradient."""
+    arrived = runtime.ledger.arrived(runtime.programs, runtime.ledger.last)
+    return [
+        [arrived.get((bucket.index, k), Counter[str]()) for k in range(len(bucket.slots))]
+        for bucket in runtime.plan.buckets
+    ]
+
+
 def last_step(runtime: Runtime) -> str:
     """What filled each bucket and how many times, what this rank sent, and how long it waited."""
     if not runtime.ledger.num_steps:
         return "no step yet"
     step, plan = runtime.ledger.last, runtime.plan
-    arrived = runtime.ledger.arrived(runtime.programs, step)
     rows = [f"step {runtime.ledger.num_steps}"]
-    for bucket in plan.buckets:
-        slots = [arrived.get((bucket.index, k), Counter[str]()) for k in range(len(bucket.slots))]
-        rows.append(f"bucket {bucket.index}: {sources(slots)}; reduced {reductions(runtime, bucket)} times")
+    for bucket, slots in zip(plan.buckets, sources(runtime), strict=True):
+        rows.append(f"bucket {bucket.index}: {filled(slots)}; {reduced(runtime, bucket)}")
     sent = ", ".join(f"{kind} {n:,}" for kind, n in sorted(step.nbytes_sent.items())) or "nothing"
     rows.append(f"bytes sent by this rank: {sent}; in all {sum(step.nbytes_sent.values()):,}")
     moved = ", ".join(f"{way} {n:,}" for way, n in runtime.accumulators.nbytes_of_last_step.items() if n)
@@ -51,36 +57,43 @@ def _advice(num_page_faults: int) -> str:
     )
 
 
-def reductions(runtime: Runtime, bucket: Bucket) -> int:
-    return runtime.accumulators.reductions_of_last_step[bucket.index]
+def reduced(runtime: Runtime, bucket: Bucket) -> str:
+    times = runtime.accumulators.reductions_of_last_step[bucket.index]
+    return f"reduced {times} time{'s' * (times != 1)}"
 
 
-def sources(slots: list[Counter[str]]) -> str:
-    """``backward_0 x 2 (6 parameters), hook x 1 (1 of 7 parameters)``."""
-    counts: dict[tuple[str, int], int] = {}
+def filled(slots: list[Counter[str]]) -> str:
+    """``backward_0 x 2 (6 of 7 parameters), hook x 1 (1 of 7 parameters)``. The schedules of equal blocks are one:
+    ``backward_0 of 5 blocks x 1 (55 of 55 parameters)``."""
+    counts: Counter[tuple[str, int]] = Counter()  # (schedule, times) -> parameters
+    blocks: dict[tuple[str, int], set[str]] = {}
     for times_by_source in slots:
         for name, times in times_by_source.items():
-            counts[name, times] = counts.get((name, times), 0) + 1
-    if not counts:
-        return "nothing"
-    sources = sorted(counts.items())
-    return ", ".join(f"{name} x {times} ({n} of {len(slots)} parameters)" for (name, times), n in sources)
+            schedule, _, block = name.partition(" of ")
+            counts[schedule, times] += 1
+            blocks.setdefault((schedule, times), set()).add(block)
+    lines = []
+    for (schedule, times), number in sorted(counts.items()):
+        names = sorted(blocks[schedule, times])
+        of = f" of {len(names)} blocks" if len(names) > 1 else f" of {names[0]}" if names[0] else ""
+        lines.append(f"{schedule}{of} x {times} ({number} of {len(slots)} parameters)")
+    return ", ".join(lines) or "nothing"
 
 
 def empty(runtime: Runtime) -> str:
+    """Which parameters got no gradient in the last step, and why."""
     if not runtime.ledger.num_steps:
         return "no step yet"
-    arrived = runtime.ledger.arrived(runtime.programs, runtime.ledger.last)
     rows = []
-    for bucket in runtime.plan.buckets:
-        missing = [(bucket.index, k) for k in range(len(bucket.slots)) if (bucket.index, k) not in arrived]
-        if len(missing) == len(bucket.slots):
+    for bucket, slots in zip(runtime.plan.buckets, sources(runtime), strict=True):
+        missing = [k for k, times_by_source in enumerate(slots) if not times_by_source]
+        if len(missing) == len(slots):
             rows.append(f"bucket {bucket.index}: all of it")
-        rows += [f"{bucket.slots[where[1]].name}: {_why(runtime, where)}" for where in missing]
+        rows += [f"{bucket.slots[k].name}: {_why(runtime, (bucket.index, k))}" for k in missing]
     return "\n".join(rows) or "nothing"
 
 
-def _why(runtime: Runtime, where: Where) -> str:
+def _why(runtime: Runtime, where: tuple[int, int]) -> str:
     writers = [program.name for program in runtime.programs if where in program.brings]
     if writers:
         return f"{', '.join(writers)} would write its gradient, and did not run; its hook did not fire either"

@@ -35,11 +35,11 @@ class Summary:
         """One sentence: whether something fell back, and the figures of the last step."""
         fell = f"Look at {', '.join(self.fallbacks)}." if self.fallbacks else "Nothing fell back."
         figures = [f"{megabytes(self.nbytes)} per rank (DDP in fp32: {megabytes(self.ddp_nbytes)})"]
-        if self.num_steps:
-            figures.append(f"{megabytes(self.nbytes_sent)} sent per step")
-        if self.exposed_s is not None:
-            figures.append(f"{self.exposed_s * 1e3:,.1f} ms waited for communication")
         figures.append(f"{self.num_recompiles} recompile{'s' * (self.num_recompiles != 1)}")
+        if self.num_steps:
+            figures.append(f"{megabytes(self.nbytes_sent)} sent in the last step")
+        if self.exposed_s is not None:
+            figures.append(f"which waited {self.exposed_s * 1e3:,.1f} ms for communication")
         return f"{fell} {', '.join(figures)}."
 
 
@@ -60,9 +60,8 @@ def summarize(model: nn.Module) -> Summary:
         numel[name] = numel.get(name, 0) + sum(slot.numel for slot in bucket.slots)
     programs = [*runtime.forwards, *runtime.programs, *runtime.weights.programs]
     unproved = sum(not is_proved(program) for program in programs)
-    breaks = sum(
-        max(0, n - runtime.ledger.breaks_before.get(reason, 0)) for reason, n in torch_private.graph_breaks().items()
-    )
+    expected = {torch_private.SKIPPED} if runtime.plan.kinds else set()
+    breaks = sum(n for reason, n in graph_breaks(runtime).items() if reason not in expected)
     by_hooks = len(uncovered(runtime)) if runtime.config.backend != "eager" and runtime.ledger.num_steps else 0
     counts = [
         (breaks, "graph break", "graph breaks"),
@@ -82,6 +81,17 @@ def summarize(model: nn.Module) -> Summary:
         num_unproved=unproved,
         num_steps=runtime.ledger.num_steps,
     )
+
+
+def graph_breaks(runtime: Runtime) -> dict[str, int]:
+    """Why Dynamo broke graphs in this process since `zc.compile`, and how often.
+
+    It always skips the function that has a loop over blocks. Gradients through hooks and a note say what that leaves
+    uncompiled.
+    """
+    before = runtime.ledger.breaks_before
+    times = {reason: n - before.get(reason, 0) for reason, n in torch_private.graph_breaks().items()}
+    return {reason: n for reason, n in times.items() if n > 0}
 
 
 def uncovered(runtime: Runtime) -> list[str]:
