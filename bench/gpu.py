@@ -44,8 +44,13 @@ CELLS = [
     *(Cell("llama-1.3b-2048-ga1", p, None) for p in (FLOOR, "zc stage 2", "zc stage 1")),
     *(
         Cell("llama-1.3b-2048-ga1", p, (network, 8))
-        for p in ("zc stage 2", "zc stage 2, overlap_gather", "FSDP2 + compile", "DDP + compile",
-                  "DeepSpeed ZeRO-2 + compile")
+        for p in (
+            "zc stage 2",
+            "zc stage 2, overlap_gather",
+            "FSDP2 + compile",
+            "DDP + compile",
+            "DeepSpeed ZeRO-2 + compile",
+        )
         for network in ("nvlink", "zero")
     ),
     *(Cell("llama-0.3b-512-ga1", p, None) for p in (FLOOR, "zc stage 2")),

@@ -175,10 +175,11 @@ class Config:
 OPTIONS = frozenset(field.name for field in fields(Config))
 
 
-def check_count(name: str, value: object) -> None:
-    """Raises PlanError unless ``value`` is a whole number of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PlanError(f"{name} must be a whole number of at least 1, got {value!r}")
+def check_count(name: str, value: object, most: int | None = None) -> None:
+    """Raises PlanError unless ``value`` is a whole number of at least 1, and at most ``most``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
+        limits = "of at least 1" if most is None else f"from 1 to {most}"
+        raise PlanError(f"{name} must be a whole number {limits}, got {value!r}")
 
 
 def _one_of(name: str, value: object, valid: Sequence[object]) -> None:

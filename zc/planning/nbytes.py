@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from zc.planning.plan import NUM_HOST_SUMS, Bucket, Plan
 from zc.planning.wire import num_rows, row_nbytes
@@ -11,6 +11,12 @@ from zc.planning.wire import num_rows, row_nbytes
 # how many fp32 tensors of a parameter's size each of torch's optimizers keeps; others count as Adam
 STATES = {"Adam": 2, "AdamW": 2, "Adamax": 2, "NAdam": 2, "RAdam": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2,
           "ASGD": 1, "Rprop": 2, "SGD": 0, "Muon": 1}  # fmt: skip
+
+
+def of_ddp(numel_by_optimizer: Mapping[str, int]) -> int:
+    """Bytes that DDP keeps in fp32 between steps: weights, gradients (views of its buckets), and the whole state of
+    each optimizer."""
+    return sum(numel * 4 * (2 + STATES.get(name, 2)) for name, numel in numel_by_optimizer.items())
 
 
 def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:

@@ -10,12 +10,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from zc.planning.nbytes import STATES, copied, heaviest, resident, sent, sent_between_hosts
+from zc.planning.nbytes import STATES, copied, heaviest, of_ddp, resident, sent, sent_between_hosts
 from zc.planning.plan import Plan
 from zc.planning.topology import Topology
-from zc.report.peers import Peer, peers
 from zc.report.summary import megabytes
+
+
+class Peer(NamedTuple):
+    """What another system would need for the same model: bytes of one rank between steps, with gradients, and sent in
+    one step."""
+
+    held: int
+    sent: int
 
 
 @dataclass(frozen=True)
@@ -122,20 +130,36 @@ def estimate(
         by_optimizer[optimizers[bucket.optimizer]] += sum(slot.numel for slot in bucket.slots)
     width = plan.buckets[0].param_dtype.itemsize
     return Estimate(
-        plan.num_ranks,
-        plan.placement.stage,
-        offload,
-        numel,
-        len(plan.buckets),
-        device,
-        host,
-        disk,
-        wire,
-        left,
-        bus,
-        update,
-        floor,
-        plan.num_replicas,
-        microbatches,
-        peers(by_optimizer, plan.num_ranks, microbatches, width, frozen_nbytes),
+        world_size=plan.num_ranks,
+        stage=plan.placement.stage,
+        offload=offload,
+        num_params=numel,
+        num_buckets=len(plan.buckets),
+        device=device,
+        host=host,
+        disk=disk,
+        wire=wire,
+        host_wire=left,
+        bus=bus,
+        update_nbytes=update,
+        floor_seconds=floor,
+        num_replicas=plan.num_replicas,
+        microbatches=microbatches,
+        peers=ddp_and_fsdp2(by_optimizer, plan.num_ranks, microbatches, width, frozen_nbytes),
     )
+
+
+def ddp_and_fsdp2(
+    numel_by_optimizer: Mapping[str, int], world_size: int, microbatches: int, itemsize: int, frozen_nbytes: int
+) -> dict[str, Peer]:
+    """DDP has fp32 weights, and all-reduces once per step inside no_sync (arXiv:2006.15704). FSDP2 has fp32 shards
+    (arXiv:2304.11277). It gathers weights of ``itemsize`` bytes for each forward and each backward, and reduces as many
+    bytes; what is gathered at one time comes on top. DDP keeps frozen parameters whole, FSDP2 shards and gathers them.
+    """
+    numel, whole = sum(numel_by_optimizer.values()), of_ddp(numel_by_optimizer) + frozen_nbytes
+    once = numel * (world_size - 1) // world_size
+    frozen = 2 * microbatches * (frozen_nbytes * (world_size - 1) // world_size)
+    return {
+        "DDP, fp32": Peer(whole, 2 * once * 4),
+        "FSDP2": Peer(-(-whole // world_size), 3 * microbatches * once * itemsize + frozen),
+    }

@@ -25,8 +25,7 @@ from zc.planning.plan import Plan
 from zc.planning.topology import Topology, flat, usable
 from zc.prepare import plan_for
 from zc.registry import COMPILED
-from zc.report.estimate import Estimate, estimate
-from zc.report.peers import Peer
+from zc.report.estimate import Estimate, Peer, estimate
 from zc.report.residency import predicted
 
 if TYPE_CHECKING:
@@ -103,9 +102,11 @@ def plan(
         world_size = _world_size(compiled)
     if optimizer is None:
         optimizer = "AdamW" if compiled is None else _optimizers_of(compiled)
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise PlanError(f"world_size must be a whole number from 1 to {MAX_WORLD_SIZE}, got {world_size!r}")
+    check_count("world_size", world_size, MAX_WORLD_SIZE)
     check_count("microbatches", microbatches)
+    check_count("num_replicas", num_replicas)
+    if world_size % num_replicas:
+        raise PlanError(f"num_replicas must divide the {world_size} ranks, got {num_replicas}")
     rates = {"bus_bandwidth": bus_bandwidth, "wire_bandwidth": wire_bandwidth, "net_bandwidth": net_bandwidth,
              "host_bandwidth": host_bandwidth,
              "device_bandwidth": device_bandwidth, "disk_bandwidth": disk_bandwidth,
@@ -119,9 +120,6 @@ def plan(
         if world_size % ranks_per_host:
             raise PlanError(f"{world_size} ranks are no whole number of hosts of {ranks_per_host}")
         hosts = Topology(world_size // ranks_per_host, ranks_per_host)
-    is_number = isinstance(num_replicas, int) and not isinstance(num_replicas, bool)
-    if not is_number or num_replicas < 1 or world_size % num_replicas:
-        raise PlanError(f"num_replicas must be a whole number and divide the {world_size} ranks, got {num_replicas!r}")
     check_replicas(config, num_replicas)
     params = trainable(model)
     if not params:

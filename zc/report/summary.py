@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from zc import torch_private
 from zc.engine.program import Program
+from zc.planning.nbytes import of_ddp
 from zc.registry import persistent_nbytes, sharded
-from zc.report.peers import ddp_nbytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,7 +72,7 @@ def summarize(model: nn.Module) -> Summary:
     last = runtime.ledger.last
     return Summary(
         nbytes=sum(persistent_nbytes(model).values()),
-        ddp_nbytes=ddp_nbytes(numel) + sum(param.nbytes for param in runtime.frozen.values()),
+        ddp_nbytes=of_ddp(numel) + sum(param.nbytes for param in runtime.frozen.values()),
         nbytes_sent=sum(last.nbytes_sent.values()),
         exposed_s=last.exposed_s,
         num_recompiles=sum(not graph.endswith("/0") for graph in runtime.ledger.graphs),
