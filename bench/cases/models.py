@@ -124,7 +124,8 @@ class TransformersLlama(nn.Module):
 DECODERS = {
     # the report's (deepspeed#7985): Qwen3's shape, 64 M parameters
     "qwen3-64m": {"layers": 15, "width": 512, "heads": 8, "kv_heads": 4, "hidden": 1536, "qk_norm": True, "tied": True},
-    "qwen3-10m": {"layers": 8, "width": 320, "heads": 5, "kv_heads": 1, "hidden": 960, "qk_norm": True, "tied": True},
+    # the demo's: the width of the small models of TinyStories (arXiv:2305.07759), the blocks of Qwen3
+    "qwen3-6m": {"layers": 6, "width": 256, "heads": 4, "kv_heads": 2, "hidden": 768, "qk_norm": True, "tied": True},
     "llama-0.3b": {"layers": 16, "width": 1024, "heads": 16, "kv_heads": 8, "hidden": 4096},
     "llama-1.3b": {"layers": 24, "width": 2048, "heads": 16, "kv_heads": 8, "hidden": 5632},
     "llama-3b": {"layers": 28, "width": 3072, "heads": 24, "kv_heads": 8, "hidden": 8192},
