@@ -139,25 +139,7 @@ def plan_for(
 ) -> Plan:
     """`make_plan` with the options of ``config``, and buckets for the parameters ``frozen``, which lie in shards."""
     check_encodings(config, {spec.name: spec.dtype for spec in specs}, rules)
-    plan = make_plan(
-        specs,
-        world_size=topology.world_size,
-        placement=config.placement,
-        reduce=config.reduce,
-        reduce_dtype=config.reduce_dtype,
-        gather_dtype=config.gather_dtype,
-        bucket_nbytes=config.bucket_nbytes,
-        num_buffers=config.num_buffers,
-        overlap=config.overlap,
-        overlap_gather=config.overlap_gather,
-        weight_nbytes=config.weight_nbytes,
-        rules=rules,
-        offload=config.host,
-        after=after,
-        topology=topology,
-        num_replicas=num_replicas,
-        kinds=kinds,
-    )
+    plan = make_plan(specs, config, topology, rules=rules, kinds=kinds, num_replicas=num_replicas, after=after)
     return with_frozen(plan, frozen or {}, config.bucket_nbytes)
 
 

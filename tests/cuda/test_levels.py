@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from training_runs import environment
 
 import zc
+from zc.config import Config
 from zc.engine.accumulators import Accumulators
 from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
@@ -28,7 +29,6 @@ from zc.passes import insert_events, place_on_streams, verify
 from zc.passes.pipeline import pipeline
 from zc.planning.nbytes import sent_between_hosts
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import Plan
 from zc.planning.topology import Topology
 from zc.ranks import exchanges, group
@@ -109,12 +109,10 @@ def group_of(number: int, ranks: Members, hosts: Topology) -> Group:
     return group
 
 
-def plan_of(hosts: Topology, stage: int, dtype: torch.dtype, **options: Any) -> Plan:
+def plan_of(hosts: Topology, stage: int, dtype: torch.dtype, num_replicas: int = 1, **options: Any) -> Plan:
     specs = [ParamSpec("weight", SHAPE, dtype, torch.device("cpu"))]
-    return make_plan(
-        specs, world_size=hosts.world_size, placement=PLACEMENTS[stage], reduce="exact", bucket_nbytes=None,
-        num_buffers=1, overlap=False, topology=hosts, **{"reduce_dtype": None, **options},
-    )  # fmt: skip
+    config = Config(stage=stage, num_buffers=1, overlap=False, **options)
+    return make_plan(specs, config, hosts, num_replicas=num_replicas)
 
 
 def run_threads(hosts: Topology, plan: Plan, grads: list[Tensor]) -> tuple[Wires, list[Tensor], list[Tensor]]:

@@ -12,7 +12,7 @@ from training_runs import adamw
 
 from zc.config import Config
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.topology import Topology
+from zc.planning.topology import Topology, flat
 from zc.prepare import Request, assign, notes_of
 
 
@@ -36,9 +36,9 @@ def notes(topology: Topology, device: str = "cuda", **options: Any) -> str:
     model, config = mlp(), Config(backend="eager", **options)
     plan = make_plan(
         [ParamSpec(n, tuple(p.shape), p.dtype, torch.device(device), 0, None) for n, p in model.named_parameters()],
-        world_size=topology.world_size, placement=config.placement, reduce=config.reduce, reduce_dtype=None,
-        bucket_nbytes=None, num_buffers=2, overlap=config.overlap,
-    )  # fmt: skip
+        config,
+        flat(topology.world_size),
+    )
     ranks: Any = Ranks(topology)
     return "\n".join(notes_of(Request(model, config, assign(model, adamw(model)), plan, None), ranks))
 

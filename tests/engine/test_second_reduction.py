@@ -12,14 +12,15 @@ import torch
 from inline_streams import Inline
 from torch import Tensor
 
+from zc.config import Config
 from zc.engine.accumulators import Accumulators
 from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
 from zc.engine.eager_gradients import EagerGradients
 from zc.passes.pipeline import pipeline
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import Level
+from zc.planning.topology import flat
 
 SHAPES = {"weight": (9, 7), "bias": (13,)}
 
@@ -60,10 +61,8 @@ def test_every_replica_has_the_mean_in_one_order(
     stage: int, reduce_dtype: torch.dtype | None, num_replicas: int, world_size: int
 ) -> None:
     specs = [ParamSpec(name, shape, torch.float32, torch.device("cpu")) for name, shape in SHAPES.items()]
-    plan = make_plan(
-        specs, world_size=world_size, num_replicas=num_replicas, placement=PLACEMENTS[stage], reduce="exact",
-        reduce_dtype=reduce_dtype, bucket_nbytes=None, num_buffers=1, overlap=False,
-    )  # fmt: skip
+    config = Config(stage=stage, reduce_dtype=reduce_dtype, num_buffers=1, overlap=False)
+    plan = make_plan(specs, config, flat(world_size), num_replicas=num_replicas)
     (bucket,) = plan.buckets
     torch.manual_seed(0)
     num_ranks = num_replicas * world_size

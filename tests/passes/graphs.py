@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from zc.config import Config
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import Plan
+from zc.planning.topology import flat
 
 
 def plan_for(
@@ -18,10 +19,8 @@ def plan_for(
     """Parameters of one shape, ``per_bucket`` to a bucket; names in order of registration."""
     specs = [ParamSpec(n, shape, torch.float32, torch.device("cpu")) for n in names]
     nbytes = per_bucket * shape[0] * shape[1] * 4
-    return make_plan(
-        specs, world_size=world_size, placement=PLACEMENTS[stage], reduce=reduce, reduce_dtype=None,
-        bucket_nbytes=nbytes, num_buffers=num_buffers, overlap=overlap,
-    )  # fmt: skip
+    config = Config(stage=stage, reduce=reduce, bucket_nbytes=nbytes, num_buffers=num_buffers, overlap=overlap)
+    return make_plan(specs, config, flat(world_size))
 
 
 def chain(num_layers: int, *, side_output: bool = True) -> tuple[fx.Graph, list[str]]:

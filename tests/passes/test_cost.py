@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from zc.config import Config
 from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import Plan
+from zc.planning.topology import flat
 from zc.schedule import cost
 from zc.schedule.nodes import op_of, steps
 from zc.schedule.spec import LaunchReduce
@@ -39,10 +40,7 @@ def embedding_under_layers() -> tuple[fx.Graph, Plan]:
     graph.output_node().meta["grad_of"] = ("embedding", "first", "second")
     shapes = {"embedding": (ROWS, WIDTH), "first": (WIDTH, WIDTH), "second": (WIDTH, WIDTH)}
     specs = [ParamSpec(n, s, torch.float32, torch.device("cpu")) for n, s in shapes.items()]
-    return graph, make_plan(
-        specs, world_size=2, placement=PLACEMENTS[2], reduce="exact", reduce_dtype=None, num_buffers=2, overlap=True,
-        bucket_nbytes=WIDTH * WIDTH * 4,
-    )  # fmt: skip
+    return graph, make_plan(specs, Config(bucket_nbytes=WIDTH * WIDTH * 4), flat(2))
 
 
 def test_flops_of_a_schedule_are_those_of_its_matmuls() -> None:

@@ -15,13 +15,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import zc
 from zc.compiler import graphs
+from zc.config import Config
 from zc.passes import keep_fusions
 from zc.passes.base import Pass
 from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import Plan
+from zc.planning.topology import flat
 from zc.schedule.nodes import is_schedule_node, op_of
 from zc.schedule.spec import FlattenCast, Segment
 
@@ -137,11 +138,7 @@ def graph_of(backward: Any, num_grads: int, num_inputs: int) -> tuple[fx.Graph, 
     names = [f"w{k}" for k in range(num_grads)]
     graph.output_node().meta["grad_of"] = (*names, *([None] * num_others))
     specs = [ParamSpec(n, (8, 8), torch.float32, torch.device("cpu")) for n in names]
-    plan = make_plan(
-        specs, world_size=2, placement=PLACEMENTS[2], reduce="exact", reduce_dtype=None, bucket_nbytes=1,
-        num_buffers=2, overlap=True,
-    )  # fmt: skip
-    return graph, plan
+    return graph, make_plan(specs, Config(bucket_nbytes=1), flat(2))
 
 
 def parts(graph: fx.Graph, plan: Plan, *, keeping: bool = True) -> list[list[str]]:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from zc.config import Config
 from zc.planning import packing as planning
 from zc.planning.blocks import BlockKind, find_kinds, split_name
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import Plan
+from zc.planning.topology import ALONE
 
 
 class Block(nn.Module):
@@ -98,10 +99,8 @@ def packed(nbytes: int | None, num_blocks: int = 5) -> list[list[str]]:
 
 
 def plan_of(specs: list[ParamSpec], nbytes: int | None, num_blocks: int) -> Plan:
-    return make_plan(
-        specs, world_size=1, placement=PLACEMENTS[2], reduce="exact", reduce_dtype=None, bucket_nbytes=nbytes,
-        num_buffers=2, overlap=True, kinds=(BlockKind("Block", names(*range(num_blocks))),),
-    )  # fmt: skip
+    kinds = (BlockKind("Block", names(*range(num_blocks))),)
+    return make_plan(specs, Config(bucket_nbytes=nbytes), ALONE, kinds=kinds)
 
 
 def blocks(*numbers: int) -> list[str]:

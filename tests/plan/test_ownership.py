@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.cases.models import GPTConfig, make_model
+from zc.config import Config
 from zc.planning.layout import Rule
 from zc.planning.nbytes import resident, sent
 from zc.planning.ownership import COSTS, ROOM, assign, elements, newton_schulz
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import Plan
+from zc.planning.topology import flat
 
 pytestmark = pytest.mark.check
 
@@ -37,10 +38,7 @@ ALL, MATRICES = llama(by_kind=False), llama(by_kind=True)
 
 
 def planned(specs: list[ParamSpec], rules: list[Rule], world_size: int, stage: int = 2) -> Plan:
-    return make_plan(
-        specs, world_size=world_size, placement=PLACEMENTS[stage], reduce="exact", reduce_dtype=None,
-        bucket_nbytes=None, num_buffers=2, overlap=True, rules=rules,
-    )  # fmt: skip
+    return make_plan(specs, Config(stage=stage), flat(world_size), rules=rules)
 
 
 def owned(plan: Plan) -> dict[int, int]:
@@ -147,10 +145,7 @@ def test_what_ranks_have_already_counts() -> None:
 def test_neighbours_of_one_shape_go_to_different_ranks() -> None:
     """Each rank's run is then about as long as its shard, and little of a bucket's gradients moves twice."""
     specs = [ParamSpec(f"layer{k}", (512, 512), torch.float32, torch.device("cpu")) for k in range(16)]
-    plan = make_plan(
-        specs, world_size=2, placement=PLACEMENTS[2], reduce="exact", reduce_dtype=None, num_buffers=2, overlap=True,
-        bucket_nbytes=4 * 512 * 512 * 4, rules=[MUON],
-    )  # fmt: skip
+    plan = make_plan(specs, Config(bucket_nbytes=4 * 512 * 512 * 4), flat(2), rules=[MUON])
     for bucket in plan.buckets:
         assert bucket.layout.of_run(0) == [(0, *bucket.layout.shard_range(0))]
 

@@ -8,17 +8,19 @@ import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zc.config import Config
 from zc.planning.layout import Rule
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import Plan
-from zc.planning.topology import Topology
+from zc.planning.topology import Topology, flat
 
 pytestmark = pytest.mark.check
 
@@ -26,12 +28,17 @@ CPU = torch.device("cpu")
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 
 
-def plan_of(specs: list[ParamSpec], **changed: object) -> Plan:
-    options = {
-        "world_size": 2, "placement": PLACEMENTS[2], "reduce": "exact", "reduce_dtype": None, "bucket_nbytes": 1024,
-        "num_buffers": 2, "overlap": True,
-    }  # fmt: skip
-    return make_plan(specs, **{**options, **changed})
+def plan_of(
+    specs: list[ParamSpec],
+    *,
+    world_size: int = 2,
+    topology: Topology | None = None,
+    rules: list[Rule] | None = None,
+    bucket_nbytes: int | None = 1024,
+    **options: Any,
+) -> Plan:
+    config = Config(bucket_nbytes=bucket_nbytes, **options)
+    return make_plan(specs, config, topology or flat(world_size), rules=rules or [Rule()])
 
 
 specs_of = st.lists(
@@ -60,7 +67,7 @@ def test_every_parameter_is_in_one_bucket_of_its_kind(
 ) -> None:
     """A parameter in no bucket never updates (deepspeed#5639), one in two is counted twice."""
     plan = plan_of(
-        specs, world_size=world_size, bucket_nbytes=bucket_nbytes, placement=PLACEMENTS[stage],
+        specs, world_size=world_size, bucket_nbytes=bucket_nbytes, stage=stage,
         reduce_dtype=reduce_dtype, rules=[rule],
     )  # fmt: skip
     by_name = {spec.name: spec for spec in specs}
@@ -157,9 +164,9 @@ def test_the_default_bucket_of_a_small_model_is_25_mib() -> None:
 def test_what_travels_is_the_sum_in_stage_1_and_single_gradients_in_stage_2() -> None:
     """deepspeed#7985: stage 1 sends an fp32 sum of microbatches; rounding it loses what was kept."""
     specs = [ParamSpec("w", (4, 4), BF16, CPU)]
-    assert plan_of(specs, placement=PLACEMENTS[1]).buckets[0].reduce_dtype == F32
-    assert plan_of(specs, placement=PLACEMENTS[2]).buckets[0].reduce_dtype == BF16
-    assert plan_of(specs, placement=PLACEMENTS[2], reduce_dtype=F32).buckets[0].reduce_dtype == F32
+    assert plan_of(specs, stage=1).buckets[0].reduce_dtype == F32
+    assert plan_of(specs, stage=2).buckets[0].reduce_dtype == BF16
+    assert plan_of(specs, stage=2, reduce_dtype=F32).buckets[0].reduce_dtype == F32
 
 
 def test_the_stage_table() -> None:
@@ -169,9 +176,9 @@ def test_the_stage_table() -> None:
     assert [p.shards_weights for p in PLACEMENTS.values()] == [False, False, True]
     specs = [ParamSpec("w", (4, 4), F32, CPU)]
     for stage, reduces in ((1, False), (2, True), (3, True)):
-        inside = plan_of(specs, placement=PLACEMENTS[stage]).microbatch()
+        inside = plan_of(specs, stage=stage).microbatch()
         assert inside.reduces is reduces and inside.is_boundary is False
-        assert dataclasses.replace(inside, is_boundary=True) == plan_of(specs, placement=PLACEMENTS[stage])
+        assert dataclasses.replace(inside, is_boundary=True) == plan_of(specs, stage=stage)
 
 
 def test_a_plan_is_frozen_hashable_and_printable() -> None:
@@ -191,15 +198,15 @@ def test_a_plan_is_frozen_hashable_and_printable() -> None:
 
 _PRINT_PLAN = """
 import torch
+from zc.config import Config
 from zc.planning.layout import Rule
-from zc.planning.placement import PLACEMENTS
 from zc.planning.packing import ParamSpec, make_plan
+from zc.planning.topology import flat
 
 dtypes = [torch.float32, torch.bfloat16]
 specs = [ParamSpec(f"layer{k}.weight", (k % 5, 7), dtypes[k % 2], torch.device("cpu")) for k in range(40)]
 for rule in (Rule(), Rule(whole=True)):
-    plan = make_plan(specs, world_size=3, placement=PLACEMENTS[2], reduce="exact", reduce_dtype=None, bucket_nbytes=300,
-                     num_buffers=2, overlap=True, rules=[rule])
+    plan = make_plan(specs, Config(bucket_nbytes=300), flat(3), rules=[rule])
     print(repr(plan)); print(plan)
 """
 

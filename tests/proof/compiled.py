@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import zc
+from zc.config import Config
 from zc.engine import eager_gradients, program
 from zc.engine.runtime import Runtime
 from zc.passes.base import Pass, copy_graph
@@ -31,8 +32,8 @@ from zc.passes.pipeline import pipeline
 from zc.passes.place_on_streams import spread_producers
 from zc.passes.runner import run_passes
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.placement import OFFLOADS, PLACEMENTS
 from zc.planning.plan import Plan
+from zc.planning.topology import flat
 
 WIDTH = 8
 _funcol = torch.distributed._functional_collectives
@@ -217,10 +218,11 @@ def case(
     offload: str | None = None, overlap: bool = True,
 ) -> Case:  # fmt: skip
     captured = capture(name)
-    plan = make_plan(
-        captured.specs, world_size=world_size, placement=PLACEMENTS[stage], reduce="exact", reduce_dtype=None,
-        bucket_nbytes=800, num_buffers=ring, overlap=overlap, offload=OFFLOADS[offload] if offload else None,
+    config = Config(
+        stage=stage, bucket_nbytes=800, num_buffers=ring, overlap=overlap, offload=offload and "cpu",
+        offload_accumulate=offload or "cpu",
     )  # fmt: skip
+    plan = make_plan(captured.specs, config, flat(world_size))
     passes = pipeline(in_place=in_place)
     passes = tuple(spread_producers(producers) if p.name == "place_on_streams" else p for p in passes)
     graphs, owed = [], Debt()

@@ -13,15 +13,15 @@ import torch
 from simulation import Case
 from torch import fx
 
+from zc.config import Config
 from zc.engine.overlap_gather import gather_graph, publish_graph
 from zc.offload.host_step import step_graph
 from zc.passes import cut_forward, insert_events, offload_gradients, place_on_streams, reduce_buckets, signal_peers
 from zc.passes.debt import Debt
 from zc.planning.layout import Rule
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.placement import OFFLOADS, PLACEMENTS
 from zc.planning.plan import Plan
-from zc.planning.topology import Topology
+from zc.planning.topology import Topology, flat
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import (
@@ -47,14 +47,13 @@ def make(
     """Buckets of ``slots`` parameters of 2 elements each; ``offload``: where accumulators are then; ``reads``: ranks
     of one of ``num_hosts`` read each other's memory; ``is_owned``: the optimizer reads whole parameters."""
     specs = [ParamSpec(f"p{k}", (2,), dtype, torch.device("cpu")) for k in range(num_buckets * slots)]
-    return make_plan(
-        specs, world_size=world_size, placement=PLACEMENTS[stage], reduce="exact",
-        reduce_dtype=torch.int8 if in_8_bits else None, gather_dtype="int4" if in_8_bits else None,
+    config = Config(
+        stage=stage, reduce_dtype=torch.int8 if in_8_bits else None, gather_dtype="int4" if in_8_bits else None,
         bucket_nbytes=slots * 2 * dtype.itemsize, num_buffers=ring, overlap=overlap, overlap_gather=overlap_gather,
-        offload=OFFLOADS[offload] if offload is not None else None,
-        topology=Topology(num_hosts, world_size // num_hosts, reads) if reads or num_hosts > 1 else None,
-        num_replicas=num_replicas, rules=(Rule(whole=is_owned),),
+        offload=offload and "cpu", offload_accumulate=offload or "cpu",
     )  # fmt: skip
+    topology = Topology(num_hosts, world_size // num_hosts, reads) if reads or num_hosts > 1 else flat(world_size)
+    return make_plan(specs, config, topology, num_replicas=num_replicas, rules=(Rule(whole=is_owned),))
 
 
 def by_messages(num_buckets: int, *, overlap: bool = True, **options: Any) -> Plan:

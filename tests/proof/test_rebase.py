@@ -9,15 +9,15 @@ import torch
 from tiers import FULL
 from torch import fx
 
+from zc.config import Config
 from zc.errors import RaceError
 from zc.passes.pipeline import pipeline
 from zc.passes.runner import run_passes
 from zc.passes.verify import verify
 from zc.planning.blocks import BlockKind
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.placement import OFFLOADS, PLACEMENTS
 from zc.planning.plan import Plan
-from zc.planning.topology import Topology
+from zc.planning.topology import Topology, flat
 from zc.schedule.nodes import text
 from zc.schedule.rebase import Shift, rebased, shifts
 
@@ -36,14 +36,13 @@ def plan_of(size: str, stage: int, world_size: int, how: str, ring: int = 2, off
     ]
     hosts = 2 if how == "two levels" else 1
     reads = Topology(hosts, world_size // hosts, reads_memory=True)
-    return make_plan(
-        specs, world_size=world_size, placement=PLACEMENTS[stage], reduce="native" if how == "native" else "exact",
-        reduce_dtype=None, bucket_nbytes=SIZES[size], num_buffers=ring, overlap=True,
-        offload=OFFLOADS.get(offload or ""),
-        topology=reads if how in ("memory", "two levels") else None,
-        num_replicas=2 if how == "replicas" else 1,
-        kinds=(BlockKind("Block", tuple(f"blocks.{k}" for k in range(NUM_BLOCKS))),),
+    config = Config(
+        stage=stage, reduce="native" if how == "native" else "exact", bucket_nbytes=SIZES[size], num_buffers=ring,
+        offload=offload and "cpu", offload_accumulate=offload or "cpu",
     )  # fmt: skip
+    topology = reads if how in ("memory", "two levels") else flat(world_size)
+    kinds = (BlockKind("Block", tuple(f"blocks.{k}" for k in range(NUM_BLOCKS))),)
+    return make_plan(specs, config, topology, num_replicas=2 if how == "replicas" else 1, kinds=kinds)
 
 
 def names(old: int, new: int) -> dict[str, str]:

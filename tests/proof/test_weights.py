@@ -15,13 +15,13 @@ from tiers import FULL
 from torch import fx
 from weights_machine import Setting
 
+from zc.config import Config
 from zc.passes.verify import examine, verify
 from zc.passes.weights_schedule import build_weights_schedule
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import Plan
 from zc.planning.residency import plan_residency, smallest_cap
-from zc.planning.topology import Topology
+from zc.planning.topology import Topology, flat
 from zc.schedule.codegen import load_pieces
 from zc.schedule.nodes import ops
 from zc.schedule.spec import GatherEncoded, GatherShards
@@ -35,11 +35,9 @@ def make(
 ) -> Plan:
     """One bucket for each parameter. ``bits``: of its weights between hosts; 0: they travel as they are."""
     specs = [ParamSpec(f"p{k}", (numel,), torch.float32, torch.device("cpu")) for k, numel in enumerate(numels)]
-    return make_plan(
-        specs, world_size=world_size, placement=PLACEMENTS[3], reduce="exact", reduce_dtype=None, bucket_nbytes=4,
-        num_buffers=2, overlap=overlap, num_replicas=num_replicas, gather_dtype="int4" if bits else None,
-        topology=Topology(1, world_size, reads_memory=True) if reads else None,
-    )  # fmt: skip
+    config = Config(stage=3, bucket_nbytes=4, overlap=overlap, gather_dtype="int4" if bits else None)
+    topology = Topology(1, world_size, reads_memory=True) if reads else flat(world_size)
+    return make_plan(specs, config, topology, num_replicas=num_replicas)
 
 
 def case(seed: int) -> tuple[fx.Graph, Plan, Setting]:

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 import zc
+from zc.config import Config
 from zc.engine.clock import ClockedStep, Span
 from zc.engine.weight_uses import PlannedPass
 from zc.passes.weights_schedule import build_weights_schedule
 from zc.planning.packing import ParamSpec, make_plan
-from zc.planning.placement import PLACEMENTS
 from zc.planning.plan import Plan
 from zc.planning.residency import Uses, plan_residency
+from zc.planning.topology import flat
 from zc.registry import sharded
 from zc.report.drawing import draw
 from zc.report.timeline import Timeline, measured
@@ -27,10 +28,7 @@ from zc.schedule.spec import FreeWeights, GatherWeights, ReadWeights, Sync
 def plan_of(sizes: tuple[int, ...], cap: int) -> Plan:
     """Buckets of so many bytes."""
     specs = [ParamSpec(f"p{k}", (size // 4,), torch.float32, torch.device("cpu")) for k, size in enumerate(sizes)]
-    return make_plan(
-        specs[::-1], world_size=2, placement=PLACEMENTS[3], reduce="exact", reduce_dtype=None, bucket_nbytes=256,
-        num_buffers=2, overlap=True, weight_nbytes=cap,
-    )  # fmt: skip
+    return make_plan(specs[::-1], Config(stage=3, bucket_nbytes=256, weight_nbytes=cap), flat(2))
 
 
 def planned(plan: Plan, uses: Uses, name: str = "weights_0") -> PlannedPass:

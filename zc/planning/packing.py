@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from torch import Tensor
 from zc.planning.blocks import BlockKind, block_of, split_name
 from zc.planning.layout import ALIGN_NBYTES, FlatLayout, Rule, flat_layout, own_strides, whole_layout
 from zc.planning.ownership import COSTS, assign
-from zc.planning.placement import Offload, Placement
 from zc.planning.plan import Bucket, Plan
-from zc.planning.topology import Topology, flat
+from zc.planning.topology import Topology
 from zc.planning.wire import BITS, BLOCK
+
+if TYPE_CHECKING:
+    from zc.config import Config
 
 # The default size of a bucket is that of PyTorch's DDP, which overlaps well. It is larger where there would be more
 # buckets than ENOUGH_BUCKETS, since each costs the host a write, a reduction and their events in every backward.
@@ -54,46 +57,33 @@ class ParamSpec:
 
 def make_plan(
     params: Sequence[ParamSpec],
+    config: Config,
+    topology: Topology,
     *,
-    world_size: int,
-    placement: Placement,
-    reduce: str,
-    reduce_dtype: torch.dtype | None,
-    bucket_nbytes: int | None,
-    num_buffers: int,
-    overlap: bool,
     rules: Sequence[Rule] = (Rule(),),
-    offload: Offload | None = None,
-    overlap_gather: bool = False,
-    after: Plan | None = None,
-    topology: Topology | None = None,
-    num_replicas: int = 1,
     kinds: Sequence[BlockKind] = (),
-    weight_nbytes: int | None = None,
-    gather_dtype: torch.dtype | str | None = None,
+    num_replicas: int = 1,
+    after: Plan | None = None,
 ) -> Plan:
-    """Packs ``params``, in order of registration, into buckets.
+    """Packs ``params``, in order of registration, into buckets. Buckets of several optimizers are in the order in which
+    their last gradients come in.
 
-    Buckets of several optimizers are in the order in which their last gradients come in. The options that are not below
-    are those of `zc.compile`.
+    ``config.reduce_dtype`` None means the parameters' own dtype if every backward is reduced, since a gradient has no
+    more bits. If a sum is reduced it means the accumulator's dtype, since rounding the sum would lose bits that fp32
+    has kept (deepspeed#7985).
 
     Args:
-        bucket_nbytes: no bucket is larger, unless one parameter is; None: `limit_of` the parameters of its dtype.
-        rules: of each optimizer, what its layout must keep.
-        after: a plan whose owners of whole parameters have their load already.
+        topology: of the ranks that together have one copy of the state.
+        rules: of each optimizer, the requirement on its layout.
         kinds: the model's blocks, which buckets follow.
-        reduce_dtype: None: the parameters' own dtype if every backward is reduced, since a gradient has no more bits;
-            the accumulator's if a sum is reduced, since rounding it would lose bits that fp32 has kept
-            (deepspeed#7985).
-        reduce_dtype=torch.int8, gather_dtype: bytes that leave a host are encoded (`zc.planning.wire`).
+        after: a plan whose owners of whole parameters have their load already.
     """
-    reduce_bits, gather_bits = (8 if reduce_dtype == torch.int8 else 0), BITS.get(gather_dtype, 0)
+    placement, world_size, reduce_dtype = config.placement, topology.world_size, config.reduce_dtype
+    reduce_bits, gather_bits = (8 if reduce_dtype == torch.int8 else 0), BITS.get(config.gather_dtype, 0)
     groups: dict[tuple[torch.dtype, torch.device], list[ParamSpec]] = {}
     for spec in reversed(params):
         groups.setdefault((spec.dtype, spec.device), []).append(spec)
-    hosts = topology or flat(world_size)
-    levels = hosts.has_levels
-    leaves_host = world_size > 1 and (levels or not hosts.reads_memory)
+    leaves_host = world_size > 1 and (topology.has_levels or not topology.reads_memory)
     if reduce_bits:
         reduce_dtype = None
     if not leaves_host:
@@ -106,17 +96,18 @@ def make_plan(
         align = ALIGN_NBYTES // min(dtype.itemsize, wire.itemsize)
         if reduce_bits or gather_bits:
             align = math.lcm(align, BLOCK)
-        is_far = hosts.num_hosts > 1 and device.type == "cpu"
+        is_far = topology.num_hosts > 1 and device.type == "cpu"
         least = BETWEEN_HOSTS_NBYTES if is_far else DEFAULT_NBYTES
-        nbytes = bucket_nbytes or limit_of(specs, least, weight_nbytes if placement.shards_weights else None)
+        weight_nbytes = config.weight_nbytes if placement.shards_weights else None
+        nbytes = config.bucket_nbytes or limit_of(specs, least, weight_nbytes)
         arrival = {spec.name: k for k, spec in enumerate(specs)}
         chunks: list[list[ParamSpec]] = []
         for number in sorted({spec.optimizer for spec in specs}):
             its_specs = [spec for spec in specs if spec.optimizer == number]
-            chunks += split_at_blocks(its_specs, nbytes, kinds, is_default=bucket_nbytes is None)
+            chunks += split_at_blocks(its_specs, nbytes, kinds, is_default=config.bucket_nbytes is None)
         for members in sorted(chunks, key=lambda members: arrival[members[-1].name]):
             number, shapes = members[0].optimizer, [(spec.name, spec.shape) for spec in members]
-            num_hosts = hosts.num_hosts if levels else 1
+            num_hosts = topology.num_hosts if topology.has_levels else 1
             rule = rules[number]
             if rule.whole:
                 layout = whole_layout(shapes, world_size, align, owners, num_hosts, num_replicas)
@@ -126,12 +117,22 @@ def make_plan(
             net = reduce_dtype or acc_dtype
             differs = gather_bits > 0 and not placement.shards_weights
             buckets.append(Bucket(len(buckets), layout, dtype, wire, acc_dtype, device, number, net, differs))
-    packed = tuple(buckets)
     return Plan(
-        packed, world_size, placement, reduce, num_buffers, overlap, offload=offload, overlap_gather=overlap_gather,
-        topology=hosts, num_replicas=num_replicas, kinds=tuple(kinds), weight_nbytes=weight_nbytes,
-        reduce_bits=reduce_bits, gather_bits=gather_bits,
-    )  # fmt: skip
+        tuple(buckets),
+        world_size,
+        placement,
+        config.reduce,
+        config.num_buffers,
+        config.overlap,
+        offload=config.host,
+        overlap_gather=config.overlap_gather,
+        topology=topology,
+        num_replicas=num_replicas,
+        kinds=tuple(kinds),
+        weight_nbytes=config.weight_nbytes,
+        reduce_bits=reduce_bits,
+        gather_bits=gather_bits,
+    )
 
 
 def default_nbytes(sizes: Sequence[int], least: int = DEFAULT_NBYTES) -> int:
