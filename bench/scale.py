@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,22 +56,22 @@ class Point(NamedTuple):
 
 def plan_points(model: str, worlds: list[int]) -> Iterator[Point]:
     """``model`` in bf16: persistent bytes of rank 0, seconds to plan, modelled seconds of communication an update."""
+    from zc.config import Config
     from zc.planning.packing import ParamSpec, make_plan
-    from zc.planning.placement import PLACEMENTS
+    from zc.planning.topology import flat
 
     with torch.device("meta"):
         named = dict(make_model(model, GPTConfig(vocab=32768, seq=2048), 0, "meta").named_parameters())
     specs = [ParamSpec(n, tuple(p.shape), torch.bfloat16, torch.device("cuda")) for n, p in named.items()]
-    planned = partial(make_plan, specs, placement=PLACEMENTS[2], reduce_dtype=None, num_buffers=2, overlap=True)
     for name, nbytes in (("by default", None), ("of 25 MiB", 25 * 2**20)):
-        found = planned(world_size=worlds[0], reduce="exact", bucket_nbytes=nbytes).buckets
-        yield Point("number of buckets", f"{model}, {name}", worlds[0], len(found), "buckets")
-        largest = max(b.numel * b.reduce_dtype.itemsize for b in found)
+        buckets = make_plan(specs, Config(bucket_nbytes=nbytes), flat(worlds[0])).buckets
+        yield Point("number of buckets", f"{model}, {name}", worlds[0], len(buckets), "buckets")
+        largest = max(b.numel * b.reduce_dtype.itemsize for b in buckets)
         yield Point("largest bucket", f"{model}, {name}", worlds[0], largest / MB, "MB")
     for world in worlds:
         for reduce in ("exact", "native"):
             started = time.perf_counter()
-            plan = planned(world_size=world, reduce=reduce, bucket_nbytes=None)
+            plan = make_plan(specs, Config(reduce=reduce), flat(world))
             seconds = time.perf_counter() - started
             kind = "all_to_all" if reduce == "exact" else "reduce_scatter"
             for network in NETWORKS.values():
