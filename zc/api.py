@@ -253,7 +253,7 @@ def _compile_blocks(model: nn.Module, runtime: Runtime) -> None:
         around = runtime.weights.waits.block
     make_backend = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds))
     compile_blocks(model, kinds, make_backend, guards.install_call, dynamic, around)
-    runtime.around_blocks = matrices_around(model, kinds)
+    runtime.outside_blocks = matrices_around(model, kinds)
     singles = find_singles(model, kinds) if runtime.plan.sharded else []
     compile_blocks(model, singles, partial(compiler.make_backend, runtime), guards.install_call, dynamic, around)
 

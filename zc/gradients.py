@@ -28,8 +28,8 @@ def full_grad(model: nn.Module) -> dict[str, Tensor | None]:
     """Every trainable parameter's reduced gradient, gathered on all ranks, in the parameter's shape and the
     accumulator's dtype; None where no rank has one. For inspection, not for training: it holds all gradients at
     once."""
-    runtime = sharded(model).runtime
+    compiled = sharded(model)
     gathered: dict[str, Tensor | None] = {}
-    for bucket in runtime.plan.buckets:
-        gathered.update(runtime.full_grad(bucket.index))
-    return {name: gathered[name] for name in runtime.params}
+    for bucket in compiled.runtime.plan.buckets:
+        gathered.update(compiled.grad_shards.full_grads(bucket))
+    return {name: gathered[name] for name in compiled.runtime.params}

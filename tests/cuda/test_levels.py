@@ -134,8 +134,8 @@ def run_threads(hosts: Topology, plan: Plan, grads: list[Tensor]) -> tuple[Wires
         ranks = SimpleNamespace(shard=group, replicas=columns, rank=rank)
         bind = partial(Operations, Accumulators(plan, buffers, ranks))  # type: ignore[arg-type]
         eager = EagerGradients(Inline(), pipeline(in_place=False), bind)  # type: ignore[arg-type]
-        eager.add(bucket, 0, grads[rank].to(bucket.param_dtype))
-        eager.write(plan, 0, is_final=True, may_reduce=None)
+        eager.deposit(bucket, 0, grads[rank].to(bucket.param_dtype))
+        eager.write(plan, 0, is_boundary=True, may_reduce=None)
         means[rank] = buffers.acc_shard(bucket).clone()
         own = buffers.master_shard[0] if plan.gather_bits else buffers.shard(buffers.flat_param[0], bucket)
         own.fill_(number + 2.0)

@@ -40,7 +40,7 @@ def both(rank: int, world_size: int, names: list[str], stage: int, size: str, ba
         by_blocks = {program.block for program in runtime.programs} - {None}
         if name not in ("called twice", "saved on the host") and len(by_blocks) < BLOCKS - 1:
             wrong.append(f"{name}: blocks {sorted(by_blocks)} alone have schedules of their own")
-        num_schedules = sum(program.like is None for program in runtime.programs if len(program.brings) == PARAMS)
+        num_schedules = sum(program.like is None for program in runtime.programs if len(program.gradients) == PARAMS)
         # two places in a bucket, and one block alone
         if name in ("plain", "tied") and num_schedules > {"two": 3}.get(size, 1):
             wrong.append(f"{name}: {num_schedules} schedules were made for one kind of block")

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import zc
-from zc.engine.buffer_sync import BufferSync
 
 
 class Codebook(nn.Module):
@@ -170,15 +169,16 @@ def _dropped(rank: int, world_size: int) -> float:
     optimizer = SGD(model.parameters(), lr=0.1)
     zc.compile(model, optimizer, stage=3, backend="eager")
     sharded_model = zc.registry.sharded(model)
-    (sync,) = (each for each in sharded_model.runtime.listeners if isinstance(each, BufferSync))
-    receive = sync.after_meeting
+    sync = sharded_model.runtime.buffer_sync
+    assert sync is not None
+    receive = sync.receive_all
 
     def late() -> None:
         if rank == 1:
             time.sleep(0.5)
         receive()
 
-    with patch.object(sync, "after_meeting", late):
+    with patch.object(sync, "receive_all", late):
         F.mse_loss(model(_batch(rank, 0, 0)[0]), torch.ones(4, 16)).backward()
         optimizer.step()
     mean = float(model.get_buffer("1.running_mean").sum())

@@ -30,11 +30,11 @@ DIM, BUCKET, TASKS = 32, 5000, 3
 def _full_of(value: int) -> Iterator[None]:
     """New memory of accumulators and ring: every byte is ``value``; 0xFF is NaN in every float dtype."""
 
-    def room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         raw = torch.full((numel * dtype.itemsize,), value, dtype=torch.uint8, device=device)
         return raw.view(dtype)
 
-    with mock.patch.object(zc.engine.buffers, "room", room), mock.patch.object(zc.engine.ring, "room", room):
+    with mock.patch.object(zc.engine.buffers, "empty", empty), mock.patch.object(zc.engine.ring, "empty", empty):
         yield
 
 
@@ -113,13 +113,13 @@ def test_the_models_own_zero_grad_lets_go_before_new_memory_is_taken(stage: int)
     old = {t.data_ptr() for t in runtime.buffers.acc}
     is_alive: list[bool] = []
 
-    def room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         is_alive.append(any(g is not None and g.untyped_storage().data_ptr() in old for g in grads))
         return torch.empty(numel, dtype=dtype, device=device)
 
     model.zero_grad()
-    with mock.patch.object(zc.engine.buffers, "room", room):
+    with mock.patch.object(zc.engine.buffers, "empty", empty):
         model(x).sum().backward()
     assert is_alive
     assert not any(is_alive)

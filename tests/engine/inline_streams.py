@@ -25,5 +25,5 @@ class Inline:
     def mark(self) -> None:
         pass
 
-    def take(self, tensors: Any, marks: Any) -> None:
+    def hand_to_main(self, tensors: Any, marks: Any) -> None:
         pass

@@ -82,8 +82,8 @@ def test_every_replica_has_the_mean_in_one_order(
         eager = EagerGradients(Inline(), pipeline(in_place=False), bind)  # type: ignore[arg-type]
         for grads in updates[: 2 if stage == 2 else 1]:
             for slot, grad in enumerate(grads[rank]):
-                eager.add(bucket, slot, grad)
-            eager.write(plan, 0, is_final=True, may_reduce=None)
+                eager.deposit(bucket, slot, grad)
+            eager.write(plan, 0, is_boundary=True, may_reduce=None)
         results[rank] = buffers.acc_shard(bucket).clone()
 
     threads = [threading.Thread(target=train, args=(rank,)) for rank in range(num_ranks)]

@@ -249,7 +249,7 @@ def test_nothing_of_what_an_accumulator_held_is_read() -> None:
         zc.compile(model, optimizer, stage=1, backend="aot_eager", write_in_place=True)
         buffers = sharded(model).runtime.buffers
         for bucket in buffers.plan.buckets if poison else ():
-            buffers.hold(bucket)
+            buffers.allocate(bucket)
             buffers.acc[bucket.index].fill_(torch.nan)
         model(tokens(0, 0)).backward()
         optimizer.step()
@@ -276,7 +276,7 @@ def test_slots_that_a_failed_backward_has_opened_hold_zeros() -> None:
     optimizer.zero_grad()
     buffers = sharded(model).runtime.buffers
     for bucket in buffers.plan.buckets:
-        buffers.hold(bucket)
+        buffers.allocate(bucket)
         buffers.acc[bucket.index].fill_(torch.nan)
     loss = model(tokens(0, 0))
     failing = mock.patch("zc.engine.operations.matmul_into", side_effect=RuntimeError("out of memory"))

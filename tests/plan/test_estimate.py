@@ -197,7 +197,7 @@ def really(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> t
         mean_square(model, (x.to(dtype), y)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return zc.persistent_nbytes(model), zc.registry.sharded(model).runtime.accumulators.nbytes_of_last_step
+    return zc.persistent_nbytes(model), zc.registry.sharded(model).runtime.ledger.last.nbytes_moved
 
 
 def test_a_run_holds_and_moves_what_was_planned() -> None:

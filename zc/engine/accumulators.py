@@ -1,14 +1,27 @@
-"""What the accumulators of one rank hold, and what the operations of schedules count.
+"""The state of one rank's accumulators, and counts of what the operations of schedules do.
 
 Accumulators know whether they are empty: the first write after zero_grad overwrites, it does not add, so that nothing
-has to be zeroed. In stage 1 an accumulator goes EMPTY -> PARTIAL (this rank's own sum) -> REDUCED (this rank's slice
-holds the mean over ranks; the rest is spent). A further backward before zero_grad, without `zc.no_sync` on the one
-before, moves the reduced slice aside first, and the next reduction adds it: reduction is linear.
+has to be zeroed. One bucket goes through these states, `Acc`::
+
+                 a write                a reduction
+    stage 1:  EMPTY --------> PARTIAL -------------> REDUCED      (this rank's slice holds the mean, the rest is spent)
+                                 ^                      |
+                                 +---- a write ---------+         (moves the slice aside; the next reduction adds it)
+
+                 a reduction
+    stage 2:  EMPTY ------------> REDUCED ----+
+                                     ^        | a reduction adds
+                                     +--------+
+    zero_grad with set_to_none: -> EMPTY
+
+Stage 1 moves a slice aside where backwards before the last one were not inside `zc.no_sync`. Reduction is linear, so
+the sum of two means is the mean of the sums.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Acc(enum.Enum):
-    """What an accumulator holds."""
+    """What an accumulator holds: nothing, this rank's own sum, or the mean over ranks."""
 
     EMPTY = "empty"
     PARTIAL = "partial"
@@ -36,27 +49,30 @@ class Acc(enum.Enum):
 class Accumulators:
     """What `zc.engine.operations` work on: one rank's buffers and group, and the state of each bucket.
 
-    Operations change the state on the thread of their stream; the calling thread reads it after it has joined the
-    streams.
+    Threads: every operation runs on the thread of its stream. That of the main stream is the one that issues schedules:
+    autograd's during a backward, the caller's otherwise.
     """
 
     def __init__(self, plan: Plan, buffers: Buffers, group: Group) -> None:
         self.plan, self.buffers = plan, buffers
         # the ranks that have the shards of one whole; those that have the same shard
         self.group, self.replicas = group.shard, group.replicas
+        # Only the streams of communication use these two.
         self.codes: dict[tuple[str, int], Code] = {}  # of what travels encoded, by use and bucket
         self.places: dict[str, dict[int, bytes]] = {}  # by buffer: where the other ranks' is
+        # The entries of one bucket belong to the operations on its accumulator, which the schedule orders. The issuing
+        # thread uses them when it has joined the streams.
         self.state = [Acc.EMPTY] * len(plan.buckets)
         self._spill: dict[int, Tensor] = {}  # bucket -> [S], allocated when microbatches were not declared (stage 1)
         self._spilled: set[int] = set()  # buckets whose reduced gradient was moved aside
         # slots of a partial sum that hold nothing yet: the schedule that emptied it fills them in place (stage 1)
         self.unfilled: list[set[int]] = [set() for _ in plan.buckets]
-        self.touched = [[False] * len(b.slots) for b in plan.buckets]  # since zero_grad, on this rank
-        self.num_reductions = [0] * len(plan.buckets)  # since the last update, for explain
-        self.reductions_of_last_step = self.num_reductions
+        self.num_reductions = Counter[int]()  # by bucket, since the last update
         self.landed = [False] * len(plan.buckets)  # whether host memory has the reduced gradient (offload)
+        # The copy stream counts, and the issuing thread resets when it has joined it.
         self.nbytes_moved = {"to_host": 0, "to_device": 0}  # over the bus, by this rank, since the last update
-        self.nbytes_of_last_step = self.nbytes_moved
+        # Only the issuing thread uses the rest.
+        self.touched = [[False] * len(b.slots) for b in plan.buckets]  # since zero_grad: has a gradient on this rank
         self.on_deposit: Callable[[int, int, Tensor], None] = lambda bucket, slot, grad: None
         self.on_take: Callable[[Sequence[tuple[int, int]]], list[Tensor]] = lambda places: []  # stage 3
 
@@ -66,8 +82,6 @@ class Accumulators:
         self.plan = plan
         self.state += [Acc.EMPTY] * len(added)
         self.touched += [[False] * len(b.slots) for b in added]
-        self.num_reductions = [*self.num_reductions, *(0 for _ in added)]
-        self.reductions_of_last_step = [*self.reductions_of_last_step, *(0 for _ in added)]
         self.landed += [False] * len(added)
         self.unfilled += [set() for _ in added]
 
@@ -78,6 +92,7 @@ class Accumulators:
         self.unfilled[bucket].clear()
 
     def start_reduction(self, bucket: int, sent: Tensor) -> None:
+        """Called before ``sent``, this rank's gradients [P], go to other ranks."""
         log.debug("bucket %d: its reduction %d since the last step starts", bucket, self.num_reductions[bucket] + 1)
         self.num_reductions[bucket] += 1
         self.fill_with_zeros(bucket, sent)
@@ -87,6 +102,7 @@ class Accumulators:
         return self.plan.placement.shards_gradients and self.state[bucket] is not Acc.EMPTY
 
     def end_reduction(self, bucket: int, out: Tensor) -> None:
+        """Called when ``out`` [S], this rank's shard of the accumulator, has the mean over ranks."""
         self.landed[bucket] = False
         if bucket in self._spilled:
             self._spilled.discard(bucket)
@@ -101,7 +117,7 @@ class Accumulators:
         return self._spill[bucket].copy_(reduced, non_blocking=True)
 
     def move(self, out: Tensor, tensor: Tensor, way: str) -> None:
-        """Over the bus, on the current stream; the host does not wait, both ends are there for the plan's life."""
+        """Copies over the bus, on the current stream. The host does not wait: both tensors live as long as the plan."""
         out.copy_(tensor, non_blocking=True)
         self.nbytes_moved[way] += out.nbytes
 
@@ -124,7 +140,7 @@ class Accumulators:
                         tensors[bucket.index].zero_()
             self._spilled.discard(bucket.index)
         if set_to_none:
-            self.buffers.release(buckets)
+            self.buffers.free(buckets)
 
     def drop(self, bucket: int, slot: int, *, set_to_none: bool) -> None:
         """One parameter's gradient becomes zeros in the accumulators, and in what was moved aside. It still counts as a
@@ -139,12 +155,11 @@ class Accumulators:
             else:
                 tensor[inside] = 0
 
-    def close_step(self) -> None:
-        """After an update: sets aside what explain tells of it, and counts from zero."""
-        self.reductions_of_last_step = self.num_reductions
-        self.num_reductions = [0] * len(self.plan.buckets)
-        self.nbytes_of_last_step = self.nbytes_moved
-        self.nbytes_moved = dict.fromkeys(self.nbytes_moved, 0)
+    def pop_counts(self) -> tuple[Counter[int], dict[str, int]]:
+        """`num_reductions` and `nbytes_moved` since the last call."""
+        counts = self.num_reductions, self.nbytes_moved
+        self.num_reductions, self.nbytes_moved = Counter(), dict.fromkeys(self.nbytes_moved, 0)
+        return counts
 
     def touched_flags(self) -> list[int]:
         return [int(flag) for flags in self.touched for flag in flags]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MethodType
@@ -28,47 +29,46 @@ class MayReduce(Protocol):
 
 
 class Operations:
-    """What generated code calls: one attribute for each kind of node, and `segment`.
+    """The object ``ops`` of generated code: one attribute for each kind of node, and `segment`.
 
-    ``own`` replaces entries of the table; its functions take no accumulators.
+    ``overrides`` replace entries of the table; these functions take no accumulators.
     """
 
     def __init__(
-        self, accs: Accumulators, segments: Mapping[str, Segment], own: Mapping[type[Op], Function] | None = None
+        self, accs: Accumulators, segments: Mapping[str, Segment], overrides: Mapping[type[Op], Function] | None = None
     ) -> None:
         self._accs, self._segments = accs, segments
         for kind, function in TABLE.items():
             setattr(self, TARGETS[kind].__name__, MethodType(function, accs))
-        for kind, function in (own or {}).items():
+        for kind, function in (overrides or {}).items():
             setattr(self, TARGETS[kind].__name__, function)
-        self._left_out: list[tuple[str, bool, Function]] | None = None  # name, whether it starts a reduction, instead
+        # what `reducing_if` replaces: the name, whether it starts a reduction, and the function without agreement
+        self._replaced: list[tuple[str, bool, Function]] | None = None
 
     def segment(self, key: str, args: list[Any]) -> Sequence[Any]:
         return self._segments[key](args)
 
     def reducing_if(self, may_reduce: MayReduce) -> Operations:
-        """The same for one run, which reduces where ranks agree. In stage 1 the comm stream asks before each reduction.
-        In stage 2 gradients pass through the ring, so the host asks before the first write: what comes before it is
-        issued by then, and keeps a GPU busy while the host waits."""
-        if self._left_out is None:
+        """These operations for one run, in which ranks reduce if they agree. In stage 1 the comm stream asks before
+        each reduction. In stage 2 gradients pass through the ring, so the host asks before the first write: everything
+        before it is issued by then, and keeps a GPU busy while the host waits."""
+        if self._replaced is None:
             starting = (LaunchReduce, Quantise, SignalFull)
             instead = instead_of_reducing(self._accs)
-            self._left_out = [(TARGETS[kind].__name__, kind in starting, other) for kind, other in instead.items()]
-        run = Operations.__new__(Operations)
-        attributes = vars(run)
-        attributes.update(vars(self))
-        for name, starts, other in self._left_out:
+            self._replaced = [(TARGETS[kind].__name__, kind in starting, other) for kind, other in instead.items()]
+        run = copy.copy(self)
+        for name, starts, other in self._replaced:
             choose = partial(_start_if, self._accs.plan) if starts else _if
-            attributes[name] = choose(may_reduce, attributes[name], other)
+            setattr(run, name, choose(may_reduce, getattr(self, name), other))
         return run
 
 
 def instead_of_reducing(accs: Accumulators) -> dict[type[Op], Function]:
-    """By kind of node: what it does where ranks do not agree to reduce. Reductions and signals do nothing.
+    """By kind of node: what it does if ranks do not agree to reduce. Reductions and signals do nothing.
 
-    Stage 1 keeps what a run has written as a partial sum, which the boundary reduces. Host memory takes reduced
-    gradients only, unless it has the accumulators. Stage 2 writes nothing into the ring, which must be free again: it
-    deposits each gradient.
+    In stage 1 the gradients stay in the accumulator as a partial sum, which the boundary reduces. Nothing is copied to
+    host memory, unless it has the accumulators. Stage 2 writes nothing into the ring, which must be free for the next
+    bucket: it deposits each gradient.
     """
     others: dict[type[Op], Function] = {}
     roles = {Role.REDUCTION, Role.SIGNAL}
@@ -106,7 +106,7 @@ def _if(may_reduce: MayReduce, operation: Function, other: Function) -> Function
 
 def _start_if(plan: Plan, may_reduce: MayReduce, operation: Function, other: Function) -> Function:
     def start(bucket: int, *buffers: str, among: str | None = None) -> Any:
-        # a second level or reduction, and sending what was encoded, go on with the same bucket
+        # a second level, a second reduction and the sending of encoded rows continue a reduction that has started
         is_first = not buffers[-1].startswith(("host_sum", "wire")) and (among is not None or not plan.sums_in_place)
         how = {} if among is None else {"among": among}
         return (operation if may_reduce(starts=is_first) else other)(bucket, *buffers, **how)

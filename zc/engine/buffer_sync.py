@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from zc.engine.core import Listener
 from zc.errors import RankMismatchError
 from zc.ranks.work import Work
 
@@ -40,12 +39,12 @@ def has_buffers(model: nn.Module) -> bool:
     return any(buffer.numel() for buffer in model.buffers())
 
 
-class BufferSync(Listener):
+class BufferSync:
     """For one model on one rank. Create it when all ranks have the same buffers; the runtime keeps it."""
 
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self._model, self._runtime = weakref.ref(model), weakref.ref(runtime)
-        runtime.listeners.append(self)
+        runtime.buffer_sync = self
         self._shapes = {name: (tuple(b.shape), b.dtype) for name, b in model.named_buffers()}
         self._is_due = False  # whether DDP would broadcast before the next forward
         self._has_trained = False  # whether this update had a forward with gradients
@@ -62,14 +61,14 @@ class BufferSync(Listener):
         self._is_due = torch.is_grad_enabled() and runtime.is_boundary
         self._has_trained |= torch.is_grad_enabled()
 
-    def before_meeting(self) -> None:
+    def send_last(self) -> None:
         """Called at the boundary of an update, before rank 0 has waited for any rank."""
         runtime = self._runtime()
         assert runtime is not None, "the runtime calls this"
         if runtime.group.rank == 0:
             self._exchange(runtime, is_last=True)
 
-    def after_meeting(self) -> None:
+    def receive_all(self) -> None:
         """Called when all ranks are at the boundary: receives rank 0's messages up to the last one."""
         runtime = self._runtime()
         assert runtime is not None, "the runtime calls this"
@@ -129,7 +128,7 @@ class BufferSync(Listener):
             _unpack(packed, buffers)
 
     def _in_message(self, by_device: dict[torch.device, list[Tensor]], head: Tensor) -> list[list[Tensor]]:
-        """The buffers in the message with this head. After the last message, `after_meeting` sends those on a GPU."""
+        """The buffers in the message with this head. After the last message, `receive_all` sends those on a GPU."""
         is_last, for_whom, _ = head.tolist()
         return [buffers for device, buffers in by_device.items() if for_whom and (device.type == "cpu" or not is_last)]
 

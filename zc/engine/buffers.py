@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from zc.engine.host_memory import HostMemory
-from zc.engine.ring import Ring, room, view
+from zc.engine.ring import Ring, empty, view
 from zc.planning.layout import Slot
 from zc.planning.plan import FIRST_FROZEN, NUM_HOST_SUMS, Bucket, Level, Plan
 from zc.schedule.buffer import Buffer
@@ -52,12 +52,12 @@ def fp32_shard(plan: Plan, bucket: Bucket) -> int:
 class Buffers:
     """flat_param, master_shard, accumulators and ring of one rank.
 
-    Lifetimes: accumulators and ring exist from a bucket's first write (`hold`) until gradients are set to None
-    (`release`), like plain PyTorch's gradients. The main stream calls both, and `release` after it has joined all other
-    streams, so they need no record_stream unless the main stream has changed (`Streams.take`). All other tensors live
-    as long as the plan. A ring buffer holds one bucket's gradient from its flatten_cast until its accumulate; the
-    schedule's events keep the next user away until then. ``flat_param[b]`` never moves: it is the memory of its
-    parameters, each with a storage of its own that keeps it alive.
+    Lifetimes: accumulators and ring exist from a bucket's first write (`allocate`) until gradients are set to None
+    (`free`), like plain PyTorch's gradients. The main stream calls both, and `free` after it has joined all other
+    streams, so they need no record_stream unless the main stream has changed (`Streams.hand_to_main`). All other
+    tensors live as long as the plan. A ring buffer holds one bucket's gradient from its flatten_cast until its
+    accumulate; the schedule's events keep the next user away until then. ``flat_param[b]`` never moves: it is the
+    memory of its parameters, each with a storage of its own that keeps it alive.
 
     A new object has no tensors; `add` and `add_staging` allocate those that live as long as the plan.
     """
@@ -72,7 +72,7 @@ class Buffers:
         self.master_shard: list[Tensor] = []
         self.acc: list[Tensor] = []
         self.host: list[Tensor] = []
-        # cached views of a bucket's gradient; `release` drops them, since a view keeps the memory alive
+        # cached views of a bucket's gradient; `free` drops them, since a view keeps the memory alive
         self.cuts: dict[int, dict[str, list[Tensor]]] = {}
         self._memory = HostMemory(plan.buckets[0].device) if plan.offload is not None and plan.buckets else None
         self._staging: list[Tensor] = []
@@ -104,7 +104,7 @@ class Buffers:
         if bucket.sends_differences:
             self.published.append(torch.zeros_like(flat[start:stop]))
         if self.plan.offload is None or not self.plan.offload.accumulates_on_host:
-            self.acc.append(room(0, bucket.acc_dtype, bucket.device))
+            self.acc.append(empty(0, bucket.acc_dtype, bucket.device))
 
     def weight_shard(self, index: int) -> Tensor:
         """[S]: this rank's shard of the weights of a sharded bucket, frozen or not."""
@@ -135,7 +135,7 @@ class Buffers:
     def make_arena(self, nbytes: int) -> None:
         """Room for gathered weights. Lifetime: until `drop_arena`, called when no stream uses it."""
         if not self.arena or self.arena[0].numel() < nbytes:
-            self.arena[:] = [room(nbytes, torch.uint8, self.plan.buckets[0].device)]
+            self.arena[:] = [empty(nbytes, torch.uint8, self.plan.buckets[0].device)]
 
     def drop_arena(self) -> None:
         self.arena.clear()
@@ -147,36 +147,36 @@ class Buffers:
             return self.whole[buffer.index]
         return self.arena[buffer.index][start : start + bucket.nbytes].view(bucket.param_dtype)
 
-    def hold(self, bucket: Bucket) -> None:
+    def allocate(self, bucket: Bucket) -> None:
         """Allocates the accumulator of ``bucket`` and the ring if they do not exist; their values are undefined. The
         main stream calls this before it writes a gradient, so before any other stream uses them."""
         if not self.ring.exists:
-            self.ring.make()
+            self.ring.allocate()
         if self.acc and not self.acc[bucket.index].numel():
             numel = fp32_shard(self.plan, bucket)
-            self.acc[bucket.index] = room(numel, bucket.acc_dtype, bucket.device)
+            self.acc[bucket.index] = empty(numel, bucket.acc_dtype, bucket.device)
             self.cuts.pop(bucket.index, None)
 
-    def release(self, buckets: Sequence[Bucket]) -> None:
+    def free(self, buckets: Sequence[Bucket]) -> None:
         """Frees the accumulators of ``buckets``, and the ring if no accumulator is left. They contain no gradient, and
         no stream uses them. A view that somebody still has keeps its memory. `acc` keeps empty tensors of their dtype
         and device."""
         for bucket in buckets:
             self.cuts.pop(bucket.index, None)
             if self.acc:
-                self.acc[bucket.index] = room(0, bucket.acc_dtype, bucket.device)
+                self.acc[bucket.index] = empty(0, bucket.acc_dtype, bucket.device)
         if not any(acc.numel() for acc in self.acc):
-            self.ring.drop()
+            self.ring.free()
 
     def gradients(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        """The tensors that `release` of these buckets would free, or more."""
+        """All tensors that `free` frees for these buckets, and perhaps more."""
         accs = [self.acc[bucket.index] for bucket in buckets] if self.acc else []
         return [*accs, *itertools.chain(*self.ring.tensors)]
 
     def close(self) -> None:
-        """Frees all tensors. All copies are complete, and the parameters keep their own memory."""
+        """Frees all tensors. The caller has waited for all copies, and has given the parameters memory of their own."""
         self.cuts.clear()
-        self.ring.drop()
+        self.ring.free()
         for tensors in self.all_tensors:
             tensors.clear()
         if self._memory is not None:
@@ -198,14 +198,14 @@ class Buffers:
 
     @property
     def all_tensors(self) -> tuple[list[Tensor], ...]:
-        """All lists of tensors. The lists stay the same while this object lives, and their tensors come and go."""
+        """All lists of tensors. A list stays the same object while its tensors come and go."""
         return (
             self.flat_param, self.weight, self.frozen, self.arena, self.master_shard, self.acc, self.host,
             self._staging, self._param, *self.ring.tensors, self._update, self.published,
         )  # fmt: skip
 
     def remember_shard(self, bucket: Bucket) -> None:
-        """Remembers this rank's part of flat_param after an update: later differences are writes of the caller."""
+        """Remembers this rank's shard of flat_param after an update: a later difference is a write of the caller."""
         if bucket.sends_differences:
             self.published[bucket.index].copy_(self.owned(self.flat_param[bucket.index], bucket))
 
@@ -215,7 +215,7 @@ class Buffers:
         plan, memory = self.plan, self._memory
         update = max(map(plan.nbytes_update, plan.buckets))
         if update:
-            self._update[:] = [room(update, torch.uint8, plan.buckets[0].device)]
+            self._update[:] = [empty(update, torch.uint8, plan.buckets[0].device)]
         if memory is None:
             return
         largest = max(map(plan.nbytes_staging, plan.buckets))
@@ -225,14 +225,14 @@ class Buffers:
         self._param = [memory.zeros(cast, torch.uint8) for _ in range(plan.num_staging if cast else 0)]
 
     def shard(self, tensor: Tensor, bucket: Bucket) -> Tensor:
-        """[S]: this rank's part of an accumulator of size [P] or [S]."""
+        """[S]: this rank's shard of an accumulator, which has [P] or [S] elements."""
         if tensor.numel() == bucket.layout.numel_shard:
             return tensor
         start, stop = bucket.layout.shard_range(self.rank)
         return tensor[start:stop]
 
     def owned(self, flat: Tensor, bucket: Bucket) -> Tensor:
-        """The part of ``flat`` [P] that this rank updates: its part [S], or its run of whole parameters."""
+        """The elements of ``flat`` [P] that this rank updates: its shard [S], or its run of whole parameters."""
         start, stop = bucket.layout.owned_range(self.rank)
         return flat[start:stop]
 
@@ -240,21 +240,20 @@ class Buffers:
         start, stop = bucket.layout.owned_range(self.rank)
         return stop - start
 
-    def room_for_whole(self, bucket: Bucket) -> Tensor:
-        """[elements of this rank's run]: the place for the gradients of its whole parameters in an update. In stage 1
-        that is their place in acc_flat, where only this rank's shard is in use after a reduction."""
+    def whole_grads(self, bucket: Bucket) -> Tensor:
+        """[elements of this rank's run]: memory for the gradients of the whole parameters that this rank updates. In
+        stage 1 it is their place in acc_flat: after a reduction only this rank's shard of acc_flat is in use."""
         acc = self.acc[bucket.index] if self.acc and not self.host else None
         if acc is not None and acc.numel() == bucket.numel:
             return self.owned(acc, bucket)
-        return room(self.numel_owned(bucket), bucket.acc_dtype, bucket.device)
+        return empty(self.numel_owned(bucket), bucket.acc_dtype, bucket.device)
 
     def acc_shard(self, bucket: Bucket) -> Tensor:
-        """[S]: the reduced gradient that the update reads, once the bucket is reduced (and has landed in host
-        memory)."""
+        """[S]: the reduced gradient that the update reads: with offload, the copy in host memory."""
         return self.shard((self.host or self.acc)[bucket.index], bucket)
 
     def acc_copies(self, bucket: Bucket) -> list[Tensor]:
-        """[S] each: all copies of the reduced gradient. Code that changes it in place changes every copy."""
+        """[S] each: all copies of the reduced gradient. Code that changes the gradient in place must change each."""
         return [self.shard(tensors[bucket.index], bucket) for tensors in (self.host, self.acc) if tensors]
 
     def named(self, name: str, bucket: Bucket) -> Tensor:
@@ -316,20 +315,20 @@ class Buffers:
         return view(raw, numel, bucket.reduce_dtype)
 
     def nbytes_whole_grad(self) -> int:
-        """Bytes of `room_for_whole` of all buckets during an update, if that is memory of its own."""
+        """Bytes of `whole_grads` of all buckets during an update, without those in acc_flat."""
         if self.plan.world_size == 1 or (not self.plan.placement.shards_gradients and not self.host):
             return 0
         whole = [b for b in self.plan.buckets if b.layout.owners is not None]
         return sum(self.numel_owned(b) * b.acc_dtype.itemsize for b in whole)
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes on this rank while it has gradients, each storage once. Accumulators and ring count by their sizes,
-        since they come and go; all others by their tensors."""
+        """Bytes on this rank while it has gradients, by buffer, each storage once. Accumulators and ring are allocated
+        and freed, so their sizes are computed; the others are measured."""
         own = [self.has_own_master(b) for b in self.plan.buckets]
         masters = [m for m, is_own in zip(self.master_shard, own, strict=True) if is_own]
         acc = sum(fp32_shard(self.plan, b) * b.acc_dtype.itemsize for b in self.plan.buckets) if self.acc else 0
         flat_grad, recv, host_sum, wire = self.ring.nbytes()
-        found = {
+        sizes = {
             "flat_param": _nbytes(self.flat_param),
             "master_shard": _nbytes(masters),
             "acc": acc,
@@ -337,22 +336,22 @@ class Buffers:
             "recv": recv,
         }
         if self.plan.placement.shards_weights:
-            found["weight"] = _nbytes(self.weight)
+            sizes["weight"] = _nbytes(self.weight)
         if self.plan.sharded:
-            found["arena"] = self.plan.weight_cap
+            sizes["arena"] = self.plan.weight_cap
         if self.plan.frozen:
-            found["frozen"] = _nbytes(self.frozen)
+            sizes["frozen"] = _nbytes(self.frozen)
         if host_sum:
-            found["host_sum"] = host_sum * NUM_HOST_SUMS
+            sizes["host_sum"] = host_sum * NUM_HOST_SUMS
         if wire:
-            found["wire"] = wire
+            sizes["wire"] = wire
         if self.plan.gather_bits:
-            found.update(update=_nbytes(self._update), published=_nbytes(self.published))
+            sizes.update(update=_nbytes(self._update), published=_nbytes(self.published))
         if any(b.layout.owners is not None for b in self.plan.buckets):
-            found["whole_grad"] = self.nbytes_whole_grad()
+            sizes["whole_grad"] = self.nbytes_whole_grad()
         if self.plan.offload is not None:
-            found.update(staging=_nbytes(self._staging), host=_nbytes(self.host), param=_nbytes(self._param))
-        return found
+            sizes.update(staging=_nbytes(self._staging), host=_nbytes(self.host), param=_nbytes(self._param))
+        return sizes
 
 
 def _nbytes(tensors: list[Tensor]) -> int:

@@ -1,7 +1,7 @@
 """Clocks one step: when each operation of its schedules ran, for `zc.explain(model, format="html")`.
 
-Between two updates the runtime passes the number of graphs compiled so far. Only the third step after the last
-compilation is clocked, since a clocked operation costs a few more microseconds.
+The runtime says after each update how many graphs are compiled so far. Only the third step after the last compilation
+is clocked, since a clocked operation costs a few more microseconds.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ class ClockedStep(NamedTuple):
 
 
 class Clock:
-    """Uses events on the operations' own streams on a GPU, and the threads' clock on a CPU."""
+    """On a GPU it records events on the streams of the operations, on a CPU it reads the clock in their threads."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_on = False
         self._device = device
-        self._num_graphs, self._num_quiet = 0, 0  # graphs so far, and steps since there were fewer
+        self._num_graphs, self._num_quiet = 0, 0  # graphs so far; steps since the last one was compiled
+        # The threads of all streams append to these two; `step` reads them after the step. Others: the issuing thread.
         self._spans: list[tuple[str, str, str, Any, Any]] = []
-        self._phases: list[tuple[str, Any]] = []
         self._memory: list[tuple[Any, int]] = []
+        self._phases: list[tuple[str, Any]] = []
         self._exposed_s: float | None = None
 
     def end_step(self, num_graphs: int, exposed_s: float | None = None) -> None:

@@ -32,31 +32,18 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """What the runtime tells, and asks, the optimizers and the buffers of its model. It knows none of them; a method
-    does nothing unless it is overridden."""
+    """What the runtime calls in the optimizers of its model (`zc.optim.model`), which it does not know. This one does
+    nothing: a runtime has it until its optimizers register theirs."""
 
-    def before_meeting(self) -> None:
-        """This rank is at the boundary of an update, and has waited for no other rank there."""
-
-    def after_meeting(self) -> None:
-        """All ranks are at the boundary."""
-
-    def backward_ended(self) -> None:
-        """The gradients of a backward are in; `Announcements.has_grad` says of which parameters."""
-
-    def gradients_finished(self) -> None:
-        """Every rank's shard holds the mean over ranks of the sum over backwards."""
+    def gradients_ready(self) -> None:
+        """A backward has ended, or an update begins. `Announcements.has_grad` says which parameters have a gradient."""
 
     def gradients_cleared(self, optimizer: int | None) -> None:
-        """No gradient is left of one optimizer, by its number, or of all: nobody may hold a view of one."""
+        """One optimizer, by its number, has no gradient any more, or all have none: nobody may hold a view of one."""
 
     def cleared_optimizers(self) -> list[int]:
-        """Numbers of the optimizers whose own tensors the caller has taken the gradients of."""
+        """Numbers of the optimizers on whose own tensors the caller has set ``.grad`` to None."""
         return []
-
-    def may_be_cleared(self) -> bool:
-        """The same, by a look at one tensor of each optimizer."""
-        return False
 
 
 class Core:
@@ -72,12 +59,14 @@ class Core:
         params: dict[str, nn.Parameter],
     ) -> None:
         self.config, self.plan, self.buffers, self.group, self.streams = config, plan, buffers, group, streams
-        weakref.finalize(buffers, streams.leave, buffers.all_tensors).atexit = False  # it holds the memory until then
-        self.params = params  # that train, by name
-        self.placed = dict(params)  # in a bucket of the plan: these, and frozen ones whose weights are sharded
-        self.frozen: dict[str, nn.Parameter] = {}  # that do not train; one that asks for a gradient needs zc.recompile
-        self.unset = Unset()  # what has no value yet, of a model that was made on meta
-        self.shown: dict[str, Tensor] = {}  # what each of params has as .grad while it has a gradient, by name
+        # it refers to the tensors, so they live until the streams are recorded
+        weakref.finalize(buffers, streams.record_streams, buffers.all_tensors).atexit = False
+        # parameters by name: those that train; those in a bucket, which may be frozen if their weights are sharded; and
+        # those that do not train. One of the last that requires a gradient later needs zc.recompile
+        self.params, self.placed = params, dict(params)
+        self.frozen: dict[str, nn.Parameter] = {}
+        self.unset = Unset()  # parameters of a model from meta that have no value yet
+        self.sharded_grads: dict[str, Tensor] = {}  # the .grad of each of params while it has a gradient
         self.accumulators = Accumulators(plan, buffers, group)
         self.bind = partial(Operations, self.accumulators)  # for `zc.engine.program.build`
         self.inductor_options = config.inductor_options
@@ -88,9 +77,9 @@ class Core:
         self.compiled_segments: dict[str, list[tuple[Callable[[], bool], Segment]]] = {}
         self.ledger = Ledger()
         self.ledger.breaks_before = torch_private.graph_breaks()
-        self.notes: list[str] = []  # fallbacks taken and other things worth saying, each once
-        self._unsaid: list[tuple[int, str]] = []  # this rank's, with the update in which they came
-        self.is_boundary = True
+        self.notes: list[str] = []  # fallbacks, and other things worth knowing, each once
+        self._unsaid: list[tuple[int, str]] = []  # on ranks above 0: with the number of the update
+        self.is_boundary = True  # False inside no_sync
 
     @property
     def current_plan(self) -> Plan:
@@ -105,13 +94,13 @@ class Core:
             self.is_boundary = before
 
     def wait_for_host_memory(self) -> None:
-        """Before the calling thread itself reads or writes what copies may still be on their way to."""
+        """Called before the host itself reads or writes host memory: copies may still be on their way to it."""
         if self.plan.offload is not None:
             self.streams.synchronize()
 
     def say_once(self, note: str) -> None:
-        """Records a fallback or a condition for explain. Rank 0 warns, the first time; another rank only of what rank
-        0 has not said, in `say_rest`."""
+        """Records a note for explain: a fallback, or something worth knowing. Rank 0 warns of it, the first time. Other
+        ranks warn in `say_rest`, of notes that rank 0 does not have."""
         if note in self.notes:
             return
         self.notes.append(note)
@@ -122,8 +111,8 @@ class Core:
             self._unsaid.append((self.ledger.num_steps, note))
 
     def say_rest(self) -> None:
-        """At the end of an update: what has come up on this rank and not on rank 0, which has had a whole update more
-        to say it."""
+        """Called after each update. Warns of notes that rank 0 does not have, one update late: by then rank 0 has had
+        the time to say them itself."""
         while self._unsaid and self._unsaid[0][0] + 1 < self.ledger.num_steps:
             _, note = self._unsaid.pop(0)
             if not self.group.has_note(note):

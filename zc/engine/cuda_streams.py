@@ -23,9 +23,9 @@ class CudaStreams:
 
     Side streams need no record_stream. Memory that crosses streams lives as long as the plan, or the main stream makes
     it before others use it and drops it after it has joined them (`zc.engine.buffers`), or the schedule has a
-    ``release`` for it. `take` calls record_stream when the main stream differs from the allocating one, for example if
-    a forward and its backward run on different streams. There is one event object per name: a wait captures the record
-    before it, so recording the event again later is safe.
+    ``release`` for it. `hand_to_main` calls record_stream when the main stream differs from the allocating one, for
+    example if a forward and its backward run on different streams. There is one event object per name: a wait captures
+    the record before it, so recording the event again later is safe.
 
     The host stream is the calling thread: its tasks run at once, and a wait on it blocks until the event has happened.
     Kernels issued before continue meanwhile.
@@ -75,7 +75,7 @@ class CudaStreams:
         stream = torch.cuda.current_stream(self._device)
         return None if stream == self._last_main else stream.record_event()  # main runs after its predecessor
 
-    def take(self, tensors: Iterable[object], marks: Iterable[Any] = ()) -> None:
+    def hand_to_main(self, tensors: Iterable[object], marks: Iterable[Any] = ()) -> None:
         main = self._stream(MAIN)
         for mark in marks:
             if mark is not None:
@@ -84,7 +84,7 @@ class CudaStreams:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device.type:
                 tensor.record_stream(main)  # the allocator ignores it if this stream allocated the memory
 
-    def leave(self, memory: Iterable[list[torch.Tensor]]) -> None:
+    def record_streams(self, memory: Iterable[list[torch.Tensor]]) -> None:
         streams = [*self._sides.values(), *([self._last_main] if self._last_main is not None else [])]
         for tensor in (tensor for tensors in memory for tensor in tensors):
             if tensor.device.type == self._device.type:

@@ -1,33 +1,22 @@
 """Collects gradients from outside of compiled graphs until their bucket is complete, then writes the bucket.
 
-Hooks bring the gradients of eager code one by one. Each is kept by reference until all slots of its bucket have one. A
-slot that gets two keeps their sum. Hooks may run on several streams, since eager branches run their backward on the
-stream of their forward. So each gradient keeps a mark of its stream, and its reader waits for that mark first.
+Hooks bring the gradients of eager code one by one; so do compiled graphs, where ranks do not reduce a bucket in this
+backward. Each is deposited, by reference, until all slots of its bucket have one. A slot that gets two has their sum.
+Hooks may run on several streams, since eager branches run their backward on the stream of their forward. So each
+deposit has a mark of its stream, and the schedule that reads it waits for that mark first.
 
-Each bucket has a schedule of its own that writes or reduces it. The usual passes make it when it is first needed, and
-verify proves it.
-
-A backward ends with autograd's final callback. Autograd owns the callback and drops it if the backward raises, so a
-weak reference tells whether it did. Backwards may be nested (reentrant checkpointing)::
-
-            enter                    the outermost one ends
-    NONE ----------> RUNNING ------------------------------> NONE
-                        |  a backward raises          drop_failed, clear
-                        +-------------------> RAISED ----------------------> NONE
+Each bucket has small schedules of its own, which write it, reduce it or copy it to host memory. The usual passes make
+them when they are first needed, and verify proves them.
 """
 
 from __future__ import annotations
 
-import enum
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from zc import torch_private
 from zc.engine.program import Bind, Program, build
 from zc.engine.streams import Streams
 from zc.passes import offload_gradients, reduce_buckets
@@ -42,121 +31,78 @@ if TYPE_CHECKING:
     from zc.engine.binding import MayReduce
 
 
-class Backward(enum.Enum):
-    """The state of autograd's backwards through this model."""
-
-    NONE = "none runs"
-    RUNNING = "one runs, perhaps with others inside it"
-    RAISED = "one has raised, and its gradients here have not been dropped yet"
-
-
 class _Deposit(NamedTuple):
     grad: Tensor
     mark: object  # `Streams.mark` of the stream that made it
 
 
 class EagerGradients:
-    """The eager gradients of one model. Only the thread that issues schedules uses it: autograd's during a backward,
-    the caller's otherwise.
+    """The deposits of one model, and the schedules that write them. Only the thread that issues schedules uses it:
+    autograd's during a backward, the caller's otherwise.
 
-    A gradient lives until its bucket is reduced, or written into a partial sum, at the end of the backward. If ranks
+    A deposit lives until its bucket is reduced, or written into a partial sum, at the end of the backward. If ranks
     differ, it lives until the boundary at the latest (zc/engine/announcements.py).
     """
 
     def __init__(self, streams: Streams, passes: Sequence[Pass], bind: Bind) -> None:
         self.streams, self._passes, self._bind = streams, passes, bind
-        self._open: dict[int, weakref.ref[Callable[[], None]]] = {}  # by autograd's number of the graph task
-        self._waiting: dict[int, dict[int, _Deposit]] = {}  # by bucket and slot
+        self._deposits: dict[int, dict[int, _Deposit]] = {}  # by bucket and slot
         self._programs: dict[tuple[str, int, bool], Program] = {}
-        self.done: set[int] = set()  # buckets that this backward has written and reduced
+        self.reduced: set[int] = set()  # buckets that this backward has reduced, compiled graphs included
 
-    # --- backwards ---
-
-    @property
-    def backward(self) -> Backward:
-        if not self._open:
-            return Backward.NONE
-        callbacks = list(self._open.values())  # the watch's thread asks, too
-        return Backward.RAISED if any(callback() is None for callback in callbacks) else Backward.RUNNING
-
-    def is_entered(self) -> bool:
-        """Whether the backward that runs in this thread was entered before."""
-        callback = self._open.get(torch_private.current_graph_task())
-        return callback is not None and callback() is not None
-
-    def enter(self, end: Callable[[], None]) -> None:
-        """Called when a backward begins. Calls ``end`` when the outermost one has ended."""
-        task = torch_private.current_graph_task()
-        callback = partial(self._leave, task, end)
-        self._open[task] = weakref.ref(callback)
-        torch_private.queue_callback(callback)
-
-    def _leave(self, task: int, end: Callable[[], None]) -> None:
-        self._open.pop(task, None)
-        if not self._open:
-            end()
-
-    def drop_failed(self) -> Backward:
-        """Forgets backwards that have raised. If no other one runs, drops all gradients that wait."""
-        self._open = {task: callback for task, callback in self._open.items() if callback() is not None}
-        if not self._open:
-            self._waiting.clear()
-            self.done.clear()
-        return self.backward
-
-    def forget_backwards(self) -> None:
-        self._open.clear()
-        self.done.clear()
-
-    # --- gradients ---
+    # --- deposits ---
 
     @property
     def buckets(self) -> set[int]:
-        """The buckets that have a gradient here."""
-        return set(self._waiting)
+        """The buckets that have a deposit."""
+        return set(self._deposits)
 
-    def add(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
+    def deposit(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """Called on the stream that made ``grad``."""
-        deposits = self._waiting.setdefault(bucket.index, {})
+        deposits = self._deposits.setdefault(bucket.index, {})
         grad = grad.detach()
         if slot in deposits:  # the sum is in fp32, so that the second gradient is not rounded
-            first = deposits[slot]
-            self._order([first])
-            grad = first.grad.to(bucket.acc_dtype) + grad
+            self._wait_for(deposits[slot])
+            grad = deposits[slot].grad.to(bucket.acc_dtype) + grad
         deposits[slot] = _Deposit(grad, self.streams.mark())
 
-    def ready(self, plan: Plan) -> list[int]:
+    def complete(self, plan: Plan) -> list[int]:
         """Complete buckets in plan order, up to the first incomplete one: the same order on all ranks."""
-        ready = []
+        complete = []
         for bucket in plan.buckets:
-            if bucket.index in self.done:
+            if bucket.index in self.reduced:
                 continue
-            if len(self._waiting.get(bucket.index, ())) < len(bucket.slots):
+            if len(self._deposits.get(bucket.index, ())) < len(bucket.slots):
                 break
-            ready.append(bucket.index)
-        return ready
+            complete.append(bucket.index)
+        return complete
 
-    def own(self) -> None:
-        """Copies gradients that outlive their backward: one may be the caller's own (``backward(gradient=...)``)."""
-        for deposits in self._waiting.values():
-            self._order(deposits.values())
+    def clone(self) -> None:
+        """Copies deposits that outlive their backward: one may be a tensor of the caller (``backward(gradient=...)``),
+        who may write it after."""
+        for deposits in self._deposits.values():
+            self._wait_for(*deposits.values())
             for slot, deposit in deposits.items():
                 deposits[slot] = _Deposit(deposit.grad.clone(), self.streams.mark())
 
-    def _order(self, deposits: Iterable[_Deposit]) -> None:
+    def _wait_for(self, *deposits: _Deposit) -> None:
         """Makes the caller's current stream wait until it may read these."""
-        deposits = list(deposits)
-        self.streams.take([d.grad for d in deposits], [d.mark for d in deposits])
+        self.streams.hand_to_main([d.grad for d in deposits], [d.mark for d in deposits])
+
+    def clear(self) -> None:
+        """Drops what a backward that raised has deposited and reduced so far."""
+        self._deposits.clear()
+        self.reduced.clear()
 
     def drop(self, bucket: int, slot: int | None = None, *, set_to_none: bool = False) -> None:
         """Drops the gradient of one slot, or of a whole bucket. The bucket is still reduced, with zeros, unless
         ``set_to_none``."""
         if slot is not None:
-            self._waiting.get(bucket, {}).pop(slot, None)
+            self._deposits.get(bucket, {}).pop(slot, None)
         elif set_to_none:
-            self._waiting.pop(bucket, None)
-        elif bucket in self._waiting:
-            self._waiting[bucket] = {}
+            self._deposits.pop(bucket, None)
+        elif bucket in self._deposits:
+            self._deposits[bucket] = {}
 
     # --- schedules of one bucket ---
 
@@ -165,13 +111,13 @@ class EagerGradients:
         """The schedules needed so far, for explain."""
         return list(self._programs.values())
 
-    def write(self, plan: Plan, index: int, *, is_final: bool, may_reduce: MayReduce | None) -> None:
+    def write(self, plan: Plan, index: int, *, is_boundary: bool, may_reduce: MayReduce | None) -> None:
         """Runs the schedule of one bucket with its gradients, one per slot; None for a slot without one."""
-        bucket, deposits = plan.buckets[index], self._waiting.pop(index, {})
-        self._order(deposits.values())
+        bucket, deposits = plan.buckets[index], self._deposits.pop(index, {})
+        self._wait_for(*deposits.values())
         grads = [deposits[slot].grad if slot in deposits else None for slot in range(len(bucket.slots))]
         del deposits  # the schedule frees each gradient at its last use
-        self._program("flush", plan, index, is_final)(grads, self.streams, may_reduce)
+        self._program("flush", plan, index, is_boundary)(grads, self.streams, may_reduce)
 
     def reduce(self, plan: Plan, index: int, *, may_reduce: MayReduce | None) -> None:
         """Reduces the partial sum in acc_flat."""
@@ -181,11 +127,11 @@ class EagerGradients:
         """Copies a reduced gradient to host memory."""
         self._program("land", plan, index, True)([], self.streams)
 
-    def _program(self, kind: str, plan: Plan, index: int, is_final: bool) -> Program:
-        """The schedule. ``is_final`` is False for a microbatch that is not the last."""
-        key = (kind, index, is_final)
+    def _program(self, kind: str, plan: Plan, index: int, is_boundary: bool) -> Program:
+        """The schedule. ``is_boundary`` is False for a microbatch that is not the last."""
+        key = (kind, index, is_boundary)
         if key not in self._programs:
-            plan = plan if is_final else plan.microbatch()
+            plan = plan if is_boundary else plan.microbatch()
             graph = GRAPHS[kind](plan, index)
             passes = [p for p in self._passes if p.name != "outline_segments"]
             if kind != "flush":

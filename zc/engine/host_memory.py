@@ -1,7 +1,7 @@
 """Host memory that a device copies from and to, page-locked in place.
 
-Ordinary memory is registered with the driver. ``pin_memory=True`` would take it from PyTorch's caching host allocator,
-which rounds a block up to a power of two: up to twice the memory, and offload exists to save memory.
+This module allocates ordinary memory and registers it with the driver. ``pin_memory=True`` would use PyTorch's caching
+host allocator, which rounds a block up to a power of two: up to twice the memory, and offload exists to save memory.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 _Locked = list[tuple[torch.device, Tensor]]
-# Page-locked memory of models that were dropped. The collector runs in any thread, perhaps while another one captures a
-# CUDA graph, so it calls nothing of CUDA; copies of the model may still be queued, so the memory stays until
-# `unlock_dropped`.
+# Page-locked memory of models that were dropped. The garbage collector adds to it, in any thread, perhaps while another
+# one captures a CUDA graph, so it must not call CUDA. Copies of the model may still be queued: the memory lives until
+# the calling thread empties the list in `unlock_dropped`.
 _DROPPED: _Locked = []
 
 
@@ -32,7 +32,7 @@ class HostMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._locked: _Locked = []
-        self.note: str | None = None  # why the last tensor is pageable
+        self.note: str | None = None  # why the driver refused to lock a tensor; later ones are pageable, too
         unlock_dropped()
         # when the process ends, the driver unlocks everything
         weakref.finalize(self, _drop, self._locked, os.getpid()).atexit = False

@@ -23,12 +23,15 @@ Where = tuple[int, int]  # bucket, slot
 @dataclass
 class Step:
     """Counts of one update. ``runs``: how often each schedule ran. ``hooks``: gradients from outside of compiled
-    graphs, by (bucket, slot). ``nbytes_sent`` by this rank, by kind of exchange. ``exposed_s``: how long the calling
-    thread waited for exchanges; ``waits``: its waits for announcements. Page faults are this process's, on a CPU."""
+    graphs, by (bucket, slot). ``num_reductions``: by bucket. ``nbytes_sent`` by this rank, by kind of exchange;
+    ``nbytes_moved`` over the bus, by direction (offload). ``exposed_s``: how long the calling thread waited for
+    exchanges; ``waits``: its waits for announcements. Page faults are this process's, on a CPU."""
 
     runs: Counter[str] = field(default_factory=Counter)
     hooks: Counter[Where] = field(default_factory=Counter)
+    num_reductions: Counter[int] = field(default_factory=Counter)
     nbytes_sent: Counter[str] = field(default_factory=Counter)
+    nbytes_moved: dict[str, int] = field(default_factory=dict)
     exposed_s: float | None = None
     waits: Waits = field(default_factory=dict)
     num_page_faults: int | None = None
@@ -44,6 +47,7 @@ class Ledger:
         self.graphs: list[str] = []  # Dynamo's id of each compiled graph: frame / compilation
         self.breaks_before: dict[str, int] = {}  # graph breaks in this process before this model was compiled
         self._named: set[str] = set()
+        self._updated: set[int] = set()  # optimizers, in this step
 
     def arrived(self, programs: Iterable[Program], step: Step) -> dict[Where, Counter[str]]:
         """How often each schedule, or its hook, brought the gradient of each (bucket, slot) in ``step``."""
@@ -51,17 +55,38 @@ class Ledger:
         for program in programs:
             times = step.runs[program.name]
             if times:
-                for where in program.brings:
+                for where in program.gradients:
                     sources.setdefault(where, Counter())[program.name] += times
         for where, times in step.hooks.items():
             sources.setdefault(where, Counter())["hook"] += times
         return sources
 
-    def close_step(self, exposed_s: float | None, nbytes_sent: Counter[str], waits: Waits) -> None:
-        self.step.exposed_s, self.step.nbytes_sent, self.step.waits = exposed_s, nbytes_sent, waits
+    def completes_step(self, optimizer: int, optimizers: set[int]) -> bool:
+        """Called after each update of one of ``optimizers``, by number: whether it is the last one of the step. That is
+        so when all have had one, or when this one has its second."""
+        is_second = optimizer in self._updated
+        self._updated.add(optimizer)
+        is_last = is_second or optimizers <= self._updated
+        if is_last:
+            self._updated.clear()
+        return is_last
+
+    def close_step(
+        self,
+        *,
+        num_reductions: Counter[int],
+        nbytes_sent: Counter[str],
+        nbytes_moved: dict[str, int],
+        exposed_s: float | None,
+        waits: Waits,
+    ) -> None:
+        """Ends the current step; it becomes the last one."""
+        step = self.step
+        step.num_reductions, step.nbytes_sent, step.nbytes_moved = num_reductions, nbytes_sent, nbytes_moved
+        step.exposed_s, step.waits = exposed_s, waits
         faults = num_page_faults()
         if faults is not None and self._faults_before is not None:
-            self.step.num_page_faults = faults - self._faults_before
+            step.num_page_faults = faults - self._faults_before
         self._faults_before = faults
         self.last, self.step = self.step, Step()
         self.num_steps += 1
@@ -84,3 +109,18 @@ class Ledger:
             return None
         first = ", ".join(fresh[:5]) + (f" and {len(fresh) - 5} more" if len(fresh) > 5 else "")
         return f"took part in no backward since the last step, on any rank, and was not updated: {first}"
+
+    def uncompiled(self, programs: Iterable[Program], buckets: Sequence[Bucket], names: frozenset[str]) -> str | None:
+        """A note, if hooks alone have brought the gradients of some of the parameters ``names`` in the last step. They
+        are those outside of the model's blocks."""
+        written = set().union(*(program.gradients for program in programs))
+        by_hooks = (buckets[bucket].slots[k].name for bucket, k in self.last.hooks.keys() - written)
+        eager = sorted(names & set(by_hooks))
+        if not eager:
+            return None
+        return (
+            f"the code that reads {', '.join(eager[:3])}{', ...' if len(eager) > 3 else ''} runs op by op: Dynamo "
+            "compiles no function that calls blocks in a loop. Move what stands before and after the loop (norm, "
+            "head, loss) into methods of their own, which are compiled. Or pass fullgraph=True: all is one graph, "
+            "whose first step takes longer with each block"
+        )

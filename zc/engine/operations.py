@@ -1,9 +1,10 @@
-"""What each kind of node does: one function per kind, in one table. No schedule and no hooks here.
+"""The function of each kind of node, in one table. `zc.schedule.spec` says what the kinds mean.
 
+Each function runs on the stream of its node, in the order of the schedule, which alone decides what runs when.
 `zc.engine.binding` binds the table to one rank's accumulators and to the segments of one schedule.
 
-The operations between ranks that read each other's memory, and those that bring weights together, do what the schedule
-says, in its order; where the others' buffers lie comes with their signals (`zc.ranks.neighbours`).
+Ranks that read each other's memory learn from a signal where the other ranks' buffers lie (`zc.ranks.neighbours`):
+await_full writes it to `Accumulators.places`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def flatten_cast(
     accs: Accumulators, bucket: int, buffer: str, slots: Sequence[int], grads: Grads, spans: Spans | None = None
 ) -> None:
     log.debug("bucket %d: slots %s are written into %s", bucket, slots, buffer)
-    accs.buffers.hold(accs.plan.buckets[bucket])
+    accs.buffers.allocate(accs.plan.buckets[bucket])
     out = accs.buffers.named(buffer, accs.plan.buckets[bucket])
     _overwrite(out, *_present(accs, bucket, slots, grads), spans)
 
@@ -52,13 +53,13 @@ def accumulate_cast(
 ) -> None:
     log.debug("bucket %d: slots %s are added to %s (%s)", bucket, slots, buffer, accs.state[bucket].value)
     record = accs.plan.buckets[bucket]
-    accs.buffers.hold(record)
+    accs.buffers.allocate(record)
     acc = accs.buffers.named(buffer, record)
     present, offsets = _present(accs, bucket, slots, grads)
     accs.landed[bucket] = False
     accs.fill_with_zeros(bucket, acc)
     if accs.state[bucket] is Acc.PARTIAL:
-        if present:  # a reduction alone adds nothing
+        if present:  # none, if the schedule only reduces
             add_cast(acc, present, offsets)
         return
     if accs.state[bucket] is Acc.REDUCED and accs.buffers.acc:
@@ -75,7 +76,7 @@ def accumulate_cast(
 def wgrad_into(
     accs: Accumulators, bucket: int, buffer: str, slot: int, start: int, stop: int, *inputs: Tensor, how: str = "mm"
 ) -> None:
-    accs.buffers.hold(accs.plan.buckets[bucket])
+    accs.buffers.allocate(accs.plan.buckets[bucket])
     out = accs.buffers.named(buffer, accs.plan.buckets[bucket])[start:stop]
     add = not accs.plan.placement.shards_gradients and slot not in accs.unfilled[bucket]
     log.debug("bucket %d: slot %d is computed in %s (%s)", bucket, slot, buffer, "added" if add else "written")
@@ -85,7 +86,7 @@ def wgrad_into(
 
 
 def deposit(accs: Accumulators, bucket: int, slot: int, grad: Tensor) -> None:
-    log.debug("bucket %d: the gradient of slot %d is kept until the bucket is reduced", bucket, slot)
+    log.debug("bucket %d: the gradient of slot %d is deposited until the bucket is reduced", bucket, slot)
     accs.on_deposit(bucket, slot, grad)
 
 
@@ -95,7 +96,7 @@ def compute(how: str, out: Tensor, inputs: Sequence[Tensor], *, add: bool) -> No
 
 
 def _overwrite(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], spans: Spans | None) -> None:
-    """The kernel flatten_cast on ``out`` [P], or on its ``spans`` alone: nothing else of it is touched."""
+    """Calls the kernel flatten_cast on ``out`` [P], or on its ``spans`` alone."""
     if spans is None:
         overwrite(out, grads, offsets)
         return
@@ -105,7 +106,7 @@ def _overwrite(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], spa
 
 
 def _present(accs: Accumulators, bucket: int, slots: Sequence[int], grads: Grads) -> tuple[list[Tensor], list[int]]:
-    """The gradients that are there, each in the memory order of its slot, and their offsets."""
+    """The gradients that are not None, each in the memory order of its slot, and their offsets."""
     layout, touched = accs.plan.buckets[bucket].slots, accs.touched[bucket]
     present, offsets = [], []
     for k, grad in zip(slots, grads, strict=True):
@@ -188,19 +189,19 @@ def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
 
 
 def _exchange(buffer: str) -> str:
-    """What ranks exchange when they read this buffer of each other."""
+    """The kind of exchange in which ranks read this buffer of each other."""
     return GATHER if Buffer.named(buffer).kind in ("flat_param", "gathered") else REDUCE
 
 
 def signal_full(accs: Accumulators, bucket: int, buffer: str) -> None:
-    record, what = accs.plan.bucket(bucket), _exchange(buffer)
-    if what == REDUCE:
+    record, kind = accs.plan.bucket(bucket), _exchange(buffer)
+    if kind == REDUCE:
         sent = accs.buffers.named(buffer, record)
         accs.start_reduction(bucket, sent)
     else:
         log.debug("bucket %d: its weights are gathered", bucket)
         sent = accs.buffers.flat_param[bucket][slice(*record.layout.host_range(accs.group.rank))]
-    accs.group.signal_full(what, bucket, sent)
+    accs.group.signal_full(kind, bucket, sent)
 
 
 def await_full(accs: Accumulators, bucket: int, buffer: str) -> None:
@@ -233,7 +234,8 @@ def copy_to_host(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
 
 
 def copy_to_device(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
-    """An accumulator visits the device, unless it is empty: the first write of an update overwrites."""
+    """Copies an accumulator in host memory to the device, for the writes of one backward. An empty one is not copied:
+    the first write of an update overwrites."""
     record = accs.plan.buckets[bucket]
     out, tensor = accs.buffers.named(dst, record), accs.buffers.named(src, record)
     if accs.plan.placement.shards_gradients or accs.state[bucket] is Acc.PARTIAL:

@@ -30,7 +30,7 @@ def gather_whole(plan: Plan, buffers: Buffers, group: Group, buckets: Sequence[i
         if group.world_size == 1:
             whole_grads[index] = buffers.owned(shard, bucket)
             continue
-        shard, whole = shard.to(bucket.device), buffers.room_for_whole(bucket)
+        shard, whole = shard.to(bucket.device), buffers.whole_grads(bucket)
         received = _pieces(whole, bucket.layout.owned_range(rank)[0], bucket.layout.of_run(rank))
         sent = _pieces(shard, bucket.layout.shard_range(rank)[0], bucket.layout.of_shard(rank))
         works.append((group.exchange(received, sent, TO_OWNERS, index), sent))  # ``sent`` must live until the wait

@@ -1,4 +1,4 @@
-"""Checks whether the caller has changed ``param.grad`` or the hooks on parameters."""
+"""Checks and errors: what the caller may not do to ``param.grad`` and to the hooks on parameters."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def check(params: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter]
 
 
 def cleared(plan: Plan, flags: Sequence[Sequence[bool]], params: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
-    """(bucket, slot) of the gradients, True in ``flags``, whose ``param.grad`` the caller has set to None: by hand, or
-    by torch's own model.zero_grad()."""
+    """(bucket, slot) of the parameters that have a gradient, by ``flags``, and whose ``param.grad`` the caller has set
+    to None: by hand, or by torch's own model.zero_grad()."""
     return [
         (bucket.index, k)
         for bucket, of_bucket in zip(plan.buckets, flags, strict=True)

@@ -28,7 +28,7 @@ Bind = Callable[[dict[str, Segment]], "Operations"]
 
 @dataclass
 class Program:
-    """``__call__`` runs the schedule once; ``num_runs`` counts that, for explain."""
+    """A schedule and what explain tells of it; a call runs it once."""
 
     name: str
     graph: fx.Graph
@@ -41,9 +41,9 @@ class Program:
     like: Program | None = None  # the program that it was made from, which the passes have made for another block
     placeholders: tuple[str, ...] = field(init=False)
     outputs: Any = field(init=False)
-    inline_buckets: frozenset[int] = field(init=False)
-    launched: tuple[int, ...] = field(init=False)  # buckets that it reduces, in order
-    brings: frozenset[tuple[int, int]] = field(init=False)  # (bucket, slot) of the gradients that it writes or deposits
+    buckets: frozenset[int] = field(init=False)  # that it writes or reduces
+    reductions: tuple[int, ...] = field(init=False)  # buckets that it reduces between ranks, in order
+    gradients: frozenset[tuple[int, int]] = field(init=False)  # that it writes or deposits: (bucket, slot)
     _named: codegen.RunNamed | None = None  # made when it first runs under a profiler, or clocked
 
     def __post_init__(self) -> None:
@@ -51,12 +51,11 @@ class Program:
         self.outputs = self.graph.output_node().args[0]
         records = [op for _, op in ops_in(self.graph)]
         on_buckets = [op for op in records if isinstance(op, spec.BufferOp)]
-        written_or_reduced = (spec.Role.WRITE, spec.Role.REDUCTION)
-        self.inline_buckets = frozenset(op.bucket for op in on_buckets if op.role in written_or_reduced)
+        self.buckets = frozenset(op.bucket for op in on_buckets if op.role in (spec.Role.WRITE, spec.Role.REDUCTION))
         exchanged = on_buckets if self.plan.num_ranks > 1 else []
-        self.launched = tuple(op.bucket for op in exchanged if spec.completes_reduction(op))
+        self.reductions = tuple(op.bucket for op in exchanged if spec.completes_reduction(op))
         writes = (op for op in records if isinstance(op, spec.Write | spec.Deposit))
-        self.brings = frozenset((op.bucket, slot) for op in writes for slot in op.slots)
+        self.gradients = frozenset((op.bucket, slot) for op in writes for slot in op.slots)
 
     @property
     def num_writes(self) -> int:
@@ -64,7 +63,8 @@ class Program:
         return len({op.bucket for _, op in ops_in(self.graph) if isinstance(op, spec.Write)})
 
     def __call__(self, args: list[Any], streams: Streams, may_reduce: MayReduce | None = None) -> tuple[Any, ...]:
-        """``may_reduce``: False leaves the reductions out, and the runtime keeps what was to be reduced."""
+        """Runs the schedule. Where ``may_reduce`` says no, nothing is reduced: the runtime gets the gradients as
+        deposits, or a partial sum keeps them. None: there is nobody to ask."""
         values: dict[str, Any] = dict(zip(self.placeholders, args, strict=True))
         args.clear()  # the schedule frees each value at its last use; the caller's list must not keep it alive
         self.num_runs += 1

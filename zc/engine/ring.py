@@ -10,7 +10,7 @@ from zc.planning.plan import NUM_HOST_SUMS, Plan
 
 
 class Ring:
-    """flat_grad, recv, host_sum and wire of one rank, as bytes. The lists stay the same, and their tensors come and
+    """flat_grad, recv, host_sum and wire of one rank, as bytes. A list stays the same object while its tensors come and
     go."""
 
     def __init__(self, plan: Plan) -> None:
@@ -36,14 +36,14 @@ class Ring:
         recv, wire = (max(map(nbytes, plan.buckets)) for nbytes in (plan.nbytes_recv, plan.nbytes_wire))
         return whole if plan.placement.shards_gradients else 0, recv, host_sum, wire
 
-    def make(self) -> None:
+    def allocate(self) -> None:
         """Allocates them; their values are undefined."""
         device, counts = self.plan.buckets[0].device, (self.num_flat_grads, 1, NUM_HOST_SUMS, 1)
         for tensors, n, count in zip(self.tensors, self.nbytes(), counts, strict=True):
-            tensors[:] = [room(n, torch.uint8, device) for _ in range(count)] if n else []
+            tensors[:] = [empty(n, torch.uint8, device) for _ in range(count)] if n else []
         self.exists = True
 
-    def drop(self) -> None:
+    def free(self) -> None:
         for tensors in self.tensors:
             tensors.clear()
         self.exists = False
@@ -51,10 +51,11 @@ class Ring:
     def grow(self, plan: Plan) -> None:
         """Replaces the plan. Nothing may use the buffers meanwhile."""
         self.plan = plan
-        self.drop()
+        self.free()
 
 
-def room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """All memory with undefined values comes from here: tests fill it with NaN."""
     return torch.empty(numel, dtype=dtype, device=device)
 
 

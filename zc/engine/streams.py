@@ -43,16 +43,17 @@ class Streams(Protocol):
         """Makes the host wait for all tasks, and raises the first error of any stream."""
 
     def mark(self) -> object:
-        """Marks the work issued so far on the caller's current stream, for `take`. None: main runs after it anyway."""
+        """Marks the work issued so far on the caller's current stream, for `hand_to_main`. None: main runs after it
+        anyway."""
 
-    def take(self, tensors: Iterable[object], marks: Iterable[object] = ()) -> None:
+    def hand_to_main(self, tensors: Iterable[object], marks: Iterable[object] = ()) -> None:
         """Makes the caller's current stream the main stream, after all work issued on the previous one and after
         ``marks``. Main may use ``tensors`` (an entry may be None) or free them: no other stream reuses their memory
         before main is done."""
 
-    def leave(self, memory: Iterable[list[torch.Tensor]]) -> None:
-        """Gives back tensors that the streams have used: others may reuse their memory after the tasks issued so far.
-        The garbage collector calls it, in any thread, so it issues nothing."""
+    def record_streams(self, memory: Iterable[list[torch.Tensor]]) -> None:
+        """The caller is about to free these tensors, which all streams may use: their memory is reused only after the
+        tasks issued so far. The garbage collector calls it, in any thread, so it issues nothing."""
 
     def close(self) -> None:
         """Ends what the streams have started, such as threads, after their last task."""
@@ -62,6 +63,7 @@ class Lane:
     """A worker thread: one stream on a CPU. After an error it runs no task until the error has been raised."""
 
     def __init__(self, name: str) -> None:
+        # Its thread sets it. The issuing thread raises and resets it, after a fence that the lane has reached.
         self.error: BaseException | None = None
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
@@ -85,9 +87,9 @@ _LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
 
 @atexit.register
 def _end_lanes(timeout: float = 10.0) -> None:
-    """Lets lanes finish before the interpreter exits. A thread that returns from C++ (a collective, a kernel) during
-    shutdown is unwound, and std::terminate ends the process: a complete run would fail. The last tasks are gathers that
-    no forward waits for. The timeout is for a lane that hangs in a collective."""
+    """Lets lanes finish before the interpreter exits: their last tasks may be gathers for which no forward waits. A
+    thread that returns from C++ (a collective, a kernel) during shutdown is unwound, and std::terminate ends the
+    process: a complete run would fail. The timeout is for a lane that hangs in a collective."""
     for lane in list(_LANES):
         lane.end(timeout)
 
@@ -103,11 +105,11 @@ def _work(lane: weakref.ref[Lane], tasks: queue.SimpleQueue[Task | None]) -> Non
                     task()
             except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
                 owner.error = error
-            del owner, task  # between tasks the lane may be collected, and with it what the task holds
+            del owner, task  # while the thread waits, the lane may be collected, and so may what the task refers to
 
 
 class _Fence:
-    """An event's record. The lane sets it also after an error, so that no wait lasts for ever."""
+    """One record of an event. A lane reaches it also after an error, so that no wait lasts for ever."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -117,7 +119,8 @@ class _Fence:
 
 
 class ThreadStreams:
-    """CPU streams: the main stream is the calling thread, and every other one is a worker thread, made when first used.
+    """CPU streams: the main stream is the thread that issues schedules, and every other one is a worker thread, made
+    when first used. Only the issuing thread calls the methods, `record_streams` excepted.
 
     ``delays``: seconds that a stream sleeps before each of its tasks. Tests use it to make each stream late in turn.
     """
@@ -140,7 +143,7 @@ class ThreadStreams:
     def record(self, event: str, stream: str) -> None:
         fence = _Fence()
         if stream == MAIN:
-            fence()  # the calling thread has done all that it issued
+            fence()  # the issuing thread has run all its tasks
         else:
             self._lane(stream).put(fence)
         self._fences[event] = (stream, fence)
@@ -169,17 +172,17 @@ class ThreadStreams:
         self.join_main()
 
     def mark(self) -> object:
-        """None: a thread has done what it has issued."""
+        """None: a thread has finished the work that it has issued."""
         return None
 
-    def take(self, tensors: Iterable[object], marks: Iterable[object] = ()) -> None:
-        """Does nothing: a task holds its tensors, and malloc knows no streams."""
+    def hand_to_main(self, tensors: Iterable[object], marks: Iterable[object] = ()) -> None:
+        """Does nothing: a task refers to its tensors until it has run, and malloc knows no streams."""
 
-    def leave(self, memory: Iterable[list[torch.Tensor]]) -> None:
-        """As `take`."""
+    def record_streams(self, memory: Iterable[list[torch.Tensor]]) -> None:
+        """Does nothing, as `hand_to_main`."""
 
     def close(self) -> None:
-        """Ends the threads after their last task. Without it they end with this object, or, being daemons, with the
+        """Ends the threads after their last task. If nobody calls it, they end with this object or with the
         process."""
         for lane in self._lanes.values():
             lane.close()

@@ -189,7 +189,8 @@ class HostStep:
             own: dict[type[Op], Function] = {
                 Update: self.update, CastParam: self.cast_param, CopyToDevice: self.copy_to_device,
             }  # fmt: skip
-            self._programs[key] = build(graph, self.core.plan, passes, partial(self.core.bind, own=own), name=name)
+            bind = partial(self.core.bind, overrides=own)
+            self._programs[key] = build(graph, self.core.plan, passes, bind, name=name)
         self._next = dict(itertools.pairwise(buckets))
         self._programs[key]([], self.core.streams)
         self.core.streams.join_main()

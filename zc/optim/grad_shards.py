@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,8 +29,9 @@ class GradShards:
     the others.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+    def __init__(self, runtime: Runtime, may_be_cleared: Callable[[], bool]) -> None:
+        """``may_be_cleared``: whether the caller may have set gradients of an optimizer's own tensors to None."""
+        self.runtime, self._may_be_cleared = runtime, may_be_cleared
         self._where: dict[str, tuple[int, int]] = {}  # bucket and slot
         # by bucket and name: elements of S
         self._parts: dict[int, dict[str, tuple[int, int, Slot]]] = {}
@@ -69,7 +70,7 @@ class GradShards:
         """The gradient of ``name`` is complete, and there. Raises ZcError where it has been set to None."""
         runtime = self.runtime
         grad = runtime.params[name].grad
-        if not runtime.is_final or grad is None or grad is not runtime.shown[name] or runtime.may_be_cleared():
+        if not runtime.is_finished or grad is None or grad is not runtime.sharded_grads[name] or self._may_be_cleared():
             runtime.finish_gradients(by_grad=True)
         if not self._is_touched(name):
             raise ZcError(_IS_GONE.format(name))
@@ -162,16 +163,32 @@ class GradShards:
     def zero_grad_of(self, name: str) -> None:
         """Asks no other rank: a rank may have more backwards than others between this and the update."""
         runtime = self.runtime
-        if runtime.params[name].grad is not runtime.shown[name]:
+        if runtime.params[name].grad is not runtime.sharded_grads[name]:
             raise ZcError(_IS_GONE.format(name))
         self.changed()
         runtime.drop([self._where[name]], set_to_none=False)
 
     def full_grad_of(self, name: str) -> Tensor:
         self._finished(name)
-        grad = self.runtime.full_grad(self._where[name][0]).get(name)
+        grad = self.full_grads(self.runtime.plan.buckets[self._where[name][0]])[name]
         assert grad is not None
         return grad
+
+    def full_grads(self, bucket: Bucket) -> dict[str, Tensor | None]:
+        """The whole gradients [shape] of one bucket's parameters, in acc_dtype, on every rank; None where none came."""
+        runtime, ranks = self.runtime, self.runtime.group.shard
+        runtime.finish_gradients()
+        runtime.wait_for_host_memory()
+        runtime.buffers.allocate(bucket)  # one without a gradient has no memory, and is gathered all the same
+        shard = runtime.buffers.acc_shard(bucket).to(bucket.device)
+        flat = shard
+        if ranks.world_size > 1:
+            flat = torch.empty(bucket.numel, dtype=shard.dtype, device=shard.device)
+            work = ranks.all_gather(flat, shard.contiguous(), GATHER_GRADIENT, bucket.index)
+            if work is not None:
+                work.wait()
+        pairs = zip(bucket.slots, runtime.accumulators.touched[bucket.index], strict=True)
+        return {s.name: in_shape(flat[s.offset : s.stop], s).clone() if touched else None for s, touched in pairs}
 
     def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None:
         """torch.amp.GradScaler: gradients times ``inverse``. ``found_inf`` becomes 1 if any rank has an infinity or a

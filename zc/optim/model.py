@@ -36,14 +36,14 @@ class ShardedModel(Listener):
 
     def __init__(self, runtime: Runtime, assignment: Assignment, file: StateFile | None) -> None:
         self.runtime, self.container = runtime, assignment.container
-        self.grad_shards = GradShards(runtime)
+        self.grad_shards = GradShards(runtime, self._may_be_cleared)
         self._writes = ParamWrites(runtime)
         self.optimizers = [
             ShardedOptimizer(k, runtime, optimizer, rule, self.grad_shards, self._writes)
             for k, (optimizer, rule) in enumerate(zip(assignment.optimizers, assignment.rules, strict=True))
         ]
         self.adopt(runtime.plan.buckets)
-        runtime.listeners.append(self)
+        runtime.listener = self
         for optimizer in self.optimizers:
             optimizer.start(file)
 
@@ -52,7 +52,7 @@ class ShardedModel(Listener):
         self.grad_shards.adopt(buckets)
         for slot in (slot for bucket in buckets for slot in bucket.slots):
             grad = ShardedGrad(self.grad_shards, slot.name, self.runtime.params[slot.name])
-            self.runtime.shown[slot.name] = grad
+            self.runtime.sharded_grads[slot.name] = grad
         for optimizer in self.optimizers:
             optimizer.adopt([b for b in buckets if b.optimizer == optimizer.number])
         self._writes.adopt(buckets)
@@ -75,18 +75,16 @@ class ShardedModel(Listener):
     def cleared_optimizers(self) -> list[int]:
         return [o.number for o in self.optimizers if o.are_cleared()]
 
-    def may_be_cleared(self) -> bool:
+    def _may_be_cleared(self) -> bool:
+        """The same from one tensor of each optimizer, so that a loop over all gradients stays linear."""
         return any(o.is_one_cleared() for o in self.optimizers)
 
-    def gradients_finished(self) -> None:
-        self.backward_ended()  # a rank without a backward now has gradients, too, and may drop them in any way
-
-    def backward_ended(self) -> None:
+    def gradients_ready(self) -> None:
         for optimizer in self.optimizers:
             optimizer.stand_in()
-        self._show()
+        self._set_grads()
 
-    def _show(self) -> None:
+    def _set_grads(self) -> None:
         """Sets ``param.grad`` of every parameter with a gradient to its ShardedGrad."""
         self.grad_shards.changed()
         self._writes.check_places()
@@ -94,8 +92,8 @@ class ShardedModel(Listener):
             for slot, has_grad in zip(bucket.slots, self.runtime.announcements.has_grad[bucket.index], strict=True):
                 param = self.runtime.params[slot.name]
                 if has_grad and param.grad is None:
-                    param.grad = self.runtime.shown[slot.name]
-                elif not has_grad and param.grad is self.runtime.shown[slot.name]:
+                    param.grad = self.runtime.sharded_grads[slot.name]
+                elif not has_grad and param.grad is self.runtime.sharded_grads[slot.name]:
                     param.grad = None  # its gradient was dropped after this backward had begun
 
     def gradients_cleared(self, optimizer: int | None) -> None:

@@ -189,7 +189,7 @@ def _optimizers(runtime: Runtime, kinds: list[str]) -> str:
 
 
 def _offload(runtime: Runtime, on_host: list[HostStep]) -> str:
-    plan, moved = runtime.plan, runtime.accumulators.nbytes_of_last_step
+    plan, moved = runtime.plan, runtime.ledger.last.nbytes_moved or {"to_host": 0, "to_device": 0}
     assert plan.offload is not None
     shard, whole = (sum(n) for n in zip(*((b.layout.numel_shard, b.numel) for b in plan.buckets), strict=True))
     size = plan.buckets[0].acc_dtype.itemsize
@@ -210,10 +210,10 @@ def _offload(runtime: Runtime, on_host: list[HostStep]) -> str:
 
 
 def _buckets(runtime: Runtime) -> str:
-    inline = {b for program in runtime.programs for b in program.inline_buckets if program.plan.reduces}
+    inline = {b for program in runtime.programs for b in program.buckets if program.plan.reduces}
     widths = {"bucket": 6, "params": 6, "elements": 12, "bytes": 12, "padding": 8, "reduced": 8, "times": 5, "holds": 8}
     rows = [" ".join(f"{name:>{width}}" for name, width in widths.items())]
-    reductions = runtime.accumulators.reductions_of_last_step
+    reductions = runtime.ledger.last.num_reductions
     for b in runtime.plan.buckets:
         how = "inline" if b.index in inline else "at end"
         state = runtime.accumulators.state[b.index]

@@ -33,7 +33,7 @@ def last_step(runtime: Runtime) -> str:
         rows.append(f"bucket {bucket.index}: {filled(slots)}; {reduced(runtime, bucket)}")
     sent = ", ".join(f"{kind} {n:,}" for kind, n in sorted(step.nbytes_sent.items())) or "nothing"
     rows.append(f"bytes sent by this rank: {sent}; in all {sum(step.nbytes_sent.values()):,}")
-    moved = ", ".join(f"{way} {n:,}" for way, n in runtime.accumulators.nbytes_of_last_step.items() if n)
+    moved = ", ".join(f"{way} {n:,}" for way, n in step.nbytes_moved.items() if n)
     rows += [f"bytes over the bus: {moved}"] if moved else []
     if step.exposed_s is not None:
         rows.append(f"exposed wait: the calling thread waited {step.exposed_s * 1e3:.1f} ms for exchanges")
@@ -58,7 +58,7 @@ def _advice(num_page_faults: int) -> str:
 
 
 def reduced(runtime: Runtime, bucket: Bucket) -> str:
-    times = runtime.accumulators.reductions_of_last_step[bucket.index]
+    times = runtime.ledger.last.num_reductions[bucket.index]
     return f"reduced {times} time{'s' * (times != 1)}"
 
 
@@ -94,7 +94,7 @@ def empty(runtime: Runtime) -> str:
 
 
 def _why(runtime: Runtime, where: tuple[int, int]) -> str:
-    writers = [program.name for program in runtime.programs if where in program.brings]
+    writers = [program.name for program in runtime.programs if where in program.gradients]
     if writers:
         return f"{', '.join(writers)} would write its gradient, and did not run; its hook did not fire either"
     if runtime.config.backend == "eager":

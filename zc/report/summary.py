@@ -96,5 +96,5 @@ def graph_breaks(runtime: Runtime) -> dict[str, int]:
 
 def uncovered(runtime: Runtime) -> list[str]:
     """The parameters whose gradients no compiled backward writes."""
-    written = set().union(*(program.brings for program in runtime.programs))
+    written = set().union(*(program.gradients for program in runtime.programs))
     return [s.name for b in runtime.plan.buckets for k, s in enumerate(b.slots) if (b.index, k) not in written]

@@ -1,0 +1,73 @@
+"""The backwards of autograd that run through one model.
+
+A backward ends with autograd's final callback. Autograd owns the callback, and drops it if the backward raises. So a
+weak reference to it tells whether the backward has raised; nothing else does. Backwards may be nested (reentrant
+checkpointing): the outermost one ends last. No state is stored, each follows from the references::
+
+                 begin                    the outermost one ends
+    none runs ----------> some run ---------------------------------> none runs
+                             |  one raises               forget_raised, clear
+                             +---------------> has_raised -----------------> none runs
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+from zc import torch_private
+
+
+class Backwards:
+    """Only the thread that issues schedules changes it: autograd's during a backward, the caller's otherwise."""
+
+    def __init__(self) -> None:
+        # by autograd's number of the backward; the thread of the watch reads a copy (`has_raised`)
+        self._callbacks: dict[int, weakref.ref[Callable[[], None]]] = {}
+        self._last_deferred: int | None = None  # the last backward that left its announcement to the one around it
+
+    @property
+    def is_any_open(self) -> bool:
+        """Whether one has begun here and not ended, or raised and not been forgotten."""
+        return bool(self._callbacks)
+
+    def has_begun(self) -> bool:
+        """Whether the backward that runs in this thread has begun here."""
+        callback = self._callbacks.get(torch_private.current_graph_task())
+        return callback is not None and callback() is not None
+
+    def begin(self, end: Callable[[], None]) -> None:
+        """The backward that runs in this thread begins. Calls ``end`` when the outermost one has ended."""
+        number = torch_private.current_graph_task()
+        callback = partial(self._end_one, number, end)
+        self._callbacks[number] = weakref.ref(callback)
+        torch_private.queue_callback(callback)
+
+    def _end_one(self, number: int, end: Callable[[], None]) -> None:
+        self._callbacks.pop(number, None)
+        if not self._callbacks:
+            end()
+
+    def has_raised(self) -> bool:
+        """Whether one has raised. The thread of the watch asks, too."""
+        return any(callback() is None for callback in list(self._callbacks.values()))
+
+    def forget_raised(self) -> None:
+        self._callbacks = {number: callback for number, callback in self._callbacks.items() if callback() is not None}
+
+    def clear(self) -> None:
+        self._callbacks.clear()
+
+    def defer_to_outer(self, callback: Callable[[], None]) -> bool:
+        """If the backward in this thread runs inside another one, calls ``callback`` in that one as soon as this one
+        has ended, and returns True. Calls it once per backward."""
+        number = torch_private.current_graph_task()
+        if number == self._last_deferred:
+            return True
+        outer = torch_private.outer_node()
+        if outer is None:
+            return False
+        self._last_deferred = number
+        torch_private.call_once_left(outer, callback)
+        return True
