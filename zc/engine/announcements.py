@@ -106,12 +106,10 @@ class Announcements:
     def begin(self, source: str, buckets: Sequence[int] | None, grads: frozenset[Where], *, is_boundary: bool) -> None:
         """A backward begins with ``source``, a program or "hooks", which will reduce ``buckets`` (None: any) and surely
         has the gradients ``grads``. Not ``is_boundary``: the backward is inside no_sync."""
-        every = [bucket.index for bucket in self.plan.buckets]
+        every = range(len(self.plan.buckets))
         proposed = self._last_order.get(source, list(every if buckets is None else buckets))
-        first_params = ((b, self.plan.buckets[b].slots[0].name) for b in proposed)
-        what = "reduce buckets " + ", ".join(f"{b} ({name}, ...)" for b, name in first_params)
-        if not is_boundary:
-            what += " in a microbatch"
+        names = (f"{b} ({self.plan.buckets[b].slots[0].name}, ...)" for b in proposed)
+        what = f"reduce buckets {', '.join(names)}{'' if is_boundary else ' in a microbatch'}"
         self._proposal = _Proposal(self.announce(what, self._flags(grads)), source, proposed, is_boundary)
 
     def permission(self, buckets: Sequence[int]) -> MayReduce | None:
@@ -155,8 +153,8 @@ class Announcements:
         """The gradients of this backward are in, the `rest` is reduced, and this rank still has gradients of the
         buckets ``unreduced``. Returns the buckets that all ranks reduce now. After a backward outside of no_sync
         `has_grad` is the same on all ranks."""
-        proposal, reduced, flags = self._proposal, list[int](), self._accs.touched_flags()
-        self._proposal = None
+        proposal, self._proposal = self._proposal, None
+        reduced, flags = list[int](), self._accs.touched_flags()
         is_complete = False  # the flags are those of all ranks
         if proposal is not None:
             begun = proposal.announcement
@@ -177,10 +175,9 @@ class Announcements:
     def cut_short(self) -> list[int]:
         """The backward has raised on this rank: what all ranks have proposed and this one has not begun to reduce. A
         compiled graph may have raised between two of its reductions. All streams are joined."""
-        proposal = self._proposal
+        proposal, self._proposal = self._proposal, None
         if proposal is None:
             return []
-        self._proposal = None
         proposal.num_issued = proposal.announcement.num_started
         return proposal.not_issued()
 

@@ -1,0 +1,95 @@
+"""Which of autograd's backwards run: they end, raise, and run inside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zc.engine.backwards import Backwards
+
+
+class _Calls(torch.autograd.Function):
+    """Calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], object]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.call()
+        return grad, None
+
+
+def _backward(*calls: Callable[[], object]) -> None:
+    """A backward that makes these calls in order."""
+    with torch.enable_grad():  # off inside another backward
+        x = torch.ones(1, requires_grad=True)
+        for call in reversed(calls):
+            x = _Calls.apply(x, call)  # type: ignore[no-untyped-call]
+        x.backward()
+
+
+def _raise() -> None:
+    raise FloatingPointError("planted")
+
+
+def test_a_backward_ends() -> None:
+    backwards, events = Backwards(), list[str]()
+
+    def begin() -> None:
+        assert not backwards.has_begun()
+        backwards.begin(lambda: events.append("end"))
+        assert backwards.has_begun()
+
+    _backward(begin, lambda: events.append("next"))
+    assert events == ["next", "end"]
+    assert not backwards.is_any_open and not backwards.has_raised()
+
+
+def test_a_backward_raises() -> None:
+    backwards, ended = Backwards(), list[int]()
+    with pytest.raises(FloatingPointError):
+        _backward(lambda: backwards.begin(lambda: ended.append(1)), _raise)
+    assert backwards.is_any_open and backwards.has_raised()
+    backwards.forget_raised()
+    assert not backwards.is_any_open and not ended
+
+
+def test_the_outermost_backward_ends_last() -> None:
+    """An inner one announces nothing itself: the outer one does, once, as soon as the inner one has ended."""
+    backwards, events = Backwards(), list[str]()
+
+    def begin(name: str) -> None:
+        backwards.begin(lambda: events.append(f"end with {name}"))
+
+    def announce() -> None:
+        assert backwards.defer_to_outer(lambda: events.append("announced"))
+
+    def inner() -> None:
+        _backward(lambda: begin("inner"), announce, announce)
+        events.append("inner has ended")
+
+    _backward(lambda: begin("outer"), inner, lambda: events.append("next"))
+    assert events == ["inner has ended", "announced", "next", "end with outer"]
+    _backward(lambda: events.append(str(backwards.defer_to_outer(_raise))))
+    assert events[-1] == "False"
+
+
+def test_an_inner_backward_raises_and_is_caught() -> None:
+    backwards, seen = Backwards(), list[tuple[bool, bool]]()
+
+    def inner() -> None:
+        with pytest.raises(FloatingPointError):
+            _backward(lambda: backwards.begin(_raise), _raise)
+        seen.append((backwards.has_raised(), backwards.is_any_open))
+        backwards.forget_raised()
+        seen.append((backwards.has_raised(), backwards.is_any_open))
+
+    _backward(lambda: backwards.begin(lambda: seen.append((False, False))), inner)
+    assert seen == [(True, True), (False, True), (False, False)]
