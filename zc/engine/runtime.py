@@ -42,7 +42,6 @@ from zc.errors import UncoveredGradientError, ZcError
 from zc.log import log
 from zc.planning.plan import Bucket, Plan
 from zc.ranks.group import Group
-from zc.ranks.journal import GATHER_GRADIENT
 
 if TYPE_CHECKING:
     from zc.config import Config

@@ -14,6 +14,7 @@ from zc.errors import ZcError
 from zc.kernels import sums_of_squares
 from zc.planning.layout import Slot
 from zc.planning.plan import Bucket
+from zc.ranks.journal import GATHER_GRADIENT
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
