@@ -273,6 +273,6 @@ def test_closing_gives_both_back() -> None:
     CASE.loss(model, CASE.batch(0, 0, 0)).backward()
     zc.close(model)
     for optimizer in optimizers:
-        with pytest.raises(zc.ZcError, match="has let go"):
+        with pytest.raises(zc.ZcError, match="has released"):
             optimizer.step()
     zc.compile(model, two_adamw(model), backend="eager")
