@@ -230,7 +230,7 @@ def _undo_on_failure(undo: contextlib.ExitStack, request: Request, runtime: Runt
 def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] | None) -> None:
     """Puts hooks and methods on the caller's objects."""
     runtime = compiled.runtime
-    runtime.install_hooks()
+    runtime.install_hooks(runtime.plan.buckets)
     for optimizer in compiled.optimizers:
         methods.replace(model, optimizer)
     state_marks.install(compiled)

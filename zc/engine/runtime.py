@@ -125,7 +125,7 @@ class Runtime(Core):
         self.group.set_plan(plan)
         self.params.update(params)
         self.placed.update(params)
-        self._install_hooks(added)
+        self.install_hooks(added)
 
     # --- gradients come in ---
 
@@ -133,7 +133,7 @@ class Runtime(Core):
         """Called before each gradient comes, by ``program`` or by a hook, in autograd's thread. For the first one of a
         backward, makes sure that `_end_backward` is called at its end."""
         param_grads.refuse_compiled_autograd()
-        if self._phase is not Phase.FAILED:  # else `_notice_cleared` raises, or drops all gradients
+        if self._phase is not Phase.FAILED:  # then `_notice_cleared` raises, or drops all gradients
             self._phase = Phase.OPEN
         if not self.backwards.has_begun():
             self.streams.clock.phase("backward")
@@ -260,7 +260,7 @@ class Runtime(Core):
         return self._phase in (Phase.READ, Phase.FINAL)
 
     def _reopen(self) -> None:
-        """The gradients change: the next boundary meets the other ranks again."""
+        """The gradients change: the next boundary waits for the other ranks again."""
         if self.is_finished:
             self._phase = Phase.IDLE
 
@@ -401,10 +401,8 @@ class Runtime(Core):
         self.say_rest()
         log.debug("step %d is done", self.ledger.num_steps)
 
-    def install_hooks(self) -> None:
-        self._install_hooks(self.plan.buckets)
-
-    def _install_hooks(self, buckets: Sequence[Bucket]) -> None:
+    def install_hooks(self, buckets: Sequence[Bucket]) -> None:
+        """Registers the hooks that bring the gradients of eager code, on the parameters of these buckets."""
         for bucket in buckets:
             for k, slot in enumerate(bucket.slots):
                 hook = partial(_receive, weakref.ref(self), bucket.index, k)
