@@ -93,7 +93,7 @@ def _box(box: Box, rows: dict[str, int], scale: float) -> str:
     y = rows[box.lane] * LANE + (LANE - BOX) / 2
     label = html.escape(box.label)
     said = html.escape(f"{box.detail or box.label}: {_ms(box.stop - box.start)}, from {_ms(box.start)}")
-    text = f'<text x="{x + 3:.1f}" y="{y + 15:.1f}">{label}</text>' if width > 6.5 * len(box.label) else ""
+    text = f'<text x="{x + 3:.1f}" y="{y + 15:.1f}">{label}</text>' if width > 7 * len(box.label) + 6 else ""
     return (
         f'<g tabindex="0" class="box" data-said="{said}"><title>{said}</title><rect class="{color_class(box)}" '
         f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{BOX}"/>{text}</g>'

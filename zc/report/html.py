@@ -123,7 +123,7 @@ def _cards(summary: Summary, step: Timeline | None) -> str:
     said = "schedules are proved free of races" if not summary.num_unproved else "the others run without their proof"
     cards.append(_card("proof", f"{proved} of {summary.num_schedules}", said, look=summary.num_unproved > 0))
     fallbacks = summary.fallbacks
-    said = ", ".join(fallbacks) or "nothing fell back"
+    said = ", ".join(fallbacks) or "no graph breaks, unproved schedules or notes"
     cards.append(_card("to look at", str(len(fallbacks) or "nothing"), said, look=bool(fallbacks)))
     return f'<div class="cards">{"".join(cards)}</div>'
 
