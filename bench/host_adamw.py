@@ -74,15 +74,15 @@ def nothing() -> None:
 
 def times(tasks: dict[str, Timed], repeats: int) -> dict[str, list[float]]:
     """Seconds of each run, interleaved."""
-    found: dict[str, list[float]] = {name: [] for name in tasks}
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
     for k in range(repeats + 1):
         for name, task in tasks.items():
             task.before()
             start = time.perf_counter()
             task.run()
             if k:  # the first touches pages
-                found[name].append(time.perf_counter() - start)
-    return found
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
 
 
 def memory_rate(numel: int, repeats: int) -> dict[str, float]:
@@ -93,8 +93,8 @@ def memory_rate(numel: int, repeats: int) -> dict[str, float]:
         "a += b": (12, lambda: a.add_(b, alpha=0.0)),
         "a += b * c": (16, lambda: a.addcmul_(b, c, value=0.0)),
     }
-    found = times({name: Timed(nothing, run) for name, (_, run) in kernels.items()}, repeats)
-    return {name: kernels[name][0] * numel / min(seconds) for name, seconds in found.items()}
+    times_of = times({name: Timed(nothing, run) for name, (_, run) in kernels.items()}, repeats)
+    return {name: kernels[name][0] * numel / min(seconds) for name, seconds in times_of.items()}
 
 
 def on_disk(folder: Path, numel: int) -> tuple[list[nn.Parameter], torch.optim.Optimizer, StateFile]:
@@ -127,10 +127,10 @@ def through(file: StateFile) -> None:
 
 
 def rows_of(
-    found: dict[str, list[float]], floors: dict[str, float], numel: int, errors: dict[str, float]
+    times_of: dict[str, list[float]], floors: dict[str, float], numel: int, errors: dict[str, float]
 ) -> list[dict[str, Any]]:
     rows = []
-    for name, seconds in found.items():
+    for name, seconds in times_of.items():
         low, middle, high = (statistics.quantiles(seconds, n=10)[k] for k in (1, 4, 7))
         rows.append({
             "what": name, "numel": numel, "threads": torch.get_num_threads(), "ms_p20": f"{low * 1e3:.2f}",
@@ -169,7 +169,7 @@ def compare(numel: int, repeats: int, left_out: list[str]) -> list[dict[str, Any
 def difference(held: dict[str, list[nn.Parameter]]) -> dict[str, float]:
     reference: list[Tensor] = [p.detach() for p in held["torch single-tensor"]]
     return {
-        name: max(float((p - r).abs().max()) for p, r in zip(params, reference, strict=True))
+        name: max(float((p.detach() - r).abs().max()) for p, r in zip(params, reference, strict=True))
         for name, params in held.items()
     }
 
@@ -192,12 +192,12 @@ def compare_disk(folder: Path, numel: int, repeats: int) -> list[dict[str, Any]]
         "fused, moments on disk, cold": Timed(lambda: drop(file), ahead),
         "the same bytes read and written, cold": Timed(lambda: drop(file), lambda: through(file)),
     }
-    found = times({"fused, moments on disk, in the page cache": warm}, repeats)
-    found.update(times(cold, max(4, repeats // 3)))
-    floor = statistics.median(found["the same bytes read and written, cold"])
+    times_of = times({"fused, moments on disk, in the page cache": warm}, repeats)
+    times_of.update(times(cold, max(4, repeats // 3)))
+    floor = statistics.median(times_of["the same bytes read and written, cold"])
     memory = 28 * numel / max(memory_rate(numel, repeats).values())
     floors = dict.fromkeys(cold, floor)
-    return rows_of(found, {**floors, "fused, moments on disk, in the page cache": memory}, numel, {})
+    return rows_of(times_of, {**floors, "fused, moments on disk, in the page cache": memory}, numel, {})
 
 
 def main() -> None:
@@ -207,12 +207,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="measure the moments in files under it as well")
     parser.add_argument("--without", action="append", default=[], choices=list(MAKERS)[3:], help="leaves one out")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    numel = given.mebi * 2**20
-    rows = compare(numel, given.repeats, given.without)
-    if given.folder is not None:
-        rows += compare_disk(given.folder, numel, given.repeats)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    numel = args.mebi * 2**20
+    rows = compare(numel, args.repeats, args.without)
+    if args.folder is not None:
+        rows += compare_disk(args.folder, numel, args.repeats)
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     with open(RESULTS, "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

@@ -42,12 +42,12 @@ def network(features: int, layers: int) -> nn.Module:
 class Run:
     """One mode's model, and the seconds of its steps."""
 
-    def __init__(self, given: argparse.Namespace, options: dict[str, Any]) -> None:
-        self.device, self.batch, self.features = torch.device(given.device), given.batch, given.features
-        model = network(given.features, given.layers).to(self.device)
+    def __init__(self, args: argparse.Namespace, options: dict[str, Any]) -> None:
+        self.device, self.batch, self.features = torch.device(args.device), args.batch, args.features
+        model = network(args.features, args.layers).to(self.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-        self.model, self.optimizer = zc.compile(model, optimizer, backend=given.backend, **options)
+        self.model, self.optimizer = zc.compile(model, optimizer, backend=args.backend, **options)
         self.seconds: list[float] = []
         self.compute: list[float] = []
         self.losses: list[float] = []
@@ -83,18 +83,18 @@ def bus_bandwidth(device: torch.device, numel: int = 1 << 26) -> float:
     """Bytes/s from the device to page-locked memory, the slower way of the two."""
     memory = HostMemory(device)
     host, there = memory.zeros(numel, torch.float32), torch.zeros(numel, device=device)
-    found = []
-    for out, given in ((host, there), (there, host)):
+    rates = []
+    for out, src in ((host, there), (there, host)):
         for _ in range(4):
             if device.type == "cuda":
                 torch.cuda.synchronize()
             start = time.perf_counter()
-            out.copy_(given, non_blocking=True)
+            out.copy_(src, non_blocking=True)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - start
-        found.append(4 * numel / seconds)
-    return min(found)
+        rates.append(4 * numel / seconds)
+    return min(rates)
 
 
 def update_bandwidth(numel: int) -> float:
@@ -119,17 +119,17 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--folder", help="where the disk's files go; a temporary one if left out")
-    given = parser.parse_args()
-    device = torch.device(given.device)
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         runs = {
-            name: Run(given, {**options, **({"offload_dir": folder} if options.get("offload") == "disk" else {})})
+            name: Run(args, {**options, **({"offload_dir": folder} if options.get("offload") == "disk" else {})})
             for name, options in MODES.items()
         }
-        for number in range(1, given.steps + 1):
+        for number in range(1, args.steps + 1):
             for run in runs.values():
                 run.step(number)
-        rows = rows_of(given, device, runs)
+        rows = rows_of(args, device, runs)
         del runs
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     with open(RESULTS, "w", newline="") as file:
@@ -140,11 +140,11 @@ def main() -> None:
         print(f"{row['mode']:<38} p50 {row['ms_p50']:>9} ms, floor {row['floor_ms']:>9} ms")
 
 
-def rows_of(given: argparse.Namespace, device: torch.device, runs: dict[str, Run]) -> list[dict[str, Any]]:
+def rows_of(args: argparse.Namespace, device: torch.device, runs: dict[str, Run]) -> list[dict[str, Any]]:
     reference = runs["no offload"].losses
     medians = {name: statistics.median(run.seconds[2:]) for name, run in runs.items()}
     compute = statistics.median(runs["no offload"].compute[2:])
-    numel = given.layers * given.features**2
+    numel = args.layers * args.features**2
     bus, update = bus_bandwidth(device), update_bandwidth(numel)
     rows = []
     for name, run in runs.items():
@@ -152,14 +152,14 @@ def rows_of(given: argparse.Namespace, device: torch.device, runs: dict[str, Run
         if not worst < 1e-4:
             raise SystemExit(f"{name}: the losses are {worst} off those without offload")
         with torch.device("meta"):
-            model = network(given.features, given.layers)
+            model = network(args.features, args.layers)
         planned = zc.plan(
             model, world_size=1, compute_seconds=compute, bus_bandwidth=bus, host_bandwidth=update,
             **MODES[name],
         )  # fmt: skip
         low, _, high = statistics.quantiles(run.seconds[2:], n=4)
         rows.append({
-            "mode": name, "features": given.features, "layers": given.layers, "batch": given.batch, "params": numel,
+            "mode": name, "features": args.features, "layers": args.layers, "batch": args.batch, "params": numel,
             "ms_p25": f"{low * 1e3:.2f}", "ms_p50": f"{medians[name] * 1e3:.2f}", "ms_p75": f"{high * 1e3:.2f}",
             "floor_ms": f"{(planned.step_floor or 0.0) * 1e3:.2f}", "bus_GBps": f"{bus / 1e9:.2f}",
             "update_GBps": f"{update / 1e9:.2f}", "planned_device": planned.device_nbytes,

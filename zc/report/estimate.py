@@ -1,8 +1,8 @@
 """What `zc.plan` returns: bytes and seconds of one rank, counted from a plan.
 
 It counts bytes from the buckets that `zc.compile` would make. The floor of a step's time is the longest of its parts,
-each at full speed and all at once: a lower bound, not a prediction. (The ring's wire
-bytes: Thakur et al., 2005; ZeRO's volumes: arXiv:1910.02054, section 7.)
+each at full speed and all at once: a lower bound, not a prediction. (Bytes that a ring sends: Thakur et al., 2005;
+ZeRO's volumes: arXiv:1910.02054, section 7.)
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Peer(NamedTuple):
 class Estimate:
     """Bytes of one rank, by kind, and seconds. ``str()`` of it is a table.
 
-    ``wire`` is what a rank sends in a step and receives as well, or what is read of its memory; ``host_wire`` what
-    leaves a host, of all its ranks; ``bus`` what goes each way between device and host.
+    ``wire``: what a rank sends in a step, or what others read of its memory; it receives as much. ``host_wire``: what
+    all ranks of a host send to other hosts. ``bus``: what goes each way between device and host.
     ``peers``: what DDP, FSDP2 and the other stages of zc would hold and send.
     ``floor_seconds`` has a part only where its bandwidth was given; ``step_floor`` is the largest.
     """
@@ -102,8 +102,11 @@ def estimate(
     hosts: Topology,
     frozen_nbytes: int,
 ) -> Estimate:
-    """The same for a plan that exists. ``optimizers``: the class name of each; ``hosts``: where the ranks are;
-    ``frozen_nbytes``: of all frozen parameters. A rank has those whole that are in no bucket."""
+    """Counts what a plan holds, sends and copies, and the floor of a step.
+
+    ``optimizers``: the class name of each; ``hosts``: where the ranks are; ``frozen_nbytes``: of all frozen parameters.
+    A rank keeps those whole that are in no bucket.
+    """
     device, host, disk = resident(plan, [STATES[name] for name in optimizers])
     whole = frozen_nbytes - sum(slot.numel * b.param_dtype.itemsize for b in plan.frozen for slot in b.slots)
     if whole:

@@ -145,8 +145,10 @@ def _moves(
 
 
 def _gathered(moves: Iterable[tuple[float, GatherShards | FreeWeights]]) -> tuple[tuple[float, int], ...]:
-    """The bytes of gathered weights from each of these times on. A pass that ended early has freed nothing: what it
-    left is gone where the next gather writes."""
+    """The bytes of gathered weights from each of these times on.
+
+    A pass that ended early freed nothing: its weights count until the next gather overwrites them.
+    """
     alive: set[tuple[int, int]] = set()  # extents
     points: dict[float, int] = {}
     for time, op in sorted(moves, key=lambda move: (move[0], isinstance(move[1], GatherShards))):
