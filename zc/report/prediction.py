@@ -62,20 +62,21 @@ def plan(
     device_bandwidth: float | None = None,
     disk_bandwidth: float | None = None,
 ) -> Estimate:
-    """What `zc.compile` with these options would hold, send and copy on each of ``world_size`` ranks (up to 4,096).
+    """Predicts what each of ``world_size`` ranks (up to 4,096) would hold, send and copy under `zc.compile` with these
+    options.
 
-    Needs no process group, GPU or memory: the model may be on the meta device. Nothing is changed. Of a model that
-    `zc.compile` was called for, options that you leave out (None) are those of that call. Of any other model they are
-    `zc.compile`'s defaults, and the optimizer is AdamW.
+    Needs no process group, GPU or memory: the model may be on the meta device. Nothing is changed. Options that you
+    leave out (None) are those of the model's `zc.compile` call. Without such a call they are `zc.compile`'s defaults,
+    and the optimizer is AdamW.
 
     Args:
-        world_size: None: of the process group, if there is one.
-        ranks_per_host: of each host; None: every rank on its own.
+        world_size: None takes that of the process group.
+        ranks_per_host: None counts each rank as a host of its own.
         num_replicas: the first size of a mesh of two dimensions, (replicate, shard), of ``world_size`` ranks.
-        optimizer: class name of a torch optimizer, for the size of its state and the layout that it asks for. Several:
-            names of parameters, or patterns of them as of files (``"*.weight"``), to class names; the first that fits
-            counts: ``{"embed*": "AdamW", "*norm*": "AdamW", "*.weight": "Muon", "*": "AdamW"}``.
-        microbatches: backwards an update, all but the last declared with `zc.no_sync`.
+        optimizer: class name of a torch optimizer, which decides the size of its state and the layout. For several, a
+            dict from parameter names, or patterns of them, to class names; the first pattern that matches counts:
+            ``{"embed*": "AdamW", "*norm*": "AdamW", "*.weight": "Muon", "*": "AdamW"}``.
+        microbatches: backwards per update, all but the last declared with `zc.no_sync`.
         compute_seconds: forward and backward of all microbatches, without communication.
         bus_bandwidth: bytes/s between device and pinned host memory, each way.
         wire_bandwidth: bytes/s that a rank sends while it receives as much.
@@ -90,14 +91,14 @@ def plan(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     compiled = COMPILED.get(model)
-    asked = Config() if compiled is None else compiled.runtime.config
+    base = Config() if compiled is None else compiled.runtime.config
     options = {
         "stage": stage, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "gather_dtype": gather_dtype,
         "reduce": reduce, "bucket_nbytes": bucket_nbytes, "num_buffers": num_buffers, "offload": offload,
         "weight_nbytes": weight_nbytes, "shard_frozen": shard_frozen, "offload_accumulate": offload_accumulate,
         "offload_dir": "." if offload == "disk" else None,
     }  # fmt: skip
-    config = replace(asked, **{name: value for name, value in options.items() if value is not None})  # type: ignore[arg-type]
+    config = replace(base, **{name: value for name, value in options.items() if value is not None})  # type: ignore[arg-type]
     if world_size is None:
         world_size = _world_size(compiled)
     if optimizer is None:
