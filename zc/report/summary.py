@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one rank. ``fallbacks``: what did not go as it was asked, a few words each. ``unproved``: schedules that run
-    without their proof."""
+    """The figures of one rank. ``fallbacks``: what did not go as requested, a few words each. ``num_unproved``: the
+    schedules that run without their proof."""
 
     nbytes: int
     ddp_nbytes: int
