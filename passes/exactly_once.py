@@ -1,8 +1,8 @@
 """Parts (c) and (d) of the proof: each gradient that is owed arrives, in full and once; each launch completes once.
 
 They don't depend on streams: where no race is, the order in which the nodes are issued is as good as any. A buffer
-holds one thing of one bucket at a time, and `_transitions` says of each operation what it needs in the buffers that it
-names, and what it leaves there. Bucket 2 in stage 2::
+holds one thing of one bucket at a time, and each kind of node says what it needs in the buffers that it names, and what
+it leaves there (`zc.schedule.contents`). Bucket 2 in stage 2::
 
     flatten_cast(2, "flat_grad[0]", ...)               flat_grad[0]: nothing -> gradient
     %w = launch_reduce(2, "recv[0]", "flat_grad[0]")   flat_grad[0]: gradient -> nothing; recv[0]: nothing -> flight
@@ -10,7 +10,7 @@ names, and what it leaves there. Bucket 2 in stage 2::
     accumulate(2, "acc[2]", "recv[0]")                 recv[0]: rows -> nothing; acc[2]: sum -> total
 
 So an overwritten gradient that was not sent, rows that no accumulate took, a second reduction of one bucket are faults
-(deepspeed#7985, deepspeed#7981, deepspeed#7366). On top of the table:
+(deepspeed#7985, deepspeed#7981, deepspeed#7366). On top of that:
 
 - Whoever takes a ``gradient`` takes a whole one: what flatten_cast or accumulate_cast (with spans) and wgrad_into have
   written covers each element of the bucket once, padding included, and each slot as the plan lays it out.
@@ -22,35 +22,29 @@ So an overwritten gradient that was not sent, rows that no accumulate took, a se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import fx
 
-from zc.passes._transitions import (
-    GRADIENT,
-    NOTHING,
-    at_entry,
-    facts_of,
-    fields_of,
-    may_be_left,
-    rows_for,
-)
 from zc.passes.debt import Debt
 from zc.planning.layout import Slot
 from zc.planning.plan import Plan
-from zc.schedule import spec
 from zc.schedule.buffer import Buffer
+from zc.schedule.contents import GRADIENT, NOTHING, at_entry, facts_of, may_be_left, rows_for
 from zc.schedule.nodes import op_of
-from zc.schedule.spec import BufferOp, Deposit, Spans, WaitReduce, WgradInto, Write, buffers_of
+from zc.schedule.spec import BucketOp, CopyToHost, Deposit, LaunchReduce, RowSum, Spans, WaitReduce, WgradInto, Write
+
+if TYPE_CHECKING:
+    from zc.passes._order import Order
 
 
-def check(nodes: Sequence[fx.Node], plan: Plan | None, debt: Debt | None = None) -> list[str]:
+def check(order: Order, plan: Plan | None, debt: Debt | None = None) -> list[str]:
     """What is wrong, as texts that name the bucket and the nodes."""
     ledger = _Ledger(plan, debt)
-    for node in nodes:
-        op = op_of(node)
+    for node, op in zip(order.nodes, order.ops, strict=True):
         if isinstance(op, Write | Deposit):
             ledger.bring(node, op)
-        if isinstance(op, BufferOp):
+        if isinstance(op, BucketOp):
             ledger.move(node, op)
     ledger.close()
     return ledger.faults
@@ -65,17 +59,16 @@ class _Ledger:
         self.brought: dict[tuple[int, int], fx.Node] = {}  # bucket, slot -> its write or deposit
         self.reduced, self.landed = set[int](), set[int]()  # buckets
 
-    def move(self, node: fx.Node, op: BufferOp) -> None:
-        """Takes the buffers of one operation through the table."""
-        if spec.completes_reduction(op):
+    def move(self, node: fx.Node, op: BucketOp) -> None:
+        """What the buffers of one operation hold before and after it."""
+        if isinstance(op, RowSum) and op.is_mean:
             self.reduced.add(op.bucket)
-        if isinstance(op, spec.CopyToHost):
+        if isinstance(op, CopyToHost):
             self.landed.add(op.bucket)
         if isinstance(op, WaitReduce):
             self._check_work(node, op)
-        named = buffers_of(op)
-        for name in fields_of(type(op)):
-            buffer = named[name]
+        for name in dict.fromkeys((*(row.field for row in op.contents), *op.writes)):
+            buffer = op.buffers[name]
             of, content = self.holds.get(buffer) or at_entry(buffer)
             rows = rows_for(op, name, buffer, self.facts)
             row = next((row for row in rows if content in row.needs and (of == op.bucket or content == NOTHING)), None)
@@ -148,9 +141,9 @@ class _Ledger:
 
     def _check_work(self, node: fx.Node, op: WaitReduce) -> None:
         launch = op_of(op.work)
-        if not isinstance(launch, spec.LaunchReduce):
+        if not isinstance(launch, LaunchReduce):
             self.faults.append(f"{node.name} completes {op.work}, which is no launch")
-        elif launch != spec.LaunchReduce(op.bucket, op.dst, op.src, op.among):
+        elif launch != LaunchReduce(op.bucket, op.dst, op.src, op.among):
             self.faults.append(f"{node.name} names another bucket or buffers than {op.work}, which it completes")
 
     def close(self) -> None:

@@ -33,17 +33,17 @@ from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import change, ops, put
 from zc.schedule.spec import (
-    BufferOp,
+    BucketOp,
     CopyToDevice,
     CopyToHost,
     Role,
+    RowSum,
     StageShard,
     Write,
-    completes_reduction,
     renamed,
 )
 
-_Chain = list[tuple[fx.Node, BufferOp]]
+_Chain = list[tuple[fx.Node, BucketOp]]
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -58,7 +58,8 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
         for k, chain in enumerate(chains):
             last, op = chain[-1]
             writes = [op for _, op in chain if isinstance(op, Write)]
-            if completes_reduction(op) or (plan.world_size == 1 and is_complete(writes, plan)):
+            is_reduced = isinstance(op, RowSum) and op.is_mean
+            if is_reduced or (plan.world_size == 1 and is_complete(writes, plan)):
                 insert_landing(new, plan, last, op.bucket, k)
     return new
 
@@ -68,7 +69,7 @@ def _chains(graph: fx.Graph) -> list[_Chain]:
     last nodes."""
     chains: dict[int, _Chain] = {}
     for node, op in ops(graph):
-        if isinstance(op, BufferOp) and op.role in (Role.WRITE, Role.REDUCTION):
+        if isinstance(op, BucketOp) and op.role in (Role.WRITE, Role.REDUCTION):
             chains[op.bucket] = [*chains.pop(op.bucket, []), (node, op)]
     return list(chains.values())
 

@@ -23,7 +23,7 @@ from torch import fx
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.nodes import op_of, ops, put, read_of_peers
-from zc.schedule.spec import AwaitFree, AwaitFull, BufferOp, SignalFree, SignalFull
+from zc.schedule.spec import AwaitFree, AwaitFull, BucketOp, SignalFree, SignalFull
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -32,7 +32,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
         buffer = read_of_peers(op, plan)
         if buffer is None or isinstance(op_of(node.next), SignalFree):
             continue
-        assert isinstance(op, BufferOp)
+        assert isinstance(op, BucketOp)
         bucket = op.bucket
         with new.inserting_before(node):
             put(new, SignalFull(bucket, buffer))

@@ -33,8 +33,8 @@ from zc.passes._order import Obligation, Order
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COPY, HOST, carried_by, carried_event
-from zc.schedule.nodes import kind_of, op_of, shared_buffers, steps, stream_of, summary
-from zc.schedule.spec import CastParam, CopyToDevice, CopyToHost, Event, Release, Sync, Update, WaitEvent
+from zc.schedule.nodes import kind_of, shared_buffers, steps, stream_of, summary
+from zc.schedule.spec import Event, Release, Sync, WaitEvent
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,8 @@ def verify(graph: fx.Graph, plan: Plan | None = None) -> Verdict:
 
 def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
     """Everything that `verify` would refuse, without raising."""
-    nodes, output = list(steps(graph)), graph.output_node()
-    shared = shared_buffers(graph, plan)
-    order = Order([*nodes, output], shared)
+    output = graph.output_node()
+    order = Order([*steps(graph), output], shared_buffers(graph, plan))
     races = [
         _race(order, need, node)
         for k, node in enumerate(order.nodes)
@@ -92,7 +91,7 @@ def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
     ]
     faults = [f"{stream_of(n)} waits for {event}, which no node before records" for n, event in order.unrecorded]
     races += _carried(order)
-    faults += exactly_once.check(nodes, plan, output.meta.get("debt")) + _released(order) + _misplaced(nodes)
+    faults += exactly_once.check(order, plan, output.meta.get("debt")) + _released(order) + _misplaced(order)
     faults += residency.check(graph, plan)
     between, redundant = across_ranks.check(order, plan)
     races += between
@@ -103,8 +102,9 @@ def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
         # the carried ones last: where either of two could go, the one inside this schedule is what stalls it
         for k, event in sorted(waits, key=lambda wait: carried_by(wait[1]) is not None):
             if not order.is_needed(k):
-                text = f"{stream_of(nodes[k])} waits for {event}, and every conflict is ordered without it"
-                redundant.append(f"redundant wait: {text}\n{_excerpt(order, nodes[k], nodes[k])}")
+                node = order.nodes[k]
+                text = f"{stream_of(node)} waits for {event}, and every conflict is ordered without it"
+                redundant.append(f"redundant wait: {text}\n{_excerpt(order, node, node)}")
     return Findings(tuple(races), tuple(redundant), tuple(faults))
 
 
@@ -121,22 +121,25 @@ def _carried(order: Order) -> list[str]:
     return races
 
 
-def _misplaced(nodes: list[fx.Node]) -> list[str]:
+def _misplaced(order: Order) -> list[str]:
     """Host memory is touched by the processor and by copies on the copy stream: whose events it can wait for."""
-    places: dict[object, str] = {Update: HOST, CastParam: HOST, CopyToHost: COPY, CopyToDevice: COPY}
-    wrong = [n for n in nodes if stream_of(n) != places.get(type(op_of(n)), stream_of(n))]
-    wrong += [n for n in nodes if stream_of(n) == HOST and not isinstance(op_of(n), Sync | Update | CastParam)]
-    return [f"{kind_of(n)} ({n.name}) can't be on {stream_of(n)}" for n in wrong]
+    faults: list[str] = []
+    for node, op in zip(order.nodes, order.ops, strict=True):
+        if op is None or isinstance(op, Sync):
+            continue
+        stream = stream_of(node)
+        if stream != op.stream and (op.stream in (HOST, COPY) or stream == HOST):
+            faults.append(f"{kind_of(node)} ({node.name}) can't be on {stream}")
+    return faults
 
 
 def _released(order: Order) -> list[str]:
     faults: list[str] = []
     released: dict[fx.Node, fx.Node] = {}
-    for node in order.nodes:
+    for node, op in zip(order.nodes, order.ops, strict=True):
         for used in node.all_input_nodes:
             if used in released:
                 faults.append(f"{node.name} uses %{used.name} after {released[used].name} gave it back")
-        op = op_of(node)
         if isinstance(op, Release):
             released.update(dict.fromkeys(op.values, node))
     returned = set(order.nodes[-1].all_input_nodes)

@@ -43,7 +43,7 @@ def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
             put(graph, gather_node(plan, bucket, ARENA, start, stop))
         if use < len(residency.uses):
             spans = tuple((start, stop) for _, start, stop in piece.reads)
-            put(graph, ReadWeights(ARENA, use, tuple(bucket for bucket, _, _ in piece.reads), spans))
+            put(graph, ReadWeights(ARENA, use, tuple(bucket for bucket, _, _ in piece.reads), spans=spans))
     graph.output(()).meta["uses"] = residency.uses
     return graph
 

@@ -13,7 +13,9 @@ from graphs import plan_for
 from torch import fx
 
 from zc.errors import PassError
+from zc.passes.verify import examine
 from zc.schedule.buffer import KINDS, MAIN, Buffer, carried_by, carried_event
+from zc.schedule.contents import facts_of
 from zc.schedule.nodes import TARGETS, change, op_of, put, text
 from zc.schedule.spec import (
     Accumulate,
@@ -110,12 +112,23 @@ def test_every_kind_has_its_own_name() -> None:
 
 
 def test_every_kind_says_what_it_does() -> None:
-    """Its role, and fields that name buffers for whatever it reads and writes."""
+    """Its role, fields that name buffers for whatever it reads and writes, and what each buffer that it writes holds."""
     for kind in TARGETS:
-        assert kind.role in Role and {*kind.reads, *kind.writes} <= kind.__dataclass_fields__.keys(), kind
+        fields = {*kind.reads, *kind.writes, *(row.field for row in kind.contents)}
+        assert kind.role in Role and fields <= kind.__dataclass_fields__.keys(), kind
+        assert {*kind.writes} <= {row.field for row in kind.contents}, kind
+        assert {fact for row in kind.contents for fact in row.when.split()} <= facts_of(None), kind
     reductions = {kind.__name__ for kind in TARGETS if kind.role is Role.REDUCTION}
     by_messages = {"LaunchReduce", "WaitReduce", "Accumulate", "Quantise", "AccumulateQuantised"}
     assert reductions == {"ReduceRows"} | by_messages
+
+
+def test_the_proof_refuses_a_kind_that_does_not_say_what_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = fx.Graph()
+    put(graph, FlattenCast(0, RING, (), ()), stream="compute")
+    graph.output(())
+    monkeypatch.setattr(FlattenCast, "contents", ())
+    assert any("flat_grad[0] holds nothing; flatten_cast of bucket 0 can't take it" in f for f in examine(graph).faults)
 
 
 def test_a_buffer_and_its_name() -> None:

@@ -11,7 +11,7 @@ from torch import fx
 from zc.passes.base import copy_graph
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import change, op_of, ops, put, steps, stream_of
-from zc.schedule.spec import BufferOp, RecordEvent, Release, Sync, WaitEvent, buffers_of, renamed
+from zc.schedule.spec import BucketOp, RecordEvent, Release, Sync, WaitEvent, renamed
 
 Edit = Callable[[fx.Graph, dict[fx.Node, fx.Node]], None]  # of a copy, given where each node went
 Mutant = tuple[str, Edit]
@@ -49,13 +49,13 @@ def record_before_producer(graph: fx.Graph) -> Iterator[Mutant]:
 
 def shorter_ring(graph: fx.Graph, kind: str = "flat_grad") -> Iterator[Mutant]:
     """One buffer less: the last one's users take one before."""
-    used = sorted({b for _, op in ops(graph) for b in buffers_of(op).values() if b.kind == kind})
+    used = sorted({b for _, op in ops(graph) for b in op.buffers.values() if b.kind == kind})
     for k, gone in enumerate(used):
         for other in used[:k]:
 
             def edit(g: fx.Graph, where: dict[fx.Node, fx.Node], gone: Buffer = gone, other: Buffer = other) -> None:
                 for node, op in list(ops(g)):
-                    if isinstance(op, BufferOp):
+                    if isinstance(op, BucketOp):
                         change(node, renamed(op, gone, other))
 
             yield f"{other} in place of {gone}", edit

@@ -31,7 +31,6 @@ from zc.schedule.spec import (
     StageShard,
     Update,
     WaitEvent,
-    buffers_of,
     renamed,
 )
 
@@ -169,7 +168,7 @@ def mutants_of_shards(graph: fx.Graph) -> Iterator[tuple[str, fx.Graph]]:
             continue
         others = [Buffer("weight", (op.bucket + 1) % 3), Buffer("flat_param", op.bucket), Buffer("staging", 0)]
         changes = {"relabel": replace(op, bucket=(op.bucket + 1) % 3)}
-        for name, old in buffers_of(op).items():
+        for name, old in op.buffers.items():
             changes.update({f"{name} is {new}": renamed(op, old, new) for new in others if new.kind != "staging"
                             or old.kind == "weight"})  # fmt: skip
         edits: dict[str, mutants.Edit] = {

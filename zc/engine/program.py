@@ -50,10 +50,10 @@ class Program:
         self.placeholders = tuple(n.name for n in self.graph.nodes if n.op == "placeholder")
         self.outputs = self.graph.output_node().args[0]
         records = [op for _, op in ops_in(self.graph)]
-        on_buckets = [op for op in records if isinstance(op, spec.BufferOp)]
+        on_buckets = [op for op in records if isinstance(op, spec.BucketOp)]
         self.buckets = frozenset(op.bucket for op in on_buckets if op.role in (spec.Role.WRITE, spec.Role.REDUCTION))
         exchanged = on_buckets if self.plan.num_ranks > 1 else []
-        self.reductions = tuple(op.bucket for op in exchanged if spec.completes_reduction(op))
+        self.reductions = tuple(op.bucket for op in exchanged if isinstance(op, spec.RowSum) and op.is_mean)
         writes = (op for op in records if isinstance(op, spec.Write | spec.Deposit))
         self.gradients = frozenset((op.bucket, slot) for op in writes for slot in op.slots)
 

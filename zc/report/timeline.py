@@ -21,7 +21,7 @@ from zc.schedule.buffer import COMM, COMPUTE, MAIN
 from zc.schedule.cost import estimate
 from zc.schedule.nodes import kind_of, op_of, ops, results, stream_of
 from zc.schedule.spec import (
-    BufferOp,
+    BucketOp,
     Cast,
     Deposit,
     FreeWeights,
@@ -223,8 +223,8 @@ def simulate(graph: fx.Graph, plan: Plan | None = None, costs: Mapping[str, floa
     return Timeline(tuple(boxes), tuple(arrows))
 
 
-_CLASSES = {Role.COMPUTE: "compute", Role.WRITE: "write", Role.REDUCTION: "reduction", Role.WEIGHTS: "weights",
-            Role.OFFLOAD: "offload", Role.SIGNAL: "signal"}  # fmt: skip
+_CLASSES = {Role.COMPUTE: "compute", Role.WRITE: "write", Role.DEPOSIT: "write", Role.REDUCTION: "reduction",
+            Role.WEIGHTS: "weights", Role.OFFLOAD: "offload", Role.SIGNAL: "signal"}  # fmt: skip
 
 
 def color_class(box: Box) -> str:
@@ -278,7 +278,7 @@ def detail(node: fx.Node, plan: Plan | None, program: Scheduled | None = None) -
         names = gradients_of(node, plan) if plan is not None else []
         grads = f"; computes the gradients of {_some(names)}" if names else ""
         return f"{words} {op.key}{grads}"
-    if isinstance(op, BufferOp | Deposit) and plan is not None:
+    if isinstance(op, BucketOp) and plan is not None:
         bucket = plan.bucket(op.bucket)
         nbytes = bucket.numel * bucket.reduce_dtype.itemsize
         return f"{words}, bucket {op.bucket} ({nbytes / 1e6:,.1f} MB): {_some([s.name for s in bucket.slots])}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import fx
@@ -42,35 +42,62 @@ def _event(name: Any) -> Any:
     return name
 
 
-class _Field(NamedTuple):
-    read: Callable[[Any], Any]  # TypeError, ValueError: it may not look like that
+class _Type(NamedTuple):
+    """How a field of one type is read from an argument, and written as one."""
+
+    read: Callable[[Any], Any]  # TypeError, ValueError: the argument does not look like that
     write: Callable[[Any], Any] = lambda value: value
 
 
-_NUMBER, _TEXT, _NODE = _Field(_of(int)), _Field(_of(str)), _Field(_of(fx.Node))
-_NODES, _BUFFER = _Field(_all(_of(fx.Node)), list), _Field(lambda name: Buffer.named(_of(str)(name)), str)
-_FIELDS = {
-    "bucket": _NUMBER, "slot": _NUMBER, "start": _NUMBER, "stop": _NUMBER, "slots": _Field(_all(_of(int))),
-    "buffer": _BUFFER, "dst": _BUFFER, "src": _BUFFER, "via": _BUFFER, "spans": _Field(_all(_span)),
-    "grad": _NODE, "work": _NODE, "grads": _NODES, "inputs": _NODES, "values": _NODES, "key": _TEXT, "how": _TEXT,
-    "among": _TEXT,
-    "event": _Field(_event), "places": _Field(_all(_span)), "use": _NUMBER, "buckets": _Field(_all(_of(int))),
-}  # fmt: skip
-_EACH = ("inputs", "values")  # one argument each
-_KEYWORDS = ("spans", "how", "among")  # left out where they are None
+_TYPES = {
+    "int": _Type(_of(int)),
+    "str": _Type(_of(str)),
+    "tuple[int, ...]": _Type(_all(_of(int))),
+    "Spans": _Type(_all(_span)),
+    "EventName": _Type(_event),
+    "Buffer": _Type(lambda name: Buffer.named(_of(str)(name)), str),
+    "fx.Node": _Type(_of(fx.Node)),
+    "Nodes": _Type(_all(_of(fx.Node)), list),
+    "Operands": _Type(_all(_of(fx.Node))),  # one argument each
+}
+
+
+class _Layout(NamedTuple):
+    """Fields by name. Keywords are left out where they are None."""
+
+    positional: dict[str, _Type]
+    keywords: dict[str, _Type]
+    has_operands: bool  # in the last positional field
+
+
+_LAYOUTS: dict[type[Op], _Layout] = {}  # made when a kind is first used
+
+
+def _layout(kind: type[Op]) -> _Layout:
+    if kind not in _LAYOUTS:
+        types = {f.name: str(f.type) for f in fields(kind)}
+        positional = [f.name for f in fields(kind) if f.default is MISSING and not f.kw_only]
+        _LAYOUTS[kind] = _Layout(
+            {name: _TYPES[types[name]] for name in positional},
+            {name: _TYPES[text.removesuffix(" | None")] for name, text in types.items() if name not in positional},
+            types[positional[-1]] == "Operands",
+        )
+    return _LAYOUTS[kind]
 
 
 def read(kind: type[Op], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Op:
     """The record of a node with these arguments. TypeError, ValueError: no node of this kind has them."""
-    names = [f.name for f in fields(kind) if f.name not in _KEYWORDS]
-    items: dict[str, Any] = dict(zip(names, args, strict=False))
-    if names[-1] in _EACH:
-        items[names[-1]] = tuple(args[len(names) - 1 :])
+    layout = _layout(kind)
+    names = list(layout.positional)
+    if layout.has_operands:
+        args = (*args[: len(names) - 1], args[len(names) - 1 :])
     elif len(args) != len(names):
         raise ValueError(f"{len(args)} arguments, for {', '.join(names)}")
-    for name, item in (*items.items(), *kwargs.items()):
+    types = layout.positional | layout.keywords
+    items: dict[str, Any] = {}
+    for name, item in (*zip(names, args, strict=False), *kwargs.items()):
         try:
-            items[name] = _FIELDS[name].read(item)
+            items[name] = types[name].read(item)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{name}={item!r}: {error}") from None
     return kind(**items)
@@ -78,11 +105,9 @@ def read(kind: type[Op], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Op
 
 def written(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a node with this record."""
-    args: list[Any] = []
-    kwargs = {name: item for name, item in vars(op).items() if name in _KEYWORDS and item is not None}
-    for name, item in vars(op).items():
-        if name in _EACH:
-            args += item
-        elif name not in _KEYWORDS:
-            args.append(_FIELDS[name].write(item))
+    layout = _layout(type(op))
+    args = [type_.write(getattr(op, name)) for name, type_ in layout.positional.items()]
+    if layout.has_operands:
+        args += args.pop()
+    kwargs = {name: item for name in layout.keywords if (item := getattr(op, name)) is not None}
     return tuple(args), kwargs

@@ -19,9 +19,8 @@ from torch.utils.flop_counter import flop_registry
 from zc.planning.plan import Bucket, Plan
 from zc.schedule.nodes import op_of
 from zc.schedule.spec import (
-    BufferOp,
+    BucketOp,
     Cast,
-    Deposit,
     EncodeUpdate,
     LaunchReduce,
     ReduceRows,
@@ -111,7 +110,7 @@ def estimate(plan: Plan | None) -> Cost:
         op = op_of(node)
         if isinstance(op, Segment):
             return segment_us(node, c)
-        if isinstance(op, WaitReduce) or not isinstance(op, BufferOp | Deposit) or op.role is Role.SIGNAL:
+        if isinstance(op, WaitReduce) or not isinstance(op, BucketOp) or op.role is Role.SIGNAL:
             return 0.0
         if plan is None:
             return 50.0 if isinstance(op, LaunchReduce | ReduceRows) else 2 * c.us_launch

@@ -129,9 +129,9 @@ def value(node: fx.Node) -> Access:
 def results(node: fx.Node) -> tuple[fx.Node, ...]:
     """The values that a node returns: a segment's getitems, a launch's work."""
     op = op_of(node)
-    if isinstance(op, spec.Segment | spec.TakeWeights):
+    if op is not None and op.returns == "items":
         return tuple(user for user in node.users if is_getitem(user))
-    return (node,) if node.op == "placeholder" or isinstance(op, spec.LaunchReduce) else ()
+    return (node,) if node.op == "placeholder" or (op is not None and op.returns == "value") else ()
 
 
 def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
@@ -145,25 +145,18 @@ def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
     returned = tuple(value(n) for n in results(node))
     if op is None:  # a placeholder, the output
         return inputs, returned
-    reads = op.reads
-    if isinstance(op, spec.WgradInto) and op.buffer.kind == "flat_grad":
-        reads = ()  # it overwrites; an accumulator it adds to
     return (
-        inputs + tuple(access for field in reads for access in _extent(op, field)),
-        tuple(access for field in op.writes for access in _extent(op, field)) + returned,
+        inputs + tuple(access for field in op.read_fields for access in _accesses_of(op, field)),
+        tuple(access for field in op.writes for access in _accesses_of(op, field)) + returned,
     )
 
 
-def _extent(op: Op, field: str) -> tuple[Access, ...]:
-    """The elements of the buffer in ``field`` that a node accesses."""
-    buffer: Buffer = getattr(op, field)
-    if isinstance(op, spec.WgradInto):
-        return (Access(buffer, op.start, op.stop),)
-    if isinstance(op, spec.FlattenCast | spec.ReadWeights) and op.spans is not None:
-        return tuple(Access(buffer, *span) for span in op.spans)
-    if isinstance(op, spec.FreeWeights) or (isinstance(op, spec.GatherShards) and field == "dst"):
-        return (Access(buffer, op.start, op.stop),)
-    return (Access(buffer),)
+def _accesses_of(op: Op, field: str) -> Iterator[Access]:
+    buffer, extents = op.buffers[field], op.extents(field)
+    if extents is None:
+        yield Access(buffer)
+    else:
+        yield from (Access(buffer, *extent) for extent in extents)
 
 
 def read_of_peers(op: Op | None, plan: Plan | None) -> Buffer | None:

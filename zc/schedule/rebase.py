@@ -86,14 +86,13 @@ def rebased(
         return Buffer(old.kind, (old.index + turn) % size) if size else old
 
     def moved(op: spec.Op) -> spec.Op:
-        changes: dict[str, Any] = {name: buffer(b) for name, b in spec.buffers_of(op).items()}
+        changes: dict[str, Any] = {name: buffer(b) for name, b in op.buffers.items()}
         if isinstance(op, spec.Event) and (carried := carried_by(op.event)) is not None:
             changes["event"] = carried_event(buffer(carried))
         if isinstance(op, spec.TakeWeights):
             changes["places"] = tuple(targets[place] for place in op.places)
-        number = getattr(op, "bucket", None)
-        if number is not None:
-            shift = moves[number]
+        if isinstance(op, spec.BucketOp):
+            shift = moves[op.bucket]
             changes["bucket"] = shift.bucket
             for name, by in (("slot", shift.slots), ("start", shift.offset), ("stop", shift.offset)):
                 if hasattr(op, name):
@@ -101,7 +100,7 @@ def rebased(
             if isinstance(op, spec.Cast):
                 changes["slots"] = tuple(slot + shift.slots for slot in op.slots)
                 if op.spans is not None:  # of the whole bucket, without the slots whose gradients are made in place
-                    in_place = outside(op.spans, plan.bucket(number).numel)
+                    in_place = outside(op.spans, plan.bucket(op.bucket).numel)
                     moved_there = [(start + shift.offset, stop + shift.offset) for start, stop in in_place]
                     changes["spans"] = outside(moved_there, plan.bucket(shift.bucket).numel)
         return replace(op, **changes) if changes else op

@@ -1,38 +1,73 @@
 """What each node of a schedule may look like: one frozen record per kind.
 
 Passes and the proof match on the records. A class also says what is true of all nodes of its kind: their role, their
-stream, and which of their buffers they read and write.
+stream, which of their buffers they read and write, what they need in these and what they leave there.
 
-A field's name means the same in every kind, and `zc.schedule.arguments` says how it appears in a node's arguments:
-``bucket`` and ``slot`` are numbers in the plan; ``buffer``, ``dst`` and ``src`` name buffers; ``start`` and ``stop``
-are elements of one; ``grad``, ``grads``, ``inputs``, ``values`` and ``work`` are values that other nodes return.
+A field's name means the same in every kind: ``bucket`` and ``slot`` are numbers in the plan; ``buffer``, ``dst`` and
+``src`` name buffers; ``start`` and ``stop`` are elements of one; ``grad``, ``grads``, ``inputs``, ``values`` and
+``work`` are values that other nodes return. `zc.schedule.arguments` says how a field of each type appears in a node's
+arguments.
 
-To add a kind of node, write its record here and its function in the engine's operations, and say in
-`zc.passes._transitions` what it needs and leaves in its buffers.
+To add a kind of node, write its record here and its function in the engine's operations.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import fx
 
 from zc.schedule.buffer import COMM, COMPUTE, COPY, HOST, Buffer
+from zc.schedule.contents import (
+    BEHIND,
+    CAST,
+    DIFFERENCE,
+    DIFFERENCES,
+    ENCODED,
+    ENCODED_FLIGHT,
+    ENCODED_ROWS,
+    FLIGHT,
+    GATHERED,
+    GRADIENT,
+    HOST_FLIGHT,
+    HOST_ROWS,
+    HOST_SUM,
+    LANDED,
+    NEW,
+    NOTHING,
+    OFFERED,
+    OLD,
+    OPEN,
+    PUBLISHED,
+    RANGE,
+    READ,
+    RETURNED,
+    ROWS,
+    SENT,
+    SUM,
+    SUMS,
+    SUMS_FLIGHT,
+    TOTAL,
+    Row,
+)
 
 if TYPE_CHECKING:
     from zc.planning.plan import Plan
 
-Nodes = tuple[fx.Node, ...]
+Nodes = tuple[fx.Node, ...]  # one argument, a list
+Operands = tuple[fx.Node, ...]  # one argument each, the last ones
 Spans = tuple[tuple[int, int], ...]  # elements [start, stop)
+EventName = str
 
 
 class Role(enum.Enum):
     """What a node does. Where ranks do not agree to reduce, the engine leaves out REDUCTION and SIGNAL."""
 
     COMPUTE = "compute"
-    WRITE = "write"  # a gradient goes into its bucket, or is deposited
+    WRITE = "write"  # a gradient goes into its bucket
+    DEPOSIT = "deposit"  # a gradient waits for the rest of its bucket
     REDUCTION = "reduction"  # other ranks' gradients come in
     OFFLOAD = "offload"  # copies between device and host memory, and the update there
     WEIGHTS = "weights"  # new weights go to all ranks
@@ -42,33 +77,64 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class Op:
-    """What a node is. ``stream``: where nodes of the kind run under a plan with overlap (`zc.passes.place_on_streams`).
-    ``reads`` and ``writes``: the fields whose buffers they access; every node also reads its inputs and writes its
-    results (`zc.schedule.nodes.accesses`)."""
+    """What a node is. Of all nodes of a kind:
+
+    ``stream``: where they run under a plan with overlap (`zc.passes.place_on_streams`).
+    ``reads``, ``writes``: the fields whose buffers they access; every node also reads its inputs and writes its results
+    (`zc.schedule.nodes.accesses`).
+    ``returns``: "items", which operator.getitem takes, or one "value".
+    ``contents``: what they need in their buffers, and what they leave there. The proof refuses a node that writes a
+    buffer of which its kind says nothing here.
+    """
 
     role: ClassVar[Role]
     stream: ClassVar[str] = COMPUTE
     reads: ClassVar[tuple[str, ...]] = ()
     writes: ClassVar[tuple[str, ...]] = ()
+    returns: ClassVar[str] = ""
+    contents: ClassVar[tuple[Row, ...]] = ()
 
     def __init_subclass__(cls, **traits: Any) -> None:
         for name, trait in traits.items():
             setattr(cls, name, trait)
 
+    @property
+    def buffers(self) -> dict[str, Buffer]:
+        """The buffers that the node names, by field."""
+        return {name: item for name, item in vars(self).items() if isinstance(item, Buffer)}
+
+    @property
+    def read_fields(self) -> tuple[str, ...]:
+        """The fields whose buffers this node reads."""
+        return self.reads
+
+    def extents(self, field: str) -> Spans | None:
+        """Which elements of the buffer in ``field`` the node accesses; None: all of them."""
+        return None
+
 
 @dataclass(frozen=True)
-class Segment(Op, role=Role.COMPUTE):
-    """Compiled pure compute; operator.getitem takes its results."""
+class Segment(Op, role=Role.COMPUTE, returns="items"):
+    """Compiled pure compute."""
 
     key: str
-    inputs: Nodes
+    inputs: Operands
 
 
 @dataclass(frozen=True)
-class Deposit(Op, role=Role.WRITE):
-    """Keeps the gradient until its bucket is reduced at the end of the backward."""
+class BucketOp(Op):
+    """Works for one bucket."""
 
     bucket: int
+
+
+# --- gradients are written ---
+
+
+@dataclass(frozen=True)
+class Deposit(BucketOp, role=Role.DEPOSIT):
+    """Keeps the gradient until its bucket is reduced at the end of the backward."""
+
     slot: int
     grad: fx.Node
 
@@ -78,17 +144,7 @@ class Deposit(Op, role=Role.WRITE):
 
 
 @dataclass(frozen=True)
-class BufferOp(Op):
-    """Works on buffers of the plan, for one bucket."""
-
-    bucket: int
-
-
-# --- gradients are written ---
-
-
-@dataclass(frozen=True)
-class Cast(BufferOp, role=Role.WRITE, writes=("buffer",)):
+class Cast(BucketOp, role=Role.WRITE, writes=("buffer",)):
     """With ``spans``: only into these elements of the buffer."""
 
     buffer: Buffer
@@ -100,13 +156,20 @@ class Cast(BufferOp, role=Role.WRITE, writes=("buffer",)):
 class FlattenCast(Cast):
     """buffer <- grads, cast; 0 in every other element (stage 2)."""
 
+    contents = (Row("buffer", "flat_grad", (NOTHING, GRADIENT), GRADIENT, "ring"),)
+
+    def extents(self, field: str) -> Spans | None:
+        return self.spans
+
 
 class AccumulateCast(Cast, reads=("buffer",)):
     """buffer += grads, in fp32; the first write of an update overwrites (stage 1)."""
 
+    contents = (Row("buffer", "acc staging", (SUM,), GRADIENT, "partial"),)
+
 
 @dataclass(frozen=True)
-class WgradInto(BufferOp, role=Role.WRITE, reads=("buffer",), writes=("buffer",)):
+class WgradInto(BucketOp, role=Role.WRITE, reads=("buffer",), writes=("buffer",)):
     """Computes one gradient into its slot, the elements [start, stop); in stage 1 adds it. The slots of one bucket may
     have producers on several streams."""
 
@@ -114,12 +177,24 @@ class WgradInto(BufferOp, role=Role.WRITE, reads=("buffer",), writes=("buffer",)
     slot: int
     start: int
     stop: int
-    inputs: Nodes
+    inputs: Operands
     how: str | None = None  # "mm" (None), "scatter", "rows": passes/write_in_place.py
+
+    contents = (
+        Row("buffer", "flat_grad", (NOTHING, GRADIENT), GRADIENT, "ring"),
+        Row("buffer", "acc staging", (GRADIENT,), GRADIENT, "partial"),  # accumulate_cast has emptied or kept it
+    )
 
     @property
     def slots(self) -> tuple[int, ...]:
         return (self.slot,)
+
+    @property
+    def read_fields(self) -> tuple[str, ...]:
+        return () if self.buffer.kind == "flat_grad" else self.reads  # a flat_grad is overwritten
+
+    def extents(self, field: str) -> Spans:
+        return ((self.start, self.stop),)
 
 
 Write = Cast | WgradInto
@@ -128,7 +203,7 @@ Write = Cast | WgradInto
 
 
 @dataclass(frozen=True)
-class Move(BufferOp, stream=COMM, reads=("src",), writes=("dst",)):
+class Move(BucketOp, stream=COMM, reads=("src",), writes=("dst",)):
     """dst <- src."""
 
     dst: Buffer
@@ -146,13 +221,28 @@ class Reduction(Move, role=Role.REDUCTION):
     among: str | None = None
 
 
-class LaunchReduce(Reduction):
+class LaunchReduce(Reduction, returns="value"):
     """Starts the exchange of src into dst, and returns its work. Until its wait_reduce it reads src and writes dst,
     whatever else runs. Out of a ``host_sum`` it is the second reduction: between hosts, or between replicas."""
 
+    contents = (
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring", among=WITHIN_HOST),
+        Row("src", "acc staging", (GRADIENT,), SENT, "partial", among=WITHIN_HOST),
+        Row("dst", "recv", (NOTHING,), HOST_FLIGHT, "in_place", among=WITHIN_HOST),
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring plain direct"),
+        Row("src", "acc staging", (GRADIENT,), SENT, "partial plain direct"),
+        Row("src", "flat_grad", (HOST_SUM,), NOTHING, "ring plain in_place"),
+        Row("src", "acc staging", (HOST_SUM,), SENT, "partial plain in_place"),
+        Row("src", "host_sum", (HOST_SUM,), NOTHING, "twice plain"),
+        Row("src", "wire", (ENCODED,), NOTHING, "encoded"),
+        Row("dst", "recv", (NOTHING,), FLIGHT, beside="flat_grad acc staging"),
+        Row("dst", "recv", (NOTHING,), SUMS_FLIGHT, "twice", beside="host_sum"),
+        Row("dst", "recv", (NOTHING,), ENCODED_FLIGHT, "encoded", beside="wire"),
+    )
+
 
 @dataclass(frozen=True)
-class WaitReduce(BufferOp, role=Role.REDUCTION, stream=COMM, reads=("src",), writes=("dst",)):
+class WaitReduce(BucketOp, role=Role.REDUCTION, stream=COMM, reads=("src",), writes=("dst",)):
     """Waits until a launch has completed."""
 
     work: fx.Node
@@ -160,24 +250,76 @@ class WaitReduce(BufferOp, role=Role.REDUCTION, stream=COMM, reads=("src",), wri
     src: Buffer
     among: str | None = None
 
+    contents = (
+        Row("dst", "recv", (HOST_FLIGHT,), HOST_ROWS, among=WITHIN_HOST),
+        Row("dst", "recv", (FLIGHT,), ROWS),
+        Row("dst", "recv", (SUMS_FLIGHT,), SUMS),
+        Row("dst", "recv", (ENCODED_FLIGHT,), ENCODED_ROWS, "encoded"),
+    )
 
-class Accumulate(Reduction, reads=("src", "dst")):
-    """acc (+)= mean over ranks of the rows in src; or host_sum <- their sum, which a second reduction takes. Among the
-    ranks of a host: the start of dst, which the launch has sent, <- their sum, which the next launch takes."""
 
-
-class Quantise(Move, role=Role.REDUCTION):
+class Quantise(Reduction):
     """dst <- src in 8 bits, one row per rank that gets a part; then a launch sends dst instead of src. No row crosses
     hosts twice, and no gradient is encoded twice."""
 
+    contents = (
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring once direct"),
+        Row("src", "acc staging", (GRADIENT,), SENT, "partial once direct"),
+        Row("src", "flat_grad", (HOST_SUM,), NOTHING, "ring in_place"),
+        Row("src", "acc staging", (HOST_SUM,), SENT, "partial in_place"),
+        Row("src", "host_sum", (HOST_SUM,), NOTHING, "twice"),
+        Row("dst", "wire", (NOTHING,), ENCODED, "encoded"),
+    )
 
-class AccumulateQuantised(Move, role=Role.REDUCTION, reads=("src", "dst")):
+
+class RowSum(Reduction, reads=("src", "dst")):
+    """Sums the rows of several ranks, in rank order."""
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it brings a bucket's mean over all ranks into an accumulator: the last node of a reduction."""
+        return self.among != WITHIN_HOST and self.dst.kind != "host_sum"
+
+
+class Accumulate(RowSum):
+    """acc (+)= mean over ranks of the rows in src; or host_sum <- their sum, which a second reduction takes. Among the
+    ranks of a host: the start of dst, which the launch has sent, <- their sum, which the next launch takes."""
+
+    contents = (
+        Row("src", "recv", (HOST_ROWS,), NOTHING, "in_place", among=WITHIN_HOST),
+        Row("dst", "flat_grad", (NOTHING,), HOST_SUM, "ring", among=WITHIN_HOST),
+        Row("dst", "acc staging", (SENT,), HOST_SUM, "partial", among=WITHIN_HOST),
+        Row("src", "recv", (ROWS,), NOTHING, "once", beside="acc staging"),
+        Row("src", "recv", (ROWS,), NOTHING, "twice", beside="host_sum"),
+        Row("src", "recv", (SUMS,), NOTHING, "twice", beside="acc staging"),
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "alone"),  # one rank sends nothing
+        Row("dst", "host_sum", (NOTHING,), HOST_SUM, "twice"),
+        Row("dst", "acc staging", (SUM,), TOTAL, "ring"),
+        Row("dst", "acc staging", (SENT,), TOTAL, "partial"),
+    )
+
+
+class AccumulateQuantised(RowSum):
     """acc (+)= mean over ranks of what the rows in src decode to, in rank order."""
 
+    contents = (
+        Row("src", "recv", (ENCODED_ROWS,), NOTHING, "encoded"),
+        Row("dst", "acc staging", (SUM,), TOTAL, "ring"),
+        Row("dst", "acc staging", (SENT,), TOTAL, "partial"),
+    )
 
-class ReduceRows(Move, role=Role.REDUCTION, reads=("src", "dst")):
+
+class ReduceRows(RowSum):
     """The same of the ranks' src, each read where it lies: into acc the mean of this rank's shard; into host_sum the
     sum over this host's ranks of the range that this rank reduces between hosts or replicas."""
+
+    contents = (
+        Row("src", "flat_grad", (OPEN,), READ, "ring"),
+        Row("src", "acc staging", (OPEN,), SENT, "partial"),
+        Row("dst", "host_sum", (NOTHING,), HOST_SUM, "twice"),
+        Row("dst", "acc staging", (SUM,), TOTAL, "ring once"),
+        Row("dst", "acc staging", (SENT,), TOTAL, "partial once"),
+    )
 
 
 # --- with offload ---
@@ -186,28 +328,50 @@ class ReduceRows(Move, role=Role.REDUCTION, reads=("src", "dst")):
 class StageShard(Move, role=Role.OFFLOAD):
     """dst <- this rank's shard of the accumulator src."""
 
+    contents = (
+        Row("src", "acc", (TOTAL, SUM), LANDED),
+        Row("src", "acc", (GRADIENT,), LANDED, "alone"),
+        Row("dst", "staging", (NOTHING,), TOTAL),
+    )
+
 
 class CopyToHost(Move, role=Role.OFFLOAD, stream=COPY):
     """Host memory <- device."""
+
+    contents = (Row("src", "staging", (TOTAL, GRADIENT), NOTHING), Row("dst", "host", (SUM,), LANDED))
 
 
 class CopyToDevice(Move, role=Role.OFFLOAD, stream=COPY):
     """Device <- host memory; an accumulator only if it holds something."""
 
+    contents = (
+        Row("src", "host", (SUM,), SUM),
+        Row("dst", "staging", (NOTHING,), SUM, beside="host"),
+        Row("src", "master", (OLD, NEW), CAST),
+        Row("src", "param", (CAST,), NOTHING),
+        Row("dst", "flat_param", (OLD,), NEW, "replicated"),
+        Row("dst", "weight", (OLD,), NEW, "sharded"),
+        Row("dst", "staging", (NOTHING,), NEW, "sharded", beside="master param"),
+    )
+
 
 class Update(Move, role=Role.OFFLOAD, stream=HOST, reads=("src", "dst")):
     """Updates the masters dst of one bucket with the gradients src, on the processor."""
 
+    contents = (Row("dst", "master", (OLD,), NEW), Row("src", "host", (SUM,), SUM))
+
 
 class CastParam(Move, role=Role.OFFLOAD, stream=HOST):
     """Host memory <- masters, cast to the parameters' dtype."""
+
+    contents = (Row("src", "master", (OLD, NEW), CAST), Row("dst", "param", (NOTHING,), CAST))
 
 
 # --- weights ---
 
 
 @dataclass(frozen=True)
-class Weights(BufferOp, role=Role.WEIGHTS, stream=COMM, reads=("buffer",), writes=("buffer",)):
+class Weights(BucketOp, role=Role.WEIGHTS, stream=COMM, reads=("buffer",), writes=("buffer",)):
     """Works on the weights of a bucket."""
 
     buffer: Buffer
@@ -216,45 +380,84 @@ class Weights(BufferOp, role=Role.WEIGHTS, stream=COMM, reads=("buffer",), write
 class Spread(Weights):
     """Sends the whole parameters that ranks have updated to the shards in which they lie."""
 
+    contents = (
+        Row("buffer", "flat_param", (NEW,), NEW, "offload"),
+        Row("buffer", "flat_param gathered", (OLD,), OLD, "device"),
+    )
+
 
 class SpreadShards(Move, role=Role.WEIGHTS):
     """The same in stage 3: dst, this rank's shard <- its parts of the whole parameters that ranks have updated, each of
     which sends its own in src."""
 
+    contents = (Row("src", "staging", (NEW,), NOTHING), Row("dst", "weight", (OLD,), NEW, "sharded"))
+
 
 class GatherNet(Weights):
     """This rank's range of the bucket's weights <- the shards in it, from the ranks of its number on other hosts."""
 
+    contents = (
+        Row("buffer", "flat_param", (NEW,), RANGE, "levels offload"),
+        Row("buffer", "flat_param gathered", (OLD,), RANGE, "levels device whole"),
+    )
+
 
 class Gather(Weights):
     """The bucket's weights <- all ranks' shards; after a `GatherNet` the ranges of this host's ranks."""
+
+    contents = (
+        Row("buffer", "flat_param gathered", (OPEN,), READ, "memory"),
+        Row("buffer", "flat_param", (NEW,), GATHERED, "messages offload flat"),
+        Row("buffer", "flat_param gathered", (OLD,), GATHERED, "messages device whole flat"),
+        Row("buffer", "flat_param gathered", (RANGE,), GATHERED, "messages levels"),
+    )
 
 
 class EncodeUpdate(Move, role=Role.WEIGHTS):
     """dst <- what this rank's masters are ahead of the weights src, encoded. Masters are written, like src, on the main
     stream alone, before the schedule or after it; so what orders src orders them."""
 
+    contents = (
+        Row("src", "flat_param gathered", (OLD,), BEHIND, "differs"),
+        Row("dst", "update", (NOTHING,), DIFFERENCE, "differs"),
+    )
+
 
 class ExchangeUpdates(Weights):
     """The encoded differences of all ranks that share the bucket's weights (of two levels: of the ranks of this number)
     come together."""
 
+    contents = (Row("buffer", "update", (DIFFERENCE,), DIFFERENCES, "differs"),)
+
 
 class ApplyUpdate(Move, role=Role.WEIGHTS, reads=("src", "dst")):
     """The weights dst += the differences in src, this rank's own included: all ranks have the same bits."""
 
+    contents = (
+        Row("src", "update", (DIFFERENCES,), NOTHING, "differs"),
+        Row("dst", "flat_param gathered", (BEHIND,), GATHERED, "differs flat"),
+        Row("dst", "flat_param gathered", (BEHIND,), RANGE, "differs levels"),
+    )
+
 
 class Publish(Weights, stream=COMPUTE):
     """From here on the main stream may read the new parameters, or in stage 3 what it issues may gather them."""
+
+    contents = (
+        Row("buffer", "flat_param", (GATHERED,), PUBLISHED),
+        Row("buffer", "flat_param", (NEW, OLD), PUBLISHED, "unsharded"),
+        Row("buffer", "gathered", (OLD, GATHERED), PUBLISHED),
+        Row("buffer", "weight", (NEW,), PUBLISHED),
+    )
 
 
 # --- weights that exist while they are read (stage 3) ---
 
 
 @dataclass(frozen=True)
-class TakeWeights(Op, role=Role.WEIGHTS):
+class TakeWeights(Op, role=Role.WEIGHTS, returns="items"):
     """A graph's window: until the next one it reads the parameters at ``places``, (bucket, slot) each, and no others.
-    operator.getitem takes them. Without places it ends the last window."""
+    Without places it ends the last window."""
 
     places: Spans
 
@@ -264,13 +467,22 @@ class TakeWeights(Op, role=Role.WEIGHTS):
 
 
 @dataclass(frozen=True)
-class GatherShards(BufferOp, role=Role.WEIGHTS, stream=COMM, reads=("src",), writes=("dst",)):
+class GatherShards(BucketOp, role=Role.WEIGHTS, stream=COMM, reads=("src",), writes=("dst",)):
     """Bytes [start, stop) of dst <- the bucket's weights, from all ranks' shards src."""
 
     dst: Buffer
     src: Buffer
     start: int
     stop: int
+
+    contents: ClassVar[tuple[Row, ...]] = (
+        Row("src", "weight", (OLD,), OLD),
+        Row("dst", "flat_param", (OLD,), GATHERED),
+        Row("dst", "arena", (NOTHING,), NOTHING),  # `zc.passes.residency` knows what its extents hold
+    )
+
+    def extents(self, field: str) -> Spans | None:
+        return ((self.start, self.stop),) if field == "dst" else None
 
 
 class GatherWeights(GatherShards):
@@ -283,6 +495,8 @@ class GatherEncoded(GatherShards, writes=("dst", "via")):
     there, and each rank decodes all of them, its own included. So all ranks read the same values."""
 
     via: Buffer
+
+    contents = (*GatherShards.contents, Row("via", "update", (NOTHING,), NOTHING))
 
 
 def gather_node(plan: Plan, bucket: int, dst: Buffer, start: int, stop: int) -> GatherShards:
@@ -300,11 +514,14 @@ class ReadWeights(Op, role=Role.WEIGHTS, reads=("buffer",)):
     buffer: Buffer
     use: int
     buckets: tuple[int, ...]
-    spans: Spans
+    spans: Spans = field(kw_only=True)
+
+    def extents(self, field: str) -> Spans:
+        return self.spans
 
 
 @dataclass(frozen=True)
-class FreeWeights(BufferOp, role=Role.WEIGHTS, reads=("buffer",)):
+class FreeWeights(BucketOp, role=Role.WEIGHTS, reads=("buffer",)):
     """Bytes [start, stop) of the buffer may be gathered into again. It counts as a read, the last one: what the graph
     of the last `ReadWeights` reads there comes between the two."""
 
@@ -312,12 +529,15 @@ class FreeWeights(BufferOp, role=Role.WEIGHTS, reads=("buffer",)):
     start: int
     stop: int
 
+    def extents(self, field: str) -> Spans:
+        return ((self.start, self.stop),)
+
 
 # --- between ranks that read each other's memory: each rank runs the same ones, in the same order ---
 
 
 @dataclass(frozen=True)
-class Signal(BufferOp, role=Role.SIGNAL, stream=COMM):
+class Signal(BucketOp, role=Role.SIGNAL, stream=COMM):
     """Tells the other ranks, or waits until all of them have told."""
 
     buffer: Buffer
@@ -326,17 +546,40 @@ class Signal(BufferOp, role=Role.SIGNAL, stream=COMM):
 class SignalFull(Signal, reads=("buffer",)):
     """The others may read the buffer."""
 
+    contents = (
+        Row("buffer", "flat_grad", (GRADIENT,), OFFERED, "ring"),
+        Row("buffer", "acc staging", (GRADIENT,), OFFERED, "partial"),
+        Row("buffer", "flat_param", (NEW,), OFFERED, "offload flat"),
+        Row("buffer", "flat_param gathered", (OLD,), OFFERED, "device whole flat"),
+        Row("buffer", "flat_param gathered", (RANGE,), OFFERED, "levels"),
+    )
+
 
 class AwaitFull(Signal):
     """The others' buffers may be read."""
+
+    contents = (Row("buffer", "flat_grad acc staging flat_param gathered", (OFFERED,), OPEN),)
 
 
 class SignalFree(Signal):
     """This rank has read the others' buffers."""
 
+    contents = (
+        Row("buffer", "flat_grad flat_param gathered", (READ,), RETURNED),
+        Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
+        Row("buffer", "acc staging", (SENT,), SENT, "partial twice"),
+    )
+
 
 class AwaitFree(Signal, reads=("buffer",)):
     """The others have read the buffer; since `SignalFull` nobody may have written it."""
+
+    contents = (
+        Row("buffer", "flat_grad", (RETURNED,), NOTHING),
+        Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
+        Row("buffer", "acc staging", (SENT,), SENT, "partial twice"),
+        Row("buffer", "flat_param gathered", (RETURNED,), GATHERED),
+    )
 
 
 # --- order ---
@@ -350,7 +593,7 @@ class Sync(Op, role=Role.SYNC):
 class Event(Sync):
     """An event of the node's stream."""
 
-    event: str
+    event: EventName
 
 
 class RecordEvent(Event):
@@ -365,25 +608,13 @@ class WaitEvent(Event):
 class Release(Sync):
     """Frees the values' storage, on the stream that allocated it."""
 
-    values: Nodes
+    values: Operands
 
 
 AnyOp = TypeVar("AnyOp", bound=Op)
 
 
-def buffers_of(op: Op) -> dict[str, Buffer]:
-    """The buffers that a node names, by field."""
-    return {name: item for name, item in vars(op).items() if isinstance(item, Buffer)}
-
-
 def renamed(op: AnyOp, old: Buffer, new: Buffer) -> AnyOp:
     """The same node, on ``new`` instead of ``old``."""
-    changes: Any = {name: new for name, item in buffers_of(op).items() if item == old}
+    changes: Any = {name: new for name, buffer in op.buffers.items() if buffer == old}
     return replace(op, **changes)
-
-
-def completes_reduction(op: Op | None) -> bool:
-    """Whether the node brings a bucket's mean over all ranks into an accumulator."""
-    if isinstance(op, Reduction) and op.among == WITHIN_HOST:
-        return False
-    return isinstance(op, Accumulate | AccumulateQuantised | ReduceRows) and op.dst.kind != "host_sum"

@@ -1,0 +1,103 @@
+"""What buffers hold while a schedule runs. Each kind of node says in its record (`zc.schedule.spec`) what it needs in
+the buffers that it names, and what it leaves there; `zc.passes.exactly_once` proves that a schedule fits together.
+
+    launch_reduce(2, "recv[0]", "flat_grad[0]")     stage 2: flat_grad holds a GRADIENT, then NOTHING
+                                                    recv holds NOTHING, then FLIGHT
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from zc.planning.plan import Plan
+    from zc.schedule.buffer import Buffer
+    from zc.schedule.spec import Op
+
+# Gradients. SUM: of the backwards before. GRADIENT: of this backward; an accumulator has it added to SUM. FLIGHT and
+# ROWS: all ranks' shards, on their way and there. SENT: a partial sum that has left. TOTAL: the mean over ranks is
+# added. LANDED: it is in host memory.
+NOTHING, SUM, GRADIENT, FLIGHT, ROWS = "nothing", "sum", "gradient", "rows in flight", "rows"
+SENT, TOTAL, LANDED = "sent sum", "total", "landed total"
+# Of two reductions: the sum of the first, and those of the other hosts or replicas, on their way and there. Where the
+# ranks of a host exchange messages: the rows of these ranks.
+HOST_SUM, SUMS_FLIGHT, SUMS = "sum of some ranks", "sums in flight", "sums"
+HOST_FLIGHT, HOST_ROWS = "rows of a host in flight", "rows of a host"
+# In few bits: a gradient or HOST_SUM, then on its way, then of all ranks. DIFFERENCE: what this rank's masters are
+# ahead of weights that are BEHIND until the DIFFERENCES of all ranks are added.
+ENCODED, ENCODED_FLIGHT, ENCODED_ROWS = "encoded gradient", "encoded rows in flight", "encoded rows"
+DIFFERENCE, DIFFERENCES, BEHIND = "encoded difference", "encoded differences", "weights without their difference"
+# What other ranks read where it lies: offered by this rank, open by all, read here, returned by this rank.
+OFFERED, OPEN, READ, RETURNED = "offered rows", "open rows", "read rows", "returned rows"
+# Weights. RANGE: whole in this rank's range of a host.
+OLD, NEW, CAST, GATHERED, PUBLISHED = "old weights", "new weights", "cast weights", "gathered weights", "weights"
+RANGE = "weights of a host range"
+
+AT_ENTRY = {  # all others: NOTHING
+    "acc": SUM, "host": SUM, "master": OLD, "flat_param": OLD, "gathered": OLD, "weight": OLD,
+}  # fmt: skip
+AT_EXIT = {  # all others: NOTHING
+    "acc": (SUM, GRADIENT, TOTAL, LANDED), "host": (SUM, LANDED), "master": (OLD, CAST),
+    "flat_param": (OLD, PUBLISHED), "gathered": (OLD, GATHERED, PUBLISHED), "weight": (OLD, PUBLISHED),
+}  # fmt: skip
+
+
+class Row(NamedTuple):
+    """One field of an operation: in a buffer of one of ``kinds`` it needs one of ``needs``, and ``leaves`` this.
+
+    ``when``: under plans of which these are true (`FACTS`). ``beside``: where the operation's other buffer is of one
+    of these kinds; empty: of any. ``among``: of a reduction, that field of it.
+    """
+
+    field: str
+    kinds: str
+    needs: tuple[str, ...]
+    leaves: str
+    when: str = ""
+    beside: str = ""
+    among: str | None = None
+
+
+FACTS: tuple[tuple[str, str, Callable[[Plan], bool]], ...] = (  # true of a plan, otherwise, and what decides it
+    ("ring", "partial", lambda plan: plan.placement.shards_gradients),
+    ("offload", "device", lambda plan: plan.offload is not None),
+    ("memory", "messages", lambda plan: plan.reads_weights),
+    ("levels", "flat", lambda plan: plan.has_levels),
+    ("in_place", "direct", lambda plan: plan.sums_in_place),
+    ("twice", "once", lambda plan: plan.reduces_twice),
+    ("encoded", "plain", lambda plan: plan.reduce_bits > 0),
+    ("differs", "whole", lambda plan: plan.gather_bits > 0),
+    ("sharded", "replicated", lambda plan: plan.placement.shards_weights),
+    ("alone", "together", lambda plan: plan.num_ranks == 1),
+    ("unsharded", "divided", lambda plan: plan.world_size == 1),
+)
+
+
+def facts_of(plan: Plan | None) -> frozenset[str]:
+    """What is true of a plan, as ``Row.when`` names it; without a plan, all of it."""
+    if plan is None:
+        return frozenset(fact for *both, _ in FACTS for fact in both)
+    return frozenset(fact if decides(plan) else otherwise for fact, otherwise, decides in FACTS)
+
+
+def rows_for(op: Op, field: str, buffer: Buffer, facts: frozenset[str]) -> list[Row]:
+    """The rows that apply to this field of an operation, under plans with these facts."""
+    beside = {other.kind for name, other in op.buffers.items() if name != field}
+    among = getattr(op, "among", None)
+    return [
+        row
+        for row in op.contents
+        if row.field == field and buffer.kind in row.kinds.split() and facts.issuperset(row.when.split())
+        if row.among == among and (not row.beside or beside & set(row.beside.split()))
+    ]
+
+
+def at_entry(buffer: Buffer) -> tuple[int, str]:
+    """Bucket, and what the buffer holds of it: what lasts between schedules is numbered by bucket; the rings are
+    empty."""
+    return buffer.index, AT_ENTRY.get(buffer.kind, NOTHING)
+
+
+def may_be_left(buffer: Buffer, content: str) -> bool:
+    return content in AT_EXIT.get(buffer.kind, (NOTHING,))
