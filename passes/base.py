@@ -30,13 +30,13 @@ def copy_node(node: fx.Node, graph: fx.Graph, where: dict[fx.Node, fx.Node]) -> 
     return where[node]
 
 
-def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy with the same node names and metadata, and the map from old nodes to new ones."""
+def copy_graph(graph: fx.Graph, where: dict[fx.Node, fx.Node] | None = None) -> fx.Graph:
+    """A copy with the same node names and metadata. ``where``: an empty dict, which then maps old nodes to new ones."""
     new = fx.Graph(owning_module=graph.owning_module)
-    where: dict[fx.Node, fx.Node] = {}
+    where = {} if where is None else where
     for node in graph.nodes:
         copy_node(node, new, where)
-    return new, where
+    return new
 
 
 def returned_by(graph: fx.Graph) -> list[Any]:

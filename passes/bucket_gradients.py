@@ -25,7 +25,7 @@ from zc.schedule.spec import AccumulateCast, Cast, Deposit, FlattenCast
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
-    new, _ = copy_graph(graph)
+    new = copy_graph(graph)
     by_bucket: dict[int, list[tuple[fx.Node, Deposit]]] = {}  # bucket -> deposits in program order
     for node, op in ops(new):
         if isinstance(op, Deposit):

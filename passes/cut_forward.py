@@ -26,7 +26,7 @@ from zc.schedule.spec import Publish
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
-    new, _ = copy_graph(graph)
+    new = copy_graph(graph)
     _sink(new)
     seen: set[str] = set()
     for node in new.nodes:

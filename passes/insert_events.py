@@ -39,7 +39,7 @@ from zc.schedule.spec import LaunchReduce, Op, RecordEvent, Release, Sync, WaitR
 
 def run(graph: fx.Graph, plan: Plan, prefix: str = "e") -> fx.Graph:
     """``prefix``: of the names of all events but the carried ones."""
-    new, _ = copy_graph(graph)
+    new = copy_graph(graph)
     nodes = list(ops(new))
     if any(isinstance(op, Sync) for _, op in nodes):
         return new

@@ -47,7 +47,7 @@ _Chain = list[tuple[fx.Node, BucketOp]]
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
-    new, _ = copy_graph(graph)
+    new = copy_graph(graph)
     if plan.offload is None or any(isinstance(op, CopyToHost) for _, op in ops(new)):
         return new
     chains = _chains(new)

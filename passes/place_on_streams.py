@@ -39,7 +39,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
 
 
 def _place(graph: fx.Graph, plan: Plan, num_producers: int) -> fx.Graph:
-    new, _ = copy_graph(graph)
+    new = copy_graph(graph)
     turn = count()
     for node, op in ops(new):
         node.meta["stream"] = _stream(op, plan)

@@ -70,7 +70,7 @@ from zc.schedule.spec import (
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
-    new, _ = copy_graph(graph)
+    new = copy_graph(graph)
     if not plan.reduces:
         return new
     last: dict[int, fx.Node] = {}  # bucket -> its last write; buckets in the order of these

@@ -27,7 +27,7 @@ from zc.schedule.spec import AwaitFree, AwaitFull, BucketOp, SignalFree, SignalF
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
-    new, _ = copy_graph(graph)
+    new = copy_graph(graph)
     for node, op in list(ops(new)):
         buffer = read_of_peers(op, plan)
         if buffer is None or isinstance(op_of(node.next), SignalFree):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
-    new, _ = copy_graph(graph)
+    new = copy_graph(graph)
     output = new.output_node()
     where = plan.slot_of()
     returned = returned_by(new)

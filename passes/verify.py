@@ -194,7 +194,7 @@ def _excerpt(order: Order, first: fx.Node, second: fx.Node, limit: int = 12) -> 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     verify(graph, plan)
-    return copy_graph(graph)[0]
+    return copy_graph(graph)
 
 
 PASS = Pass("verify", run, requires=frozenset({"events"}))

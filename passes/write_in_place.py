@@ -59,7 +59,7 @@ _WIDENS = ("cuda",)
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
-    new, _ = copy_graph(graph)
+    new = copy_graph(graph)
     for node, op in list(ops(new)):
         if isinstance(op, Cast) and op.spans is None:
             _split(new, plan, node, op)

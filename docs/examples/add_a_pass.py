@@ -21,7 +21,7 @@ CLAMP, LIMIT = torch.ops.aten.clamp.default, 0.01
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
-    new, _ = copy_graph(graph)
+    new = copy_graph(graph)
     for node, op in list(ops(new)):
         if not isinstance(op, Deposit) or op.grad.target is CLAMP:  # a second run changes nothing
             continue

@@ -112,7 +112,7 @@ def test_every_kind_has_its_own_name() -> None:
 
 
 def test_every_kind_says_what_it_does() -> None:
-    """Its role, fields that name buffers for whatever it reads and writes, and what each buffer that it writes holds."""
+    """Its role, the buffers that it reads and writes, and what those that it writes hold afterwards."""
     for kind in TARGETS:
         fields = {*kind.reads, *kind.writes, *(row.field for row in kind.contents)}
         assert kind.role in Role and fields <= kind.__dataclass_fields__.keys(), kind

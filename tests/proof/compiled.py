@@ -184,7 +184,7 @@ def capture(name: str) -> Captured:
     run_as_is, build_as_is, receive_as_is = Runtime.run_program, program.run_passes, Runtime.receive
 
     def build(graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
-        before, _ = copy_graph(graph)
+        before = copy_graph(graph)
         schedule = build_as_is(graph, *args, **kwargs)
         graphs[id(schedule[0])] = before
         return schedule
@@ -227,7 +227,7 @@ def case(
     passes = tuple(spread_producers(producers) if p.name == "place_on_streams" else p for p in passes)
     graphs, owed = [], Debt()
     for number, (graph, args) in enumerate(captured.graphs):
-        new, _ = copy_graph(graph)
+        new = copy_graph(graph)
         new.owning_module = graph.owning_module
         for node, value in zip((n for n in new.nodes if n.op == "placeholder"), args, strict=True):
             node.meta["given"] = value

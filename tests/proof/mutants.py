@@ -18,7 +18,8 @@ Mutant = tuple[str, Edit]
 
 
 def edited(graph: fx.Graph, edit: Edit) -> fx.Graph:
-    new, where = copy_graph(graph)
+    where: dict[fx.Node, fx.Node] = {}
+    new = copy_graph(graph, where)
     edit(new, where)
     new.lint()
     return new

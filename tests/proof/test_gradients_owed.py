@@ -182,7 +182,7 @@ def test_of_two_levels_by_messages_nothing_can_be_lost(stage: int, options: dict
 def test_without_a_debt_only_what_is_there_is_shown() -> None:
     """The public call on a schedule by hand: a slot that nobody writes is no fault, one written twice is."""
     plan = make(2)
-    graph, _ = copy_graph(schedule("mlp", plan))
+    graph = copy_graph(schedule("mlp", plan))
     write = next(n for n in steps(graph) if isinstance(op_of(n), FlattenCast))
     op = op_of(write)
     change(write, replace(op, slots=op.slots[:1], grads=op.grads[:1]))

@@ -124,7 +124,7 @@ def test_a_wait_too_many_is_rejected(case: Case) -> None:
 
 def edited(graph: fx.Graph, kind: type[Op], how: str, plan: object) -> list[str]:
     """What verify says after one node of this kind was dropped, doubled or given another bucket's number."""
-    new, _ = copy_graph(graph)
+    new = copy_graph(graph)
     node = next(n for n in steps(new) if isinstance(op_of(n), kind))
     if how == "drop":
         new.erase_node(node)
@@ -154,7 +154,7 @@ def test_ds7981_ds6550_each_microbatch_lands_once(mode: str, kind: type[Op], how
 def test_a_sum_is_not_taken_before_it_is_reduced() -> None:
     """deepspeed#7985's order of things, on the way to host memory: the snapshot before the accumulation."""
     plan = make(2, offload="device")
-    graph, _ = copy_graph(schedule("mlp", plan))
+    graph = copy_graph(schedule("mlp", plan))
     total = next(n for n in steps(graph) if isinstance(op_of(n), Accumulate))
     total.prepend(next(n for n in steps(graph) if isinstance(op_of(n), StageShard)))
     assert any("acc[0] holds the landed total of bucket 0" in fault for fault in examine(graph, plan).faults)
@@ -215,7 +215,7 @@ def test_stage_3_an_update_reaches_its_shard_once(case: Case) -> None:
 def test_the_processor_runs_its_own_nodes_alone(kind: type[Op], stream: str) -> None:
     """Its past is taken as done: that holds for host memory, and for what the device does with it on side streams."""
     plan = make(2, offload="cpu")
-    graph, _ = copy_graph(step_of(plan) if kind is Update else schedule("mlp", plan))
+    graph = copy_graph(step_of(plan) if kind is Update else schedule("mlp", plan))
     next(n for n in steps(graph) if isinstance(op_of(n), kind)).meta["stream"] = stream
     assert any("can't be on" in fault for fault in examine(graph, plan).faults)
 

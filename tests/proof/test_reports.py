@@ -22,7 +22,7 @@ from zc.schedule.spec import FlattenCast, RecordEvent, WaitEvent, WaitReduce
 
 def reverse_wait(graph: fx.Graph) -> fx.Graph:
     """What the fix of deepspeed#8061 added: the compute of bucket 1 waits for the collective of bucket 0."""
-    new, _ = copy_graph(graph)
+    new = copy_graph(graph)
     done = next(n for n in steps(new) if isinstance(op_of(n), WaitReduce))
     with new.inserting_after(done):
         put(new, RecordEvent("stall"), stream=COMM)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +20,13 @@ from zc import torch_private
 from zc.compiler.backward import CompiledBackward
 from zc.compiler.blocks import Blocks, Member
 from zc.compiler.forward import CompiledForward
-from zc.compiler.graphs import Hook, Traced, as_traced
+from zc.compiler.graphs import Hook, Origin, Traced, as_traced
 from zc.compiler.segments import interpret
 from zc.engine import param_grads
 from zc.engine.overlap_gather import WeightGather
 from zc.errors import ZcError
 from zc.log import log, tell
+from zc.passes.base import returned_by
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
@@ -62,29 +62,18 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[...
         inside = _one_block(blocks, names) if blocks is not None and num_shared < MAX_SHARED else None
         num_shared += inside is not None
         torch_private.guard_identity(gm, [None if inside is not None and inside.path(n) else n for n in names])
-        compiling = _Compiling(runtime, names, inside, partial(torch_private.guard_identity, gm, names))
-        hook = partial(_compile, compiling)
+        origin = Origin(runtime, names, inside, partial(torch_private.guard_identity, gm, names))
+        hook = partial(_compile, origin)
         options = runtime.inductor_options
         if runtime.config.backend == "aot_eager":
             return torch_private.compile_graph(gm, inputs, _inner_compiler(hook), options)
         from zc.compiler.saved import cached  # imports Inductor, which takes seconds
 
         together = torch_private.compiling_kernels_together if on_cpu else contextlib.nullcontext
-        with cached(hook) as kept, together():
-            return torch_private.compile_graph(gm, inputs, _inner_compiler(kept), options, is_cached=True)
+        with cached(hook) as saving_hook, together():
+            return torch_private.compile_graph(gm, inputs, _inner_compiler(saving_hook), options, is_cached=True)
 
     return zc_backend
-
-
-@dataclass
-class _Compiling:
-    """One graph of Dynamo's. ``names``: of the parameters among its inputs. ``inside``: the block that it is traced
-    for; None: it belongs to the very parameters that it is guarded by."""
-
-    runtime: Runtime
-    names: list[str | None]
-    inside: Member | None
-    guard_identity: Callable[[], None]
 
 
 def _one_block(blocks: Blocks | None, names: Sequence[str | None]) -> Member | None:
@@ -98,19 +87,23 @@ def _inner_compiler(hook: Hook) -> Callable[..., Any]:
     return lambda gm, example_inputs, **kwargs: hook(as_traced(gm, example_inputs, kwargs))
 
 
-def _compile(compiling: _Compiling, traced: Traced) -> Any:
-    runtime, names = compiling.runtime, compiling.names
-    gm, kwargs = traced.gm, _without_cuda_graphs(runtime, traced.kwargs)
-    if not traced.is_backward:
-        if compiling.inside is not None and not traced.is_inference and not _saves_own(compiling, gm):
-            compiling.guard_identity()
-            compiling.inside = None
-        if runtime.plan.sharded:
-            return _compile_in_windows(compiling, gm, kwargs, traced.written)
-        if runtime.plan.overlap_gather:
-            return _compile_after_gathers(compiling, gm, kwargs)
-        return _whole(runtime, gm, kwargs, compiling.inside)
-    backward = CompiledBackward(runtime, names, gm, kwargs, compiling.inside)
+def _compile(origin: Origin, traced: Traced) -> Any:
+    runtime = origin.runtime
+    traced = _without_cuda_graphs(runtime, traced)
+    if traced.is_backward:
+        return _compile_backward(origin, traced)
+    if origin.inside is not None and not traced.is_inference and not _saves_own_params(origin, traced):
+        origin.guard_identity()
+        origin.inside = None
+    if runtime.plan.sharded:
+        return _compile_in_windows(origin, traced)
+    if runtime.plan.overlap_gather:
+        return _compile_after_gathers(origin, traced)
+    return _compile_whole(origin, traced)
+
+
+def _compile_backward(origin: Origin, traced: Traced) -> Any:
+    runtime, backward = origin.runtime, CompiledBackward(origin, traced)
 
     def run(args: list[Any]) -> tuple[Any, ...]:
         try:
@@ -124,7 +117,7 @@ def _compile(compiling: _Compiling, traced: Traced) -> Any:
     return torch_private.boxed(run)
 
 
-def _without_cuda_graphs(runtime: Runtime, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_cuda_graphs(runtime: Runtime, traced: Traced) -> Traced:
     """A CUDA graph's outputs are overwritten by its next replay. A segment's are gradients, which wait for their bucket
     and cross streams, and layers of one shape share one compiled segment. A forward whose backward is no CUDA graph
     would be taken for one with a backward pending, and never replay.
@@ -132,49 +125,45 @@ def _without_cuda_graphs(runtime: Runtime, kwargs: dict[str, Any]) -> dict[str, 
     Relies on the argument ``cudagraphs`` of ``compile_fx_inner``, a box with a truth value made from
     ``torch._inductor.config.triton.cudagraphs`` (2.11 to 2.15).
     """
-    asked = kwargs.get("cudagraphs")
-    if not asked:
-        return kwargs
+    box = traced.kwargs.get("cudagraphs")
+    if not box:
+        return traced
     runtime.say_once("torch._inductor.config.triton.cudagraphs is on: zc compiles without CUDA graphs")
-    return {**kwargs, "cudagraphs": type(asked)(False)}
+    return traced._replace(kwargs={**traced.kwargs, "cudagraphs": type(box)(False)})
 
 
-def _whole(
-    runtime: Runtime,
-    gm: fx.GraphModule,
-    kwargs: dict[str, Any],
-    inside: Member | None = None,
-) -> Any:
+def _compile_whole(origin: Origin, traced: Traced) -> Any:
     """A forward or inference graph: Inductor's as it is, or op by op."""
+    runtime, gm = origin.runtime, traced.gm
     if runtime.config.backend == "aot_eager":
         return interpret(gm)
-    where = "" if inside is None else f"{inside}: "
+    where = "" if origin.inside is None else f"{origin.inside}: "
     log.info("%sInductor compiles a forward graph of %d operations", where, len(gm.graph.nodes))
     inputs = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
-    return torch_private.compile_inner(gm, inputs, runtime.inductor_options, **kwargs)
+    return torch_private.compile_inner(gm, inputs, runtime.inductor_options, **traced.kwargs)
 
 
-def _scheduled(compiling: _Compiling, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
-    forward = CompiledForward(compiling.runtime, compiling.names, gm, kwargs, compiling.inside)
+def _compile_as_schedule(origin: Origin, traced: Traced) -> Any:
+    forward = CompiledForward(origin, traced)
     return torch_private.boxed(lambda args: forward(args))
 
 
-def _compile_after_gathers(compiling: _Compiling, gm: fx.GraphModule, kwargs: dict[str, Any]) -> Any:
+def _compile_after_gathers(origin: Origin, traced: Traced) -> Any:
     """A forward graph under overlap_gather. That of a model without blocks is a schedule that waits for each bucket
     where it first reads it. Any other one is as without overlap_gather: what it reads is there before it starts."""
-    runtime, weights = compiling.runtime, compiling.runtime.weights
+    runtime, weights = origin.runtime, origin.runtime.weights
     assert isinstance(weights, WeightGather)
     first = 0
     if not runtime.plan.kinds:
-        why = _why_whole(gm, kwargs)
+        why = _why_whole(traced)
         if why is None:
-            return _scheduled(compiling, gm, kwargs)
-        if not kwargs.get("is_inference"):
+            return _compile_as_schedule(origin, traced)
+        if not traced.is_inference:
             runtime.say_once(f"a forward graph waits for all gathers before it starts: {why}")
-    elif compiling.inside is None:
-        first = weights.waits.order.first_of(runtime.placed[name] for name in compiling.names if name is not None)
-    whole = _whole(runtime, gm, kwargs, compiling.inside)
-    if compiling.inside is not None:  # `ForwardWaits.block` runs around it
+    elif origin.inside is None:
+        first = weights.waits.order.first_of(runtime.placed[name] for name in origin.names if name is not None)
+    whole = _compile_whole(origin, traced)
+    if origin.inside is not None:  # `ForwardWaits.block` runs around it
         return whole
     gather = weakref.proxy(weights)  # Dynamo keeps `run`, see `make_backend`
 
@@ -185,26 +174,24 @@ def _compile_after_gathers(compiling: _Compiling, gm: fx.GraphModule, kwargs: di
     return torch_private.boxed(run)
 
 
-def _compile_in_windows(
-    compiling: _Compiling, gm: fx.GraphModule, kwargs: dict[str, Any], written: Sequence[int]
-) -> Any:
-    """A forward graph: its sharded weights come while it reads them."""
-    runtime = compiling.runtime
-    for index in written:
-        if compiling.names[index] in runtime.plan.sharded_names:
+def _compile_in_windows(origin: Origin, traced: Traced) -> Any:
+    """A forward graph whose sharded weights come while it reads them."""
+    plan = origin.runtime.plan
+    for index in traced.written:
+        if origin.names[index] in plan.sharded_names:
             raise ZcError(
-                f"the forward writes parameter {compiling.names[index]} in place (an embedding with max_norm does), "
-                f"and with {runtime.plan.why_sharded} such a write reaches no shard. Write inside `with "
-                f"zc.whole_parameters(model):` on all ranks, or train without {runtime.plan.why_sharded}"
+                f"the forward writes parameter {origin.names[index]} in place (an embedding with max_norm does), "
+                f"and with {plan.why_sharded} such a write reaches no shard. Write inside `with "
+                f"zc.whole_parameters(model):` on all ranks, or train without {plan.why_sharded}"
             )
-    return _scheduled(compiling, gm, kwargs)
+    return _compile_as_schedule(origin, traced)
 
 
-def _why_whole(gm: fx.GraphModule, kwargs: dict[str, Any]) -> str | None:
+def _why_whole(traced: Traced) -> str | None:
     """Why a forward graph can't be cut, or None."""
-    if kwargs.get("is_inference"):
+    if traced.is_inference:
         return "it is not differentiated"
-    for node in gm.graph.nodes:
+    for node in traced.gm.graph.nodes:
         if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.SymInt):
             return "its sizes are symbolic"
         if (use := torch_private.use_of_streams(node)) is not None:
@@ -214,10 +201,6 @@ def _why_whole(gm: fx.GraphModule, kwargs: dict[str, Any]) -> str | None:
     return None
 
 
-def _saves_own(compiling: _Compiling, gm: fx.GraphModule) -> bool:
+def _saves_own_params(origin: Origin, traced: Traced) -> bool:
     """Whether the backward of this forward graph gets a parameter of its block."""
-    assert compiling.inside is not None
-    outputs: Any = gm.graph.output_node().args[0]
-    returned = (n for n in outputs if isinstance(n, fx.Node) and n.op == "placeholder")
-    indices = (torch_private.input_index(node.meta.get("desc")) for node in returned)
-    return any(k is not None and compiling.inside.path(compiling.names[k]) is not None for k in indices)
+    return any(isinstance(node, fx.Node) and origin.is_of_block(node) for node in returned_by(traced.gm.graph))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from zc import torch_private
-from zc.compiler.blocks import Member
-from zc.compiler.graphs import CompiledGraph
+from zc.compiler.graphs import CompiledGraph, Origin, Traced
 from zc.engine.program import Program
 from zc.errors import PassError
-
-if TYPE_CHECKING:
-    from zc.engine.runtime import Runtime
+from zc.passes.base import returned_by
 
 MAX_PROGRAMS = 8  # of one backward graph and block: for other sets of hooks all of its gradients go through hooks
 
@@ -31,22 +28,13 @@ class _Variant(NamedTuple):
 class CompiledBackward(CompiledGraph):
     """Its programs, by block and variant."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        names: Sequence[str | None],
-        gm: fx.GraphModule,
-        kwargs: dict[str, Any],
-        inside: Member | None = None,
-    ) -> None:
-        sharded = runtime.plan.sharded_names
-        super().__init__(runtime, names, gm, kwargs, inside, is_backward=True, weights=sharded)
-        # a frozen parameter that asks for a gradient: it comes through autograd, and zc.recompile is named
-        self.grad_of = _grad_of(gm, [name if name in runtime.params else None for name in names])
+    def __init__(self, origin: Origin, traced: Traced) -> None:
+        super().__init__(origin, traced, weights=origin.runtime.plan.sharded_names)
+        self.grad_of = _grad_of(self.graph, origin)
         self.written = [name for name in self.grad_of if name is not None]
+        self.params += self.written
         self._has_donated = any(node.meta.get("donated") for node in self.graph.nodes)
-        member = None if inside is None else inside.name
-        self.get(member, self._variant(frozenset(), keeps_graph=False))  # while Dynamo's context is open
+        self.get(self.traced_for, self._variant(frozenset(), keeps_graph=False))  # while Dynamo's context is open
 
     def program(self, args: Sequence[Any]) -> Program:
         """The one for the backward that runs now. A gradient that autograd has to see or to sum leaves the graph as
@@ -56,12 +44,12 @@ class CompiledBackward(CompiledGraph):
         further sets."""
         runtime, every = self.runtime, frozenset(self.written)
         keeps_graph = self._has_donated and torch_private.keeps_graph()
-        member, names = None, {name: name for name in self.written}
+        member = None
         if self.inside is not None:
             member = self.member_of(args)
             if member is None:
                 return self.get(None, self._variant(every, keeps_graph))
-            names = {self.inside.in_block(name, member): name for name in self.written}
+        names = {self.name_in(member, name): name for name in self.written}
         seen = torch_private.kept_by_autograd({name: runtime.params[name] for name in names})
         visible = frozenset(names[name] for name in seen | runtime.summed_by_autograd.intersection(names))
         variant = self._variant(visible, keeps_graph)
@@ -82,32 +70,26 @@ class CompiledBackward(CompiledGraph):
 
     def build(self, member: str | None, variant: _Variant) -> Program:
         runtime, graph = self.runtime, self._copy_for(member)
-        here = self.inside.in_block if self.inside is not None and member is not None else lambda name, _: name
         graph.output_node().meta["grad_of"] = tuple(
-            None if name is None or name in variant.visible else here(name, member or "") for name in self.grad_of
+            None if name is None or name in variant.visible else self.name_in(member, name) for name in self.grad_of
         )
         if variant.keeps_graph:
             for node in graph.find_nodes(op="placeholder"):
                 node.meta["donated"] = False
         plan = runtime.plan if variant.reduces else runtime.plan.microbatch()
-        return self._built(graph, plan, runtime.passes, "backward")
-
-    def names_moved(self) -> Iterable[str]:
-        return (*self.written, *self.read)
-
-    def turn(self, template: Program, member: str) -> int:
-        assert self.inside is not None
-        return self.inside.blocks.num_after(member) * template.num_writes
+        return self._built(graph, plan, runtime.passes)
 
 
-def _grad_of(gm: fx.GraphModule, names: Sequence[str | None]) -> tuple[str | None, ...]:
-    """Which parameter's gradient each output of the graph is.
+def _grad_of(graph: fx.Graph, origin: Origin) -> tuple[str | None, ...]:
+    """Which parameter's gradient each output of the graph is. That of a frozen parameter, which something else asks
+    for, goes through autograd, and zc.recompile is named there.
 
     Relies on AOTAutograd's descriptors: ``output.meta["desc"][i]`` is ``GradAOTOutput(grad_of=PlainAOTInput(idx))``
     with idx an index into the inputs of the backend call (torch >= 2.9).
     """
-    output = gm.graph.output_node()
-    indices = [torch_private.grad_of_index(desc) for desc in output.meta.get("desc", ())]
-    if len(indices) != len(output.args[0]):  # type: ignore[arg-type]
-        raise PassError(f"the backward graph has {len(output.args[0])} outputs and {len(indices)} descriptors")  # type: ignore[arg-type]
-    return tuple(names[index] if index is not None else None for index in indices)
+    returned = returned_by(graph)
+    indices = [torch_private.grad_of_index(desc) for desc in graph.output_node().meta.get("desc", ())]
+    if len(indices) != len(returned):
+        raise PassError(f"the backward graph has {len(returned)} outputs and {len(indices)} descriptors")
+    names = [origin.names[index] if index is not None else None for index in indices]
+    return tuple(name if name in origin.runtime.params else None for name in names)

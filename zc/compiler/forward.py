@@ -3,20 +3,14 @@ update has gathered, under overlap_gather, where each bucket is first read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from torch import fx
-
-from zc.compiler.blocks import Member
-from zc.compiler.graphs import CompiledGraph
+from zc.compiler.graphs import CompiledGraph, Origin, Traced
 from zc.engine.overlap_gather import WeightGather
 from zc.engine.program import Program
 from zc.errors import ZcError
 from zc.passes import cut_forward, insert_events, outline_segments, place_on_streams, verify, window_weights
-
-if TYPE_CHECKING:
-    from zc.engine.runtime import Runtime
 
 _SCHEDULE = (outline_segments.PASS, place_on_streams.PASS, insert_events.PASS, verify.PASS)
 
@@ -24,17 +18,10 @@ _SCHEDULE = (outline_segments.PASS, place_on_streams.PASS, insert_events.PASS, v
 class CompiledForward(CompiledGraph):
     """One program per block."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        names: Sequence[str | None],
-        gm: fx.GraphModule,
-        kwargs: dict[str, Any],
-        inside: Member | None = None,
-    ) -> None:
-        weights = runtime.plan.sharded_names or runtime.plan.slot_of()
-        super().__init__(runtime, names, gm, kwargs, inside, is_backward=False, weights=weights)
-        self.get(None if inside is None else inside.name, None)  # while Dynamo's context is open
+    def __init__(self, origin: Origin, traced: Traced) -> None:
+        plan = origin.runtime.plan
+        super().__init__(origin, traced, weights=plan.sharded_names or plan.slot_of())
+        self.get(self.traced_for, None)  # while Dynamo's context is open
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
         runtime = self.runtime
@@ -62,7 +49,4 @@ class CompiledForward(CompiledGraph):
         first = window_weights.PASS if runtime.plan.sharded else cut_forward.PASS
         passes = [p for p in (first, *_SCHEDULE) if runtime.config.verify or p.name != "verify"]
         passes = [p._replace(requires=frozenset()) for p in passes]
-        return self._built(self._copy_for(member), runtime.plan, passes, "forward")
-
-    def names_moved(self) -> Iterable[str]:
-        return self.read
+        return self._built(self._copy_for(member), runtime.plan, passes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -55,6 +56,31 @@ def as_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[st
     return Traced(gm, kwargs, tuple(torch_private.written_inputs()))
 
 
+@dataclass
+class Origin:
+    """The graph of Dynamo's that AOTAutograd has made a forward and a backward of. ``names``: of the parameters among
+    its inputs. ``inside``: the block that it was traced for; None: it belongs to the very parameters that it is guarded
+    by."""
+
+    runtime: Runtime
+    names: Sequence[str | None]
+    inside: Member | None
+    guard_identity: Callable[[], None]
+
+    def name_of(self, node: fx.Node) -> str | None:
+        """The parameter that an input of a forward or backward is.
+
+        Relies on AOTAutograd's descriptors of inputs: ``placeholder.meta["desc"]`` is ``PlainAOTInput(idx)``
+        (torch >= 2.9).
+        """
+        index = torch_private.input_index(node.meta.get("desc")) if node.op == "placeholder" else None
+        return None if index is None else self.names[index]
+
+    def is_of_block(self, node: fx.Node) -> bool:
+        """Whether an input is a parameter of the block."""
+        return self.inside is not None and self.inside.path(self.name_of(node)) is not None
+
+
 class CompiledGraph(ABC):
     """A forward or backward graph. The passes make its schedule for the block that it was traced for; each other block
     gets that schedule moved to its own buckets, and proved again there. ``weights``: the parameters whose reads the
@@ -64,23 +90,16 @@ class CompiledGraph(ABC):
     block differ in.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        names: Sequence[str | None],
-        gm: fx.GraphModule,
-        kwargs: dict[str, Any],
-        inside: Member | None,
-        *,
-        is_backward: bool,
-        weights: Collection[str],
-    ) -> None:
-        self.runtime, self.inside = runtime, inside
-        self._compile_segment = segment_compiler(runtime, kwargs, inside, is_backward=is_backward)
-        self.graph, _ = copy_graph(gm.graph)
-        self.graph.owning_module = gm
-        self.read = mark_weights(self.graph, names, weights)
-        self._own = own_inputs(gm, names, inside)
+    def __init__(self, origin: Origin, traced: Traced, weights: Collection[str]) -> None:
+        self.runtime, self.inside = origin.runtime, origin.inside
+        self._kind = "backward" if traced.is_backward else "forward"
+        self._compile_segment = segment_compiler(
+            self.runtime, traced.kwargs, self.inside, is_backward=traced.is_backward
+        )
+        self.graph = copy_graph(traced.gm.graph)
+        self.graph.owning_module = traced.gm
+        self.params = mark_weights(self.graph, origin, weights)  # that its schedules name
+        self._own_inputs = own_inputs(self.graph, origin)
         self._programs: WeakValueDictionary[tuple[str | None, Hashable], Program] = WeakValueDictionary()
         self._templates: WeakValueDictionary[tuple[str, Hashable], Program] = WeakValueDictionary()
 
@@ -93,18 +112,19 @@ class CompiledGraph(ABC):
     def build(self, member: str | None, variant: Any) -> Program:
         """The program that the passes make for a block; None: for the graph as it was traced."""
 
-    @abstractmethod
-    def names_moved(self) -> Iterable[str]:
-        """The parameters that a schedule of this graph names."""
+    @property
+    def traced_for(self) -> str | None:
+        """The block that the graph was traced for; None: it is of no block."""
+        return None if self.inside is None else self.inside.name
 
-    def turn(self, template: Program, member: str) -> int:
-        """How many buckets pass through the ring before this block's."""
-        return 0
+    def name_in(self, member: str | None, name: str) -> str:
+        """What a parameter of the graph is called in a block; None: in the one that the graph was traced for."""
+        return name if self.inside is None or member is None else self.inside.in_block(name, member)
 
     def member_of(self, args: Sequence[Any]) -> str | None:
         """The block whose parameters are among ``args``; None: of none, or of several."""
         assert self.inside is not None
-        return self.inside.blocks.member_of([args[position] for position in self._own])
+        return self.inside.blocks.member_of([args[position] for position in self._own_inputs])
 
     def num_variants(self, member: str | None) -> int:
         return sum(block == member for block, _ in self._programs)
@@ -140,11 +160,12 @@ class CompiledGraph(ABC):
         the places of their parameters differ by more than a shift."""
         assert self.inside is not None
         in_block = self.inside.in_block
-        names = {in_block(name, block): in_block(name, member) for name in self.names_moved()}
+        names = {in_block(name, block): in_block(name, member) for name in self.params}
         moves = shifts(template.plan, names)
         if moves is None:
             return None
-        graph = rebased(template.graph, template.plan, names, moves, self.turn(template, member))
+        turn = self.inside.blocks.num_after(member) * template.num_writes  # buckets that pass through the ring before
+        graph = rebased(template.graph, template.plan, names, moves, turn)
         if any(record.name == verify.PASS.name for record in template.records):
             verify.verify(graph, template.plan)
         name, run = f"{template.name} of {member}", codegen.load(graph)
@@ -154,54 +175,45 @@ class CompiledGraph(ABC):
     def _copy_for(self, member: str | None) -> fx.Graph:
         """A copy of the graph with the weights that a block reads: sharded ones by their places, any other by its
         buffer."""
-        graph, _ = copy_graph(self.graph)
-        plan = self.runtime.plan
+        graph, plan = copy_graph(self.graph), self.runtime.plan
         where = plan.slot_of()
         for node in graph.nodes:
             name = node.meta.pop("param", None)
             if name is None or (self.inside is not None and member is None):
                 continue
-            place = where[name if self.inside is None or member is None else self.inside.in_block(name, member)]
+            place = where[self.name_in(member, name)]
             if plan.is_sharded(plan.bucket(place[0])):
                 node.meta["weight"] = place
             else:
                 node.meta["buffer"] = plan.weights_buffer(place[0])
         return graph
 
-    def _built(self, graph: fx.Graph, plan: Plan, passes: Sequence[Pass], kind: str) -> Program:
+    def _built(self, graph: fx.Graph, plan: Plan, passes: Sequence[Pass]) -> Program:
         runtime = self.runtime
-        name, dump_dir = f"{kind}_{len(self.owned)}", runtime.config.dump_dir
+        name, dump_dir = f"{self._kind}_{len(self.owned)}", runtime.config.dump_dir
         return build(graph, plan, passes, runtime.bind, self._compile_segment, name=name, dump_dir=dump_dir)
 
 
-def own_inputs(gm: fx.GraphModule, names: Sequence[str | None], inside: Member | None) -> list[int]:
+def own_inputs(graph: fx.Graph, origin: Origin) -> list[int]:
     """Positions among a graph's inputs of its block's parameters in buckets."""
-    if inside is None:
+    if origin.inside is None:
         return []
-    positions: list[int] = []
-    for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
-        index = torch_private.input_index(node.meta.get("desc"))
-        if index is not None and inside.path(names[index]) is not None:
-            positions.append(position)
+    placeholders = graph.find_nodes(op="placeholder")
+    positions = [k for k, node in enumerate(placeholders) if origin.is_of_block(node)]
     if not positions:
-        raise PassError(f"a graph of block {inside.name} gets none of its parameters")
+        raise PassError(f"a graph of block {origin.inside.name} gets none of its parameters")
     return positions
 
 
-def mark_weights(graph: fx.Graph, names: Sequence[str | None], weights: Collection[str]) -> list[str]:
-    """``meta["param"]`` of each input that is one of the parameters ``weights``: its name. Returns these names.
-
-    Relies on AOTAutograd's descriptors of inputs, forward and backward: ``placeholder.meta["desc"]`` is
-    ``PlainAOTInput(idx)`` (torch >= 2.9).
-    """
-    marked: list[str] = []
-    for node in graph.nodes:
-        index = torch_private.input_index(node.meta.get("desc")) if node.op == "placeholder" else None
-        name = names[index] if index is not None else None
-        if name is not None and name in weights:
+def mark_weights(graph: fx.Graph, origin: Origin, weights: Collection[str]) -> list[str]:
+    """``meta["param"]`` of each input that is one of the parameters ``weights``: its name. Returns these names."""
+    names: list[str] = []
+    for node in graph.find_nodes(op="placeholder"):
+        name = origin.name_of(node)
+        if name in weights:
             node.meta["param"] = name
-            marked.append(name)
-    return marked
+            names.append(name)
+    return names
 
 
 def mark_storages(graph: fx.Graph, donated: Sequence[int]) -> None:

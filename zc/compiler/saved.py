@@ -37,7 +37,7 @@ class SavedGraph(torch_private.output_code_class()):  # type: ignore[misc]
     def __init__(self, traced: Traced, hook: Hook) -> None:
         super().__init__()
         torch_private.boxed(self)  # on the object: wrappers copy its attributes
-        graph, _ = copy_graph(traced.gm.graph)
+        graph = copy_graph(traced.gm.graph)
         for node in graph.nodes:
             node.meta = {key: item for key, item in node.meta.items() if key not in _NOT_KEPT}
         self.traced = [(traced._replace(gm=_module(traced.gm, graph)), torch_private.forward_metadata())]
