@@ -1,1 +1,1 @@
-"""Graph passes, one file each; `zc.passes.pipeline.PIPELINE` is their order."""
+"""Graph passes, one file each; `zc.passes.pipeline` has their order."""

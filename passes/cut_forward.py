@@ -57,4 +57,4 @@ def _is_of_params(node: fx.Node) -> bool:
     return bool(inputs) and all("buffer" in n.meta or (n.op == "call_function" and _is_of_params(n)) for n in inputs)
 
 
-PASS = Pass("cut_forward", run, provides=frozenset({"reductions"}))
+PASS = Pass("cut_forward", run)

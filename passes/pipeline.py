@@ -20,16 +20,18 @@ from zc.passes.base import Pass
 
 
 def pipeline(*, in_place: bool, prove: bool = True, windows: bool = False) -> tuple[Pass, ...]:
-    """The passes over a backward graph. ``in_place``: compute gradients in their slots where possible; ``prove``:
-    verify the schedule; ``windows``: stage 3, in which weights are there while they are read."""
+    """The passes over a backward graph. ``in_place``: compute gradients in their slots where possible; ``windows``: of
+    sharded weights, which are there while they are read."""
     passes = [tag_gradients.PASS, bucket_gradients.PASS]
     if in_place:
         passes.append(write_in_place.PASS)
-    passes += [reduce_buckets.PASS, offload_gradients.PASS, signal_peers.PASS]
-    passes.append(keep_fusions.PASS)
+    passes += [reduce_buckets.PASS, offload_gradients.PASS, signal_peers.PASS, keep_fusions.PASS]
     if windows:
         passes.append(window_weights.PASS)
-    passes += [outline_segments.PASS, place_on_streams.PASS, insert_events.PASS]
-    if prove:
-        passes.append(verify.PASS)
-    return tuple(passes)
+    return scheduling(*passes, outline_segments.PASS, prove=prove)
+
+
+def scheduling(*first: Pass, prove: bool) -> tuple[Pass, ...]:
+    """The passes ``first``, and those that make a schedule of their result. ``prove``: verify it."""
+    passes = (*first, place_on_streams.PASS, insert_events.PASS)
+    return (*passes, verify.PASS) if prove else passes

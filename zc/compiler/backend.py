@@ -144,8 +144,16 @@ def _compile_whole(origin: Origin, traced: Traced) -> Any:
 
 
 def _compile_as_schedule(origin: Origin, traced: Traced) -> Any:
-    forward = CompiledForward(origin, traced)
-    return torch_private.boxed(lambda args: forward(args))
+    runtime, forward = origin.runtime, CompiledForward(origin, traced)
+
+    def run(args: list[Any]) -> tuple[Any, ...]:
+        program = forward.program(args)
+        outputs = program(args, runtime.streams)
+        if isinstance(runtime.weights, WeightGather):
+            runtime.weights.has_run(program)
+        return outputs
+
+    return torch_private.boxed(run)
 
 
 def _compile_after_gathers(origin: Origin, traced: Traced) -> Any:

@@ -12,23 +12,28 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from zc import torch_private
 from zc.engine.accumulators import Accumulators
 from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
 from zc.engine.ledger import Ledger
-from zc.engine.program import Program
+from zc.engine.program import Program, build
 from zc.engine.streams import Streams
 from zc.engine.unset import Unset
-from zc.passes.pipeline import pipeline
+from zc.passes.pipeline import pipeline, scheduling
 from zc.planning.plan import Plan
 from zc.ranks.group import Group
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from zc.config import Config
+    from zc.engine.operations import Function
     from zc.engine.program import Segment
+    from zc.passes.base import Pass
+    from zc.schedule.spec import Op
 
 
 class Listener:
@@ -84,6 +89,19 @@ class Core:
     @property
     def current_plan(self) -> Plan:
         return self.plan if self.is_boundary else self.plan.microbatch()
+
+    def build(
+        self,
+        graph: fx.Graph,
+        plan: Plan,
+        *passes: Pass,
+        name: str,
+        overrides: Mapping[type[Op], Function] | None = None,
+    ) -> Program:
+        """A program that has no segments, such as an update: its graph through ``passes``, and on streams.
+        ``overrides``: operations in place of the table's (`zc.engine.binding`)."""
+        bind = partial(self.bind, overrides=overrides)
+        return build(graph, plan, scheduling(*passes, prove=self.config.verify), bind, name=name)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

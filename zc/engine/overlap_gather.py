@@ -48,9 +48,8 @@ from zc import torch_private
 from zc.engine.forward_waits import ForwardWaits
 from zc.engine.of_core import OfCore, params_in
 from zc.engine.pending import Pending, can_be_watched
-from zc.engine.program import Program, build
-from zc.passes import insert_events, place_on_streams, signal_peers, verify
-from zc.passes.base import Pass
+from zc.engine.program import Program
+from zc.passes import signal_peers
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
@@ -59,7 +58,6 @@ from zc.schedule.spec import ApplyUpdate, EncodeUpdate, ExchangeUpdates, Gather,
 if TYPE_CHECKING:
     from zc.engine.core import Core
 
-_GATHER = (signal_peers.PASS, place_on_streams.PASS, insert_events.PASS, verify.PASS)
 
 
 def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
@@ -252,9 +250,4 @@ class WeightGather(OfCore):
         return self._programs[key]
 
     def _built(self, kind: str, plan: Plan, graph: fx.Graph) -> Program:
-        name = f"{kind}_{len(self._programs)}"
-        return build(graph, plan, self._proved(_GATHER), self.core.bind, name=name)
-
-    def _proved(self, passes: Sequence[Pass]) -> list[Pass]:
-        chosen = [p for p in passes if self.core.config.verify or p.name != "verify"]
-        return [p._replace(requires=frozenset()) for p in chosen]
+        return self.core.build(graph, plan, signal_peers.PASS, name=f"{kind}_{len(self._programs)}")

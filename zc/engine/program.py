@@ -71,7 +71,7 @@ class Program:
         operations = self.operations if may_reduce is None else self.operations.reducing_if(may_reduce)
         if streams.clock.is_on or torch_private.is_profiling():
             if self._named is None:
-                self._named = codegen.load_named(self.graph, self.plan)
+                self._named = codegen.load(self.graph, self.plan)
             with record_function(f"zc {self.name}"):
                 self._named(values, streams, operations, streams.clock.named(self.name))
         else:

@@ -28,7 +28,7 @@ from zc.engine.of_core import OfCore
 from zc.passes.weights_schedule import build_weights_schedule
 from zc.planning.plan import Plan
 from zc.planning.residency import Extent, Residency, Uses, plan_residency
-from zc.schedule.codegen import Run, RunNamed, load_named_pieces, load_pieces
+from zc.schedule.codegen import Run, RunNamed, load_pieces
 
 if TYPE_CHECKING:
     from zc.engine.binding import Operations
@@ -56,7 +56,7 @@ class PlannedPass:
             self.pieces[number]({}, streams, operations)
             return
         if self._named is None:
-            self._named = load_named_pieces(self.graph, self.plan)
+            self._named = load_pieces(self.graph, self.plan)
         with record_function(f"zc {self.name}"):
             self._named[number]({}, streams, operations, streams.clock.named(self.name))
 

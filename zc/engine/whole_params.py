@@ -15,11 +15,10 @@ from torch import Tensor, fx, nn
 from zc import torch_private
 from zc.engine.memory_order import in_shape
 from zc.engine.of_core import OfCore, every_bucket, params_in
-from zc.engine.program import Program, build
+from zc.engine.program import Program
 from zc.engine.shard_reads import ShardReads
 from zc.engine.state_dicts import write_value
 from zc.errors import ZcError
-from zc.passes import insert_events, place_on_streams, verify
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
 from zc.schedule.spec import Publish, gather_node
@@ -27,7 +26,6 @@ from zc.schedule.spec import Publish, gather_node
 if TYPE_CHECKING:
     from zc.engine.core import Core
 
-_PASSES = (place_on_streams.PASS, insert_events.PASS, verify.PASS)
 
 
 class WholeParams(OfCore):
@@ -178,9 +176,8 @@ class WholeParams(OfCore):
             put(graph, gather_node(plan, index, whole, 0, plan.bucket(index).nbytes))
             put(graph, Publish(index, whole))
             graph.output(())
-            passes = [p._replace(requires=frozenset()) for p in _PASSES if core.config.verify or p.name != "verify"]
             name = f"whole_{index}_encoded" if key[1] else f"whole_{index}"
-            self._programs[key] = build(graph, plan, passes, core.bind, name=name)
+            self._programs[key] = core.build(graph, plan, name=name)
         return self._programs[key]
 
     def _buckets_of(self, params: Iterable[nn.Parameter]) -> set[int]:

@@ -28,7 +28,6 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,10 +37,10 @@ from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
 from zc.engine.operations import Function
-from zc.engine.program import Program, build
+from zc.engine.program import Program
 from zc.machine import num_threads
 from zc.offload.disk import DiskState
-from zc.passes import insert_events, place_on_streams, signal_peers, verify
+from zc.passes import signal_peers
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
 
 
 FUSED = ("Adam", "AdamW", "SGD")  # torch has one pass over a parameter for these on the CPU
-_PASSES = (signal_peers.PASS, place_on_streams.PASS, insert_events.PASS, verify.PASS)
 
 
 def step_graph(plan: Plan, buckets: Sequence[int], *, with_update: bool) -> fx.Graph:
@@ -184,13 +182,11 @@ class HostStep:
         key = (buckets, with_update)
         if key not in self._programs:
             graph = step_graph(self.core.plan, buckets, with_update=with_update)
-            passes = [p for p in _PASSES if self.core.config.verify or p.name != "verify"]
             name = f"{self._name}_{len(self._programs)}"
             own: dict[type[Op], Function] = {
                 Update: self.update, CastParam: self.cast_param, CopyToDevice: self.copy_to_device,
             }  # fmt: skip
-            bind = partial(self.core.bind, overrides=own)
-            self._programs[key] = build(graph, self.core.plan, passes, bind, name=name)
+            self._programs[key] = self.core.build(graph, self.core.plan, signal_peers.PASS, name=name, overrides=own)
         self._next = dict(itertools.pairwise(buckets))
         self._programs[key]([], self.core.streams)
         self.core.streams.join_main()

@@ -26,20 +26,31 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from zc.schedule.nodes import is_getitem, item_of, kind_of, maker, op_of, ops, results, stream_of
-from zc.schedule.spec import Op, ReadWeights, RecordEvent, Release, Segment, TakeWeights, WaitEvent
+from zc.schedule.spec import BucketOp, Op, ReadWeights, RecordEvent, Release, Segment, WaitEvent
 
 if TYPE_CHECKING:
     from zc.planning.plan import Plan
 
-Run = Callable[[dict[str, Any], Any, Any], None]
-LastUses = dict[fx.Node, fx.Node | None]  # where each value leaves ``v``; None: it stays, or a release takes it
+Run = Callable[[dict[str, Any], Any, Any], None]  # of the values by name, the streams, and the operations
 Named = Callable[[str, str, str, Callable[[], object]], Callable[[], object]]
-RunNamed = Callable[[dict[str, Any], Any, Any, Named], None]
+RunNamed = Callable[[dict[str, Any], Any, Any, Named], None]  # of ``named``, too
+LastUses = dict[fx.Node, fx.Node | None]  # where each value leaves ``v``; None: it stays, or a release takes it
 
 
 def generate(graph: fx.Graph, plan: Plan | None = None) -> str:
     """The schedule's source; with ``plan`` the one whose statements have names."""
     return _function(list(ops(graph)), _last_uses(graph), plan)
+
+
+def load(graph: fx.Graph, plan: Plan | None = None) -> Any:
+    """The schedule as a function: a `Run`, or with ``plan`` a `RunNamed`."""
+    return _load(generate(graph, plan))
+
+
+def load_pieces(graph: fx.Graph, plan: Plan | None = None) -> list[Any]:
+    """A function like that of `load` for each of the `pieces`: called in order, they are the schedule."""
+    last = _last_uses(graph)
+    return [_load(_function(piece, last, plan)) for piece in pieces(graph)]
 
 
 def _function(nodes: Sequence[tuple[fx.Node, Op]], last: LastUses, plan: Plan | None = None) -> str:
@@ -58,27 +69,9 @@ def _function(nodes: Sequence[tuple[fx.Node, Op]], last: LastUses, plan: Plan | 
             case _:
                 task = f"lambda: {_call(node, op, last)}"
                 if plan is not None:
-                    task = f"named({node.name!r}, {stream!r}, {shown_name(node, op, plan)!r}, {task})"
+                    task = f"named({node.name!r}, {stream!r}, {_trace_name(node, op, plan)!r}, {task})"
                 lines.append(f"    on({stream!r}, {task})")
     return "\n".join(lines) + "\n"
-
-
-def load(graph: fx.Graph) -> Run:
-    """The schedule as a function of the values by name, the streams, and the operations."""
-    run: Run = _load(generate(graph))
-    return run
-
-
-def load_pieces(graph: fx.Graph) -> list[Run]:
-    """A function like that of `load` for each of the `pieces`: called in order, they are the schedule."""
-    last = _last_uses(graph)
-    return [_load(_function(piece, last)) for piece in pieces(graph)]
-
-
-def load_named_pieces(graph: fx.Graph, plan: Plan) -> list[RunNamed]:
-    """The same, as functions of ``named``, too."""
-    last = _last_uses(graph)
-    return [_load(_function(piece, last, plan)) for piece in pieces(graph)]
 
 
 def pieces(graph: fx.Graph) -> list[list[tuple[fx.Node, Op]]]:
@@ -91,25 +84,20 @@ def pieces(graph: fx.Graph) -> list[list[tuple[fx.Node, Op]]]:
     return parts
 
 
-def load_named(graph: fx.Graph, plan: Plan) -> RunNamed:
-    """The same, as a function of ``named``, too."""
-    run: RunNamed = _load(generate(graph, plan))
-    return run
-
-
 def _load(source: str) -> Any:
     namespace: dict[str, Any] = {"put": _put}
     exec(compile(source, "<zc schedule>", "exec"), namespace)
     return namespace["schedule"]
 
 
-def shown_name(node: fx.Node, op: Op, plan: Plan) -> str:
+def _trace_name(node: fx.Node, op: Op, plan: Plan) -> str:
     """What a trace shows of a statement: its stream, its kind, and its segment or bucket."""
     name = f"zc {stream_of(node)} | {kind_of(node)}"
-    bucket = getattr(op, "bucket", None)
     if isinstance(op, Segment):
         return f"{name} {op.key}"
-    return name if bucket is None else f"{name} bucket {bucket} ({plan.bucket(bucket).slots[0].name}, ...)"
+    if isinstance(op, BucketOp):
+        return f"{name} bucket {op.bucket} ({plan.bucket(op.bucket).slots[0].name}, ...)"
+    return name
 
 
 def _put(values: dict[str, Any], names: Sequence[str | None], results: Sequence[Any]) -> None:
@@ -121,19 +109,19 @@ def _put(values: dict[str, Any], names: Sequence[str | None], results: Sequence[
 def _call(node: fx.Node, op: Op, last: LastUses) -> str:
     if isinstance(op, Release):
         return f"({', '.join(f'v.pop({n.name!r})' for n in op.values)},)"
-    returned = results(node)
-    if isinstance(op, Segment | TakeWeights):
+    if isinstance(op, Segment):
+        args = [repr(op.key), f"[{', '.join(_show(n, node, last) for n in op.inputs)}]"]
+    else:
+        args = [_show(arg, node, last) for arg in node.args] + [f"{key}={item!r}" for key, item in node.kwargs.items()]
+    call = f"ops.{kind_of(node)}({', '.join(args)})"
+    if op.returns == "items":
+        returned = results(node)
         names: list[str | None] = [None] * (1 + max(map(item_of, returned), default=-1))
         for item in returned:
             if item.users:  # nobody would take it out again
                 names[item_of(item)] = item.name
-        if isinstance(op, TakeWeights):
-            return f"put(v, {tuple(names)!r}, ops.take_weights({op.places!r}))"
-        inputs = ", ".join(_show(n, node, last) for n in op.inputs)
-        return f"put(v, {tuple(names)!r}, ops.segment({op.key!r}, [{inputs}]))"
-    args = [_show(arg, node, last) for arg in node.args] + [f"{key}={item!r}" for key, item in node.kwargs.items()]
-    call = f"ops.{kind_of(node)}({', '.join(args)})"
-    return f"put(v, ({node.name!r},), ({call},))" if returned else call
+        return f"put(v, {tuple(names)!r}, {call})"
+    return f"put(v, ({node.name!r},), ({call},))" if op.returns == "value" else call
 
 
 def _show(arg: Any, node: fx.Node, last: LastUses) -> str:
