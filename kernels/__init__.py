@@ -13,7 +13,7 @@ if __name__ == "zc.kernels":
     from zc.kernels._blocks import Blocks
     from zc.kernels._triton import note_of, why_reference
     from zc.kernels.accumulate_cast import accumulate_cast
-    from zc.kernels.adopt_writes import adopt_writes
+    from zc.kernels.copy_writes import copy_writes
     from zc.kernels.decode_blocks import add_blocks, sum_blocks
     from zc.kernels.encode_blocks import encode_blocks
     from zc.kernels.flatten_cast import flatten_cast
@@ -25,7 +25,7 @@ __all__ = [
     "Blocks",
     "accumulate_cast",
     "add_blocks",
-    "adopt_writes",
+    "copy_writes",
     "encode_blocks",
     "flatten_cast",
     "matmul_into",

@@ -6,7 +6,7 @@ fp32 scale. An exact one becomes 256 fp32 numbers. Blocks of either kind stand i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,14 @@ class Run(NamedTuple):
     scales: int
 
 
+class Piece(NamedTuple):
+    """Some blocks of a run: their elements in the tensor, their bytes, and the fp32 words of their scales or None."""
+
+    elements: slice
+    payload: slice
+    scales: slice | None
+
+
 class Blocks:
     """Runs that cover blocks 0, 1, ... of a tensor, in order; ``bits``: of an encoded element."""
 
@@ -51,6 +59,19 @@ class Blocks:
     def payload(self) -> int:
         """Bytes of an encoded block, without its scale."""
         return BLOCK * self.bits // 8
+
+    def pieces(self, most: int) -> Iterator[Piece]:
+        """All blocks in order, at most ``most`` at once."""
+        for run in self.runs:
+            is_exact = run.scales < 0
+            width = EXACT if is_exact else self.payload
+            for start in range(0, run.num, most):
+                stop = min(start + most, run.num)
+                yield Piece(
+                    slice((run.first + start) * BLOCK, (run.first + stop) * BLOCK),
+                    slice(run.at + start * width, run.at + stop * width),
+                    None if is_exact else slice(run.scales + start, run.scales + stop),
+                )
 
     def table(self, device: torch.device) -> Tensor:
         """[2, blocks] int32: of each block the `UNIT` where its bytes begin, and the word of its scale or -1."""

@@ -26,7 +26,7 @@ def check_flat(name: str, tensor: Tensor) -> None:
 def check_flats(name: str, tensors: Sequence[Tensor]) -> None:
     """Each is 1-D, contiguous, of a float dtype and on the device of the first.
 
-    Runs for every parameter of every step: each test is one attribute and one comparison (0.3 us a tensor).
+    Runs for every parameter of every step: each test is one attribute and one comparison (0.3 us per tensor).
     """
     device = tensors[0].device if tensors else None
     for i, tensor in enumerate(tensors):
@@ -46,6 +46,14 @@ def check_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> N
 def check_numel(name: str, tensor: Tensor, other_name: str, numel: int) -> None:
     if tensor.numel() != numel:
         raise ValueError(f"{name} has {tensor.numel()} elements, {other_name} {numel}; expected the same number")
+
+
+def check_alike(name: str, tensor: Tensor, allowed: Sequence[torch.dtype], other_name: str, other: Tensor) -> None:
+    """``tensor`` is flat, of an allowed dtype, and has the elements and the device of ``other``."""
+    check_dtype(name, tensor, allowed)
+    check_flat(name, tensor)
+    check_numel(name, tensor, other_name, other.numel())
+    check_device(name, tensor, other_name, other)
 
 
 def byte_range(tensor: Tensor) -> tuple[int, int]:
@@ -71,7 +79,7 @@ def check_disjoint(name: str, tensor: Tensor, other_name: str, other: Tensor) ->
 def check_slots(name: str, flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]) -> None:
     """``grads[i]`` fits ``flat[offsets[i] : offsets[i] + numel]``; slots ascend, are disjoint and none overlaps a grad.
 
-    Runs for every bucket of every backward: each test is one attribute and one comparison (0.4 us a gradient).
+    Runs for every bucket of every backward: each test is one attribute and one comparison (0.4 us per gradient).
     """
     check_flat(name, flat)
     if len(grads) != len(offsets):

@@ -1,7 +1,7 @@
 """``accumulate_cast``: the gradients of a bucket added into stage 1's fp32 accumulator, in one launch.
 
 Bytes moved: each gradient read once, its slot read and written once (bf16 into fp32: 10 bytes an element). Alignment as
-for ``flatten_cast``, with the same kernel, ``_segments.move_segments``.
+for ``flatten_cast``, with the same kernel, ``_slots.fill_slots``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zc.kernels import _segments
+from zc.kernels import _slots
 from zc.kernels._check import check_dtype, check_slots
 from zc.kernels._chunks import CHUNK, compute_dtype, fitting, pieces
 from zc.kernels._triton import use_triton
@@ -34,15 +34,15 @@ def accumulate_cast(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int]
     """
     check_dtype("acc", acc, (torch.float32, torch.float64))
     check_slots("acc", acc, grads, offsets)
-    if use_triton(acc) and _segments.handles(acc, grads):
+    if use_triton(acc) and _slots.handles(acc, grads):
         accumulate_cast_triton(acc, grads, offsets, scale)
     else:
         accumulate_cast_reference(acc, grads, offsets, scale)
 
 
 def accumulate_cast_triton(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float) -> None:
-    """One launch; padding has no segment."""
-    _segments.launch(acc, grads, offsets, scale, add=True)
+    """One launch; padding has no row."""
+    _slots.launch(acc, grads, offsets, scale, add=True)
 
 
 def accumulate_cast_reference(acc: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float) -> None:

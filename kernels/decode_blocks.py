@@ -7,12 +7,10 @@ Both launch one kernel. Bytes moved: 1.02 or 0.52 per element of each row, 4 wri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from zc.kernels._blocks import BLOCK, EXACT, HALF, NUM, TRAINED, Blocks, Run, check_wire
+from zc.kernels._blocks import BLOCK, HALF, NUM, TRAINED, Blocks, Piece, check_wire
 from zc.kernels._check import check_device, check_disjoint, check_dtype, check_flat, check_numel
 from zc.kernels._chunks import CHUNK, scratch_like
 from zc.kernels._triton import cdiv, constexpr, jit, kernel, on_device, tl, use_triton
@@ -68,40 +66,31 @@ def decode_blocks_reference(
 ) -> None:
     """The same in torch, piece by piece."""
     scratch = torch.empty_like(scratch_like(out, torch.float32)), scratch_like(out, torch.float32)
-    for run, start, num in _pieces(blocks):
-        piece = out[(run.first + start) * BLOCK : (run.first + start + num) * BLOCK]
-        total, widened = (each[: num * BLOCK] for each in scratch)
-        if is_update and run.scales < 0:
-            piece.copy_(_decoded(rows[0], total, blocks, run, start, num))
+    for piece in blocks.pieces(CHUNK // BLOCK):
+        own = out[piece.elements]
+        total, widened = (each[: own.numel()] for each in scratch)
+        _decode(rows[0], total, blocks.bits, piece)
+        if is_update and piece.scales is None:
+            own.copy_(total)
             continue
-        _decoded(rows[0], total, blocks, run, start, num)
         for row in rows[1:]:
-            total.add_(_decoded(row, widened, blocks, run, start, num))
+            total.add_(_decode(row, widened, blocks.bits, piece))
         if scale != 1.0:
             total.mul_(scale)
-        piece.copy_(total.add_(piece) if add else total)
+        own.copy_(total.add_(own) if add else total)
 
 
-def _pieces(blocks: Blocks) -> Iterator[tuple[Run, int, int]]:
-    for run in blocks.runs:
-        for start in range(0, run.num, CHUNK // BLOCK):
-            yield run, start, min(CHUNK // BLOCK, run.num - start)
-
-
-def _decoded(row: Tensor, out: Tensor, blocks: Blocks, run: Run, start: int, num: int) -> Tensor:
-    """out <- ``num`` blocks of a run, from its block ``start`` on."""
-    width = EXACT if run.scales < 0 else blocks.payload
-    at = run.at + start * width
-    payload = row[at : at + num * width]
-    if run.scales < 0:
+def _decode(row: Tensor, out: Tensor, bits: int, piece: Piece) -> Tensor:
+    payload = row[piece.payload]
+    if piece.scales is None:
         return out.copy_(payload.view(torch.float32))
-    integers, values = payload.view(torch.int8).view(num, -1), out.view(num, BLOCK)
-    if blocks.bits == 8:
+    values = out.view(-1, BLOCK)
+    integers = payload.view(torch.int8).view(len(values), -1)
+    if bits == 8:
         values.copy_(integers)
     else:
         values[:, :HALF], values[:, HALF:] = (integers << 4) >> 4, integers >> 4
-    scales = row.view(torch.float32)[run.scales + start : run.scales + start + num]
-    values.mul_(scales[:, None])
+    values.mul_(row.view(torch.float32)[piece.scales, None])
     return out
 
 

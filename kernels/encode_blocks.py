@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zc.kernels._blocks import BLOCK, EXACT, HALF, NUM, TINY, TOP, TRAINED, Blocks, check_wire
-from zc.kernels._check import check_device, check_disjoint, check_dtype, check_flat, check_numel
+from zc.kernels._blocks import BLOCK, HALF, NUM, TINY, TOP, TRAINED, Blocks, check_wire
+from zc.kernels._check import check_alike, check_device, check_disjoint, check_dtype, check_flat, check_numel
 from zc.kernels._chunks import CHUNK, scratch_like
 from zc.kernels._triton import cdiv, constexpr, jit, kernel, on_device, tl, use_triton
 
@@ -43,10 +43,7 @@ def encode_blocks(x: Tensor, wire: Tensor, blocks: Blocks, *, base: Tensor | Non
     check_device("wire", wire, "x", x)
     check_disjoint("wire", wire, "x", x)
     if base is not None:
-        check_dtype("base", base, TRAINED)
-        check_flat("base", base)
-        check_numel("base", base, "x", x.numel())
-        check_device("base", base, "x", x)
+        check_alike("base", base, TRAINED, "x", x)
         check_disjoint("wire", wire, "base", base)
     (encode_blocks_triton if use_triton(x) else encode_blocks_reference)(x, wire, blocks, base)
 
@@ -55,30 +52,28 @@ def encode_blocks_reference(x: Tensor, wire: Tensor, blocks: Blocks, base: Tenso
     """The same in torch, piece by piece."""
     words, in_fp32 = wire.view(torch.float32), x.dtype == torch.float32
     scratch, difference = (scratch_like(x, torch.float32) for _ in range(2))
-    for run in blocks.runs:
-        if run.scales < 0:
-            whole = wire[run.at : run.at + run.num * EXACT].view(torch.float32)
-            whole.copy_(x[run.first * BLOCK : (run.first + run.num) * BLOCK])
+    for piece in blocks.pieces(CHUNK // BLOCK):
+        values, payload = x[piece.elements], wire[piece.payload]
+        if piece.scales is None:
+            payload.view(torch.float32).copy_(values)
             continue
-        for start in range(0, run.num, CHUNK // BLOCK):
-            num = min(CHUNK // BLOCK, run.num - start)
-            piece = slice((run.first + start) * BLOCK, (run.first + start + num) * BLOCK)
-            values = x[piece] if in_fp32 and base is None else difference[: num * BLOCK].copy_(x[piece])
-            if base is not None:
-                values.sub_(base[piece])
-            rows, scales = scratch[: num * BLOCK].view(num, BLOCK), words[run.scales + start :][:num]
-            torch.amax(torch.abs(values.view(num, BLOCK), out=rows), 1, out=scales).div_(TOP[blocks.bits])
-            scales.masked_fill_(scales == torch.inf, torch.nan).masked_fill_(scales < TINY, 1.0)
-            torch.div(values.view(num, BLOCK), scales[:, None], out=rows).round_()
-            if x.device.type != "cpu" or bool(scales.isnan().any()):
-                rows.nan_to_num_(0.0)  # what a NaN becomes as an integer is not defined
-            at = run.at + start * blocks.payload
-            out = wire[at : at + num * blocks.payload].view(torch.int8).view(num, -1)
-            if blocks.bits == 8:
-                out.copy_(rows)
-            else:
-                integers = rows.to(torch.int8)
-                out.copy_((integers[:, :HALF] & 15) | (integers[:, HALF:] << 4))
+        if not in_fp32 or base is not None:
+            values = difference[: values.numel()].copy_(values)
+        if base is not None:
+            values.sub_(base[piece.elements])
+        values, scales = values.view(-1, BLOCK), words[piece.scales]
+        rows = scratch[: values.numel()].view(-1, BLOCK)
+        torch.amax(torch.abs(values, out=rows), 1, out=scales).div_(TOP[blocks.bits])
+        scales.masked_fill_(scales == torch.inf, torch.nan).masked_fill_(scales < TINY, 1.0)
+        torch.div(values, scales[:, None], out=rows).round_()
+        if x.device.type != "cpu" or bool(scales.isnan().any()):
+            rows.nan_to_num_(0.0)  # what a NaN becomes as an integer is not defined
+        out = payload.view(torch.int8).view(len(rows), -1)
+        if blocks.bits == 8:
+            out.copy_(rows)
+        else:
+            integers = rows.to(torch.int8)
+            out.copy_((integers[:, :HALF] & 15) | (integers[:, HALF:] << 4))
 
 
 def encode_blocks_triton(x: Tensor, wire: Tensor, blocks: Blocks, base: Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 Bytes moved: each gradient read once, [P] written once. 128-bit accesses where a gradient starts at 16 bytes and its
 slot at 16 elements (zc.planning.layout packs slots so); elsewhere the same numbers, slower. The kernel is
-``_segments.move_segments``.
+``_slots.fill_slots``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zc.kernels import _segments
+from zc.kernels import _slots
 from zc.kernels._check import FLOATS, check_dtype, check_slots
 from zc.kernels._chunks import CHUNK, compute_dtype, fitting, pieces
 from zc.kernels._private import copy_all_, views_of
@@ -36,15 +36,15 @@ def flatten_cast(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], *
     """
     check_dtype("out", out, FLOATS)
     check_slots("out", out, grads, offsets)
-    if use_triton(out) and _segments.handles(out, grads):
+    if use_triton(out) and _slots.handles(out, grads):
         flatten_cast_triton(out, grads, offsets, scale)
     else:
         flatten_cast_reference(out, grads, offsets, scale)
 
 
 def flatten_cast_triton(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float) -> None:
-    """One launch; a padding gap is a segment like any other."""
-    _segments.launch(out, grads, offsets, scale, add=False)
+    """One launch; a padding gap has a row like any slot."""
+    _slots.launch(out, grads, offsets, scale, add=False)
 
 
 def flatten_cast_reference(out: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale: float) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from zc.kernels._check import check_flats
 from zc.kernels._chunks import ranges, runs, scratch_like
 from zc.kernels._private import copy_all_
-from zc.kernels._segments import find_row, to_device
+from zc.kernels._slots import find_row, to_device
 from zc.kernels._triton import cdiv, constexpr, jit, kernel, on_device, tl, use_triton
 
 __all__ = ["sums_of_squares", "sums_of_squares_reference", "sums_of_squares_triton"]
@@ -100,7 +100,7 @@ def sums_of_squares_triton(tensors: Sequence[Tensor]) -> Tensor:
     sizes: dict[str, Any] = {"PER_PROGRAM": PER_PROGRAM, "COLUMNS": NUM_COLUMNS}
     with on_device(table):
         if num_programs:
-            square_segments[(num_programs,)](
+            square_tensors[(num_programs,)](
                 table, partials, len(rows), BLOCK=BLOCK, **sizes, num_warps=4, enable_fp_fusion=True
             )
         add_partials[(len(rows),)](table, partials, sums, BLOCK=PARTIALS, **sizes, num_warps=4, enable_fp_fusion=False)
@@ -132,7 +132,7 @@ def _squares_of(ptr, start, length, is_aligned, DTYPE: constexpr, BLOCK: constex
 
 
 @kernel("num_tensors")
-def square_segments(table, partials, num_tensors, BLOCK: constexpr, PER_PROGRAM: constexpr, COLUMNS: constexpr):
+def square_tensors(table, partials, num_tensors, BLOCK: constexpr, PER_PROGRAM: constexpr, COLUMNS: constexpr):
     program = tl.program_id(0)
     row = find_row(table, num_tensors, program, 2, COLUMNS)
     ptr = tl.load(row)

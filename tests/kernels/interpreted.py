@@ -19,7 +19,7 @@ import pytest
 import torch
 from tiers import FULL
 
-from zc.kernels._segments import collapse, fills_tiles
+from zc.kernels._slots import collapse, fills_tiles
 from zc.kernels._triton import tl, triton
 from zc.kernels.accumulate_cast import accumulate_cast_triton
 from zc.kernels.decode_blocks import decode_blocks_triton

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from zc.kernels import Blocks
-from zc.kernels._segments import TILE_J, TILE_M
+from zc.kernels._slots import TILE_J, TILE_M
 from zc.kernels._triton import triton
 from zc.kernels.accumulate_cast import accumulate_cast_triton
 from zc.kernels.decode_blocks import decode_blocks_triton

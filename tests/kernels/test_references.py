@@ -145,12 +145,12 @@ def test_sums_of_squares_leave_no_graph() -> None:
 
 @pytest.mark.parametrize("narrow", ALL, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 63, 1025, _chunks.CHUNK + 7])
-def test_adopt_writes(narrow: torch.dtype, numel: int) -> None:
+def test_copy_writes(narrow: torch.dtype, numel: int) -> None:
     """Element by element: written ones are taken, the others keep the bits that ``narrow`` has dropped; NaN is NaN."""
     generator = torch.Generator().manual_seed(numel)
     master = torch.randn(numel + 3, generator=generator)[3:]  # begins in the middle of a word of 8 bytes
     params = master.to(narrow, copy=True)
-    kernels.adopt_writes(before := master.clone(), params)
+    kernels.copy_writes(before := master.clone(), params)
     assert torch.equal(before, master), "nothing was written"
     is_written = torch.rand(numel, generator=generator) < 0.3
     params[is_written] = 9.0
@@ -158,20 +158,20 @@ def test_adopt_writes(narrow: torch.dtype, numel: int) -> None:
     wanted = torch.where(is_written, params.float(), master)
     master[: len(odd)] = torch.tensor([float("nan"), 1.0, float("nan"), float("inf"), 0.0])[:numel]
     params[: len(odd)], wanted[: len(odd)] = odd.to(narrow), odd
-    kernels.adopt_writes(master, params)
+    kernels.copy_writes(master, params)
     torch.testing.assert_close(master, wanted, rtol=0, atol=0, equal_nan=True)
     if numel > 10 and narrow.itemsize < 4:
         unwritten = master[5:][~is_written[5:]]
         assert not torch.equal(unwritten, unwritten.to(narrow).float()), "precision is kept"
 
 
-def test_adopt_writes_compares_with_what_was_there_before() -> None:
+def test_copy_writes_compares_with_what_was_there_before() -> None:
     master, before = torch.tensor([1.25, 2.25, 3.25]), torch.tensor([1.0, 2.0, 3.0])
     params = before.clone()
-    kernels.adopt_writes(master, params, before)
+    kernels.copy_writes(master, params, before)
     assert master.tolist() == [1.25, 2.25, 3.25], "nothing was written"
     params[1] = 9.0
-    kernels.adopt_writes(master, params, before)
+    kernels.copy_writes(master, params, before)
     assert master.tolist() == [1.25, 9.0, 3.25]
 
 
@@ -200,8 +200,8 @@ def test_a_difference_arrives_within_half_a_step() -> None:
     assert errors[0] < 4.0 / 127 and errors[1] < errors[0] / 100 and errors[2] < 1e-6
 
 
-def test_adopt_writes_refuses() -> None:
-    with pytest.raises(ValueError, match="given"):
-        kernels.adopt_writes(torch.zeros(3), torch.zeros(4))
+def test_copy_writes_refuses() -> None:
+    with pytest.raises(ValueError, match="weights has 4 elements, master 3"):
+        kernels.copy_writes(torch.zeros(3), torch.zeros(4))
     with pytest.raises(ValueError, match="overlap"):
-        kernels.adopt_writes(same := torch.zeros(3), same)
+        kernels.copy_writes(same := torch.zeros(3), same)

@@ -28,7 +28,7 @@ from zc.engine.absent import AbsentView
 from zc.engine.memory_order import flattened, in_shape
 from zc.engine.of_core import params_in
 from zc.errors import ZcError
-from zc.kernels import adopt_writes
+from zc.kernels import copy_writes
 from zc.planning.layout import Slot
 from zc.planning.plan import Bucket
 
@@ -47,7 +47,7 @@ def write_value(core: Core, bucket: Bucket, slot: Slot, value: Tensor) -> None:
     if part is not None and part[0].numel():
         master, elements = part
         core.wait_for_host_memory()  # with offload the last update may still copy from the masters
-        adopt_writes(master, flat[elements].to(master.device, bucket.param_dtype).contiguous())
+        copy_writes(master, flat[elements].to(master.device, bucket.param_dtype).contiguous())
 
 
 def rows_of(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zc import torch_private
 from zc.errors import ZcError
-from zc.kernels import adopt_writes
+from zc.kernels import copy_writes
 from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class ParamWrites:
             if weights.device == master.device or self._is_counted(bucket):
                 self._core.wait_for_host_memory()  # the last update may still copy from the masters
                 before = buffers.published[bucket.index] if bucket.sends_differences else None
-                adopt_writes(master, weights.to(master.device), before)
+                copy_writes(master, weights.to(master.device), before)
 
     def _is_counted(self, bucket: Bucket) -> bool:
         """Whether autograd has seen a write since `remember`."""

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
 # (Triton resolves the annotations of a kernel's parameters as types of its own, so they have none.)
-"""Segments: pieces of a flat buffer, each filled from one gradient, in one launch whatever their number.
+"""Fills the slots of a flat buffer, each from one gradient, in one launch whatever their number.
 
-A table on the device has one row of int64, 96 bytes, for a segment, so that a launch serves any number of them. A
-column holds the first program of each row, ascending: a program finds its row by a binary search over it (log2 of the
-rows, in L1 after a processor's first program), then moves one block of the segment, or some tiles::
+A table on the device has one row of int64, 96 bytes, per slot or gap between slots, so that a launch serves any number
+of them. A column holds the first program of each row, ascending: a program finds its row by a binary search over it
+(log2 of the rows, in L1 after a processor's first program), then moves one block of the slot, or some tiles::
 
     column    0    1       2      3              4      5..7         8..11
               ptr  offset  numel  first_program  kind   sizes[1:4]   strides (elements)
@@ -13,8 +13,8 @@ A transposed gradient, [B, J, M] whose dimension J has stride 1, goes in tiles o
 writes M, so both are of neighbours, and what is divided is a tile's number. (A channels-last [O, I, 3, 3] is [O, I, 9];
 a transposed matrix has B = 1.) Every other strided one goes element by element.
 
-The idea of a table instead of a launch a tensor: apex / PyTorch multi_tensor_apply; here without its limit of 4 KB of
-arguments.
+The idea of a table instead of one launch per tensor: apex / PyTorch multi_tensor_apply; here without its limit of 4 KB
+of arguments.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def launch(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale:
         return
     table = to_device(rows, flat.device)
     with on_device(flat):
-        move_segments[(num_programs,)](
+        fill_slots[(num_programs,)](
             table, flat, len(rows), float(scale), BLOCK=BLOCK, TILE_M=TILE_M, TILE_J=TILE_J,
             COLUMNS=NUM_COLUMNS, ADD=add, SCALED=scale != 1.0, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
@@ -189,11 +189,11 @@ def _move(ptr, out, start, numel, kind, row, scale, DTYPE: constexpr, BLOCK: con
         _move_block(source, out + tl.load(row + 1), start, numel, scale, BLOCK, ADD, SCALED)
 
 
-@kernel("num_segments")
-def move_segments(table, out, num_segments, scale, BLOCK: constexpr, TILE_M: constexpr, TILE_J: constexpr,
+@kernel("num_rows")
+def fill_slots(table, out, num_rows, scale, BLOCK: constexpr, TILE_M: constexpr, TILE_J: constexpr,
                   COLUMNS: constexpr, ADD: constexpr, SCALED: constexpr):  # fmt: skip
     program = tl.program_id(0)
-    row = find_row(table, num_segments, program, 3, COLUMNS)
+    row = find_row(table, num_rows, program, 3, COLUMNS)
     ptr = tl.load(row)
     numel = tl.load(row + 2)
     start = (program - tl.load(row + 3)) * BLOCK
