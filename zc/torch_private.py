@@ -31,16 +31,16 @@ _T = TypeVar("_T", bound=torch.Tensor)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-_NUMBERS = itertools.count()  # of the models compiled in this process: in every order of their lives another one
+_NUMBERS = itertools.count()  # of the functions compiled in this process; none comes twice
 
 
 def serve_optimizer_states(
     get: Callable[[nn.Module, Sequence[torch.optim.Optimizer], Any], Any],
     put: Callable[[nn.Module, Sequence[torch.optim.Optimizer], Any, Any], bool],
 ) -> None:
-    """Whoever asks torch.distributed.checkpoint.state_dict for optimizers' states, or has it load them, is answered by
-    ``get(model, optimizers, options)`` and ``put(model, optimizers, state, options)``; by torch where these give None
-    and False. The first call of a process counts.
+    """torch.distributed.checkpoint.state_dict gets optimizers' states from ``get(model, optimizers, options)``, and
+    loads them with ``put(model, optimizers, state, options)``. Where these return None and False, torch does it itself.
+    The first call of a process counts.
 
     Relies on all public functions there going through two of the module, ``_get_optim_state_dict`` and
     ``_load_optim_state_dict``, with options that have the fields of StateDictOptions (2.11 to 2.15).
@@ -52,8 +52,8 @@ def serve_optimizer_states(
         return
 
     def get_first(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], info: Any) -> Any:
-        found = get(model, optimizers, info) if info.handle_optim else None
-        return plain_get(model, optimizers, info) if found is None else found  # type: ignore[arg-type]
+        state = get(model, optimizers, info) if info.handle_optim else None
+        return plain_get(model, optimizers, info) if state is None else state  # type: ignore[arg-type]
 
     def put_first(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: Any, info: Any) -> None:
         if not info.handle_optim or not put(model, optimizers, state, info):
@@ -75,8 +75,8 @@ def queue_callback(callback: Callable[[], None]) -> None:
 
 
 def outer_node() -> Node | None:
-    """The node of the outer backward that has called the one in this thread (reentrant checkpointing). None where there
-    is no outer one, or where no Python function has called it.
+    """The node of the outer backward that has called the one in this thread (reentrant checkpointing). None where no
+    backward is around this one, or where no Python function has called it.
 
     Relies on every backward going through ``torch.autograd.graph._engine_run_backward``, and on every Python function's
     through ``BackwardCFunction.apply`` (2.11 to 2.15). Reads the locals of that frame alone: of a caller's, this would
@@ -93,7 +93,7 @@ def outer_node() -> Node | None:
     return None
 
 
-def call_once_left(node: Node, callback: Callable[[], None]) -> None:
+def call_before_followers(node: Node, callback: Callable[[], None]) -> None:
     """Calls ``callback`` once, in the backward that runs ``node`` now, before the first of the nodes that follow it.
 
     Relies on ``Node.register_prehook``, also of a node that the running backward has yet to come to (2.11 to 2.15).
@@ -131,18 +131,18 @@ class _Edges(torch.autograd.function._SingleLevelFunction):
         return torch.empty(0)
 
 
-def kept_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
-    """Those whose gradient the backward that runs must bring as PyTorch has it: a hook waits for it, or it is not added
-    to ``param.grad``, under torch.autograd.grad and where ``backward(inputs=...)`` leaves it out.
+def needed_by_autograd(params: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
+    """The parameters whose gradients the running backward must return as PyTorch has them: a hook waits for one, or it
+    is not added to ``param.grad``, under torch.autograd.grad and where ``backward(inputs=...)`` leaves it out.
 
     (``torch._C._will_engine_execute_node``, since 2.1; ``Tensor._backward_hooks``, a dict or None, since 0.4; the node
     of ``Function.apply`` lists its inputs' nodes in order.)
     """
-    open_ones = {name: p for name, p in params.items() if p.requires_grad}  # not frozen since the forward
+    trainable = {name: p for name, p in params.items() if p.requires_grad}  # not frozen since the forward
     with torch.enable_grad(), without_torch_function():  # parameters may be absent (stage 3)
-        edges: Any = _Edges.apply(*open_ones.values()) if open_ones else None  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
-    nodes = [node for node, _ in edges.grad_fn.next_functions] if open_ones else []
-    free = {n for (n, p), node in zip(open_ones.items(), nodes, strict=True) if not p._backward_hooks and _runs(node)}
+        edges: Any = _Edges.apply(*trainable.values()) if trainable else None  # type: ignore[attr-defined, no-untyped-call, unused-ignore]
+    nodes = [node for node, _ in edges.grad_fn.next_functions] if trainable else []
+    free = {n for (n, p), node in zip(trainable.items(), nodes, strict=True) if not p._backward_hooks and _runs(node)}
     return frozenset(params.keys() - free)
 
 
@@ -156,17 +156,17 @@ def _runs(node: Any) -> bool:
 def make_wrapper(cls: type[_T], like: torch.Tensor) -> _T:
     """A tensor subclass's instance with the sizes, dtype and device of ``like`` and no storage. (DTensor is made this
     way.)"""
-    made: _T = torch.Tensor._make_wrapper_subclass(
+    wrapper: _T = torch.Tensor._make_wrapper_subclass(
         cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
     )
-    return made
+    return wrapper
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[None]:
-    """Inside, a subclass's ``__torch_function__`` is not asked (torch's notes on extending it name this class; 2.11 to
+    """Inside, a subclass's ``__torch_function__`` is not called (torch's notes on extending it name this class; 2.11 to
     2.15)."""
-    found: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return found
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
 
 
 def own_storage(part: torch.Tensor) -> torch.Tensor:
@@ -178,8 +178,8 @@ def own_storage(part: torch.Tensor) -> torch.Tensor:
     current one. The tensor is passed as bytes, because DLPack lacks some dtypes.
     """
     with torch.cuda.device_of(part):  # type: ignore[no-untyped-call]
-        own: torch.Tensor = torch.utils.dlpack.from_dlpack(part.detach().view(torch.uint8))
-    return own.view(part.dtype)
+        content: torch.Tensor = torch.utils.dlpack.from_dlpack(part.detach().view(torch.uint8))
+    return content.view(part.dtype)
 
 
 def tensors_in(values: object) -> list[Any]:
@@ -191,7 +191,7 @@ def tensors_in(values: object) -> list[Any]:
 
 
 def hook_attributes() -> frozenset[Any]:
-    """What ``__torch_function__`` gets when hooks of a tensor are read or set, and when it is asked what it is.
+    """The functions that ``__torch_function__`` gets when code reads or sets a tensor's hooks, or asks what it is.
     (``Tensor._backward_hooks``, ``Tensor._post_accumulate_grad_hooks`` and others, 2.11 to 2.15.)"""
     names = ("_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse", "is_meta", "is_nested", "retains_grad",
              "output_nr", "is_quantized", "is_mkldnn")  # fmt: skip
@@ -223,8 +223,8 @@ def default_store() -> Any:
 
 
 def own_store() -> tuple[Any, bool]:
-    """`default_store` through a connection of its own, and True: what waits for a key blocks all others of its client.
-    Where a store can't do that, itself, and False. (``Store.clone``, which ProcessGroupNCCL's own threads use.)"""
+    """`default_store` through a connection of its own, and True: a wait for a key blocks all others of its client. A
+    store that can't do that comes as it is, with False. (``Store.clone``, which ProcessGroupNCCL's own threads use.)"""
     store = default_store()
     try:
         return store.clone(), True
@@ -259,16 +259,16 @@ def new_group(
     """
     from torch.distributed import distributed_c10d as c10d
 
-    made: torch.distributed.ProcessGroup
+    group: torch.distributed.ProcessGroup
     rank, chosen = ranks.index(torch.distributed.get_rank()), torch.distributed.Backend(backend)
     make: Any = c10d._new_process_group_helper
     options: dict[str, Any] = {"timeout": timeout or c10d._get_default_timeout(chosen)}
     if high_priority and chosen == "nccl":
-        options["backend_options"] = made_options = c10d.ProcessGroupNCCL.Options()
-        made_options.is_high_priority_stream, made_options._timeout = True, options["timeout"]
+        options["backend_options"] = of_nccl = c10d.ProcessGroupNCCL.Options()
+        of_nccl.is_high_priority_stream, of_nccl._timeout = True, options["timeout"]
         config = getattr(_backend_options(like, "cuda"), "config", None)
         if config is not None:
-            made_options.config = config
+            of_nccl.config = config
     default: Any = c10d._get_default_group()
     bound = default.bound_device_id
     if chosen == "nccl" and hasattr(c10d, "_nccl2_device"):
@@ -276,15 +276,15 @@ def new_group(
     try:
         if len(ranks) < default.size():
             default.bound_device_id = None
-        made, _ = make(len(ranks), rank, list(ranks), chosen, default_store(), name, **options)
+        group, _ = make(len(ranks), rank, list(ranks), chosen, default_store(), name, **options)
     finally:
         default.bound_device_id = bound
-    c10d._world.pg_group_ranks[made] = {member: k for k, member in enumerate(ranks)}
-    return made
+    c10d._world.pg_group_ranks[group] = {member: k for k, member in enumerate(ranks)}
+    return group
 
 
 def timeout_of(group: torch.distributed.ProcessGroup, device_type: str) -> timedelta | None:
-    """What the program has given ``group`` for its collectives of such tensors; None where its backend does not say.
+    """The timeout of ``group`` for collectives of such tensors; None where its backend does not say.
     (``ProcessGroup._get_backend``, the backends' ``options._timeout``, which torch sets; 2.11 to 2.15.)"""
     timeout = getattr(_backend_options(group, device_type), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
@@ -302,8 +302,8 @@ def compile_id() -> str:
     """Dynamo's id of the graph that is being compiled, frame / how often that frame was compiled before."""
     from torch._guards import CompileContext
 
-    found = CompileContext.current_compile_id()
-    return f"{found.frame_id}/{found.frame_compile_id}" if found is not None else "?"
+    current = CompileContext.current_compile_id()
+    return f"{current.frame_id}/{current.frame_compile_id}" if current is not None else "?"
 
 
 SKIPPED = "skipped frames"
@@ -317,11 +317,11 @@ def graph_breaks() -> dict[str, int]:
     from torch._dynamo.utils import counters
 
     breaks = counters["graph_break"].items()
-    found = {str(reason): int(times) for reason, times in breaks if BLOCK not in str(reason)}
+    times_of = {str(reason): int(times) for reason, times in breaks if BLOCK not in str(reason)}
     frames = counters["frames"]
     if frames["total"] > frames["ok"]:
-        found[SKIPPED] = int(frames["total"] - frames["ok"])
-    return found
+        times_of[SKIPPED] = int(frames["total"] - frames["ok"])
+    return times_of
 
 
 @contextlib.contextmanager
@@ -481,7 +481,7 @@ def only_eager(action: Callable[[nn.Module], None]) -> Callable[..., None]:
 
 
 def state_to_pickle(module: nn.Module, hooks: Collection[int]) -> dict[str, Any]:
-    """What pickling takes of ``module``, without the hooks of these handles. (``Module.__getstate__``, and
+    """The state that pickling writes of ``module``, without the hooks of these handles. (``Module.__getstate__``, and
     ``RemovableHandle.id``, the key of a hook in the module's dicts of them; 2.11 to 2.15.)"""
     state: dict[str, Any] = type(module).__getstate__(module)  # type: ignore[no-untyped-call]
     loads = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -514,20 +514,20 @@ def call_instead(model: nn.Module, call: Callable[..., Any] | None) -> None:
 
 
 def set_apply(module: nn.Module, call: Callable[..., nn.Module]) -> None:
-    """``module.to(...)``, ``.half()``, ``.cpu()`` and what else takes a function to each of a module's tensors calls
-    ``call(function, recurse=True)``, of this module object alone. (``Module._apply``, asked of the object, since 0.4.)
+    """``module.to(...)``, ``.half()``, ``.cpu()`` and whatever else applies a function to each tensor of a module calls
+    ``call(function, recurse=True)``, for this module object alone. (``Module._apply``, read of the object, since 0.4.)
     """
     vars(module)["_apply"] = call
 
 
 def plain_apply(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> nn.Module:
-    """What its class does where `set_apply` does something else."""
+    """``Module._apply`` of the module's class, whatever `set_apply` has set."""
     return type(module)._apply(module, function, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def tell_ddp(module: nn.Module, names: Iterable[str]) -> None:
-    """DistributedDataParallel's constructor goes through ``names`` before it changes anything: those that it is to
-    leave alone. (``_ddp_params_and_buffers_to_ignore``, which it reads of the module since 1.7.)"""
+    """DistributedDataParallel's constructor ignores ``names``; it iterates over them before it changes anything.
+    (``_ddp_params_and_buffers_to_ignore``, which it reads of the module since 1.7.)"""
     vars(module)["_ddp_params_and_buffers_to_ignore"] = names
 
 
@@ -559,7 +559,7 @@ def guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
             source = base
 
 
-def adopt_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+def apply_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Inductor may give a saved activation other strides than it was traced with (channels last around convolutions).
     AOTAutograd hands them in with ``example_inputs``; the graph's own values learn of them here, before it is cut into
     segments, each of which asserts the strides of its inputs.
@@ -575,7 +575,7 @@ def adopt_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    if all(node.meta.get("val") is given for node, given in zip(placeholders, example_inputs, strict=True)):
+    if all(node.meta.get("val") is value for node, value in zip(placeholders, example_inputs, strict=True)):
         return
     views = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default)
     view_to_reshape(gm)  # type: ignore[no-untyped-call]
@@ -586,11 +586,9 @@ def adopt_strides(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
 
 
 def storage_of(node: fx.Node) -> int | None:
-    """The same for nodes whose values, fake ones too, share a storage. (``UntypedStorage._cdata``, since 2.0.)"""
+    """`storage_number` of a node's value, which may be fake; None: it has no storage."""
     val = node.meta.get("val")
-    if not isinstance(val, torch.Tensor) or val.layout != torch.strided:
-        return None
-    return int(val.untyped_storage()._cdata)
+    return storage_number(val) if isinstance(val, torch.Tensor) and val.layout == torch.strided else None
 
 
 def take_donated_inputs() -> list[int]:
@@ -614,8 +612,8 @@ def keeps_graph() -> bool:
 
 
 def forward_metadata() -> Any:
-    """AOTAutograd's, of the graph that is compiled; None: there is none.
-    (``TracingContext.fw_metadata``, 2.11 to 2.15.)"""
+    """AOTAutograd's metadata of the forward that is compiled, or None. (``TracingContext.fw_metadata``, 2.11 to
+    2.15.)"""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -624,7 +622,7 @@ def forward_metadata() -> Any:
 
 @contextlib.contextmanager
 def with_forward_metadata(metadata: Any) -> Iterator[None]:
-    """For a graph out of AOTAutograd's cache, which sets none."""
+    """Inside, `forward_metadata` is this: for a graph out of AOTAutograd's cache, which sets none."""
     from torch._guards import TracingContext
 
     context = TracingContext.get()
@@ -668,36 +666,39 @@ def apart_from_the_whole(donated: Sequence[int]) -> Iterator[None]:
 
 
 def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same class and options without parameters, state and hooks: to try an update. What else the object has it
-    shares with the original, but for lists, dicts, sets and small tensors, which are copies.
+    """The same class and options without parameters, state and hooks, to try an update. It has copies of the object's
+    lists, dicts, sets and small tensors, and shares its other attributes.
 
     Relies on hooks standing in attributes that begin with ``_optimizer_``, on schedulers setting ``step`` on the object
     itself, and on ``Optimizer.__setstate__`` making what is missing (torch 2.11 to 2.15).
     """
-    own = {"state", "param_groups", "step", "zero_grad", "add_param_group", "_opt_called"}
-    found = {k: v for k, v in vars(optimizer).items() if k not in own and not k.startswith("_optimizer_")}
-    kept = {k: copy.copy(v) if isinstance(v, (list, dict, set)) else v for k, v in found.items()}
-    kept |= {k: v.clone() for k, v in found.items() if isinstance(v, torch.Tensor) and v.numel() <= 4096}
-    made = object.__new__(type(optimizer))
-    made.__setstate__({**kept, "state": collections.defaultdict(dict), "param_groups": []})
-    return made
+    left_out = {"state", "param_groups", "step", "zero_grad", "add_param_group", "_opt_called"}
+    attributes = {k: v for k, v in vars(optimizer).items() if k not in left_out and not k.startswith("_optimizer_")}
+    for name, item in attributes.items():
+        if isinstance(item, (list, dict, set)):
+            attributes[name] = copy.copy(item)
+        elif isinstance(item, torch.Tensor) and item.numel() <= 4096:
+            attributes[name] = item.clone()
+    bare = object.__new__(type(optimizer))
+    bare.__setstate__({**attributes, "state": collections.defaultdict(dict), "param_groups": []})
+    return bare
 
 
 class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, found: Callable[[str], None]) -> None:
+    def __init__(self, call: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found = found
+        self._call = call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self._found(func.name().split("::")[-1].split(".")[0])
+            self._call(func.name().split("::")[-1].split(".")[0])
         return func(*args, **(kwargs or {}))
 
 
-def watching_collectives(found: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
-    """Inside, ``found`` is told of each collective before it starts, by its operator's name, and may raise. Relies on
+def watching_collectives(call: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
+    """Inside, each collective calls ``call`` with its operator's name before it starts; that may raise. Relies on
     torch.distributed's collectives being operators of the namespace c10d, which dispatch modes see (2.11 to 2.15)."""
-    return _Watching(found)
+    return _Watching(call)
 
 
 def step_frame() -> types.FrameType:
@@ -706,11 +707,11 @@ def step_frame() -> types.FrameType:
     return sys._getframe(3)
 
 
-def has_later_step_hook(optimizer: torch.optim.Optimizer, own: RemovableHandle) -> bool:
-    """Whether a step pre-hook of the optimizer was registered after ``own``, and so sees the gradients after it. The
+def has_later_step_hook(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> bool:
+    """Whether a step pre-hook of the optimizer was registered after ``hook``, and so sees the gradients after it. The
     hooks' dict is private (torch 2.11 to 2.15: an OrderedDict by handle id); where it is gone, True."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-    return hooks is None or next(reversed(hooks), own.id) != own.id
+    return hooks is None or next(reversed(hooks), hook.id) != hook.id
 
 
 def compiled_autograd_is_on() -> bool:
@@ -730,8 +731,9 @@ def global_state_check() -> Callable[[], bool]:
 
 
 def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
-    """What torch.compile(mode=, options=) sets in Inductor's configuration. Raises RuntimeError for an unknown mode or
-    option, and for a value of the wrong type. (``torch._TorchCompileInductorWrapper``, 2.11 to 2.15.)"""
+    """The settings of Inductor's configuration that torch.compile(mode=, options=) makes. Raises RuntimeError for an
+    unknown mode or option, and for a value of the wrong type. (``torch._TorchCompileInductorWrapper``, 2.11 to 2.15.)
+    """
     return dict(torch._TorchCompileInductorWrapper(mode, options, dynamic).config)  # type: ignore[no-untyped-call]
 
 
@@ -771,16 +773,16 @@ def compile_graph(
 
 
 def output_code_class() -> Any:
-    """The base class of what AOTAutograd's cache can keep. (``torch._inductor.output_code.OutputCode``, with
-    ``prepare_for_serialization`` and ``post_compile``, 2.11 to 2.15.)"""
+    """The base class of compiled graphs that AOTAutograd's cache can keep. (``torch._inductor.output_code.OutputCode``,
+    with ``prepare_for_serialization`` and ``post_compile``, 2.11 to 2.15.)"""
     from torch._inductor.output_code import OutputCode
 
     return OutputCode
 
 
 def dump_graph(gm: fx.GraphModule, value: Any) -> bytes:
-    """A graph module, and what belongs to it, as bytes. What can't be kept makes AOTAutograd leave the entry out:
-    symbolic sizes, whose environment would replace that of the program which loads them, and what has no bytes.
+    """``value``, which belongs to a graph module, as bytes. AOTAutograd leaves out an entry with symbolic sizes, whose
+    environment would replace that of the program which loads them, and one that can't be pickled.
     (``torch.fx._graph_pickler.GraphPickler`` and ``BypassAOTAutogradCache``, 2.11 to 2.15.)"""
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
     from torch.fx._graph_pickler import GraphPickler, Options
@@ -794,7 +796,7 @@ def dump_graph(gm: fx.GraphModule, value: Any) -> bytes:
 
 
 def load_graph(content: bytes) -> Any:
-    """What `dump_graph` was given, with values of the fake mode that is current."""
+    """The value that `dump_graph` has dumped, with fake tensors of the current mode."""
     from torch._guards import TracingContext
     from torch.fx._graph_pickler import GraphPickler
 
@@ -942,16 +944,16 @@ def mutates(target: Any) -> bool:
 
 
 def use_of_streams(node: fx.Node) -> str | None:
-    """What a node has to do with streams of the program's own: the operator that it calls, by itself or in a graph that
-    it hands on, or the stream that it runs on. None: nothing.
+    """A node's use of streams of the program's own: the operator that it calls, by itself or in a graph that it hands
+    on, or the stream that it runs on. None: it has none.
 
     Relies on the namespace ``streams`` of torch's operators for them; on AOTAutograd, since 2.13, putting each into a
     graph of its own, an attribute that goes to ``control_deps``; and on Dynamo's ``meta["custom"]["stream"]`` at what
     stands under ``torch.cuda.stream``, which autograd's nodes inherit (2.11 to 2.15).
     """
     if node.op == "get_attr":
-        found = getattr(node.graph.owning_module, str(node.target), None)
-        inner = found.graph.nodes if isinstance(found, fx.GraphModule) else ()
+        module = getattr(node.graph.owning_module, str(node.target), None)
+        inner = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
         return next((use for use in map(use_of_streams, inner) if use is not None), None)
     if node.op != "call_function":
         return None
@@ -968,7 +970,7 @@ def unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.
 
 
 def is_profiling() -> bool:
-    """Whether torch.profiler, torch.autograd.profiler or its emit_nvtx runs, in whatever thread.
+    """Whether torch.profiler, torch.autograd.profiler or its emit_nvtx runs, in any thread.
 
     Relies on ``torch.autograd.profiler._is_profiler_enabled``, the flag that torch's own optimizers and DataLoader ask
     before they name a range (2.11 to 2.15).

@@ -65,7 +65,7 @@ def test_a_backward_inside_another_one() -> None:
     assert nodes == [None, None, output.grad_fn]
 
 
-@contract("call_once_left", "Node.register_prehook")
+@contract("call_before_followers", "Node.register_prehook")
 def test_a_call_where_the_outer_backward_goes_on() -> None:
     tasks: list[int] = []
 
@@ -73,7 +73,7 @@ def test_a_call_where_the_outer_backward_goes_on() -> None:
         tasks.append(torch_private.current_graph_task())
         node = torch_private.outer_node()
         if node is not None:
-            torch_private.call_once_left(node, lambda: tasks.append(torch_private.current_graph_task()))
+            torch_private.call_before_followers(node, lambda: tasks.append(torch_private.current_graph_task()))
 
     Reentrant.look = look
     x = torch.ones(1, requires_grad=True)
@@ -134,12 +134,12 @@ def test_accumulate_hooks() -> None:
     assert torch_private.num_accumulate_hooks(param) == 0
 
 
-@contract("kept_by_autograd", "torch._C._will_engine_execute_node, Tensor._backward_hooks or Function.apply's nodes")
+@contract("needed_by_autograd", "torch._C._will_engine_execute_node, Tensor._backward_hooks or Function.apply's nodes")
 def test_what_autograd_must_see() -> None:
     a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
 
     def kept() -> frozenset[str]:
-        return torch_private.kept_by_autograd({"a": a, "b": b})
+        return torch_private.needed_by_autograd({"a": a, "b": b})
 
     assert in_backward(kept, a, b) == frozenset()
     assert in_backward(kept, a) == {"b"}, "the backward does not reach b"

@@ -368,14 +368,14 @@ def test_inductor_on_one_graph(traced: Traced) -> None:
     assert '"user_visible_output_idxs"' in sources and '"original_output_strides"' in sources, "nobody reads them"
 
 
-@contract("adopt_strides", "FakeTensorProp.propagate_dont_convert_inputs or detect_fake_mode")
+@contract("apply_strides", "FakeTensorProp.propagate_dont_convert_inputs or detect_fake_mode")
 def test_values_learn_of_other_strides() -> None:
     with FakeTensorMode() as mode:
         x = torch.ones(2, 3, 4, 4)
         gm = make_fx(lambda x: torch.relu(x) + 1)(x)
         other = x.to(memory_format=torch.channels_last)
         assert mode is not None
-        torch_private.adopt_strides(gm, [other])
+        torch_private.apply_strides(gm, [other])
     values = [n.meta["val"] for n in gm.graph.nodes if n.op == "call_function"]
     assert len(values) == 2 and all(v.stride() == other.stride() != x.stride() for v in values)
 

@@ -50,7 +50,7 @@ class CompiledBackward(CompiledGraph):
             if member is None:
                 return self.get(None, self._variant(every, keeps_graph))
         names = {self.name_in(member, name): name for name in self.written}
-        seen = torch_private.kept_by_autograd({name: runtime.params[name] for name in names})
+        seen = torch_private.needed_by_autograd({name: runtime.params[name] for name in names})
         visible = frozenset(names[name] for name in seen | runtime.summed_by_autograd.intersection(names))
         variant = self._variant(visible, keeps_graph)
         if not self.has(member, variant) and self.num_variants(member) >= MAX_PROGRAMS - 2:

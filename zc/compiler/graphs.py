@@ -49,7 +49,7 @@ def as_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[st
     """What AOTAutograd hands to its inner compiler."""
     is_backward = bool(kwargs.get("is_backward"))
     if is_backward:
-        torch_private.adopt_strides(gm, example_inputs)
+        torch_private.apply_strides(gm, example_inputs)
     mark_storages(gm.graph, torch_private.take_donated_inputs() if is_backward else ())
     # without it Inductor takes its default, which it is; as an argument it would be part of the cache's key
     kwargs = {key: item for key, item in kwargs.items() if key != "get_decomp_fn"}
@@ -210,7 +210,7 @@ def mark_weights(graph: fx.Graph, origin: Origin, weights: Collection[str]) -> l
     names: list[str] = []
     for node in graph.find_nodes(op="placeholder"):
         name = origin.name_of(node)
-        if name in weights:
+        if name is not None and name in weights:
             node.meta["param"] = name
             names.append(name)
     return names

@@ -69,5 +69,5 @@ class Backwards:
         if outer is None:
             return False
         self._last_deferred = number
-        torch_private.call_once_left(outer, callback)
+        torch_private.call_before_followers(outer, callback)
         return True
