@@ -1,11 +1,11 @@
-"""Happens-before in a finished schedule, and what must be ordered by it. Used by `verify` alone.
+"""Happens-before in a finished schedule, and the order that its accesses need. Only the proof uses it.
 
-Nothing here is shared with insert_events but `zc.schedule.nodes.accesses`: what is checked must not check itself.
+It shares nothing with insert_events but the records of the nodes: a check by the same code would find no fault of it.
 
-A clock is one position a stream, counted from 1 (0: the stream's past at entry, -1: nothing), and a set of carried
+A clock is one position per stream, counted from 1 (0: the stream's past at entry, -1: nothing), and a set of carried
 events, as bits, that were waited for before any record of theirs in this schedule. An *obligation* of a node is a point
-that its clock must reach. Obligations are kept between nearest conflicting touches only: where all of them hold, all
-conflicts are ordered, since each skipped conflict is a chain of kept ones.
+that its clock must reach. There are obligations between nearest conflicting accesses only: if all of them hold, all
+conflicts are ordered, since each other conflict is a chain of these.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zc.schedule.nodes import accesses, maker, op_of, stream_of, value
 from zc.schedule.spec import LaunchReduce, RecordEvent, Sync, WaitEvent, WaitReduce
 
 Clock = tuple[list[int], int]  # positions by stream, bits of carried events
-_ISSUED = 1  # the bit of what the thread that issues the schedule has done itself, with host memory
+_ISSUED = 1  # the bit that stands for the issuing thread's own accesses to host memory
 
 
 class Obligation(NamedTuple):
@@ -48,8 +48,8 @@ class _Touch:
 
 @dataclass
 class Order:
-    """The schedule's steps with their clocks and obligations. The last step is the output: the end of the main
-    stream."""
+    """The schedule's nodes in the order of issue, with their records, clocks and obligations. The last one is the
+    output: the end of the main stream."""
 
     nodes: Sequence[fx.Node]
     shared: frozenset[Buffer]
@@ -105,8 +105,8 @@ class Order:
         self._latest = recorded
 
     def _clock(self, k: int, changed: dict[int, Clock], skip: int) -> Clock:
-        """What step ``k`` comes after, itself included; without the wait ``skip``, where ``changed`` holds what differs
-        for the steps before."""
+        """The clock of step ``k``, itself included. Without the wait ``skip`` if there is one: ``changed`` then has the
+        clocks of earlier steps that differ without it."""
         stream, before = self.stream[k], self.previous[k]
         if before >= 0:
             positions, bits = changed[before] if before in changed else self.clocks[before]
@@ -134,8 +134,8 @@ class Order:
         return clock[0][need.stream] >= need.position or bool(clock[1] & need.bit)
 
     def is_needed(self, wait: int) -> bool:
-        """Whether some obligation fails without this wait. Only steps whose clock changes are looked at: as a rule the
-        one after the wait."""
+        """Whether some obligation fails without this wait. Visits only steps whose clock changes: as a rule the one
+        after the wait."""
         changed: dict[int, Clock] = {}
         todo = [wait]
         while todo:
@@ -155,12 +155,12 @@ class Order:
         return any(not self.holds(self.future_clock(buffer, changed), need) for buffer, need in self.futures)
 
     def future_clock(self, buffer: Buffer, changed: dict[int, Clock] | None = None) -> Clock:
-        """What a later schedule comes after that starts when the main stream is done, and waits for a carried event: of
-        host memory, what the processor comes after."""
+        """The clock of a later schedule that starts when the main stream is done and waits for the buffer's carried
+        event. For host memory: the clock of the processor, which does not wait for main."""
         changed = changed or {}
         end, record = len(self.nodes) - 1, self._latest.get(carried_event(buffer), -1)
         positions, bits = changed.get(end, self.clocks[end])
-        if buffer.on_host:  # it is the processor that comes later, and it does not wait for main
+        if buffer.on_host:
             end = max((k for k, s in enumerate(self.stream) if self.streams[s] == HOST), default=-1)
             positions, bits = changed.get(end, self.clocks[end]) if end >= 0 else ([-1] * len(self.streams), 0)
         if record < 0:
@@ -179,7 +179,7 @@ class Order:
             stream, position = self._until(k)
             reads, writes = accesses(node)
             if node.op == "output":
-                reads, writes = (), reads  # the caller may do with it what it likes, free it too
+                reads, writes = (), reads  # the caller may write or free it
             mine = [(a, True) for a in writes] + [(a, False) for a in reads]
             for access, is_write in mine:
                 if access.buffer not in touches:
@@ -199,8 +199,8 @@ class Order:
         ]
 
     def _outlives(self, buffer: Buffer, stream: str, lasting: set[str]) -> bool:
-        """Whether a touch on ``stream`` may not be done when main is, and later schedules must be able to wait for it:
-        always so on another buffer's carrier; on its own, program order is enough where no other stream uses it."""
+        """Whether later schedules must be able to wait for an access on ``stream``, since main may end before it. On
+        another buffer's carrier always; on its own, program order is enough if no other stream uses the buffer."""
         return stream in lasting and (stream != buffer.carrier or buffer in self.shared)
 
     def _entry(self, buffer: Place) -> list[_Touch]:
@@ -213,7 +213,7 @@ class Order:
         return past
 
     def _until(self, k: int) -> tuple[int, int]:
-        """Where step ``k``'s touches end: a launch's at its completion."""
+        """Where step ``k``'s accesses end: a launch's at its completion."""
         if isinstance(self.ops[k], LaunchReduce):
             for done in (self.index[user] for user in self.nodes[k].users if user in self.index):
                 if isinstance(self.ops[done], WaitReduce):
@@ -237,7 +237,7 @@ class Order:
                 self.obligations[k].append(Obligation(*need, touch.node, access, (touch.writes, is_write)))
 
     def _oblige_end(self, lasting: set[str]) -> None:
-        """Streams that are no carrier end in the main stream; what they give back, they give back to themselves."""
+        """Streams that are no carrier end in the main stream; a release on them needs no order."""
         end = len(self.nodes) - 1
         last: dict[int, int] = {}
         for k in range(end):
@@ -260,8 +260,8 @@ class Order:
 
 
 def _replaces(later: _Touch, earlier: _Touch) -> bool:
-    """Whether a conflict with ``earlier`` need not be looked at any more: ``later`` covers it, and whoever conflicts
-    with ``earlier`` conflicts with ``later`` too, which is obliged to come after it."""
+    """Whether ``later`` stands for ``earlier``: it covers it, every access that conflicts with ``earlier`` conflicts
+    with ``later``, too, and ``later`` is obliged to come after ``earlier``."""
     if not (later.access.start <= earlier.access.start and earlier.access.stop <= later.access.stop):
         return False
     if later.writes:

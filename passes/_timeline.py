@@ -1,4 +1,4 @@
-"""What is ordered before what while `insert_events` walks a schedule once, in program order.
+"""Happens-before of an unfinished schedule, while `insert_events` walks it once in program order.
 
 A *point* is a stream and a position on it, counted from 1; (MAIN, 0) is the main stream's past at entry, and
 ("done/flat_grad[0]", 0) the carrier's past uses of one buffer. A clock says, for each stream, up to which position
@@ -16,7 +16,7 @@ from zc.schedule.nodes import accesses, maker, put, stream_of, value
 from zc.schedule.spec import RecordEvent, WaitEvent
 
 Point = tuple[str, int]
-_ISSUED = "the issuing thread"  # what it has done with host memory; main comes after it
+_ISSUED = "the issuing thread"  # its own accesses to host memory; main comes after them
 Clock = dict[str, int]
 
 
@@ -32,7 +32,7 @@ class Timeline:
 
     def __init__(self, graph: fx.Graph, shared: frozenset[Buffer], prefix: str) -> None:
         self.graph, self.shared, self.prefix = graph, shared, prefix
-        # the thread that issues the schedule is the host: what it has done with host memory is done
+        # the thread that issues the schedule is the host: its own accesses to host memory are done
         self.clocks: dict[str, Clock] = {MAIN: {MAIN: 0, _ISSUED: 0}, HOST: {_ISSUED: 0}}
         self.nodes: dict[Point, fx.Node] = {}
         self.touches: dict[Place, list[_Touch]] = {}  # buffer -> touches that a later one may still conflict with
@@ -83,7 +83,7 @@ class Timeline:
         reads, writes = accesses(node)
         for access, is_write in [(a, False) for a in reads] + [(a, True) for a in writes]:
             touches = self.touches[access.buffer]
-            if is_write:  # whoever conflicts with a touch that this one covers conflicts with this one, which is later
+            if is_write:  # an access that conflicts with a covered touch conflicts with this later one, too
                 touches = [t for t in touches if not _covers(access, t.access)]
             else:
                 touches = [t for t in touches if t.writes or t.point[0] != stream or not _covers(access, t.access)]
@@ -115,9 +115,9 @@ class Timeline:
         return all(snapshot.get(stream, -1) >= position for stream, position in points)
 
     def _entry(self, buffer: Place) -> list[_Touch]:
-        """Who has touched a buffer before the schedule starts; neither is ordered after the other."""
+        """The touches of a buffer before the schedule starts; none is ordered after another."""
         if not isinstance(buffer, Buffer) and buffer not in self._placeholders:
-            return []  # a value of this schedule: nobody knows it before it is made
+            return []  # a value of this schedule does not exist before
         on_host = isinstance(buffer, Buffer) and buffer.on_host
         before = [_Touch(Access(buffer), (_ISSUED if on_host else MAIN, 0), True)]
         if isinstance(buffer, Buffer) and buffer in self.shared:
@@ -125,8 +125,8 @@ class Timeline:
         return before
 
     def _resolved(self, buffer: Place, point: Point) -> Point:
-        """The carrier's past, or, where the carrier has used the buffer in this schedule already, that use: by then
-        the carried event may stand for it."""
+        """The carrier's past; or the carrier's use of the buffer in this schedule, which the carried event may stand
+        for by then."""
         if point[0] == _ISSUED:
             return MAIN, 0
         if isinstance(buffer, Buffer) and point[0] == carried_event(buffer):
@@ -134,8 +134,8 @@ class Timeline:
         return point
 
     def _knows(self, clock: Clock, stream: str, point: Point) -> bool:
-        """Whether what has this clock, on ``stream``, is ordered after ``point``. Whatever the carrier does in this
-        schedule comes after all that it did before."""
+        """Whether a node with this clock on ``stream`` is ordered after ``point``. Everything on the carrier in this
+        schedule comes after its past."""
         source, position = point
         buffer = carried_by(source)
         if buffer is not None:

@@ -11,8 +11,9 @@ by a signal and the wait that it ends, the k-th of one kind on a buffer with the
 A read also needs the wait on its own buffer because it learns from it where the others' is. That signals of other
 buffers may happen to order the same is not counted. ``->`` is the happens-before of one rank (`zc.passes._order`).
 
-Before the schedule all may have been written, after it all may be: both stand for a ``w``. A rank's own shard of a sum
-is read by nobody else, nor are the weights of others that it has gathered, so what ``a`` itself writes is no conflict.
+Every buffer may have been written before the schedule, and may be written after it: each of the two counts as a
+``w``. No other rank reads this rank's shard of a sum, or the weights of others that it has gathered, so a write by
+``a`` itself is no conflict.
 
 No rank waits for ever, because each signal is issued before the wait of its number: then all edges, those between ranks
 too, point forward in the order of issue. The model of one-sided reads: MPI's post, start, complete, wait (MPI-2, 11.4).
@@ -32,7 +33,7 @@ from zc.schedule.spec import AwaitFree, AwaitFull, Op, Signal, SignalFree, Signa
 if TYPE_CHECKING:
     from zc.passes._order import Order
 
-_PAST, _FUTURE = -1, 1 << 60  # what stands for a write before the schedule, and for one after it
+_PAST, _FUTURE = -1, 1 << 60  # positions of a write before the schedule, and of one after it
 _PAIRS = ((SignalFull, AwaitFull), (SignalFree, AwaitFree))
 
 
@@ -71,7 +72,7 @@ def check(order: Order, plan: Plan | None) -> tuple[list[str], list[str]]:
 
 
 def _pairs(order: Order) -> tuple[dict[tuple[type[Op], Buffer], list[Pair]], list[str]]:
-    """By kind of signal and buffer, the k-th signal with the k-th wait; what is wrong with their numbers."""
+    """By kind of signal and buffer, the k-th signal with the k-th wait; and the faults of their numbers."""
     positions: dict[tuple[type[Op], Buffer], list[int]] = {}
     for k, op in enumerate(order.ops):
         if isinstance(op, Signal):
@@ -101,7 +102,7 @@ def _buckets(order: Order, nodes: list[int]) -> list[int]:
 
 
 def _writes(order: Order) -> dict[Place, list[int]]:
-    """Who writes each buffer, as positions in the order of issue."""
+    """The nodes that write each buffer, as positions in the order of issue."""
     writes: dict[Place, list[int]] = {}
     for k, node in enumerate(order.nodes):
         for place in {access.buffer for access in accesses(node)[1]} if node.op != "output" else ():
@@ -110,8 +111,8 @@ def _writes(order: Order) -> dict[Place, list[int]]:
 
 
 def _before(order: Order, one: int, other: int) -> bool:
-    """Whether node ``one`` happens before node ``other`` on one rank. What came before the schedule, and what comes
-    after it, is ordered with whatever touches the buffer here: (a) has shown that."""
+    """Whether node ``one`` happens before node ``other`` on one rank. Part (a) has shown that writes before and after
+    the schedule are ordered with each node that accesses the buffer here."""
     if one == _PAST or other == _FUTURE:
         op = order.ops[other if one == _PAST else one]
         return isinstance(op, SignalFull | AwaitFree)

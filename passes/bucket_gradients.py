@@ -6,9 +6,9 @@ A bucket is complete if this graph deposits every slot of it once. Stage 2, buck
     %sum = aten.sum(...)            ->     flatten_cast(2, "flat_grad[0]", (0, 1), [%mm, %sum])
     deposit(2, 1, %sum)
 
-The k-th complete bucket of a graph uses ring buffer k mod num_buffers. Stage 2 leaves an incomplete bucket alone, but
-moves its deposits down to the next bucket's write (or the output), so that they cut no segment of their own. Stage 1
-adds gradients to the accumulator, so it writes an incomplete bucket in the same way::
+The k-th complete bucket of a graph uses ring buffer k mod num_buffers. In stage 2 the pass leaves an incomplete bucket
+alone, but moves its deposits down to the next bucket's write (or the output), where they cut no further segment. Stage
+1 adds gradients to the accumulator, so an incomplete bucket is written in the same way::
 
     deposit(2, 0, %mm)              ->     accumulate_cast(2, "acc[2]", (0,), [%mm])
 """

@@ -10,8 +10,8 @@ Before and after, ``%p1`` a parameter in ``gathered[1]`` and ``%p0`` one in ``ga
                                               publish(1, "gathered[1]")
                                               output (%mm_1, %t0)
 
-Nodes that depend only on parameters (views, casts) move down to their first use. The publishes at the end let whatever
-follows the graph read every parameter. A graph without such parameters gets nothing else.
+Nodes that depend only on parameters (views, casts) move down to their first use. The publishes at the end let code
+after the graph read every parameter. A graph without such parameters gets nothing else.
 """
 
 from __future__ import annotations

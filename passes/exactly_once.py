@@ -1,19 +1,19 @@
 """Parts (c) and (d) of the proof: each gradient that is owed arrives, in full and once; each launch completes once.
 
-They don't depend on streams: where no race is, the order in which the nodes are issued is as good as any. A buffer
-holds one thing of one bucket at a time, and each kind of node says what it needs in the buffers that it names, and what
-it leaves there (`zc.schedule.contents`). Bucket 2 in stage 2::
+They don't depend on streams: without a race, the order in which the nodes are issued is as good as any. A buffer holds
+one thing of one bucket at a time. Each kind of node says what it needs in the buffers that it names, and what it leaves
+there (`zc.schedule.contents`). Bucket 2 in stage 2::
 
     flatten_cast(2, "flat_grad[0]", ...)               flat_grad[0]: nothing -> gradient
     %w = launch_reduce(2, "recv[0]", "flat_grad[0]")   flat_grad[0]: gradient -> nothing; recv[0]: nothing -> flight
     wait_reduce(2, %w, "recv[0]", "flat_grad[0]")      recv[0]: flight -> rows
     accumulate(2, "acc[2]", "recv[0]")                 recv[0]: rows -> nothing; acc[2]: sum -> total
 
-So an overwritten gradient that was not sent, rows that no accumulate took, a second reduction of one bucket are faults
-(deepspeed#7985, deepspeed#7981, deepspeed#7366). On top of that:
+So a gradient that is overwritten before it was sent is a fault, and so are rows that no accumulate took, and a second
+reduction of one bucket (deepspeed#7985, deepspeed#7981, deepspeed#7366). On top of that:
 
-- Whoever takes a ``gradient`` takes a whole one: what flatten_cast or accumulate_cast (with spans) and wgrad_into have
-  written covers each element of the bucket once, padding included, and each slot as the plan lays it out.
+- A node that takes a ``gradient`` takes a whole one: flatten_cast or accumulate_cast (with spans) and wgrad_into have
+  written each element of the bucket once, padding included, and each slot where the plan lays it out.
 - A slot is written or deposited once, with the value that tag_gradients has marked as its gradient.
 - With the graph's debt (passes/debt.py): no slot of it is missing and none is written that is not owed; a bucket that
   is owed whole is written, reduced and copied to host memory here, if the plan says so, and no other is.
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 def check(order: Order, plan: Plan | None, debt: Debt | None = None) -> list[str]:
-    """What is wrong, as texts that name the bucket and the nodes."""
+    """The faults, as texts that name the bucket and the nodes."""
     ledger = _Ledger(plan, debt)
     for node, op in zip(order.nodes, order.ops, strict=True):
         if isinstance(op, Write | Deposit):
-            ledger.bring(node, op)
+            ledger.write(node, op)
         if isinstance(op, BucketOp):
             ledger.move(node, op)
     ledger.close()
@@ -55,12 +55,12 @@ class _Ledger:
         self.plan, self.debt, self.facts = plan, debt, facts_of(plan)
         self.faults: list[str] = []
         self.holds: dict[Buffer, tuple[int, str]] = {}  # buffer -> bucket, and what of it
-        self.parts: dict[Buffer, list[tuple[int, int]]] = {}  # buffer -> elements of its gradient written so far
-        self.brought: dict[tuple[int, int], fx.Node] = {}  # bucket, slot -> its write or deposit
+        self.written: dict[Buffer, list[tuple[int, int]]] = {}  # buffer -> the elements of its gradient so far
+        self.writers: dict[tuple[int, int], fx.Node] = {}  # bucket, slot -> its write or deposit
         self.reduced, self.landed = set[int](), set[int]()  # buckets
 
     def move(self, node: fx.Node, op: BucketOp) -> None:
-        """What the buffers of one operation hold before and after it."""
+        """Checks what the buffers of one operation hold before it, and notes what they hold after it."""
         if isinstance(op, RowSum) and op.is_mean:
             self.reduced.add(op.bucket)
         if isinstance(op, CopyToHost):
@@ -87,19 +87,19 @@ class _Ledger:
         holds = content if content == NOTHING else f"the {content} of bucket {of}"
         self.faults.append(f"{buffer} holds {holds}; {name} {takes}")
 
-    def bring(self, node: fx.Node, op: Write | Deposit) -> None:
-        """A write or a deposit: which slots, with which values, into which elements."""
+    def write(self, node: fx.Node, op: Write | Deposit) -> None:
+        """Checks a write or a deposit: its slots, their values, and the elements that it writes."""
         bucket, values, spans = op.bucket, _values(node, op), self._spans(op)
         if not isinstance(op, Deposit):
-            self.parts.setdefault(op.buffer, []).extend(spans)
+            self.written.setdefault(op.buffer, []).extend(spans)
         if len(values) != len(op.slots):
             self.faults.append(f"{node.name} of bucket {bucket} has {len(op.slots)} slots and {len(values)} gradients")
         for slot, value in zip(op.slots, values, strict=False):
             gradient = f"the gradient of bucket {bucket}, slot {slot}"
-            first = self.brought.get((bucket, slot))
+            first = self.writers.get((bucket, slot))
             if first is not None:
                 self.faults.append(f"{gradient} is written by {first.name} and {node.name}")
-            self.brought[bucket, slot] = node
+            self.writers[bucket, slot] = node
             if self.debt is not None and (bucket, slot) not in value.meta.get("gradient_of", ()):
                 self.faults.append(f"{node.name} takes %{value.name} for {gradient}, which it is not")
             if self.plan is not None:
@@ -127,12 +127,12 @@ class _Ledger:
             self.faults.append(f"{name} writes {written} of bucket {op.bucket}; {extent}")
 
     def _check_whole(self, bucket: int, buffer: Buffer) -> None:
-        """What was written covers each element of the bucket once, padding included."""
-        parts = self.parts.pop(buffer, [])
+        """Checks that each element of the bucket was written once, padding included."""
+        spans = self.written.pop(buffer, [])
         if self.plan is None:
             return
         reached, numel = 0, self.plan.buckets[bucket].numel
-        for start, stop in [*sorted(parts), (numel, numel)]:
+        for start, stop in [*sorted(spans), (numel, numel)]:
             if start > reached:
                 self.faults.append(f"nobody writes the elements [{reached}, {start}) of bucket {bucket}")
             elif start < reached:
@@ -156,12 +156,12 @@ class _Ledger:
             self._settle(self.plan, self.debt)
 
     def _settle(self, plan: Plan, debt: Debt) -> None:
-        """What the graph owed against what was done."""
-        for bucket, slot in sorted(debt.gradients - self.brought.keys()):
+        """Compares the graph's debt with what was done."""
+        for bucket, slot in sorted(debt.gradients - self.writers.keys()):
             name = plan.buckets[bucket].slots[slot].name
             self.faults.append(f"the gradient of {name} (bucket {bucket}, slot {slot}) is owed, and nobody writes it")
         whole = debt.whole(plan)
-        for (bucket, slot), node in sorted(self.brought.items(), key=lambda item: item[0]):
+        for (bucket, slot), node in sorted(self.writers.items(), key=lambda item: item[0]):
             if (bucket, slot) not in debt.gradients:
                 self.faults.append(f"{node.name} writes bucket {bucket}, slot {slot}: the graph has no such gradient")
             elif isinstance(op_of(node), Deposit) and bucket in whole:
@@ -175,7 +175,7 @@ class _Ledger:
 
 
 def _values(node: fx.Node, op: Write | Deposit) -> Sequence[fx.Node]:
-    """The gradients that a write or a deposit brings; wgrad_into makes its own."""
+    """The gradients of a write or a deposit; wgrad_into computes its own."""
     if isinstance(op, WgradInto):
         return (node,)
     return (op.grad,) if isinstance(op, Deposit) else op.grads

@@ -11,14 +11,13 @@ Before and after, buffer ``flat_grad[0]`` written on compute and read on comm::
                                                                  comm | record_event("done/flat_grad[0]")
 
 The wait in front is for an earlier schedule's reduction out of the same ring buffer; the record at the end is for a
-later one's (the carried events of zc.schedule.nodes; docs/proof.md has the contract). A value that another stream uses
-gets its ``release`` at the first place on its own stream that is ordered after all uses anyway, else at the end;
-compute streams beside the main stream are joined into it at the end. Where plan.overlap is off and all is on one
-stream, nothing is inserted.
+later one's (carried events: zc.schedule.buffer; docs/proof.md has the contract). A value that another stream uses gets
+its ``release`` at the first place on its own stream that is ordered after all uses anyway, else at the end. Compute
+streams beside the main stream are joined into it at the end. Without plan.overlap all is on one stream, and the pass
+inserts nothing.
 
-Why no wait is too many: when a wait is put in front of a node, one of the node's conflicts is ordered by nothing that
-stands before it, nor by the other waits put there with it; later waits order later nodes only. Vector clocks: Mattern
-1989; FastTrack, PLDI 2009.
+No wait is redundant: the pass puts one in front of a node only for a conflict that neither the nodes before it nor the
+other waits there order, and later waits order later nodes only. Vector clocks: Mattern 1989; FastTrack, PLDI 2009.
 """
 
 from __future__ import annotations
@@ -144,9 +143,8 @@ def _uncovered(timeline: Timeline, lasting: set[str], shared: frozenset[Buffer])
 def _join_main(
     graph: fx.Graph, sides: list[str], late: list[fx.Node], uncovered: list[Point], timeline: Timeline
 ) -> None:
-    """The end of the main stream: after the compute streams beside it, after every use of what is returned, of what it
-    gives back ``late``, and of what no carried event stands for. All in one, so that none of these waits implies
-    another."""
+    """The end of the main stream comes after the compute streams beside it, every use of a value that is returned or
+    released ``late``, and every use that no carried event stands for. All in one, so that no wait implies another."""
     points: dict[str, int] = {side: timeline.length(side) for side in sides}
     for side, position in uncovered:
         points[side] = max(points.get(side, 0), position)

@@ -1,6 +1,6 @@
-"""Keeps in one segment what Inductor would fuse, where a gradient operation would cut through it.
+"""Keeps operations that Inductor would fuse in one segment, where a gradient operation would cut between them.
 
-Segments are compiled each on their own, so a cut between two pointwise operations that read the same matmul's result
+Inductor compiles each segment on its own, so a cut between two pointwise operations that read the same matmul's result
 makes two kernels of one. Before and after, ``%mm`` the gradient that a SwiGLU gets from above::
 
     %mm = aten.mm(%g, %w_down)                          %mm = aten.mm(%g, %w_down)
@@ -10,17 +10,16 @@ makes two kernels of one. Before and after, ``%mm`` the gradient that a SwiGLU g
     %d_gate = aten.mul(%mm, %up)                        flatten_cast(2, "flat_grad[0]", (0,), [%mm_1])
     %mm_2 = aten.mm(%d_gate, %w_gate)                   %mm_2 = aten.mm(%d_gate, %w_gate)
 
-A *part* is what stands between two cuts. A *group* is what one kernel could be: pointwise operations and reductions of
-one part that read each other or, at one number of elements, the same value, with no matmul in between. A whole group
-moves
+A *part* is the nodes between two cuts. A *group* could be one kernel: pointwise operations and reductions of one part
+that read each other or, at one number of elements, the same value, with no matmul in between. A whole group moves
 
-    up    one part, where it reads what a group there makes or reads, and nothing that is made later
-    down  one part, where later parts alone use it, and what uses it in the next one is pointwise or a reduction;
-          a reduction stays, since it makes what it reads smaller
+    up    one part, if it reads a value that a group there makes or reads, and nothing that is made later
+    down  one part, if only later parts use it, and its users in the next one are pointwise or reductions; a reduction
+          stays, since its result is smaller than its input
 
-and no further: a value lives at most one part longer than it did. Matmuls, attention and whatever else is a kernel of
-its own stay where they are, so a launch waits for some pointwise work at most. Left alone: a graph without gradient
-operations, and one in which an operation writes into an argument.
+and no further: a value lives at most one part longer than it did. Matmuls, attention and other operations that are
+kernels of their own stay where they are, so a launch waits for some pointwise work at most. The pass leaves alone a
+graph without gradient operations, and one in which an operation writes into an argument.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _MORE = {  # what torch has no tag for
     **dict.fromkeys((_aten._to_copy.default, _aten.cat.default, _aten.full.default), _POINTWISE),
     **dict.fromkeys((_aten.arange.start_step, torch.ops.prims.iota.default), _POINTWISE),
 }
-_CanLeave = Callable[[fx.Node, set[fx.Node]], bool]
+_CanMove = Callable[[fx.Node, set[fx.Node]], bool]
 _Read = tuple[fx.Node, str]  # a value, and over how many elements it is read
 
 
@@ -67,7 +66,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
 
 
 def _kind(node: fx.Node) -> str | None:
-    """What Inductor makes of an operation: nothing, a part of a kernel, or (None) a kernel of its own."""
+    """How Inductor compiles an operation: as a view, as part of a kernel, or (None) as a kernel of its own."""
     val, target = node.meta.get("val"), node.target
     if not isinstance(target, _Operation) or not isinstance(val, torch.Tensor):
         return None
@@ -102,78 +101,78 @@ class _Parts:
                 self.nodes[k].append(node)
 
     def move(self) -> None:
-        """Until nothing moves any more; nothing moves twice."""
+        """Moves groups until none can move; none moves twice."""
         before = None
         while before != len(self.moved):
             before = len(self.moved)
             for k in range(len(self.nodes)):
                 if k + 1 < len(self.nodes):
-                    self._go(self._down(k), k, k + 1)
+                    self._move_to(self._down(k), k, k + 1)
                 if k > 0:
-                    self._go(self._up(k), k, k - 1)
+                    self._move_to(self._up(k), k, k - 1)
 
-    def _go(self, going: set[fx.Node], k: int, to: int) -> None:
-        self.moved |= going
-        self.of.update(dict.fromkeys(going, to))
-        self.nodes[k] = [node for node in self.nodes[k] if node not in going]
-        self.nodes[to] = sorted([*self.nodes[to], *going], key=self.order.__getitem__)
+    def _move_to(self, moving: set[fx.Node], k: int, to: int) -> None:
+        self.moved |= moving
+        self.of.update(dict.fromkeys(moving, to))
+        self.nodes[k] = [node for node in self.nodes[k] if node not in moving]
+        self.nodes[to] = sorted([*self.nodes[to], *moving], key=self.order.__getitem__)
 
     def _down(self, k: int) -> set[fx.Node]:
-        def can_leave(node: fx.Node, leaving: set[fx.Node]) -> bool:
+        def can_move(node: fx.Node, moving: set[fx.Node]) -> bool:
             is_free = node not in self.moved and bool(node.users) and self.kinds[node] != _REDUCTION
-            return is_free and all(self.of[user] > k or user in leaving for user in node.users)
+            return is_free and all(self.of[user] > k or user in moving for user in node.users)
 
-        def is_met(group: set[fx.Node]) -> bool:
+        def is_joined(group: set[fx.Node]) -> bool:
             return any(user in self.kinds and self.of[user] == k + 1 for node in group for user in self._users(node))
 
-        return self._leaving(k, reversed, can_leave, is_met)
+        return self._movable(k, reversed, can_move, is_joined)
 
     def _up(self, k: int) -> set[fx.Node]:
         there = {node for node in self.nodes[k - 1] if self.kinds.get(node, _VIEW) != _VIEW}
         read = {read for node in there for read in self._reads(node)}
 
-        def can_leave(node: fx.Node, leaving: set[fx.Node]) -> bool:
-            return node not in self.moved and all(self.of[n] < k or n in leaving for n in node.all_input_nodes)
+        def can_move(node: fx.Node, moving: set[fx.Node]) -> bool:
+            return node not in self.moved and all(self.of[n] < k or n in moving for n in node.all_input_nodes)
 
-        def is_met(group: set[fx.Node]) -> bool:
+        def is_joined(group: set[fx.Node]) -> bool:
             reads = {read for node in group for read in self._reads(node)}
             return not read.isdisjoint(reads) or any(source in there for source, _ in reads)
 
-        return self._leaving(k, iter, can_leave, is_met)
+        return self._movable(k, iter, can_move, is_joined)
 
-    def _leaving(
+    def _movable(
         self,
         k: int,
         in_order: Callable[[list[fx.Node]], Iterable[fx.Node]],
-        can_leave: _CanLeave,
-        is_met: Callable[[set[fx.Node]], bool],
+        can_move: _CanMove,
+        is_joined: Callable[[set[fx.Node]], bool],
     ) -> set[fx.Node]:
-        """The groups of part ``k`` that can leave as wholes and are met where they go, and the views that go with them.
-        ``in_order``: what must leave with a node comes before it."""
+        """The groups of part ``k`` that can move as wholes and join something where they go, with their views.
+        ``in_order``: the nodes that must move with a node come before it."""
         mine = list(in_order([node for node in self.nodes[k] if node in self.kinds]))
         groups = self._groups(k)
         staying: set[fx.Node] = set()
         while True:
-            leaving: set[fx.Node] = set()
+            moving: set[fx.Node] = set()
             for node in mine:
-                if node not in staying and can_leave(node, leaving):
-                    leaving.add(node)
-            whole = [group for group in groups if group <= leaving and is_met(group)]
-            going_groups = {node for group in whole for node in group}
-            stay = {node for node in mine if self.kinds[node] != _VIEW} - going_groups
-            if stay == staying:
+                if node not in staying and can_move(node, moving):
+                    moving.add(node)
+            whole = [group for group in groups if group <= moving and is_joined(group)]
+            in_groups = {node for group in whole for node in group}
+            others = {node for node in mine if self.kinds[node] != _VIEW} - in_groups
+            if others == staying:
                 break
-            staying = stay
-        going = set(going_groups)
+            staying = others
+        moving = set(in_groups)
         for node in mine:
-            is_of_group = self._base(node) in going_groups or not going_groups.isdisjoint(self._users(node))
-            if self.kinds[node] == _VIEW and is_of_group and can_leave(node, going):
-                going.add(node)
-        return going
+            is_of_group = self._base(node) in in_groups or not in_groups.isdisjoint(self._users(node))
+            if self.kinds[node] == _VIEW and is_of_group and can_move(node, moving):
+                moving.add(node)
+        return moving
 
     def _groups(self, k: int) -> list[set[fx.Node]]:
-        """What of part ``k`` could be one kernel each: nodes of one level, the number of kernels of another kind before
-        them."""
+        """The nodes of part ``k`` that could be one kernel each. They have one level: the number of other kernels
+        before them."""
         level: dict[fx.Node, int] = {}
         group_of: dict[fx.Node, set[fx.Node]] = {}
         reader: dict[tuple[int, _Read], fx.Node] = {}
@@ -198,13 +197,13 @@ class _Parts:
         return {(self._base(n), str(over.meta["val"].numel())) for n in tensors}
 
     def _base(self, node: fx.Node) -> fx.Node:
-        """What a view is a view of."""
+        """The value that a view is of, or the value itself."""
         while self.kinds.get(node) == _VIEW:
             node = node.all_input_nodes[0]
         return node
 
     def _users(self, node: fx.Node) -> set[fx.Node]:
-        """Who uses a value or a view of it."""
+        """The users of a value and of its views."""
         users: set[fx.Node] = set()
         for user in node.users:
             users |= self._users(user) if self.kinds.get(user) == _VIEW else {user}

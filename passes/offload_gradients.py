@@ -19,8 +19,8 @@ Accumulators on the device are copied before an update, from a snapshot that the
                                                           stage_shard(0, "staging[0]", "acc[0]")
                                                           copy_to_host(0, "host[0]", "staging[0]")
 
-The pass leaves deposits alone, and in stage 1 on the device a bucket that is written in part. Without ``plan.offload``
-it does nothing. The idea of a double-buffered bus: ZeRO-Offload, arXiv:2101.06840, section 4.
+The pass leaves deposits alone, and in stage 1 on the device a bucket of which only some slots are written. Without
+``plan.offload`` it does nothing. The idea of a double-buffered bus: ZeRO-Offload, arXiv:2101.06840, section 4.
 """
 
 from __future__ import annotations

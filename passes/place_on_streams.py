@@ -6,8 +6,8 @@ Before and after (the stream in front, as `zc.schedule.nodes.text` prints it)::
     flatten_cast(0, "flat_grad[0]", (0,), [%g])        ->     compute | flatten_cast(0, "flat_grad[0]", (0,), [%g])
     launch_reduce(0, "recv[0]", "flat_grad[0]")                  comm | launch_reduce(0, "recv[0]", "flat_grad[0]")
 
-Placeholders, getitems and the output get none. Without ``plan.overlap`` communication runs on compute. Copies stay on
-copy and the processor's work on host, since the processor must be able to wait for a single copy.
+Placeholders, getitems and the output get none. Without ``plan.overlap`` communication runs on compute. Copies and the
+processor's work keep their streams, since the processor must be able to wait for a single copy.
 
 `spread_producers(n)` is the same pass with the producers dealt in turn over n compute streams, so that several streams
 fill one bucket (deepspeed#8061)::

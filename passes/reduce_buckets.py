@@ -31,8 +31,8 @@ that was sent holds the sum, and the second level sends that. So two levels need
     wait_reduce(2, %w_1, "recv[0]", "flat_grad[0]")
     accumulate(2, "acc[2]", "recv[0]")
 
-Where gradients leave a host in 8 bits (`zc.planning.wire`), what is sent is encoded first, and decoded by whoever sums
-it::
+Where gradients leave a host in 8 bits (`zc.planning.wire`), each rank encodes them before the launch, and decodes the
+rows that it sums::
 
     flatten_cast(2, "flat_grad[0]", ...)    ->    flatten_cast(2, "flat_grad[0]", ...)
                                                   quantise(2, "wire[0]", "flat_grad[0]")
@@ -40,9 +40,8 @@ it::
                                                   wait_reduce(2, %w, "recv[0]", "wire[0]")
                                                   accumulate_quantised(2, "acc[2]", "recv[0]")
 
-Stage 1 sends the accumulator itself. The pass leaves alone a write that fills only some slots of its bucket, which the
-last backward before the update reduces. With one rank nothing is sent: stage 2 accumulates from the flat_grad, and
-stage 1 is done.
+Stage 1 sends the accumulator itself. The pass leaves alone a bucket of which this graph writes only some slots: the
+boundary reduces it. With one rank nothing is sent: stage 2 accumulates from the flat_grad, and stage 1 is done.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Part (g) of the proof, of stage 3: weights are there while they are read, within the cap.
 
-It looks at two kinds of graphs, in the order of issue. That the streams keep to it is part (a): gathers write what
-reads and frees read.
+It walks two kinds of graphs in the order of issue. Part (a) shows that the streams keep that order: gathers write the
+bytes that reads and frees read.
 
 A pass's gathers (`zc.passes.weights_schedule`) are a table of what is alive::
 
@@ -17,7 +17,7 @@ there, and nowhere else::
     %segment_0 = segment("segment_0", %x, %getitem)             reads inside it
     take_weights(())                                            ends it
 
-What shares storage with a parameter (``meta["storage"]``) has to stay in its window, too.
+A value that shares storage with a parameter (``meta["storage"]``) has to stay in its window, too.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from zc.schedule.spec import Cast, Deposit, FreeWeights, GatherShards, ReadWeigh
 
 
 def check(graph: fx.Graph, plan: Plan | None) -> list[str]:
-    """What is wrong, as texts that name the bucket, the use and the extents."""
+    """The faults, as texts that name the bucket, the use and the extents."""
     return _Arena(graph, plan).faults + _Windows(graph, plan).faults
 
 
 class _Arena:
-    """What is alive, gather by gather."""
+    """The buckets that are alive in an arena, gather by gather."""
 
     def __init__(self, graph: fx.Graph, plan: Plan | None) -> None:
         self.plan = plan
@@ -58,19 +58,19 @@ class _Arena:
             if isinstance(op, ReadWeights | FreeWeights) and stream_of(node) != MAIN:
                 self.faults.append(f"{node.name} stands on {stream_of(node)}; graphs read on {MAIN}")
         for (buffer, bucket), (name, start, stop) in self._alive.items():
-            self.faults.append(f"bucket {bucket} of {name} lies in {buffer} {_shown(start, stop)} at the end")
+            self.faults.append(f"bucket {bucket} of {name} lies in {buffer} {_range(start, stop)} at the end")
         if self._uses is not None and self._num_uses != len(self._uses):
             self.faults.append(f"the schedule has {self._num_uses} uses, and the pass {len(self._uses)}")
 
     def _gather(self, node: fx.Node, op: GatherShards) -> None:
-        place = f"bucket {op.bucket} into {op.dst} {_shown(op.start, op.stop)}"
+        place = f"bucket {op.bucket} into {op.dst} {_range(op.start, op.stop)}"
         if (op.dst, op.bucket) in self._alive:
             name, *extent = self._alive[op.dst, op.bucket]
-            text = f"{node.name} gathers {place}, and it lies in {_shown(*extent)} since {name}: nobody has freed it"
+            text = f"{node.name} gathers {place}, and it lies in {_range(*extent)} since {name}: nobody has freed it"
             self.faults.append(text)
         for (buffer, bucket), (name, start, stop) in self._alive.items():
             if buffer == op.dst and bucket != op.bucket and op.start < stop and start < op.stop:
-                other = f"bucket {bucket} lies in {_shown(start, stop)} since {name}"
+                other = f"bucket {bucket} lies in {_range(start, stop)} since {name}"
                 self.faults.append(f"{node.name} gathers {place}, and {other}")
         if op.start < 0 or op.start % ALIGN_NBYTES:
             self.faults.append(f"{node.name} gathers {place}, which starts at no multiple of {ALIGN_NBYTES} bytes")
@@ -91,26 +91,26 @@ class _Arena:
         if len(op.buckets) != len(op.spans):
             self.faults.append(f"{node.name} reads {len(op.buckets)} buckets in {len(op.spans)} extents")
         for bucket, (start, stop) in zip(op.buckets, op.spans, strict=False):
-            self._look(f"use {op.use} reads", op.buffer, bucket, start, stop)
+            self._check_place(f"use {op.use} reads", op.buffer, bucket, start, stop)
 
     def _free(self, node: fx.Node, op: FreeWeights) -> None:
-        self._look(f"{node.name} frees", op.buffer, op.bucket, op.start, op.stop)
+        self._check_place(f"{node.name} frees", op.buffer, op.bucket, op.start, op.stop)
         if self._alive.pop((op.buffer, op.bucket), None) is not None:
             self._freed[op.buffer, op.bucket] = node.name
 
-    def _look(self, what: str, buffer: Buffer, bucket: int, start: int, stop: int) -> None:
-        """Whether a bucket lies just there."""
-        what = f"{what} bucket {bucket} in {buffer} {_shown(start, stop)}"
+    def _check_place(self, what: str, buffer: Buffer, bucket: int, start: int, stop: int) -> None:
+        """Checks that a bucket lies just there."""
+        what = f"{what} bucket {bucket} in {buffer} {_range(start, stop)}"
         if (buffer, bucket) not in self._alive:
             freed = self._freed.get((buffer, bucket))
             self.faults.append(f"{what}, and nobody has gathered it{f' since {freed}' if freed else ''}")
             return
         name, *extent = self._alive[buffer, bucket]
         if extent != [start, stop]:
-            self.faults.append(f"{what}, and {name} has gathered it into {_shown(*extent)}")
+            self.faults.append(f"{what}, and {name} has gathered it into {_range(*extent)}")
 
 
-def _shown(start: int, stop: int) -> str:
+def _range(start: int, stop: int) -> str:
     return f"[{start}, {stop})"
 
 
@@ -123,9 +123,9 @@ class _Windows:
         self._of: dict[fx.Node, fx.Node] = {}  # a parameter, or what shares storage with one -> the take of its window
         takes = {node: op for node, op in ops(graph) if isinstance(op, TakeWeights)}
         params = {n: n.meta["weight"] for n in graph.nodes if n.op == "placeholder" and "weight" in n.meta}
-        self._shown = {item: op.places[item_of(item)] for take, op in takes.items() for item in results(take)
+        self._places = {item: op.places[item_of(item)] for take, op in takes.items() for item in results(take)
                        if item_of(item) < len(op.places)}  # fmt: skip
-        storages = {n.meta.get("storage") for n in (*params, *self._shown)} - {None}
+        storages = {n.meta.get("storage") for n in (*params, *self._places)} - {None}
         for node in graph.nodes:
             if node in takes:
                 self._open(node, takes[node], plan)
@@ -161,7 +161,7 @@ class _Windows:
             if used not in self._of:
                 continue
             take = self._of[used]
-            param = f" ({_slot(self._shown[used])})" if used in self._shown else ", which shares their storage,"
+            param = f" ({_slot(self._places[used])})" if used in self._places else ", which shares their storage,"
             what = f"the weights %{used.name}{param} of the window of {take.name}"
             if op is None:
                 self.faults.append(f"the graph returns {what}")

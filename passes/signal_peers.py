@@ -8,9 +8,9 @@ Before and after (stage 2, bucket 2 in ring buffer 0)::
                                                   signal_free(2, "flat_grad[0]")
                                                   await_free(2, "flat_grad[0]")
 
-They run on the stream of the read. So whoever waits until that stream has finished with the buffer, in this schedule or
-a later one, also comes after the other ranks. The pass leaves exchanges by messages alone. `zc.passes.across_ranks` has
-the proof.
+They run on the stream of the read. So a node that waits until that stream has finished with the buffer, in this
+schedule or a later one, also comes after the other ranks. The pass leaves exchanges by messages alone.
+`zc.passes.across_ranks` has the proof.
 
 Nobody writes a shard of the weights (stage 3) between two updates, so its gathers need no signals in a schedule
 (`zc.engine.shard_reads`).

@@ -8,8 +8,8 @@ qualified name of its parameter, else None. Before and after, ``w`` in slot 0 of
     output (%mm, %relu)  grad_of=("w", None)       %relu : bf16[8, 64] = aten.relu(...)
                                                    output (None, %relu)
 
-``meta["gradient_of"]`` stays with the value through all passes; verify compares it with the slot in which the value
-ends. One value may be the gradient of several parameters.
+``meta["gradient_of"]`` stays with the value through all passes; verify compares it with the slot that the value is
+written to. One value may be the gradient of several parameters.
 
 The pass leaves alone an output that is no parameter's gradient (here ``%relu``), and one that AOTAutograd has already
 made None. For None autograd's AccumulateGrad stores nothing, so ``param.grad`` has no full gradient.
@@ -41,9 +41,9 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
         if name is None or not isinstance(grad, fx.Node):
             continue
         bucket, slot = where[name]
-        expected, got = plan.buckets[bucket].slots[slot].shape, tuple(grad.meta["val"].shape)
-        if expected != got:
-            raise PassError(f"gradient of {name}: the plan has shape {expected}, the graph {got}")
+        expected, shape = plan.buckets[bucket].slots[slot].shape, tuple(grad.meta["val"].shape)
+        if expected != shape:
+            raise PassError(f"gradient of {name}: the plan has shape {expected}, the graph {shape}")
         with new.inserting_after(_last_placeholder(new) if grad.op == "placeholder" else grad):
             put(new, Deposit(bucket, slot, grad))
         grad.meta["gradient_of"] = (*grad.meta.get("gradient_of", ()), (bucket, slot))

@@ -1,15 +1,15 @@
 """The proof that a schedule is right: every needed wait is there, and no other. It changes nothing.
 
-The model (docs/proof.md): each node touches buffers, as `zc.schedule.nodes.accesses` says; two touches of overlapping
+The model (docs/proof.md): each node accesses buffers, as `zc.schedule.nodes.accesses` says; two accesses to overlapping
 elements conflict if one of them writes; happens-before is program order on a stream, plus record -> wait. Shown:
 
-    (a) sufficient    two conflicting touches are ordered, those of earlier schedules and of the caller included
+    (a) sufficient    two conflicting accesses are ordered, those of earlier schedules and of the caller included
     (b) necessary     without any one wait, some conflict would not be
     (c) exactly once  a gradient that the graph owes is written once and in full, before its bucket's one reduction,
                       which enters the accumulator once; or it is deposited, for the flush that owes it then
     (d) completion    each launch has one, and nothing touches its buffers in between
-    (e) release       a value that crosses streams is given back once, on its own stream, after all its uses
-    (f) across ranks  what ranks read of each other's memory nobody is writing, by signals that are all needed
+    (e) release       a value that crosses streams is released once, on its own stream, after all its uses
+    (f) across ranks  no rank writes memory that another one reads, by signals that are all needed
     (g) residency     gathered weights are there while they are read, in bytes of their own, within the cap (stage 3)
 
 Before and after: a proved schedule comes back equal. One that isn't raises, here with ``wait_event("e0")`` deleted::
@@ -18,7 +18,7 @@ Before and after: a proved schedule comes back equal. One that isn't raises, her
        comm | launch_reduce(0, "recv[0]", "flat_grad[0]")  and read by launch_reduce on comm, and nothing orders them
 
 A schedule on one stream has nothing to wait for; (c) to (g) are still checked. `zc.passes._order` has the clocks. The
-cost is near-linear: one walk, and for each wait a look at the steps whose clock it changes, as a rule one.
+cost is near-linear: one walk, and for each wait the steps whose clock it changes, as a rule one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Findings:
-    """All that is wrong with a schedule, as texts; ``redundant`` is looked for only where there is no race."""
+    """All faults of a schedule, as texts; ``redundant`` is empty where there is a race."""
 
     races: tuple[str, ...]
     redundant: tuple[str, ...]
@@ -68,10 +68,9 @@ def verify(graph: fx.Graph, plan: Plan | None = None) -> Verdict:
     """Proves a schedule. Raises RaceError naming both nodes, their streams and the buffer, or the wait that nothing
     needs, or the gradient that does not arrive once.
 
-    With ``plan``, the buffers that other schedules under it share are known, and slots are checked against its layouts;
-    without, only what this schedule itself shows. What the graph owes stands on its output, ``meta["debt"]``, in all
-    that zc has made. Of a schedule by hand that lacks it, (c) says that nothing arrives twice or in parts, and nothing
-    of what is missing altogether.
+    With ``plan``, the proof knows the buffers that other schedules under it share, and compares slots with its layouts.
+    Every schedule that zc has made has its debt on its output, ``meta["debt"]``. For one made by hand without it, (c)
+    says that nothing arrives twice or in parts, and does not see a gradient that is missing altogether.
     """
     findings = examine(graph, plan)
     if findings:
@@ -109,7 +108,7 @@ def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
 
 
 def _carried(order: Order) -> list[str]:
-    """What later schedules rely on: the carried event stands for all that the carrier did with the buffer."""
+    """Races with later schedules, for which the carried event stands for every use of the buffer on its carrier."""
     races: list[str] = []
     for buffer, need in order.futures:
         if not order.holds(order.future_clock(buffer), need):
@@ -139,15 +138,15 @@ def _released(order: Order) -> list[str]:
     for node, op in zip(order.nodes, order.ops, strict=True):
         for used in node.all_input_nodes:
             if used in released:
-                faults.append(f"{node.name} uses %{used.name} after {released[used].name} gave it back")
+                faults.append(f"{node.name} uses %{used.name} after {released[used].name} releases it")
         if isinstance(op, Release):
             released.update(dict.fromkeys(op.values, node))
     returned = set(order.nodes[-1].all_input_nodes)
     for value, owner in order.crossing():
         if value in released and stream_of(released[value]) != owner:
-            faults.append(f"%{value.name} of {owner} is given back on {stream_of(released[value])}")
+            faults.append(f"%{value.name} of {owner} is released on {stream_of(released[value])}")
         if value not in released and value not in returned:
-            faults.append(f"%{value.name} of {owner} is used on other streams and never given back")
+            faults.append(f"%{value.name} of {owner} is used on other streams and never released")
     return faults
 
 
@@ -167,7 +166,7 @@ def _race(order: Order, need: Obligation, node: fx.Node) -> str:
 
 
 def _excerpt(order: Order, first: fx.Node, second: fx.Node, limit: int = 12) -> str:
-    """The smallest piece of the schedule around two nodes (marked): theirs, and what records or waits between them."""
+    """The smallest piece of the schedule around two nodes (marked), with the records and waits between them."""
     low, high = sorted((order.index[first], order.index[second]))
     streams = {stream_of(first), stream_of(second)}
     printed = [

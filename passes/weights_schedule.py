@@ -34,7 +34,8 @@ _PASSES = (place_on_streams.PASS, insert_events.with_prefix("w"), verify.PASS)
 
 
 def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
-    """What a plan of residency does, in its order. The output says what is read, ``meta["uses"]``, for the proof."""
+    """The gathers, reads and frees of a plan of residency, in its order. ``meta["uses"]`` of the output tells the proof
+    which buckets each use reads."""
     graph = fx.Graph()
     for use, piece in enumerate(residency.pieces):
         for bucket, start, stop in piece.frees:

@@ -15,10 +15,10 @@ backward, so the graph returns it::
                                               output (%mm_1, %p)
 
 A window gets one more bucket as long as its bytes leave room for the next window's under `Plan.weight_cap`, so a block
-whose buckets fit is one window and one segment. What one module reads comes in one window where it fits: ranks that
-exchange messages gather in one order, and may run different graphs (an addmm of one row is a product and a sum). What
-is made of parameters alone (views, casts) is made anew in each window that reads it. A view of a weight that leaves its
-window, as an output or a gradient, is copied. The pass leaves alone a graph that reads no parameter.
+whose buckets fit is one window and one segment. All weights that one module reads come in one window if they fit: ranks
+that exchange messages gather in one order, and may run different graphs (an addmm of one row is a product and a sum).
+Values made of parameters alone (views, casts) are made anew in each window that reads them. A view of a weight that
+leaves its window, as an output or a gradient, is copied. The pass leaves alone a graph that reads no parameter.
 
 The idea of gathering each weight before its use and freeing it after: ZeRO-3 (arXiv:1910.02054, section 5.3) and
 FSDP (arXiv:2304.11277).
@@ -121,7 +121,7 @@ class _Rewrite:
     def __init__(self, graph: fx.Graph, reads: _Reads, windows: dict[fx.Node, int]) -> None:
         self.graph = fx.Graph(owning_module=graph.owning_module)
         self._reads, self._copies = reads, dict[fx.Node, fx.Node]()
-        self._inside: dict[fx.Node, fx.Node] = {}  # what is made of parameters -> its value in the present window
+        self._inside: dict[fx.Node, fx.Node] = {}  # a value made of parameters -> its copy in the present window
         storages = {n.meta.get("storage") for n, made_of in reads.of_params.items() if made_of == (n,)} - {None}
         params = {n.meta["weight"]: n for n, made_of in reads.of_params.items() if made_of == (n,)}
         places: dict[int, dict[Place, None]] = {}

@@ -8,7 +8,7 @@ Stage 2, bucket 2 of a weight [64, 32] (slot 0) and a bias [64] (slot 1), padded
     flatten_cast(2, "flat_grad[0]", (0, 1),                          spans=((2048, 2176),))
                  [%mm, %sum])                           wgrad_into(2, "flat_grad[0]", 0, 0, 2048, %t, %x, how="mm")
 
-``spans`` is what flatten_cast still writes: the slots of its gradients, and zeros into everything that nobody makes. In
+``spans`` are the elements that flatten_cast still writes: the slots of its gradients, and zeros everywhere else. In
 stage 1 the buffer is acc[2], accumulate_cast comes first (it empties or keeps the accumulator), and ``wgrad_into``
 adds in fp32, or overwrites where the accumulator was empty.
 
@@ -19,14 +19,14 @@ weight's rows by number (``weight[index]``), and of an embedding as torch 2.11 a
     %rows = aten.where(%is_padding, 0.0, %g)
     %grad = aten.index_put(%zeros, [%index], %rows, True)    ->    wgrad_into(..., %index, %rows, how="rows")
 
-Left alone, and copied as before: a result with another user (%mm returned as well, or a sum of two: tied weights), one
-whose elements come in another order than they lie in the slot, one of another dtype than the buffer. Two exceptions to
-the last, both in stage 1 alone, where they round less than the copy: a half-precision matmul on a GPU gives fp32
+Three results are copied as before: one with another user (%mm returned as well, or a sum of two: tied weights), one
+whose elements come in another order than they lie in the slot, one of another dtype than the buffer. The last has two
+exceptions, both in stage 1 alone, where they round less than the copy: a half-precision matmul on a GPU gives fp32
 (``out_dtype``), and an fp32 scatter is not cast to half precision on its way into an fp32 accumulator. In stage 2 not a
-bit changes on a CPU (docs/decisions.md has what can't be promised on a GPU).
+bit changes on a CPU (docs/decisions.md says why a GPU can't promise that).
 
-The writes come after the bucket's last producer and cut no segment. What they read (the gradient of the layer's
-output, the saved activation) lives until then: at most one bucket's layers at a time.
+The writes come after the bucket's last producer and cut no segment. Their inputs (the gradient of the layer's output,
+the saved activation) live until then: at most one bucket's layers at a time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
 
 
 def _split(graph: fx.Graph, plan: Plan, write: fx.Node, op: Cast) -> None:
-    """Takes out of one write what is made in place."""
+    """Takes the gradients that can be computed in their slots out of one write."""
     bucket = plan.buckets[op.bucket]
     makers = {}
     for slot, grad in zip(op.slots, op.grads, strict=True):
@@ -88,7 +88,7 @@ def _split(graph: fx.Graph, plan: Plan, write: fx.Node, op: Cast) -> None:
     if isinstance(op, FlattenCast) and not spans:
         graph.erase_node(write)
     for maker in makers.values():
-        for node in maker.chain:  # from the gradient back to what made it
+        for node in maker.chain:  # from the gradient back to the node that computed it
             graph.erase_node(node)
 
 
@@ -100,7 +100,7 @@ class _Maker:
 
 
 def _maker(grad: Any, bucket: Bucket, slot: int, *, adds: bool) -> _Maker | None:
-    """How ``grad`` can be made in its slot; None where it can't."""
+    """How ``grad`` can be computed in its slot; None: it can't."""
     if bucket.slots[slot].order is not None:  # a matmul's result is row-major
         return None
     chain = []

@@ -141,7 +141,7 @@ def _times(args: Any, node: fx.Node) -> int:
 
 
 def _last_uses(graph: fx.Graph) -> LastUses:
-    """The node at which each value leaves; None for what the output returns or a release gives back."""
+    """The node at which each value leaves; None for a value that the output returns or a release frees."""
     last: LastUses = {}
     outliving: set[fx.Node] = set()
     for node in graph.nodes:
