@@ -18,7 +18,7 @@ from zc import guards, torch_private
 from zc.checkpoint import state_marks, stock_state
 from zc.checks import check_initialized, is_on_cpu
 from zc.compiler import backend as compiler
-from zc.compiler.blocks import Around, Blocks, compile_blocks
+from zc.compiler.blocks import Blocks, Context, compile_blocks
 from zc.config import OPTIONS
 from zc.engine.buffer_sync import BufferSync, has_buffers
 from zc.engine.buffers import Buffers
@@ -246,16 +246,16 @@ def _install(model: nn.Module, compiled: ShardedModel, call: Callable[..., Any] 
 def _compile_blocks(model: nn.Module, runtime: Runtime) -> None:
     """Compiles one block of each kind, and with sharded weights the modules outside of blocks one by one."""
     kinds, dynamic = runtime.plan.kinds, runtime.config.dynamic
-    around: Around | None = None
+    context: Context | None = None
     if isinstance(runtime.weights, ShardedWeights):
-        around = runtime.weights.plain
+        context = runtime.weights.plain
     elif runtime.plan.overlap_gather:
-        around = runtime.weights.waits.block
+        context = runtime.weights.waits.block
     make_backend = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds))
-    compile_blocks(model, kinds, make_backend, guards.install_call, dynamic, around)
+    compile_blocks(model, kinds, make_backend, guards.install_call, dynamic, context)
     runtime.outside_blocks = matrices_around(model, kinds)
     singles = find_singles(model, kinds) if runtime.plan.sharded else []
-    compile_blocks(model, singles, partial(compiler.make_backend, runtime), guards.install_call, dynamic, around)
+    compile_blocks(model, singles, partial(compiler.make_backend, runtime), guards.install_call, dynamic, context)
 
 
 @contextlib.contextmanager

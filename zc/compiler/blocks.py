@@ -76,13 +76,13 @@ class Member:
         return parts[1] if parts is not None and parts[0] == self.name else None
 
     def in_block(self, name: str, member: str) -> str:
-        """What ``name`` of this block is called in ``member``; a name from elsewhere stays as it is."""
+        """The name in ``member`` of a parameter of this block; any other name as it is."""
         path = self.path(name)
         return name if path is None else f"{member}.{path}"
 
 
 Places = Sequence[tuple[dict[str, Any], str, nn.Parameter]]
-Around = Callable[[Places], contextlib.AbstractContextManager[None]]
+Context = Callable[[Places], contextlib.AbstractContextManager[None]]
 
 
 def compile_blocks(
@@ -91,33 +91,34 @@ def compile_blocks(
     make_backend: Callable[[], Callable[..., Any]],
     install: Callable[[nn.Module, Callable[..., Any]], None],
     dynamic: bool | None,
-    around: Around | None = None,
+    context: Context | None = None,
 ) -> None:
     """Each member of a kind runs one compiled function from now on, with one backend per kind. ``install(block, call)``
-    makes ``call`` what the block does when it is called. ``around``: what its parameters need meanwhile."""
+    makes ``block(...)`` call ``call``. The function runs inside ``context(places)``, with the places of the block's
+    parameters."""
     for kind in kinds:
         compiled = torch_private.compiled_block_call(make_backend(), dynamic=dynamic)
         for name in kind.members:
             block = model.get_submodule(name)
-            run = partial(_run, weakref.ref(block), compiled, torch_private.places_of_params(block), around)
+            run = partial(_run, weakref.ref(block), compiled, torch_private.places_of_params(block), context)
             install(block, torch.compiler.disable(run, reason=torch_private.BLOCK))  # type: ignore[no-untyped-call]
 
 
 def _run(
-    known: weakref.ref[nn.Module],
+    block_ref: weakref.ref[nn.Module],
     compiled: Callable[..., Any],
     places: Places,
-    around: Around | None,
+    context: Context | None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """A block's forward. With other tensors in the place of its parameters (torch.func.functional_call) it runs op by
     op: the compiled backward would take their gradients for the parameters' own."""
-    block = known()
+    block = block_ref()
     assert block is not None, "a block is called through itself"
-    if any(own.get(name) is not param for own, name, param in places):
+    if any(params.get(name) is not param for params, name, param in places):
         return torch_private.class_call(block, *args, **kwargs)
-    if around is None:
+    if context is None:
         return compiled(block, *args, **kwargs)
-    with around(places):
+    with context(places):
         return compiled(block, *args, **kwargs)

@@ -46,12 +46,12 @@ Hook = Callable[[Traced], Any]  # returns a boxed callable
 
 
 def as_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[str, Any]) -> Traced:
-    """What AOTAutograd hands to its inner compiler."""
+    """From the arguments that AOTAutograd calls its inner compiler with."""
     is_backward = bool(kwargs.get("is_backward"))
     if is_backward:
         torch_private.apply_strides(gm, example_inputs)
     mark_storages(gm.graph, torch_private.take_donated_inputs() if is_backward else ())
-    # without it Inductor takes its default, which it is; as an argument it would be part of the cache's key
+    # it is Inductor's default; as an argument it would be part of the cache's key
     kwargs = {key: item for key, item in kwargs.items() if key != "get_decomp_fn"}
     return Traced(gm, kwargs, tuple(torch_private.written_inputs()))
 
@@ -83,7 +83,7 @@ class Origin:
 
 class CompiledGraph(ABC):
     """A forward or backward graph. The passes make its schedule for the block that it was traced for; each other block
-    gets that schedule moved to its own buckets, and proved again there. ``weights``: the parameters whose reads the
+    gets that schedule, moved to its own buckets and proved again there. ``weights``: the parameters whose reads the
     schedule knows.
 
     The runtime owns the programs, in `owned`, since Dynamo keeps this object. A *variant* is what the programs of one
@@ -156,8 +156,8 @@ class CompiledGraph(ABC):
         return program
 
     def _moved(self, template: Program, block: str, member: str) -> Program | None:
-        """The schedule that the passes have made for ``block``, for ``member``, with the same compiled segments. None:
-        the places of their parameters differ by more than a shift."""
+        """The schedule of ``block``, moved to ``member``, with the same compiled segments. None: the places of their
+        parameters differ by more than a shift."""
         assert self.inside is not None
         in_block = self.inside.in_block
         names = {in_block(name, block): in_block(name, member) for name in self.params}
@@ -173,8 +173,8 @@ class CompiledGraph(ABC):
         return Program(name, graph, template.plan, run, operations, records, block=member, like=template)
 
     def _copy_for(self, member: str | None) -> fx.Graph:
-        """A copy of the graph with the weights that a block reads: sharded ones by their places, any other by its
-        buffer."""
+        """A copy of the graph whose inputs name the weights that a block reads: sharded ones by ``meta["weight"]``, the
+        others by ``meta["buffer"]``."""
         graph, plan = copy_graph(self.graph), self.runtime.plan
         where = plan.slot_of()
         for node in graph.nodes:

@@ -1,7 +1,7 @@
 """The buffers of a schedule by name, and what each kind of them is: docs/proof.md prints the table.
 
-A buffer that the plan owns is a `Buffer`. Whatever else a node touches is a value, named after the node that makes it,
-``%name``.
+A buffer that the plan owns is a `Buffer`. Everything else that a node accesses is a value, named after the node that
+returns it, ``%name``.
 
 Across schedules: a plan-owned buffer may still be in use by an earlier schedule when this one starts. After the last
 use on its carrier every schedule records the *carried* event ``done/<buffer>``, and the first use on another stream in
@@ -26,10 +26,10 @@ MAIN = COMPUTE  # the stream on which autograd calls the schedule; its program o
 
 
 class Kind(NamedTuple):
-    """``carrier``: the one side stream on which such a buffer may still be in use after the end of a schedule; MAIN: on
-    none. ``on_host``: the processor reads or writes it itself; that main comes after a copy of one says nothing to it,
-    since main's waits are the device's. ``is_shared``, and ``shared`` in words: under which plans other schedules may
-    use bucket ``index``'s on the carrier and elsewhere, so that it needs a carried event whatever this one does."""
+    """``holds``: in words. ``carrier``: the one side stream on which such a buffer may still be in use after the end of
+    a schedule; MAIN: none. ``on_host``: the processor reads or writes it itself, and main's waits, which are the
+    device's, don't order it. ``is_shared``, and ``shared`` in words: under which plans other schedules may use bucket
+    ``index``'s on the carrier and elsewhere, so that it needs a carried event whatever this schedule does."""
 
     holds: str
     carrier: str
@@ -115,11 +115,11 @@ class Buffer:
         return KINDS[self.kind].is_shared(plan, self.index)
 
 
-Place = Buffer | str  # what a node touches: a buffer, or a value by name
+Place = Buffer | str  # a buffer, or a value by name
 
 
 class Access(NamedTuple):
-    """A touch of elements [start, stop) of a buffer; all of it where the extent does not matter."""
+    """An access to elements [start, stop) of a buffer; to all of it where the extent does not matter."""
 
     buffer: Place
     start: int = 0
@@ -134,7 +134,7 @@ _CARRIED = "done/"
 
 
 def carried_event(buffer: Buffer) -> str:
-    """The event that later schedules wait for before they touch a plan-owned buffer."""
+    """The event that later schedules wait for before they access a plan-owned buffer."""
     return f"{_CARRIED}{buffer}"
 
 

@@ -1,4 +1,4 @@
-"""Prints a schedule as the Python that runs it: one statement a node, in program order.
+"""Prints a schedule as the Python that runs it: one statement per node, in program order.
 
     def schedule(v, streams, ops):
         on, record, wait = streams.run_on, streams.record, streams.wait
@@ -9,8 +9,8 @@
         on('comm', lambda: put(v, ('launch_reduce',), (ops.launch_reduce(0, 'recv[0]', 'flat_grad[0]'),)))
 
 ``v`` holds the values by name. A value leaves it at its last use in program order, in the list that the segment gets,
-so that the segment can free it; a value that another stream uses leaves it at its ``release``. What the output returns
-stays.
+so that the segment can free it; a value that another stream uses leaves it at its ``release``. Values that the output
+returns stay.
 
 With ``plan``, each statement that is no event goes through ``named``, with its node, its stream, and its name in traces
 and NVTX: stream, kind, bucket. `zc.engine.clock` has such a function::
@@ -91,7 +91,7 @@ def _load(source: str) -> Any:
 
 
 def _trace_name(node: fx.Node, op: Op, plan: Plan) -> str:
-    """What a trace shows of a statement: its stream, its kind, and its segment or bucket."""
+    """The name of a statement in traces: its stream, its kind, and its segment or bucket."""
     name = f"zc {stream_of(node)} | {kind_of(node)}"
     if isinstance(op, Segment):
         return f"{name} {op.key}"

@@ -1,5 +1,5 @@
-"""What a schedule's nodes take: bytes and FLOPs over ceilings. For pictures alone: a decision between schedules may use
-no size that a rank could have for itself.
+"""How long a schedule's nodes take: bytes and FLOPs over ceilings. For pictures alone, since a decision between
+schedules must not depend on a size that differs between ranks.
 
     microseconds = launch + max(FLOPs / ceiling, bytes / bandwidth)         (the roofline: Williams et al., CACM 2009)
 
@@ -46,7 +46,7 @@ class Ceilings(NamedTuple):
 CEILINGS = {
     # one thread of an AMD EPYC with AVX512-BF16 (bench/kernels.py, matmuls of 512 to 2048), two ranks over gloo
     "cpu": Ceilings(80e3, 200e3, 8e3, 3.5e3, 10.0),
-    # round numbers between those of the present data-centre GPUs and their links; not measured
+    # round numbers between those of current data-centre GPUs and their links; not measured
     "cuda": Ceilings(60e6, 400e6, 2e6, 2e5, 5.0),
 }
 
@@ -78,8 +78,8 @@ _ALIKE: dict[Any, Any] = {  # the counter knows a CPU's attention by no name
 
 
 def flops(node: fx.Node) -> float:
-    """Of one ATen node, as torch's flop counter counts: matmuls, convolutions and attention; 0 for the rest, which
-    memory bounds."""
+    """The FLOPs of one ATen node, as torch's flop counter has them: matmuls, convolutions and attention; 0 for all
+    others, which memory bounds."""
     packet = getattr(node.target, "overloadpacket", None)
     count = flop_registry.get(_ALIKE.get(packet, packet))
     if count is None:
@@ -150,7 +150,7 @@ def _nbytes(val: Any) -> float:
 
 
 def _sized(val: Any) -> Any:
-    """A value of constant sizes, of which the counter takes the shape."""
+    """A value of constant sizes: the flop counter reads its shape."""
     if isinstance(val, (tuple, list)):
         return [_sized(v) for v in val]
     if isinstance(val, torch.Tensor):
@@ -163,5 +163,5 @@ def _numel(shape: Any) -> float:
 
 
 def _int(size: Any) -> int:
-    """A symbolic size counts as 1: nothing is guarded on for a picture's sake."""
+    """A symbolic size counts as 1: a picture is no reason for a guard."""
     return size if isinstance(size, int) else 1

@@ -9,9 +9,9 @@ graph.
                    a view of, meta["buffer"]
     output         what it returns is on the main stream at the end
 
-Every node but placeholder, getitem and output has ``meta["stream"]``. The host stream is the processor. It alone,
-copies on the copy stream, and the thread that issues schedules touch host memory; what that thread did there itself is
-done when a schedule begins (docs/proof.md).
+Every node but placeholder, getitem and output has ``meta["stream"]``. The host stream is the processor. Only it, copies
+on the copy stream, and the thread that issues schedules access host memory; that thread's own accesses are done when a
+schedule begins (docs/proof.md).
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def op_of(node: fx.Node) -> Op | None:
-    """What a node is; None for what does not run on a stream. Raises PassError where it does not look like its kind."""
+    """The record of a node; None: it does not run on a stream. PassError: it does not look like its kind."""
     if not is_schedule_node(node):
         return None
     cached = node.meta.get("record")
-    if cached is not None and cached[0] is node.args and cached[1] is node.kwargs:  # whoever changes a node sets others
+    if cached is not None and cached[0] is node.args and cached[1] is node.kwargs:  # a change replaces these
         op: Op = cached[2]
         return op
     kind = _KINDS[node.target]
@@ -99,7 +99,7 @@ def steps(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def ops(graph: fx.Graph) -> Iterator[tuple[fx.Node, Op]]:
-    """The same with what each is."""
+    """The same with their records."""
     return ((node, op) for node in graph.nodes if (op := op_of(node)) is not None)
 
 
@@ -152,7 +152,7 @@ def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
 
 
 def _accesses_of(op: Op, field: str) -> Iterator[Access]:
-    buffer, extents = op.buffers[field], op.extents(field)
+    buffer, extents = getattr(op, field), op.extents(field)
     if extents is None:
         yield Access(buffer)
     else:
@@ -196,12 +196,12 @@ def summary(graph: fx.Graph) -> dict[str, int]:
 
 
 def text(graph: fx.Graph) -> str:
-    """The schedule, one line a node: stream, kind, arguments."""
+    """The schedule, one line per node: stream, kind, arguments."""
     lines = []
     for node in steps(graph):
-        made = ", ".join(f"%{n.name}" for n in results(node))
+        returned = f"{', '.join(f'%{n.name}' for n in results(node))} = " if results(node) else ""
         args = ", ".join([*(str(a) for a in node.args), *(f"{key}={a}" for key, a in node.kwargs.items())])
-        lines.append(f"{node.meta.get('stream', '-'):>10} | {made + ' = ' if made else ''}{kind_of(node)}({args})")
+        lines.append(f"{node.meta.get('stream', '-'):>10} | {returned}{kind_of(node)}({args})")
     return "\n".join(lines)
 
 

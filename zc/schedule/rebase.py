@@ -42,27 +42,29 @@ def shifts(plan: Plan, names: Mapping[str, str]) -> dict[int, Shift] | None:
     """How to rebase a schedule for the parameters ``names`` on those that they are mapped to, by bucket; None: their
     places differ by more than that."""
     where = plan.slot_of()
-    found: dict[int, Shift] = {}
+    moves: dict[int, Shift] = {}
     counts: dict[int, int] = {}
     for old, new in names.items():
         if old not in where or new not in where:
             return None
-        (bucket, slot), (to_bucket, to_slot) = where[old], where[new]
-        own, its = plan.bucket(bucket).slots[slot], plan.bucket(to_bucket).slots[to_slot]
-        shift = Shift(to_bucket, to_slot - slot, its.offset - own.offset)
-        if found.setdefault(bucket, shift) != shift or (own.shape, own.strides) != (its.shape, its.strides):
+        (bucket, number), (to_bucket, to_number) = where[old], where[new]
+        slot, to_slot = plan.bucket(bucket).slots[number], plan.bucket(to_bucket).slots[to_number]
+        shift = Shift(to_bucket, to_number - number, to_slot.offset - slot.offset)
+        if moves.setdefault(bucket, shift) != shift:
+            return None
+        if (slot.shape, slot.strides) != (to_slot.shape, to_slot.strides):
             return None
         counts[bucket] = counts.get(bucket, 0) + 1
-    if len({shift.bucket for shift in found.values()}) < len(found):
+    if len({shift.bucket for shift in moves.values()}) < len(moves):
         return None
-    for bucket, shift in found.items():
+    for bucket, shift in moves.items():
         here, there = plan.bucket(bucket), plan.bucket(shift.bucket)
         is_whole = counts[bucket] == len(here.slots)
         if is_whole != (counts[bucket] == len(there.slots)) or _dtypes(here) != _dtypes(there):
             return None
         if is_whole and (shift[1:] != (0, 0) or here.numel != there.numel):
             return None
-    return found
+    return moves
 
 
 def _dtypes(bucket: Bucket) -> tuple[Any, ...]:
@@ -72,8 +74,8 @@ def _dtypes(bucket: Bucket) -> tuple[Any, ...]:
 def rebased(
     graph: fx.Graph, plan: Plan, names: Mapping[str, str], moves: Mapping[int, Shift], turn: int
 ) -> fx.Graph:
-    """A copy of a finished schedule for the parameters that ``names`` maps its own to. Its nodes go where ``moves``
-    says, and its rings turn by ``turn`` writes. What it owes follows from ``names`` alone, so `verify` would see a
+    """A copy of a finished schedule, for the parameters that ``names`` maps its own to. Its nodes go where ``moves``
+    says, and its rings turn by ``turn`` writes. Its debt follows from ``names`` alone, so `verify` would refuse a
     gradient that has moved to another place."""
     where = plan.slot_of()
     targets = {where[old]: where[new] for old, new in names.items()}

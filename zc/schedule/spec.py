@@ -414,8 +414,8 @@ class Gather(Weights):
 
 
 class EncodeUpdate(Move, role=Role.WEIGHTS):
-    """dst <- what this rank's masters are ahead of the weights src, encoded. Masters are written, like src, on the main
-    stream alone, before the schedule or after it; so what orders src orders them."""
+    """dst <- what this rank's masters are ahead of the weights src, encoded. Like src, only the main stream writes
+    masters, before the schedule or after it; so the order of src is theirs, too."""
 
     contents = (
         Row("src", "flat_param gathered", (OLD,), BEHIND, "differs"),
@@ -491,8 +491,8 @@ class GatherWeights(GatherShards):
 
 @dataclass(frozen=True)
 class GatherEncoded(GatherShards, writes=("dst", "via")):
-    """Weights that leave a host encoded: each rank encodes its shard into its row of via, the rows come together
-    there, and each rank decodes all of them, its own included. So all ranks read the same values."""
+    """Weights that leave a host encoded: each rank encodes its shard into its row of via, all rows are gathered there,
+    and each rank decodes all of them, its own included. So all ranks read the same values."""
 
     via: Buffer
 
@@ -500,7 +500,7 @@ class GatherEncoded(GatherShards, writes=("dst", "via")):
 
 
 def gather_node(plan: Plan, bucket: int, dst: Buffer, start: int, stop: int) -> GatherShards:
-    """What gathers the weights of a bucket for a forward or backward."""
+    """The node that gathers the weights of a bucket for a forward or backward."""
     src = Buffer("weight", bucket)
     if plan.encodes_weights(plan.bucket(bucket)):
         return GatherEncoded(bucket, dst, src, start, stop, Buffer("update", 0))
@@ -522,8 +522,8 @@ class ReadWeights(Op, role=Role.WEIGHTS, reads=("buffer",)):
 
 @dataclass(frozen=True)
 class FreeWeights(BucketOp, role=Role.WEIGHTS, reads=("buffer",)):
-    """Bytes [start, stop) of the buffer may be gathered into again. It counts as a read, the last one: what the graph
-    of the last `ReadWeights` reads there comes between the two."""
+    """Bytes [start, stop) of the buffer may be gathered into again. It counts as their last read: the reads of the
+    graph after the last `ReadWeights` come before it."""
 
     buffer: Buffer
     start: int
