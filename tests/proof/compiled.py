@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives
+from producers import spread_producers
 from simulation import Case
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +30,6 @@ from zc.engine.runtime import Runtime
 from zc.passes.base import Pass, copy_graph
 from zc.passes.debt import Debt, debt_of
 from zc.passes.pipeline import pipeline
-from zc.passes.place_on_streams import spread_producers
 from zc.passes.runner import run_passes
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Plan

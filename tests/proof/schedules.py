@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from producers import spread_producers
 from simulation import Case
 from torch import fx
 
 from zc.config import Config
 from zc.engine.overlap_gather import gather_graph, publish_graph
 from zc.offload.host_step import step_graph
-from zc.passes import cut_forward, insert_events, offload_gradients, place_on_streams, reduce_buckets, signal_peers
+from zc.passes import cut_forward, insert_events, offload_gradients, reduce_buckets, signal_peers
 from zc.passes.debt import Debt
 from zc.planning.layout import Rule
 from zc.planning.packing import ParamSpec, make_plan
@@ -215,7 +216,7 @@ def forward(plan: Plan, layers_a_bucket: int = 1) -> fx.Graph:
 def placed(plan: Plan, graph: fx.Graph, debt: Debt = NOTHING_OWED, producers: int = 1) -> fx.Graph:
     """With its streams and events; what it owes, and under which plan, goes with it."""
     signalled = signal_peers.run(graph, plan)
-    new = insert_events.run(place_on_streams.spread_producers(producers).run(signalled, plan), plan)
+    new = insert_events.run(spread_producers(producers).run(signalled, plan), plan)
     new.output_node().meta.update(debt=debt, plan=plan)
     return new
 
