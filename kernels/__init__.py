@@ -1,7 +1,7 @@
-"""Kernels on the way of a gradient: each a torch reference (the CPU path) and a Triton kernel of the same meaning.
+"""Kernels for gradients and weights: each a torch reference (the CPU path) and a Triton kernel of the same meaning.
 
 Every function checks its arguments first (``ValueError`` that names both values), writes into tensors that the caller
-owns, keeps no state, and knows tensors only: no ranks, no plan. Where Triton kernels can't run, the references do, and
+owns, keeps no state, and knows tensors only: no ranks, no plan. Where Triton kernels can't run, the references run, and
 ``why_reference()`` says why.
 """
 

@@ -1,4 +1,4 @@
-"""Where the blocks of a tensor lie in the bytes that travel: `encode_blocks` writes them, `decode_blocks` reads them.
+"""Where the blocks of a tensor lie in the bytes that are sent: `encode_blocks` writes them, `decode_blocks` reads them.
 
 A block is 256 elements. An encoded one becomes 256 integers of 8 bits, or 128 bytes with two of 4 bits each, and one
 fp32 scale. An exact one becomes 256 fp32 numbers. Blocks of either kind stand in *runs*.

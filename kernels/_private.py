@@ -1,4 +1,4 @@
-"""What the references use of torch's private names. Kernels import nothing of zc, so these are not with zc's own."""
+"""Private names of torch that the references use. Kernels import nothing of zc, so these are not in torch_private."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def copy_all_(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Each tensor into the one at its place, cast. On CPU a loop of copy_ in C++: 1 us a tensor less than one in
+    """Each tensor into the one at its place, cast. On CPU a loop of copy_ in C++: 1 us per tensor less than one in
     Python. (``torch._foreach_copy_``, what torch.optim and FSDP2 copy with, 2.1 to 2.15.)"""
     torch._foreach_copy_(list(to), list(tensors))
 

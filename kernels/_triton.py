@@ -48,7 +48,7 @@ def why_reference() -> str | None:
 
 
 def note_of(device: torch.device) -> str | None:
-    """What a user of ``device`` should know: that its kernels are slower than need be, and what to install."""
+    """A note for users of ``device`` where its kernels are slower than need be: why, and what to install."""
     why = why_reference() if device.type == "cuda" else None
     if why is None:
         return None

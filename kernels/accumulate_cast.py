@@ -1,7 +1,7 @@
 """``accumulate_cast``: the gradients of a bucket added into stage 1's fp32 accumulator, in one launch.
 
-Bytes moved: each gradient read once, its slot read and written once (bf16 into fp32: 10 bytes an element). Alignment as
-for ``flatten_cast``, with the same kernel, ``_slots.fill_slots``.
+Bytes moved: each gradient read once, its slot read and written once (bf16 into fp32: 10 bytes per element). Alignment
+as for ``flatten_cast``, with the same kernel, ``_slots.fill_slots``.
 """
 
 from __future__ import annotations

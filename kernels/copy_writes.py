@@ -1,6 +1,6 @@
 """``copy_writes``: copies what was written into low-precision weights to the fp32 masters that they were made of.
 
-Bytes moved where nothing was written, on a CPU: [N] of each read once (bf16: 6 bytes an element); a piece that
+Bytes moved where nothing was written, on a CPU: [N] of each read once (bf16: 6 bytes per element); a piece that
 differs is read again. On a GPU four of torch's own operations, some 20 bytes per element, and the host does not wait.
 """
 

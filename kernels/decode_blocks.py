@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # (Triton resolves the annotations of a kernel's parameters as types of its own, so they have none.)
-"""``sum_blocks`` and ``add_blocks``: what `encode_blocks` has made of gradients, and of differences of weights.
+"""``sum_blocks`` and ``add_blocks``: decode gradients, and differences of weights, that `encode_blocks` has encoded.
 
 Both launch one kernel. Bytes moved: 1.02 or 0.52 per element of each row, 4 written (read once more where it adds).
 """
@@ -20,7 +20,7 @@ __all__ = ["add_blocks", "decode_blocks_reference", "decode_blocks_triton", "sum
 
 @torch.no_grad()
 def sum_blocks(rows: Tensor, out: Tensor, blocks: Blocks, *, scale: float, add: bool) -> None:
-    """``s = ((rows[0] + rows[1]) + rows[2]) + ...`` of what each row stands for, in fp32; ``out = s * scale``, or
+    """``s = ((rows[0] + rows[1]) + rows[2]) + ...`` of the decoded rows, in fp32; ``out = s * scale``, or
     ``out += s * scale`` with ``add``. Rounded as in `reduce_rows`.
 
     Args:
@@ -36,7 +36,7 @@ def sum_blocks(rows: Tensor, out: Tensor, blocks: Blocks, *, scale: float, add: 
 
 @torch.no_grad()
 def add_blocks(wire: Tensor, out: Tensor, blocks: Blocks) -> None:
-    """``out += ``what encoded blocks stand for, in fp32, rounded to the dtype of ``out``; exact blocks replace it.
+    """``out +=`` the decoded blocks, in fp32, rounded to the dtype of ``out``; exact blocks replace their elements.
 
     Args:
         wire: bytes, contiguous, as ``blocks`` says.

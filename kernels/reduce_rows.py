@@ -20,7 +20,7 @@ __all__ = ["reduce_rows", "reduce_rows_reference", "reduce_rows_triton"]
 
 MOST_UNROLLED = 16  # rows: 34 to 70 registers of 255 on sm_90, none spilled
 GROUP = 8  # of more rows so many at a time. 4 to 11 loads of a thread come before its first addition (SASS, sm_90)
-BLOCK = 2048  # 8 elements a thread on NVIDIA (16) and AMD (256 threads of 8): a 128-bit access of bf16 on both
+BLOCK = 2048  # 8 elements per thread on NVIDIA (16) and AMD (256 threads of 8): a 128-bit access of bf16 on both
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 # (Triton resolves the annotations of a kernel's parameters as types of its own, so they have none.)
 """``sums_of_squares``: this rank's part of a gradient norm, of all parameters at once.
 
-Bytes moved: every tensor read once; on a GPU 8 bytes of partial sum for 8192 elements and 32 bytes of table a tensor.
+Bytes moved: every tensor read once; on a GPU 8 bytes of partial sum for 8192 elements and 32 bytes of table per tensor.
 128-bit loads where a tensor starts at 16 bytes.
 """
 
@@ -22,7 +22,7 @@ from zc.kernels._triton import cdiv, constexpr, jit, kernel, on_device, tl, use_
 
 __all__ = ["sums_of_squares", "sums_of_squares_reference", "sums_of_squares_triton"]
 
-BLOCK = 2048  # 8 elements a thread on NVIDIA (16) and AMD (256 threads of 8): a 128-bit load of bf16 on both
+BLOCK = 2048  # 8 elements per thread on NVIDIA (16) and AMD (256 threads of 8): a 128-bit load of bf16 on both
 PER_PROGRAM = 4 * BLOCK  # 6 M elements still give every processor of a large GPU several programs
 PARTIALS = 1024  # added at a time
 NUM_COLUMNS = 4  # ptr, numel, first_program, kind

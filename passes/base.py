@@ -40,6 +40,6 @@ def copy_graph(graph: fx.Graph, where: dict[fx.Node, fx.Node] | None = None) -> 
 
 
 def returned_by(graph: fx.Graph) -> list[Any]:
-    """What the graph returns, as a list."""
+    """The values that the graph returns, as a list."""
     returned: Any = graph.output_node().args[0]
     return list(returned) if isinstance(returned, (list, tuple)) else [returned]

@@ -1,4 +1,4 @@
-"""What a schedule owes: the gradients that the graph returned before the first pass. `verify` proves that they arrive.
+"""A schedule's debt: the gradients that its graph returned before the first pass. `verify` proves that they arrive.
 
 A backward graph, with ``w`` and ``b`` in slots 0 and 1 of bucket 2::
 

@@ -1,4 +1,5 @@
-"""The needed record/wait pairs, and no other: from the nodes' read and write sets alone, with a vector clock a stream.
+"""Inserts the record/wait pairs that are needed, and no other: from the nodes' accesses alone, with one vector clock
+per stream.
 
 Before and after, buffer ``flat_grad[0]`` written on compute and read on comm::
 
@@ -79,7 +80,7 @@ def _refuse_in_flight(node: fx.Node, op: Op, in_flight: dict[fx.Node, LaunchRedu
 
 
 def _owner_of(value: fx.Node) -> str:
-    """The stream that made a value, and whose allocations may reuse its storage."""
+    """The stream that returned a value, and whose allocations may reuse its storage."""
     return stream_of(maker(value))
 
 
@@ -94,8 +95,8 @@ def _values(graph: fx.Graph) -> Iterable[fx.Node]:
 
 
 def _crossing(graph: fx.Graph) -> list[fx.Node]:
-    """Values used on another stream than their own, which would take the storage back while they are in use. What the
-    output returns is the caller's to free: on the main stream, after the join."""
+    """Values used on another stream than their own, whose allocator would reuse the storage too early. A value that the
+    output returns is not among them: the caller frees it on the main stream, after the join."""
     return [
         v
         for v in _values(graph)

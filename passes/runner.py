@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did: seconds it took, and nodes before and after."""
+    """One run of a pass: its seconds, and the number of nodes before and after."""
 
     name: str
     seconds: float
@@ -56,7 +56,7 @@ def run_passes(
         try:
             new = step.run(graph, plan)
             new.lint()  # type: ignore[no-untyped-call, unused-ignore]
-            new.output_node().meta["debt"] = debt  # whatever a pass has done with it
+            new.output_node().meta["debt"] = debt  # no pass changes it
         except ZcError:
             raise
         except Exception as error:

@@ -39,7 +39,7 @@ from zc.schedule.spec import Event, Release, Sync, WaitEvent
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was proved: counts, and no race and no redundant wait (there is no Verdict otherwise)."""
+    """A schedule is proved: its counts. It has no race and no redundant wait, or there would be no Verdict."""
 
     nodes: int
     streams: int

@@ -411,7 +411,7 @@ def compiled_block_call(backend: Callable[..., Any], *, dynamic: bool | None = N
 
 
 def class_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What ``module(...)`` does by its class, whatever `set_call` has set."""
+    """``Module._call_impl`` of the module's class, whatever `set_call` has set."""
     return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 

@@ -40,7 +40,7 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[...
     ``blocks`` it compiles those of one kind, and one graph runs for all of them.
 
     Lifetime: the backend and everything that it compiles hold the runtime weakly, and own no program. Dynamo keeps
-    compiled graphs by code object, in C, out of sight of Python's collector, so whatever they own would outlive the
+    compiled graphs by code object, in C, out of sight of Python's collector, so anything they own would outlive the
     model. When a parameter dies, the graphs that are guarded by its identity die with it.
     """
     on_cpu = runtime.plan.buckets[0].device.type == "cpu"

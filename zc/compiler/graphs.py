@@ -118,7 +118,7 @@ class CompiledGraph(ABC):
         return None if self.inside is None else self.inside.name
 
     def name_in(self, member: str | None, name: str) -> str:
-        """What a parameter of the graph is called in a block; None: in the one that the graph was traced for."""
+        """The name of the parameter of a block that stands for one of the graph's; None: of the graph's own block."""
         return name if self.inside is None or member is None else self.inside.in_block(name, member)
 
     def member_of(self, args: Sequence[Any]) -> str | None:

@@ -25,9 +25,8 @@ from zc.planning.plan import NUM_HOST_SUMS, Bucket, Plan
 from zc.schedule import spec
 from zc.schedule.arguments import written
 from zc.schedule.buffer import Buffer, carried_by, carried_event
+from zc.schedule.contents import AT_ENTRY
 from zc.schedule.nodes import op_of
-
-_PER_BUCKET = ("acc", "host", "master", "flat_param", "gathered")  # the others are rings, or shared by all buckets
 
 
 class Shift(NamedTuple):
@@ -82,7 +81,7 @@ def rebased(
     rings = {"flat_grad": plan.num_buffers, "host_sum": NUM_HOST_SUMS, "staging": plan.num_staging}
 
     def buffer(old: Buffer) -> Buffer:
-        if old.kind in _PER_BUCKET:
+        if old.kind in AT_ENTRY:  # it lasts, so it is numbered by bucket; others are rings, or shared by all buckets
             return Buffer(old.kind, moves[old.index].bucket)
         size = rings.get(old.kind, 0)
         return Buffer(old.kind, (old.index + turn) % size) if size else old
