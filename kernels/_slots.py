@@ -3,8 +3,8 @@
 """Fills the slots of a flat buffer, each from one gradient, in one launch whatever their number.
 
 A table on the device has one row of int64, 96 bytes, per slot or gap between slots, so that a launch serves any number
-of them. A column holds the first program of each row, ascending: a program finds its row by a binary search over it
-(log2 of the rows, in L1 after a processor's first program), then moves one block of the slot, or some tiles::
+of them. A column holds the first program of each row, ascending, and a program finds its row by a binary search over
+it: log2 of the rows, in L1 after a processor's first program. It moves one block of the slot, or some tiles::
 
     column    0    1       2      3              4      5..7         8..11
               ptr  offset  numel  first_program  kind   sizes[1:4]   strides (elements)

@@ -1,8 +1,8 @@
 """Part (f) of the proof: no rank reads what another one is writing, and each signal between ranks is needed.
 
-All ranks run the same schedule, so the other one's is this one: a node here stands for that of every rank. Where node
-``a`` reads a buffer of the others and node ``w`` writes that buffer, ``w`` of one rank and ``a`` of another are ordered
-by a signal and the wait that it ends, the k-th of one kind on a buffer with the k-th, and by nothing else::
+All ranks run the same schedule, so a node here stands for that of every rank. Let node ``a`` read a buffer of the
+other ranks, and node ``w`` write that buffer. Only a signal and the wait that it ends order ``w`` of one rank and ``a``
+of another. The k-th signal of one kind on a buffer ends the k-th wait::
 
     rank 0:  w -> signal_full(k)                       a -> signal_free(k)
                        |                                         |

@@ -9,8 +9,8 @@ there (`zc.schedule.contents`). Bucket 2 in stage 2::
     wait_reduce(2, %w, "recv[0]", "flat_grad[0]")      recv[0]: flight -> rows
     accumulate(2, "acc[2]", "recv[0]")                 recv[0]: rows -> nothing; acc[2]: sum -> total
 
-So a gradient that is overwritten before it was sent is a fault, and so are rows that no accumulate took, and a second
-reduction of one bucket (deepspeed#7985, deepspeed#7981, deepspeed#7366). On top of that:
+So these are faults: a gradient that is overwritten before it was sent, rows that no accumulate takes, and a second
+reduction of one bucket (deepspeed#7985, #7981 and #7366). On top of that:
 
 - A node that takes a ``gradient`` takes a whole one: flatten_cast or accumulate_cast (with spans) and wgrad_into have
   written each element of the bucket once, padding included, and each slot where the plan lays it out.

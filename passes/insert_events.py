@@ -17,8 +17,8 @@ its ``release`` at the first place on its own stream that is ordered after all u
 streams beside the main stream are joined into it at the end. Without plan.overlap all is on one stream, and the pass
 inserts nothing.
 
-No wait is redundant: the pass puts one in front of a node only for a conflict that neither the nodes before it nor the
-other waits there order, and later waits order later nodes only. Vector clocks: Mattern 1989; FastTrack, PLDI 2009.
+No wait is redundant. The pass puts one in front of a node only for a conflict that neither the nodes before it nor the
+other waits there order. Later waits order later nodes only. Vector clocks: Mattern 1989; FastTrack, PLDI 2009.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def _uncovered(timeline: Timeline, lasting: set[str], shared: frozenset[Buffer])
 def _join_main(
     graph: fx.Graph, sides: list[str], late: list[fx.Node], uncovered: list[Point], timeline: Timeline
 ) -> None:
-    """The end of the main stream comes after the compute streams beside it, every use of a value that is returned or
-    released ``late``, and every use that no carried event stands for. All in one, so that no wait implies another."""
+    """Orders the end of the main stream after the compute streams beside it, all uses of values that are returned or
+    released ``late``, and uses that no carried event stands for. All at once, so that no wait implies another."""
     points: dict[str, int] = {side: timeline.length(side) for side in sides}
     for side, position in uncovered:
         points[side] = max(points.get(side, 0), position)

@@ -9,7 +9,7 @@ Accumulators in host memory visit the device for each backward, through a ring o
                                                           accumulate(0, "staging[0]", "recv[0]")
                                                           copy_to_host(0, "host[0]", "staging[0]")
 
-If the ring has two buffers, each copy to the device comes one bucket early, after the write of the bucket before, so
+If the ring has two buffers, each copy to the device comes one bucket early, after the write of the bucket before. So
 the bus works while that bucket is reduced. In stage 1 the whole partial sum visits the device, and ``accumulate_cast``
 and the launch use the staging buffer instead of ``acc[0]``.
 

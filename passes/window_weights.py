@@ -14,7 +14,7 @@ backward, so the graph returns it::
                                               take_weights(())
                                               output (%mm_1, %p)
 
-A window gets one more bucket as long as its bytes leave room for the next window's under `Plan.weight_cap`, so a block
+A window gets one more bucket as long as its bytes leave room for the next window's under `Plan.weight_cap`. So a block
 whose buckets fit is one window and one segment. All weights that one module reads come in one window if they fit: ranks
 that exchange messages gather in one order, and may run different graphs (an addmm of one row is a product and a sum).
 Values made of parameters alone (views, casts) are made anew in each window that reads them. A view of a weight that

@@ -13,8 +13,8 @@ stage 1 the buffer is acc[2], accumulate_cast comes first (it empties or keeps t
 adds in fp32, or overwrites where the accumulator was empty.
 
 ``how``: "mm" for mm and bmm, whose result may pass through views that keep the order of its elements (a transpose of a
-transpose, a reshape); "scatter" for the gradient of an embedding, whose slot is zeroed first, "rows" for that of a
-weight's rows by number (``weight[index]``), and of an embedding as torch 2.11 and 2.12 have it::
+transpose, a reshape); "scatter" for the gradient of an embedding, whose slot is zeroed first. "rows" is for that of a
+weight's rows by number (``weight[index]``), and of an embedding in torch 2.11 and 2.12::
 
     %rows = aten.where(%is_padding, 0.0, %g)
     %grad = aten.index_put(%zeros, [%index], %rows, True)    ->    wgrad_into(..., %index, %rows, how="rows")

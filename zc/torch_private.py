@@ -538,9 +538,9 @@ def guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
     Dynamo compiles a function at most ``recompile_limit`` times for the same modules among its local variables, as long
     as it guards their identity (torch/_dynamo/cache_size.py). Many instances of one class are then no recompiles.
 
-    Relies on ``meta["grapharg"].source`` of Dynamo's placeholders, whose chain of ``base`` ends at the local variable
-    below an UnspecializedNNModuleSource if that is a module, and on the guards still being open while the backend runs
-    (TracingContext.guards_context): all as in 2.11 to 2.15.
+    Relies on ``meta["grapharg"].source`` of Dynamo's placeholders. Its chain of ``base`` ends at the local variable,
+    below an UnspecializedNNModuleSource if that is a module. Relies also on the guards being open while the backend
+    runs (TracingContext.guards_context). All as in 2.11 to 2.15.
     """
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import LocalSource, UnspecializedNNModuleSource
