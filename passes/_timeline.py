@@ -28,7 +28,7 @@ class _Touch:
 
 
 class Timeline:
-    """State of one walk. ``order`` puts records and waits into the graph, ``advance`` moves past a node."""
+    """State of one walk. `visit` puts the records and waits that a node needs into the graph, and moves past it."""
 
     def __init__(self, graph: fx.Graph, shared: frozenset[Buffer], prefix: str) -> None:
         self.graph, self.shared, self.prefix = graph, shared, prefix
@@ -42,11 +42,16 @@ class Timeline:
         self._events: dict[Point, str] = {}  # recorded already
         self._last: dict[tuple[Place, str], Point] = {}  # buffer, stream -> last touch
 
-    def needed(self, node: fx.Node) -> list[Point]:
+    def visit(self, node: fx.Node) -> None:
+        reads, writes = accesses(node)
+        touched = [(access, False) for access in reads] + [(access, True) for access in writes]
+        self.order(node, self._needed(node, touched))
+        self._advance(node, touched)
+
+    def _needed(self, node: fx.Node, touched: list[tuple[Access, bool]]) -> list[Point]:
         """Points that ``node`` conflicts with and is not ordered after, without those that another one implies."""
         stream, latest, points = stream_of(node), dict[str, int](), list[tuple[Place, Point]]()
-        reads, writes = accesses(node)
-        for access, is_write in [(a, False) for a in reads] + [(a, True) for a in writes]:
+        for access, is_write in touched:
             for touch in self.touches.setdefault(access.buffer, self._entry(access.buffer)):
                 conflict = (is_write or touch.writes) and overlap(access, touch.access)
                 if conflict and not self._knows(self.clocks.setdefault(stream, {}), stream, touch.point):
@@ -65,7 +70,7 @@ class Timeline:
         return [p for p in points if p not in implied]
 
     def order(self, node: fx.Node, points: list[Point]) -> None:
-        """Waits in front of ``node``, and the records that they wait for, unless those are there already."""
+        """Puts waits for ``points`` in front of ``node``, and the records that they wait for if there are none yet."""
         stream = stream_of(node)
         clock = self.clocks.setdefault(stream, {})
         for point in points:
@@ -74,14 +79,13 @@ class Timeline:
             for key, reached in {**self._snapshots.get(point, {}), source: position}.items():
                 clock[key] = max(clock.get(key, -1), reached)
 
-    def advance(self, node: fx.Node) -> None:
+    def _advance(self, node: fx.Node, touched: list[tuple[Access, bool]]) -> None:
         stream = stream_of(node)
         clock = self.clocks.setdefault(stream, {})
         clock[stream] = clock.get(stream, 0) + 1
         point = (stream, clock[stream])
         self.nodes[point], self._points[node], self._snapshots[point] = node, point, dict(clock)
-        reads, writes = accesses(node)
-        for access, is_write in [(a, False) for a in reads] + [(a, True) for a in writes]:
+        for access, is_write in touched:
             touches = self.touches[access.buffer]
             if is_write:  # an access that conflicts with a covered touch conflicts with this later one, too
                 touches = [t for t in touches if not _covers(access, t.access)]

@@ -48,8 +48,7 @@ def run(graph: fx.Graph, plan: Plan, prefix: str = "e") -> fx.Graph:
     in_flight: dict[fx.Node, LaunchReduce] = {}
     for node, op in nodes:
         _refuse_in_flight(node, op, in_flight)
-        timeline.order(node, timeline.needed(node))
-        timeline.advance(node)
+        timeline.visit(node)
     sides = sorted({stream_of(node) for node, _ in nodes} - {MAIN})
     lasting = {b.carrier for b in timeline.touches if isinstance(b, Buffer)}
     values = {s: [v for v in _crossing(new) if _owner_of(v) == s] for s in (MAIN, *sides)}
@@ -70,9 +69,9 @@ def _refuse_in_flight(node: fx.Node, op: Op, in_flight: dict[fx.Node, LaunchRedu
     """No wait can order a node after a completion that is issued later."""
     if isinstance(op, WaitReduce):
         in_flight.pop(op.work, None)
-    reads, writes = accesses(node)
-    for launch, flying in in_flight.items():
-        touched = {a.buffer for a in reads} & {flying.dst} or {a.buffer for a in writes} & {flying.dst, flying.src}
+    for launch, exchange in in_flight.items():
+        read, written = ({access.buffer for access in group} for group in accesses(node))
+        touched = read & {exchange.dst} or written & {exchange.dst, exchange.src}
         if touched:
             raise PassError(f"{node.name} touches {min(map(str, touched))} while {launch.name} is in flight")
     if isinstance(op, LaunchReduce):
@@ -125,8 +124,7 @@ def _release_late(graph: fx.Graph, values: list[fx.Node], stream: str, timeline:
     if values:
         with graph.inserting_before(graph.output_node()):
             node = put(graph, Release(tuple(values)), stream=stream)
-        timeline.order(node, timeline.needed(node))
-        timeline.advance(node)
+        timeline.visit(node)
 
 
 def _uncovered(timeline: Timeline, lasting: set[str], shared: frozenset[Buffer]) -> list[Point]:
