@@ -701,10 +701,23 @@ def watching_collectives(call: Callable[[str], None]) -> contextlib.AbstractCont
     return _Watching(call)
 
 
-def step_frame() -> types.FrameType:
-    """From a function that a step hook of an optimizer calls: the frame of the step that runs the hook. Relies on pre-
-    and post-hooks being called by one frame, that of torch's wrapper around ``step`` (2.11 to 2.15)."""
-    return sys._getframe(3)
+def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
+    """From a step hook: whether the step that runs it was called by another step of this optimizer, which has not ended.
+
+    torch wraps the ``step`` of every class that has an instance, and the wrapper runs the object's hooks. If the process
+    also has an optimizer of the parent class, ``super().step()`` runs the hooks again in the middle of the update.
+
+    Looks at the stack and keeps no frame of it: a frame keeps the caller's variables, so after a step that raised the
+    model would live on. Relies on hooks being called by torch's wrapper around ``step``, whose ``self`` is the optimizer
+    or an object with its ``__dict__`` (2.11 to 2.15).
+    """
+    wrapper = sys._getframe(2)
+    frame = wrapper.f_back
+    while frame is not None:
+        if frame.f_code is wrapper.f_code and frame.f_locals["self"].__dict__ is optimizer.__dict__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def has_later_step_hook(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> bool:

@@ -145,16 +145,16 @@ def _end_job(is_fine: bool) -> None:
             dist.barrier()
     dist.destroy_process_group()  # a failed rank does so at once: whoever waits for it gets an error, not a timeout
     collect()
+    gc.freeze()  # what is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s
 
 
 def collect() -> None:
-    """Between two jobs, or two cases of one."""
+    """Between two cases of a job. It freezes nothing: what a case has left alive may be garbage later."""
     import torch._dynamo
 
-    torch._dynamo.reset()  # its caches hold models, and what is frozen with them (threads, connections) would stay
+    torch._dynamo.reset()  # its caches hold models
     for _ in range(2):  # the first frees compiled graphs, which let go of models then
         gc.collect()
-    gc.freeze()  # what is alive between jobs (modules, caches) stays: to walk it each time takes 0.2 s
 
 
 if __name__ == "__main__":

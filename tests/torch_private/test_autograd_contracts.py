@@ -216,12 +216,9 @@ def test_collectives_are_seen(tmp_path: Path) -> None:
     assert len(seen) == 2 and "allreduce" in seen[0] and "allgather" in seen[1]
 
 
-@contract("step_frame", "step hooks being called by the frame of torch's wrapper around step")
-def test_hooks_of_one_step_have_one_frame() -> None:
-    frames: list[Any] = []
-
-    def seen() -> None:
-        frames.append(torch_private.step_frame())
+@contract("is_nested_step", "step hooks being called by torch's wrapper around step, whose self is the optimizer")
+def test_a_step_inside_another_step_of_the_optimizer_is_nested() -> None:
+    nested: list[tuple[str, bool]] = []
 
     class Parent(torch.optim.SGD):
         pass
@@ -230,13 +227,25 @@ def test_hooks_of_one_step_have_one_frame() -> None:
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
             return super().step(closure)
 
-    Parent([nn.Parameter(torch.ones(2))], lr=0.1)  # from now on its step is wrapped
-    optimizer = Child([nn.Parameter(torch.ones(2))], lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: seen())
-    optimizer.register_step_post_hook(lambda *_: seen())
+    other = Parent([nn.Parameter(torch.ones(2))], lr=0.1)  # from now on its step is wrapped
+
+    def watched(name: str, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            nested.append((name, torch_private.is_nested_step(optimizer)))
+
+        optimizer.register_step_pre_hook(hook)
+        optimizer.register_step_post_hook(hook)
+        return optimizer
+
+    optimizer = watched("child", Child([nn.Parameter(torch.ones(2))], lr=0.1))
     optimizer.step()
-    outer, inner, inner_end, outer_end = frames
-    assert outer is outer_end and inner is inner_end and outer is not inner
+    assert nested == [("child", False), ("child", True), ("child", True), ("child", False)]
+
+    nested.clear()
+    watched("other", other)
+    optimizer.register_step_pre_hook(lambda *_: other.step())  # another optimizer's step inside is an update of its own
+    optimizer.step()
+    assert [is_nested for name, is_nested in nested if name == "other"] == [False] * 4
 
 
 class _Watching(TorchDispatchMode):

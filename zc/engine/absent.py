@@ -189,20 +189,22 @@ class Absent:
     ) -> None:
         self.why = why
         self._get_bytes, self._load = weakref.WeakMethod(get_bytes), weakref.WeakMethod(load)
-        self._params: list[nn.Parameter] = []
+        # weak: `_OWNERS` keeps this object as long as any of its parameters lives
+        self._params: list[weakref.ref[nn.Parameter]] = []
 
     def leave(self, params: Iterable[nn.Parameter]) -> None:
         """From now on a read of these parameters is refused or gathers their bytes. Skips empty parameters."""
         for param in params:
             if type(param) is nn.Parameter and param.numel() > 0:
                 param.__class__ = AbsentParameter
-                self._params.append(param)
+                self._params.append(weakref.ref(param))
                 _OWNERS[param] = self
 
     def release(self) -> None:
         """Makes them plain parameters again. The caller then sees to their bytes."""
-        for param in self._params:
-            param.__class__ = nn.Parameter
+        for ref in self._params:
+            if (param := ref()) is not None:
+                param.__class__ = nn.Parameter
         self._params.clear()
 
     @staticmethod

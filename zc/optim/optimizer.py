@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from zc import torch_private
 from zc.engine.memory_order import flattened, in_shape
 from zc.engine.owners import gather_whole
 from zc.errors import ZcError
@@ -25,7 +26,6 @@ from zc.optim.closures import Arguments, Closures
 from zc.optim.grad_shards import GradShards
 from zc.optim.groups import without_empty_groups
 from zc.optim.kinds import is_elementwise, is_known
-from zc.optim.nesting import Nesting
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_grad import SliceGrad
 from zc.optim.trials import keeps_state_by_parameter, takes_empty_groups
@@ -54,7 +54,7 @@ class ShardedOptimizer:
         self._slice_grads: dict[str, SliceGrad] = {}
         self._given: dict[str, Tensor | None] = {}  # what each slice has as .grad, by zc
         self.grad_shards, self._writes = grad_shards, writes
-        self._closures, self._nesting = Closures(optimizer), Nesting()
+        self._closures = Closures(optimizer)
         self._was_unscaled = False  # by a GradScaler, which has not called step() since
         self._zeroed: set[str] = set()  # slices that a loop over all of them has made zeros so far
         # each group's parameters, the same on every rank, trainable ones by name: for checkpoints
@@ -230,7 +230,7 @@ class ShardedOptimizer:
             self.zero_grad(set_to_none=False)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        if not self._nesting.begins():
+        if torch_private.is_nested_step(optimizer):
             return None
         self._was_unscaled = False
         arguments = self._closures.run(optimizer, args, kwargs)
@@ -253,7 +253,7 @@ class ShardedOptimizer:
         return arguments
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._nesting.ends():
+        if torch_private.is_nested_step(optimizer):
             return
         if self.offload is not None:
             self.offload.after(self._changed())

@@ -1,0 +1,91 @@
+"""A model that its program drops goes, whatever has happened to it: its memory, and the threads of its groups."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import mlp
+from torch import nn
+
+import zc
+from zc.ranks.process_groups import ProcessGroups
+
+
+def assert_freed(params: list[weakref.ref[nn.Parameter]]) -> None:
+    """The comm stream's thread may still work for the model."""
+    for _ in range(500):
+        gc.collect()
+        if all(param() is None for param in params):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{sum(param() is not None for param in params)} parameters live on")
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(3, 16)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_dropped_model_is_freed(stage: int) -> None:
+    def program() -> list[weakref.ref[nn.Parameter]]:
+        model = mlp()
+        zc.compile(model, optimizer := torch.optim.AdamW(model.parameters()), stage=stage, backend="eager")
+        train(model, optimizer)
+        return [weakref.ref(param) for param in model.parameters()]
+
+    assert_freed(program())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_model_whose_step_raised_is_freed(stage: int) -> None:
+    """zc may keep nothing of the step: its frame has the caller's variables, and the loss among them keeps the graph,
+    in which Python's collector sees no cycle."""
+
+    def program() -> list[weakref.ref[nn.Parameter]]:
+        model = mlp()
+        zc.compile(model, optimizer := torch.optim.AdamW(model.parameters()), stage=stage, backend="eager")
+        loss = model(torch.ones(3, 16)).square().sum()
+        loss.backward()
+
+        def closure() -> torch.Tensor:
+            raise KeyError("of the caller")
+
+        has_raised = False
+        try:  # pytest.raises would keep the traceback, and so the loss
+            optimizer.step(closure)
+        except KeyError:
+            has_raised = True
+        assert has_raised
+        return [weakref.ref(param) for param in model.parameters()]
+
+    assert_freed(program())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[dist.Store]:
+    yield dist.FileStore(str(tmp_path / "store"), 1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_groups_of_a_dropped_model_go_with_their_default_group(store: dist.Store, tmp_path: Path) -> None:
+    """Also where something keeps the default group that the program has destroyed: torch's caches do, those of DTensor
+    by their meshes. The groups go when ranks next make one under another default group."""
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    destroyed = dist.group.WORLD
+    groups = ProcessGroups((0,), "gloo")
+    group = weakref.ref(groups.new())
+    del groups  # as a dropped model does
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "other"), 1), rank=0, world_size=1)
+    ProcessGroups((0,), "gloo")
+    assert group() is None and destroyed is not dist.group.WORLD
