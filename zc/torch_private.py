@@ -16,7 +16,6 @@ import itertools
 import os
 import sys
 import threading
-import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -702,14 +701,15 @@ def watching_collectives(call: Callable[[str], None]) -> contextlib.AbstractCont
 
 
 def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
-    """From a step hook: whether the step that runs it was called by another step of this optimizer, which has not ended.
+    """From a step hook: whether the step that runs it was called by another step of this optimizer that has not ended.
 
-    torch wraps the ``step`` of every class that has an instance, and the wrapper runs the object's hooks. If the process
-    also has an optimizer of the parent class, ``super().step()`` runs the hooks again in the middle of the update.
+    torch wraps the ``step`` of every class that has an instance, and the wrapper runs the object's hooks. If the
+    process also has an optimizer of the parent class, ``super().step()`` runs the hooks again in the middle of the
+    update.
 
     Looks at the stack and keeps no frame of it: a frame keeps the caller's variables, so after a step that raised the
-    model would live on. Relies on hooks being called by torch's wrapper around ``step``, whose ``self`` is the optimizer
-    or an object with its ``__dict__`` (2.11 to 2.15).
+    model would live on. Relies on hooks being called by torch's wrapper around ``step``, whose ``self`` is the
+    optimizer or an object with its ``__dict__`` (2.11 to 2.15).
     """
     wrapper = sys._getframe(2)
     frame = wrapper.f_back

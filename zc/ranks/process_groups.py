@@ -52,8 +52,8 @@ class ProcessGroups:
         world = dist.group.WORLD
         assert world is not None, "a process group is initialised"
         self._ranks, self._backend, self._world = tuple(ranks), backend, weakref.ref(world)
-        # torch's caches may keep a destroyed default group alive: those of DTensor hold meshes. Its groups are destroyed
-        # with it, and those of dropped models would keep their threads.
+        # torch's caches may keep a destroyed default group alive: those of DTensor hold meshes. The groups of dropped
+        # models under it would keep their threads.
         for other in [other for other in _WORLDS if other is not world]:
             del _WORLDS[other]
         self._of_ranks = _WORLDS.setdefault(world, {}).setdefault(self._ranks, _Ranks())
