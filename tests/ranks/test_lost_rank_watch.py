@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import weakref
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -103,7 +102,7 @@ def test_the_farewell_says_how_the_program_ended(monkeypatch: pytest.MonkeyPatch
     for words, error in ends.items():
         store = Shelf()
         ending = watch.Watch(3, store)
-        monkeypatch.setattr(watch, "_WATCHES", {None: weakref.ref(ending)})
+        monkeypatch.setattr(watch, "_ALL", {ending})
         monkeypatch.setattr(sys, "last_value", error, raising=False)
         watch._say_farewell()
         assert store.items[f"left/3/{store.items['watch/3']}"] == words
