@@ -215,6 +215,9 @@ def num_sharing(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+_CUT_TAG = 0x7A64  # of a receive that no rank answers
+
+
 def default_store() -> Any:
     """The store of the default process group: torchrun's agent holds it, so it outlives a rank. (FSDP's and
     torch.distributed.checkpoint's own tests and elastic code take it the same way; 2.11 to 2.15.)"""
@@ -280,6 +283,29 @@ def new_group(
         default.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {member: k for k, member in enumerate(ranks)}
     return group
+
+
+def cut(group: torch.distributed.ProcessGroup) -> None:
+    """Ends, with an error, every wait of this process in ``group``, if its backend for host memory is gloo. The group
+    can't be used any more. Waits for some milliseconds itself.
+
+    gloo's works have no abort, and ``ProcessGroup.abort`` does nothing there. Relies on gloo, which closes the
+    connections of a group in which a receive has timed out (``UnboundBuffer::waitRecv`` of its TCP transport), and on
+    ``ProcessGroup.recv``, which also takes a group that the program has destroyed (``ProcessGroup._get_backend``,
+    ``Backend.name``; 2.11 to 2.15). With ``TORCH_GLOO_LAZY_INIT`` a receive may wait for a connection that its rank
+    never makes, so nothing is cut.
+    """
+    try:
+        backend: Any = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # it has none
+        return
+    if backend.name() != "gloo" or os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
+        return
+    for peer in range(group.size()):
+        if peer != group.rank():
+            # RuntimeError: the time is over, and that cuts; or the connection to this rank is closed already
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1, dtype=torch.uint8)], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
 
 
 def timeout_of(group: torch.distributed.ProcessGroup, device_type: str) -> timedelta | None:

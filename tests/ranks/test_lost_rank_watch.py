@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import weakref
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -103,7 +102,7 @@ def test_the_farewell_says_how_the_program_ended(monkeypatch: pytest.MonkeyPatch
     for words, error in ends.items():
         store = Shelf()
         ending = watch.Watch(3, store)
-        monkeypatch.setattr(watch, "_WATCHES", {None: weakref.ref(ending)})
+        monkeypatch.setattr(watch, "_ALL", {ending})
         monkeypatch.setattr(sys, "last_value", error, raising=False)
         watch._say_farewell()
         assert store.items[f"left/3/{store.items['watch/3']}"] == words
@@ -260,7 +259,7 @@ def test_the_watch_looks_while_the_program_waits_for_a_key(monkeypatch: pytest.M
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(torch_private, "default_store", lambda: server)
     own, is_own = torch_private.own_store()
-    with mock.patch.object(watch.threading, "Thread"):
+    with mock.patch.object(watch.ending, "start_thread"):
         waiting = Journal(watch.Watch(0, dist.PrefixStore("zc", own)), range(2), 1, 600)
     looked = threading.Event()
     waiter = threading.Thread(target=server.wait, args=(["a key"], timedelta(seconds=60)), daemon=True)

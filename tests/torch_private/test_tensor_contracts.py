@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -255,6 +256,41 @@ def test_a_group_beside_one_that_is_bound_to_a_device() -> None:
         assert options is None or not options.Options().is_high_priority_stream
     finally:
         torch.distributed.destroy_process_group()
+
+
+@contract("cut", "gloo's answer to a receive that times out, or ProcessGroup.recv")
+def test_a_group_that_is_cut_lets_all_who_wait_go() -> None:
+    """A receive, and a collective, which a thread of the group's own runs."""
+    groups, store, seconds = dict[int, Any](), torch.distributed.HashStore(), timedelta(seconds=60)
+    cpu, kind = torch.device("cpu"), torch.distributed.ProcessGroup.BackendType.GLOO
+
+    def make(rank: int) -> None:
+        group: Any = torch.distributed.ProcessGroup(store, rank, 2)
+        group._register_backend(cpu, kind, torch.distributed.ProcessGroupGloo(store, rank, 2, seconds))
+        groups[rank] = group
+
+    making = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in making:
+        thread.start()
+    for thread in making:
+        thread.join()
+    ends: list[str] = []
+
+    def wait(start: Callable[[], Any]) -> None:
+        try:
+            start().wait()
+        except RuntimeError as error:
+            ends.append(str(error))
+
+    starts = [lambda: groups[0].recv([torch.empty(1)], 1, 1), lambda: groups[0].allreduce([torch.ones(3)])]
+    waiting = [threading.Thread(target=wait, args=(start,), daemon=True) for start in starts]
+    for thread in waiting:
+        thread.start()
+    torch_private.cut(groups[0])
+    for thread in waiting:
+        thread.join(20)
+    assert len(ends) == 2, ends
+    torch_private.cut(groups[0])  # nothing is open any more
 
 
 @contract("default_store", "torch.distributed.distributed_c10d._get_default_store")

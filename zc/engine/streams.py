@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from zc.engine.clock import Clock
+from zc.ranks import ending
 from zc.schedule.buffer import MAIN
 
 Task = Callable[[], object]
@@ -66,20 +67,12 @@ class Lane:
         # Its thread sets it. The issuing thread raises and resets it, after a fence that the lane has reached.
         self.error: BaseException | None = None
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=_work, args=(weakref.ref(self), self._tasks), name=f"zc {name}", daemon=True
-        )
-        self._thread.start()
+        self.thread = ending.start_thread(_work, (weakref.ref(self), self._tasks), f"zc {name}")
         self.close = weakref.finalize(self, self._tasks.put, None)
         _LANES.add(self)
 
     def put(self, task: Task) -> None:
         self._tasks.put(task)
-
-    def end(self, timeout: float) -> None:
-        """Closes the lane, and waits for its thread."""
-        self.close()
-        self._thread.join(timeout)
 
 
 _LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
@@ -87,11 +80,12 @@ _LANES: weakref.WeakSet[Lane] = weakref.WeakSet()
 
 @atexit.register
 def _end_lanes(timeout: float = 10.0) -> None:
-    """Lets lanes finish before the interpreter exits: their last tasks may be gathers for which no forward waits. A
-    thread that returns from C++ (a collective, a kernel) during shutdown is unwound, and std::terminate ends the
-    process: a complete run would fail. The timeout is for a lane that hangs in a collective."""
-    for lane in list(_LANES):
-        lane.end(timeout)
+    """Lets lanes finish before the interpreter exits: their last tasks may be gathers for which no forward waits. The
+    timeout, in seconds for all lanes together, is for one that hangs in a collective: `zc.ranks.ending` ends it."""
+    lanes = list(_LANES)
+    for lane in lanes:
+        lane.close()
+    ending.join([lane.thread for lane in lanes], timeout)
 
 
 def _work(lane: weakref.ref[Lane], tasks: queue.SimpleQueue[Task | None]) -> None:

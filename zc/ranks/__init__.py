@@ -7,4 +7,5 @@
         Watch           compares the journals of all ranks          (watch, verdicts, process)
     Announcement        ranks tell each other what they do next     (announcement)
     Work                one exchange in flight                      (work)
+                        threads end before the interpreter does     (ending)
 """

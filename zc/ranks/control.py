@@ -91,7 +91,7 @@ class Control(Exchanges):
                 self.journal = Journal(Watch.of_this_process(), ranks, number, patience(self.timeout))
             self.journal.on_failure.append(self._process_groups.abandon)
             if backend_of(group, "cpu") == "gloo":
-                self._pairs(torch.zeros(1, dtype=torch.uint8), group, _FIRST_TAG)
+                self._pairs(torch.zeros(1, dtype=torch.uint8), self.callers_group, _FIRST_TAG)
             self.control = self.new_group()
             self._process_groups.close_dropped(self._gather_by_pairs)
             self.topology = flat(self.world_size)
@@ -212,7 +212,7 @@ class Control(Exchanges):
             if peer != self.rank:
                 works.append(self._post(dist.irecv, rows[peer], group_src=peer, group=group, tag=tag))
                 works.append(self._post(dist.isend, row, group_dst=peer, group=group, tag=tag))
-        self._work(_COMPILE, messages(works)).wait()
+        self._work(_COMPILE, messages(works, group)).wait()
         return rows
 
     def send_to_all(self, tensors: Sequence[Tensor], text: str) -> Work:

@@ -162,7 +162,8 @@ class Journal:
         connection names an address; the watch names the rank, or the error that the rank has raised."""
         self.network_error = str(error)
         try:
-            if self._has_failed.wait(min(self.timeout, STANDS_S) + 2 * TICK_S):
+            seconds = 0.0 if self.watch.has_ended else min(self.timeout, STANDS_S) + 2 * TICK_S
+            if self._has_failed.wait(seconds):
                 return self.error()
             return error
         finally:

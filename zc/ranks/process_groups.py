@@ -20,9 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zc import torch_private
-
-# lifetime: forever. gloo's destructor waits for started collectives, which a lost rank never finishes.
-_ABANDONED: list[dist.ProcessGroup] = []
+from zc.ranks import ending
 
 
 class _Open(NamedTuple):
@@ -90,6 +88,7 @@ class ProcessGroups:
         group = torch_private.new_group(
             ranks, backend or self._backend, name, timeout, high_priority=True, like=like, device=device
         )
+        ending.add_group(group)
         self._open[self._of_ranks.count] = _Open(group, [], [])
         return group
 
@@ -112,7 +111,7 @@ class ProcessGroups:
 
     def abandon(self) -> None:
         """Keeps all groups open for good, because ranks are out of step or gone."""
-        _ABANDONED.extend(opened.group for opened in self._open.values())
+        ending.abandon(opened.group for opened in self._open.values())
         self._open.clear()
 
     def close_dropped(self, gather: Callable[[Tensor], Tensor], *, and_own: bool = False) -> None:

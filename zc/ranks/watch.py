@@ -36,6 +36,7 @@ import torch.distributed as dist
 from zc import torch_private
 from zc.errors import RankLostError, RankMismatchError, ZcError
 from zc.log import log
+from zc.ranks import ending
 from zc.ranks.journal import STANDS_S, TICK_S, Journal
 from zc.ranks.process import Store, collective_of_the_caller, has_ended, publish_process
 from zc.ranks.verdicts import JOIN, Place, RankState, deadlock, difference, has_closed, ranks_in
@@ -44,6 +45,7 @@ LOST_CONNECTION_S = 6.0  # patience with a silent rank that has ended, or after 
 _CLOSED = "it closed or dropped its compiled model"
 _AT_ITS_END = "its program came to its end"
 _WATCHES: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
+_ALL: weakref.WeakSet[Watch] = weakref.WeakSet()  # also of groups that the program has destroyed
 
 
 class Watch:
@@ -68,8 +70,8 @@ class Watch:
         store.set(f"watch/{rank}", token)
         publish_process(store, rank)
         arguments = weakref.ref(self), self._stop, self._farewell, f"left/{rank}/{token}"
-        self._thread = threading.Thread(target=_run, args=arguments, name="zc watch", daemon=True)
-        self._thread.start()
+        self._thread = ending.start_thread(_run, arguments, "zc watch")
+        _ALL.add(self)
 
     @classmethod
     def of_this_process(cls) -> Watch:
@@ -94,6 +96,11 @@ class Watch:
     def forget(self, name: str) -> None:
         """Takes no lock: the garbage collector may call it in any thread."""
         self._journals.pop(name, None)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it comes to no further verdict."""
+        return self._stop.is_set()
 
     def end(self, farewell: str | None = None, seconds: float = 2.0) -> None:
         """Ends the thread if no model is left, or if the process ends with this ``farewell``."""
@@ -284,7 +291,6 @@ def _say_farewell() -> None:
     """Tells ranks that still wait whether this one's program came to its end or raised."""
     error = getattr(sys, "last_value", None)
     how = _AT_ITS_END if error is None else f"its program raised {type(error).__name__}: {error}"
-    for running in list(_WATCHES.values()):
-        watch = running()
-        if watch is not None and watch._pid == os.getpid():  # else a child that was forked ends
+    for watch in list(_ALL):
+        if watch._pid == os.getpid():  # else a child that was forked ends
             watch.end(how)

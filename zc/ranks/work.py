@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zc.errors import ZcError
+from zc.ranks import ending
 
 if TYPE_CHECKING:
     from zc.ranks.journal import Entry, Journal
@@ -54,14 +55,19 @@ class Work:
 
 
 class Call:
-    """``run()`` in a thread of its own, which may be abandoned: a step for a call that blocks until others answer."""
+    """``run()`` in a thread of its own, which may be abandoned: a step for a call that blocks until others answer.
+    ``group``: the group in which it waits, if that is the caller's."""
 
-    def __init__(self, run: Callable[[], Any], device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        run: Callable[[], Any],
+        device: torch.device | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._is_done = threading.Event()
         self._result: Any = None  # the thread writes it and the error before it sets the event; others read them after
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, args=(run, device), name="zc call", daemon=True)
-        self._thread.start()
+        self._thread = ending.start_thread(self._work, (run, device), "zc call", group)
 
     def _work(self, run: Callable[[], Any], device: torch.device | None) -> None:
         try:
@@ -76,7 +82,7 @@ class Call:
         """Raises errors of the network. `result` raises all others, which concern this rank alone."""
         if not self._is_done.wait(seconds):
             return False
-        # the thread frees tensors as it ends: in C++, while the process ends, that would abort (zc/engine/streams.py)
+        # the thread frees tensors as it ends: in C++, while the process ends, that would abort (zc/ranks/ending.py)
         self._thread.join()
         if isinstance(self._error, RuntimeError) and not isinstance(self._error, ZcError):
             raise self._error
@@ -112,9 +118,9 @@ def collective(work: dist.Work | None) -> Step:
     return step
 
 
-def messages(works: Sequence[dist.Work | None]) -> Step:
-    """Sends and receives. gloo can't tell whether one is done, nor stop waiting for it, so a wait with a time limit
-    hands them to a thread, once."""
+def messages(works: Sequence[dist.Work | None], group: dist.ProcessGroup | None = None) -> Step:
+    """Sends and receives; ``group``: theirs, if it is the caller's. gloo can't tell whether one is done, nor stop
+    waiting for it, so a wait with a time limit hands them to a thread, once."""
     call: Call | None = None
 
     def wait_for_all() -> None:
@@ -128,7 +134,7 @@ def messages(works: Sequence[dist.Work | None]) -> Step:
             wait_for_all()
             return True
         if call is None:
-            call = Call(wait_for_all)
+            call = Call(wait_for_all, group=group)
         return call(seconds)
 
     return step
