@@ -5,12 +5,12 @@ Counted, not planned: the storages of all live tensors, and every allocation tha
 
 from __future__ import annotations
 
-import gc
 from unittest import mock
 
 import pytest
 import torch
 from harness import run_ranks
+from live_memory import storages
 from tiers import FULL
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -32,19 +32,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return x
-
-
-def storages() -> dict[int, tuple[int, Tensor]]:
-    """Bytes by storage, with a tensor that keeps its address from being used again. Stand-ins for gradients and fake
-    tensors have a size and no memory."""
-    gc.collect()
-    nbytes: dict[int, tuple[int, Tensor]] = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for each in gc.get_objects():
-            is_real = type(each) in (Tensor, nn.Parameter) or type(each).__name__ == "AbsentParameter"
-            if is_real and each.device.type == "cpu":
-                nbytes[each.untyped_storage()._cdata] = each.untyped_storage().nbytes(), each
-    return nbytes
 
 
 def most_nbytes(prof: profile) -> int:
