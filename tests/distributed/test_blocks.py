@@ -14,7 +14,7 @@ import torch
 from harness import run_ranks
 from loops_over_blocks import BLOCKS, DIM, LOOPS, SIZES, Block, HeadOfItsOwn, Net, blocks, build, train
 from oracle import relative
-from tiers import FULL, full_only
+from tiers import FULL
 
 import zc
 
@@ -56,7 +56,7 @@ NOT_IN_STAGE_3 = {"other weights in a block"}
 ELSEWHERE = {"lora", "hooks on two blocks", "layer drop", "other sizes"}
 
 
-# test_overlap_gather_of_blocks.py trains them without overlap_gather, too
+# test_overlap_gather_of_blocks.py trains them without overlap_gather, too, and has one under Inductor
 WITH_OVERLAP = {"a graph break in each block", "a forward that raises", "evaluated between"} | NOT_IN_STAGE_3
 
 
@@ -80,11 +80,6 @@ def test_the_same_weights_without_zc_in_stage_3() -> None:
 def test_the_same_weights_without_zc_for_other_buckets() -> None:
     assert run_ranks(both, 2, ["tied"], 2, "parts", "aot_eager", timeout=200.0) == [[], []]
     assert run_ranks(both, 2, ["plain", "layer drop"], 2, "all", "aot_eager", timeout=200.0) == [[], []]
-
-
-@full_only  # test_overlap_gather_of_blocks.py has one under Inductor
-def test_the_same_weights_without_zc_under_inductor() -> None:
-    assert run_ranks(both, 2, ["plain"], 1, "parts", "inductor", timeout=200.0) == [[], []]
 
 
 def depths(rank: int, world_size: int) -> list[tuple[int, int, int]]:

@@ -49,8 +49,8 @@ def measured(rank: int, world_size: int, backend: str) -> list[tuple[int, int, i
     """Job: (stage, cap, bytes held between steps, most bytes in a pass beside those)."""
     rows = []
     caps = [4 * LAYER_NBYTES, 2 * LAYER_NBYTES, LAYER_NBYTES + 256]
-    if backend == "inductor" and not FULL:  # caps change the order of gathers, which no compiled segment sees
-        caps = caps[-1:]
+    if not FULL:  # caps change the order of gathers, which no compiled segment sees
+        caps = caps[-1:] if backend == "inductor" else caps[::2]
     for stage, cap in ((2, 0), *((3, cap) for cap in caps)):
         torch._dynamo.reset()
         before = storages()
