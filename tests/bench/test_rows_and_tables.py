@@ -75,15 +75,16 @@ def test_the_reference_is_what_a_plain_loop_gives(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("RANK", raising=False)
     sizes = "--vocab 256 --seq 16 --layers 1 --width 24 --heads 3 --batch 2 --accum 2"
     case = CASES["tiny"]._replace(flags=tuple(sizes.split()), ranks=1, steps=9)
-    expected = compute(case, flags_of(case), data.load(vocab=256))
+    corpus = data.load(vocab=256)
+    expected = compute(case, flags_of(case), corpus)
     train.main(["--system", "local", "--backend", "eager", *case.all_flags, "--out", str(tmp_path)])
     losses = rows.losses_of(json.loads((tmp_path / "run.json").read_text()))
     assert disagreement(losses, expected, 1e-4, communicates=True) is None
     # what the gate must refuse: other updates (a third of the learning rate), another rank's data as well
     slower = flags_of(case)
     slower.lr /= 3
-    assert disagreement(compute(case, slower, data.load(vocab=256)), expected, 2e-3, communicates=True) is not None
-    twice = compute(case._replace(ranks=2), flags_of(case), data.load(vocab=256))
+    assert disagreement(compute(case, slower, corpus), expected, 2e-3, communicates=True) is not None
+    twice = compute(case._replace(ranks=2), flags_of(case), corpus)
     assert disagreement(losses, twice, 2e-3, communicates=True) is not None
 
 

@@ -36,11 +36,12 @@ overlapped("two steps on one gradient", rows_updates.two_steps)
 overlapped("two models in one process", rows_several_models.two_models)
 overlapped("checkpointing, reentrant", rows_params.language,
            lambda: GPT(dim=16, layers=1, use_checkpoint=True, reentrant=True))  # fmt: skip
-overlapped("blocks", rows_params.language, lambda: GPT(dim=16, layers=4))
+# test_overlap_gather_of_blocks.py trains both
+overlapped("blocks", rows_params.language, lambda: GPT(dim=16, layers=4), full_only=True)
 overlapped("blocks, checkpointing, non-reentrant", rows_params.language,
            lambda: GPT(dim=16, layers=4, use_checkpoint=True))  # fmt: skip
 overlapped("blocks, checkpointing, reentrant", rows_params.language,
-           lambda: GPT(dim=16, layers=4, use_checkpoint=True, reentrant=True))  # fmt: skip
+           lambda: GPT(dim=16, layers=4, use_checkpoint=True, reentrant=True), full_only=True)  # fmt: skip
 overlapped("a layer unfrozen, zc.recompile(model)", rows_unfreezing.unfrozen, frozen)
 overlapped("an eager layer unfrozen, then trained alone", rows_unfreezing.unfrozen_eager, rows_unfreezing.partly_frozen)
 overlapped("load_state_dict between steps", rows_updates.load_between)
@@ -66,5 +67,5 @@ def raw_reads(s: Script) -> None:
 
 
 overlapped("state_dict after every step", state_dicts)
-overlapped("parameters read right after step()", raw_reads)
+overlapped("parameters read right after step()", raw_reads, full_only=True)  # test_overlap_gather.py reads them
 overlapped("parameters written right after step()", rows_updates.by_hand)

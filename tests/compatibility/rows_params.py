@@ -133,7 +133,8 @@ def adapted() -> nn.Module:
     return model
 
 
-@row(4, "LoRA adapters (peft), the adapter switched off and on", make=adapted, needs="peft")
+# tests/docs trains adapters of peft: to import it takes ten times as long as the loop
+@row(4, "LoRA adapters (peft), the adapter switched off and on", make=adapted, needs="peft", full_only=True)
 def lora_off(s: Script) -> None:
     for step in range(3):
         x, y = tokens(s, step)

@@ -39,11 +39,16 @@ def _row(name: str) -> Callable[[Loop], Loop]:
     return row(11, name, make=stack, optimizer=pair)
 
 
-add(Row("Muon-like in fp32, and AdamW: a list", 11, plain, make=stack, optimizer=pair))
-add(Row("two AdamW", 11, plain, make=stack, optimizer=adamws))
-add(Row("two optimizers, overlap_gather", 11, plain, make=stack, optimizer=pair, options={"overlap_gather": True}))
-add(Row("two optimizers, offload", 11, plain, make=stack, optimizer=pair, options={"offload": "cpu"}))
-add(Row("two optimizers, native reduction", 11, plain, make=stack, optimizer=pair, options={"reduce": "native"}))
+def _plain(name: str, optimizer: Callable[[Iterable[Any]], Any] = pair, **options: Any) -> None:
+    """In the full tier: test_several_optimizers.py and test_whole_parameters.py train with the same."""
+    add(Row(name, 11, plain, make=stack, optimizer=optimizer, options=options, full_only=True))
+
+
+_plain("Muon-like in fp32, and AdamW: a list")
+_plain("two AdamW", adamws)
+_plain("two optimizers, overlap_gather", overlap_gather=True)
+_plain("two optimizers, offload", offload="cpu")
+_plain("two optimizers, native reduction", reduce="native")
 
 
 def _every(first: int, second: int) -> Callable[[Script], None]:
@@ -135,4 +140,4 @@ def mixed(params: Iterable[Any]) -> Optimizer:
     return Mixed([{"params": matrices, "matrix": True}, {"params": rest, "matrix": False}])
 
 
-add(Row("one optimizer with groups of two kinds", 11, plain, make=stack, optimizer=mixed))
+_plain("one optimizer with groups of two kinds", mixed)

@@ -12,11 +12,9 @@ import rows_unfreezing
 import rows_updates
 import torch
 from models import GPT, Broken, Heads, frozen, mlp
-from rows import Loop, Row, Script, add, plain, sgd
+from rows import Loop, Row, add, plain, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-import zc
 
 ITEM = 14
 
@@ -86,13 +84,3 @@ def both(params: Any) -> dict[str, torch.optim.Optimizer]:
 
 sharded("two optimizers", optimizer=both)
 sharded("a mesh of two dimensions", options={"mesh": mesh})
-
-
-def whole(s: Script) -> None:
-    """Frozen and trained weights change by hand inside of whole_parameters."""
-    for step in range(4):
-        s.loss(step).backward()
-        s.update()
-        with zc.whole_parameters(s.model) if s.is_zc else torch.no_grad(), torch.no_grad():
-            for param in s.model.parameters():
-                param.clamp_(-0.2, 0.2)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 row(2, "the plain loop")(plain)
 
 
-@row(2, "several backwards a step")
+# the row of a varying number of microbatches has several, and test_against_ddp.py declares them
+@row(2, "several backwards a step", full_only=True)
 def several_backwards(s: Script) -> None:
     for step in range(STEPS):
         for m in range(3):
@@ -19,7 +20,7 @@ def several_backwards(s: Script) -> None:
         s.update()
 
 
-@row(2, "microbatches declared with no_sync")
+@row(2, "microbatches declared with no_sync", full_only=True)
 def declared(s: Script) -> None:
     for step in range(STEPS):
         with s.no_sync():

@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import run_ranks
 from models import mean_square, mlp, vectors
+from oracle import weights
 from test_bad_input import refused
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -57,7 +58,7 @@ def _moved(rank: int, world_size: int, options: dict[str, Any], is_moved: bool) 
         optimizer.zero_grad()
     assert places == [param.data_ptr() for param in model.parameters()]
     assert all(param.device == torch.device("cpu") for param in model.parameters())
-    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    trained = weights(model)
     if is_moved:
         with torch.no_grad():
             next(model.parameters()).view(-1)[0] = float("nan")
@@ -68,7 +69,7 @@ def _moved(rank: int, world_size: int, options: dict[str, Any], is_moved: bool) 
         dtype = next(model.parameters()).dtype
         said = message_of(lambda: mean_square(model, [t.to(dtype) for t in batch(rank, 9, 0)]).backward())
         assert said[0] == "ZcError" and "has left its bucket" in said[1], "one that changes something"
-    return weights
+    return trained
 
 
 @pytest.mark.parametrize("options", [{"backend": "eager"}, {"backend": "aot_eager", "overlap_gather": True}], ids=str)
@@ -121,11 +122,11 @@ def _recurrent(rank: int, world_size: int, backend: str) -> tuple[dict[str, Tens
         copied.rnn.flatten_parameters()
         assert copied.rnn.weight_ih_l0.data_ptr() != before, "a plain module has its class's method"
         assert copied.to("meta").last.weight.is_meta
-    trained = {name: param.detach().clone() for name, param in model.named_parameters()}
+    trained = weights(model)
     zc.close(model)
     assert "flatten_parameters" not in vars(model.rnn) and not {"_apply"} & vars(model).keys()
     DistributedDataParallel(model)
-    return trained, {name: param.detach().clone() for name, param in plain.module.named_parameters()}
+    return trained, weights(plain.module)
 
 
 @pytest.mark.filterwarnings("ignore:zc")

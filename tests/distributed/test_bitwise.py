@@ -100,7 +100,7 @@ def test_bucket_size_and_overlap_of_blocks_in_bf16_under_inductor() -> None:
     assert num_buckets[0] > num_buckets[1] > num_buckets[2], "the sizes do differ"
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=full_only)])
 def test_stages_at_one_microbatch(backend: str) -> None:
     """With one backward an update, stage 1 reduces the same gradients in the same order as stage 2."""
     same(4, backend, [{"stage": stage, "microbatches": 1} for stage in (1, 2)])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import run_ranks
 from loops_over_blocks import BLOCKS, DIM, LOOPS, SIZES, Block, HeadOfItsOwn, Net, blocks, build, train
+from oracle import relative
 from tiers import FULL
 
 import zc
@@ -33,7 +34,7 @@ def both(rank: int, world_size: int, names: list[str], stage: int, size: str, ba
         )
         got = train(net, optimizer, name, rank, averages=False)
         for key, value in wanted.items():
-            error = float((got[key] - value).norm() / (value.norm() + 1e-30))
+            error = relative(got[key], value)
             if not error < 1e-12:
                 wrong.append(f"{name}, stage {stage}, buckets {size}: {key} differs by {error:.1e}")
         runtime = zc.registry.sharded(net).runtime
@@ -55,11 +56,15 @@ NOT_IN_STAGE_3 = {"other weights in a block"}
 ELSEWHERE = {"lora", "hooks on two blocks", "layer drop", "other sizes"}
 
 
+# test_overlap_gather_of_blocks.py trains them without overlap_gather, too, and has one under Inductor
+WITH_OVERLAP = {"a graph break in each block", "a forward that raises", "evaluated between"} | NOT_IN_STAGE_3
+
+
 def sample(stage: int) -> list[str]:
     """A quarter of the loops in stage 1, another one in stage 2, and in both those whose schedules are counted. All of
     them in the full tier."""
-    always = {"plain", "tied"} | (NOT_IN_STAGE_3 if stage == 2 else set())
-    return [name for k, name in enumerate(LOOPS) if FULL or k % 4 == stage or name in always]
+    quarter = {name for k, name in enumerate(LOOPS) if k % 4 == stage} - WITH_OVERLAP
+    return [name for name in LOOPS if FULL or name in quarter | {"plain", "tied"}]
 
 
 @pytest.mark.parametrize(("stage", "size"), WAYS)
@@ -72,10 +77,9 @@ def test_the_same_weights_without_zc_in_stage_3() -> None:
     assert run_ranks(both, 2, names, 3, "one", "aot_eager", timeout=400.0) == [[], []]
 
 
-def test_the_same_weights_without_zc_for_other_buckets_and_under_inductor() -> None:
-    assert run_ranks(both, 2, ["plain", "tied"], 2, "parts", "aot_eager", timeout=200.0) == [[], []]
+def test_the_same_weights_without_zc_for_other_buckets() -> None:
+    assert run_ranks(both, 2, ["tied"], 2, "parts", "aot_eager", timeout=200.0) == [[], []]
     assert run_ranks(both, 2, ["plain", "layer drop"], 2, "all", "aot_eager", timeout=200.0) == [[], []]
-    assert run_ranks(both, 2, ["plain"], 1, "parts", "inductor", timeout=200.0) == [[], []]
 
 
 def depths(rank: int, world_size: int) -> list[tuple[int, int, int]]:

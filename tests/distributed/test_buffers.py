@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import run_ranks
 from models import batch_norm, seeded
+from oracle import weights
 from tiers import full_only
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -87,7 +88,7 @@ def _loop(
     with torch.no_grad():
         seen.append(call(torch.ones(2, 16)))
     buffers = {name: value.clone() for name, value in model.named_buffers()}
-    return seen, buffers, {name: param.detach().clone() for name, param in model.named_parameters()}
+    return seen, buffers, weights(model)
 
 
 MODELS = {"batch_norm": batch_norm, "codebook": Codebook}

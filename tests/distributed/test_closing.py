@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import run_ranks
 from models import mean_square, mlp, vectors
+from oracle import weights
 from tiers import FULL, full_only
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -100,7 +101,7 @@ def _plain_again(rank: int, world_size: int, backend: str, options: dict[str, An
     before = threads_of_zc()
     model, optimizer = trained(rank, 3, backend=backend, **options)
     mean_square(model, vectors()(rank, 9, 0)).backward()  # a gradient that no step takes
-    at_close = {name: param.detach().clone() for name, param in model.named_parameters()}
+    at_close = weights(model)
     before_close = [param.detach() for param in model.parameters()]  # while these live, nobody else gets their memory
     x, y = vectors()(0, 10, 0)
     with torch.no_grad():

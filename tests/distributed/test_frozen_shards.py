@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from models import seeded
+from oracle import relative
 from tiers import FULL
 from torch import Tensor, nn
 
@@ -74,7 +75,7 @@ def train(net: Net, optimizer: torch.optim.Optimizer, rank: int, updates: range,
 
 def differences(got: dict[str, Tensor], wanted: dict[str, Tensor], *, at_most: float) -> list[str]:
     assert got.keys() == wanted.keys()
-    errors = {k: float((got[k].double() - v.double()).norm() / (v.double().norm() + 1e-30)) for k, v in wanted.items()}
+    errors = {key: relative(got[key], value) for key, value in wanted.items()}
     return [f"{key} differs by {error:.1e}" for key, error in errors.items() if not error <= at_most]
 
 
@@ -155,6 +156,9 @@ def unfrozen(rank: int, world_size: int, backend: str, has_blocks: bool) -> list
     return differences(results[1], results[0], at_most=1e-5)
 
 
-@pytest.mark.parametrize(("backend", "has_blocks"), [("aot_eager", True), ("aot_eager", False), ("eager", False)])
+# test_sharded_weights.py unfreezes in one compiled graph
+@pytest.mark.parametrize(
+    ("backend", "has_blocks"), [("aot_eager", True), ("eager", False), *([("aot_eager", False)] if FULL else [])]
+)
 def test_what_unfreezes_trains(backend: str, has_blocks: bool) -> None:
     assert run_ranks(unfrozen, 2, backend, has_blocks, timeout=200.0) == [[], []]

@@ -3,7 +3,6 @@ shapes alone."""
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run_cases
+from live_memory import nbytes_since, storages
 from models import mean_square, mlp, vectors
-from torch import Tensor
 from training_runs import adamw
 
 import zc
@@ -54,29 +53,8 @@ def formula(world_size: int, stage: int, reduce: str, dtype: torch.dtype, num_bu
     }
 
 
-def _storages() -> set[tuple[int, int]]:
-    """Address and bytes of every storage that a Python tensor of this process holds."""
-    storages = set()
-    for item in gc.get_objects():
-        if type(item) in (Tensor, torch.nn.Parameter) and item.device.type == "cpu" and item.layout == torch.strided:
-            storage = item.untyped_storage()
-            storages.add((storage.data_ptr(), storage.nbytes()))
-    return storages
-
-
-def _alive(before: set[tuple[int, int]]) -> int:
-    """Bytes, each once: a parameter's storage lies in flat_param's."""
-    gc.collect()
-    total, stop = 0, 0
-    for start, nbytes in sorted(_storages() - before):
-        total += max(start + nbytes, stop) - max(start, stop)
-        stop = max(stop, start + nbytes)
-    return total
-
-
 def _held(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> dict[str, Any]:
-    gc.collect()
-    before = _storages()
+    before = storages()
     model = mlp(DIM, DEPTH)
     model, optimizer = zc.compile(
         model, adamw(model), stage=stage, backend="eager", bucket_nbytes=BUCKET, **{"num_buffers": 2, **options}
@@ -87,9 +65,9 @@ def _held(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> di
         mean_square(model, (x.to(dtype), y)).backward()
         optimizer.step()
         del x, y
-        alive = _alive(before)
+        alive = nbytes_since(before)
         optimizer.zero_grad()
-    nbytes = {"claimed": zc.persistent_nbytes(model), "alive": alive, "between": _alive(before)}
+    nbytes = {"claimed": zc.persistent_nbytes(model), "alive": alive, "between": nbytes_since(before)}
     return {**nbytes, "numel": sum(p.numel() for p in model.parameters())}
 
 

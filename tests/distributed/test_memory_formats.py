@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import run_ranks
 from models import CASES, Case, mean_square, vectors
-from oracle import worst
+from oracle import weights, worst
 from tiers import full_only
 from torch import Tensor, nn
 from torch.optim import Adafactor, Optimizer
@@ -124,7 +124,7 @@ def _chain(
     zc.save(path, model, optimizer)
     whole = [zc.full_optimizer_state(model, optimizer)]
     dist.broadcast_object_list(whole, 0)
-    seen += [{n: p.detach().clone() for n, p in model.named_parameters()}, whole[0]]
+    seen += [weights(model), whole[0]]
     optimizer.load_state_dict(whole[0])
     again = [zc.full_optimizer_state(model, optimizer)]
     dist.broadcast_object_list(again, 0)
@@ -132,7 +132,7 @@ def _chain(
     zc.load_state_dict(model, optimizer, {"model": model.state_dict(), "optimizer": whole[0]})
     mean_square(model, vectors()(0, 9, 0)).backward()
     optimizer.step()
-    return [*seen, {n: p.detach().clone() for n, p in model.named_parameters()}]
+    return [*seen, weights(model)]
 
 
 def _assert_same_states(got: Any, wanted: Any) -> None:

@@ -5,12 +5,12 @@ Counted, not planned: the storages of all live tensors, and every allocation tha
 
 from __future__ import annotations
 
-import gc
 from unittest import mock
 
 import pytest
 import torch
 from harness import run_ranks
+from live_memory import storages
 from tiers import FULL
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -34,19 +34,6 @@ class Net(nn.Module):
         return x
 
 
-def storages() -> dict[int, tuple[int, Tensor]]:
-    """Bytes by storage, with a tensor that keeps its address from being used again. Stand-ins for gradients and fake
-    tensors have a size and no memory."""
-    gc.collect()
-    nbytes: dict[int, tuple[int, Tensor]] = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for each in gc.get_objects():
-            is_real = type(each) in (Tensor, nn.Parameter) or type(each).__name__ == "AbsentParameter"
-            if is_real and each.device.type == "cpu":
-                nbytes[each.untyped_storage()._cdata] = each.untyped_storage().nbytes(), each
-    return nbytes
-
-
 def most_nbytes(prof: profile) -> int:
     """The most bytes that were allocated and not yet freed, of those allocated inside."""
     assert prof.profiler is not None and prof.profiler.kineto_results is not None
@@ -62,8 +49,8 @@ def measured(rank: int, world_size: int, backend: str) -> list[tuple[int, int, i
     """Job: (stage, cap, bytes held between steps, most bytes in a pass beside those)."""
     rows = []
     caps = [4 * LAYER_NBYTES, 2 * LAYER_NBYTES, LAYER_NBYTES + 256]
-    if backend == "inductor" and not FULL:  # caps change the order of gathers, which no compiled segment sees
-        caps = caps[-1:]
+    if not FULL:  # caps change the order of gathers, which no compiled segment sees
+        caps = caps[-1:] if backend == "inductor" else caps[::2]
     for stage, cap in ((2, 0), *((3, cap) for cap in caps)):
         torch._dynamo.reset()
         before = storages()

@@ -71,7 +71,7 @@ def restarted(rank: int, world_size: int, folder: str, kind: str, options: dict[
     halve(first)
     zc.flush_state(first)
     where = zc.explain(first).sections["offload"]
-    saved = {n: p.detach().clone() for n, p in first.named_parameters()}
+    saved = weights(first)
     del first, optimizer
     gc.collect()
     torch.manual_seed(0)
@@ -113,7 +113,7 @@ def dropped(rank: int, world_size: int, folder: str, how: str) -> dict[str, Any]
     model, optimizer = build(offload="disk", offload_dir=folder)
     train(model, optimizer, rank, range(2))
     zc.flush_state(model)
-    at_flush = {n: p.detach().clone() for n, p in model.named_parameters()}
+    at_flush = weights(model)
     backup = Path(folder) / "kept"
     backup.mkdir(exist_ok=True)
     if how == "one rank only" and rank == 0:

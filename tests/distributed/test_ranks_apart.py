@@ -20,6 +20,7 @@ import torch.distributed as dist
 from harness import run_cases
 from models import Heads, seeded
 from oracle import weights
+from tiers import FULL
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -217,10 +218,15 @@ def check(name: str, ways: list[tuple[int, str, dict[str, Any]]], world_size: in
     return seen
 
 
+# Of the loops compiled in stage 1, the others being alike: gradients that are held back, and other graphs than proposed
+STAGE_1 = ("microbatches in no_sync", "another trunk than proposed", "a graph broken on one rank")
+
+
 @cache
 def compiled_in_stage_2(name: str) -> tuple[Seen, ...]:
     """Checked in both stages and backends."""
-    return check(name, list(itertools.product((1, 2), ("eager", "aot_eager"), ({},))))[-1]
+    ways = list(itertools.product((1, 2), ("eager", "aot_eager"), ({},)))
+    return check(name, ways if FULL or name in STAGE_1 else [way for way in ways if way[:2] != (1, "aot_eager")])[-1]
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -230,7 +236,8 @@ def test_ranks_that_bring_other_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["other heads", "microbatches in no_sync", "one backward more"])
 def test_three_ranks(name: str) -> None:
-    check(name, [(2, "eager", {}), (2, "aot_eager", {})], world_size=3)
+    is_compiled = FULL or name == "microbatches in no_sync"
+    check(name, [(2, "eager", {}), *([(2, "aot_eager", {})] if is_compiled else [])], world_size=3)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -245,7 +252,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("name", ["microbatches in no_sync", "one backward more"])
 def test_with_every_option(name: str) -> None:
-    check(name, [(2, "aot_eager", options) for options in OPTIONS])
+    backend = "aot_eager" if FULL or name == "microbatches in no_sync" else "eager"
+    check(name, [(2, backend, options) for options in OPTIONS])
 
 
 def test_a_graph_broken_on_one_rank_costs_one_backward() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from harness import run_ranks
+from live_memory import nbytes_since, storages
 from test_frozen_shards import DIM, UPDATES, Net, differences, made, train
-from test_memory_in_stage_3 import storages
 from tiers import FULL
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -36,12 +35,13 @@ def run(rank: int, net: Net, optimizer: Any, **options: Any) -> tuple[list[float
 
 
 def compared(rank: int, world_size: int, has_blocks: bool, backend: str, stage: int) -> list[str]:
-    """Job: what differs from DDP, and from the same stage with whole frozen parameters, at two caps."""
+    """Job: what differs from DDP, and from the same stage with whole frozen parameters, at two caps. By default
+    Inductor has one: caps change the order of gathers, which no compiled segment sees."""
     options = {"backend": backend, "stage": stage}
     _, by_ddp = run(rank, *made(has_blocks))
     losses, wanted = run(rank, *made(has_blocks), **options, bucket_nbytes=4096)
     wrong = differences(wanted, by_ddp, at_most=1e-5)
-    for cap in (8192, None):
+    for cap in (8192, None) if FULL or backend != "inductor" else (8192,):
         got, weights = run(rank, *made(has_blocks), **options, **OPTIONS, weight_nbytes=cap)
         wrong += [f"cap {cap}: losses {got} for {losses}"] * (got != losses)
         wrong += differences(weights, wanted, at_most=0.0)
@@ -75,10 +75,6 @@ class Lora(nn.Module):
         return x + self.base(x.bfloat16()).float() + self.up(self.down(x))
 
 
-def new_tensors(before: Mapping[int, Any]) -> list[tuple[Tensor, int]]:
-    return [(each, nbytes) for key, (nbytes, each) in storages().items() if key not in before]
-
-
 def held(rank: int, world_size: int, stage: int) -> tuple[int, int, int]:
     """Job: bytes of all live tensors between steps; by `zc.persistent_nbytes`, and by `zc.plan`, without gradients."""
     before = storages()
@@ -89,12 +85,7 @@ def held(rank: int, world_size: int, stage: int) -> tuple[int, int, int]:
         net(torch.ones(1, WIDE)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    with torch_private.without_torch_function():
-        kept = {each.untyped_storage().data_ptr(): nbytes for each, nbytes in new_tensors(before) if nbytes}
-    live, end = 0, 0
-    for start, nbytes in sorted(kept.items()):  # parameters have storages of their own inside flat_param
-        live += max(0, start + nbytes - max(start, end))
-        end = max(end, start + nbytes)
+    live = nbytes_since(before)
     gone = ("acc", "flat_grad", "recv", "arena")
     counted, planned = zc.persistent_nbytes(net), zc.plan(net, optimizer="Adam").device
     zc.close(net)

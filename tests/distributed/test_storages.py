@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import run_ranks
 from models import GPT, mean_square, mlp, vectors
 from torch import Tensor, nn
@@ -164,27 +163,3 @@ def test_memory_that_processes_share_is_left_with_a_note_or_refused() -> None:
     """Who holds it in another process, an actor say, sees no update: never without a word."""
     for notes in run_ranks(_shared, 2):
         assert ".weight lay in memory that processes share" in notes
-
-
-def _hub(rank: int, world_size: int, folder: Path) -> None:
-    import transformers
-
-    torch.manual_seed(3)
-    sizes = {"vocab_size": 101, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    model, optimizer = zc.compile(model, adamw(model), backend="eager", bucket_nbytes=2048)
-    tokens = torch.randint(0, 101, (2, 16))
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    model.save_pretrained(folder)  # rank 0 writes
-    dist.barrier()
-    again = transformers.GPT2LMHeadModel.from_pretrained(folder)
-    wanted = model.state_dict()
-    state = again.state_dict()
-    assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted)
-    assert again.lm_head.weight is again.transformer.wte.weight
-
-
-def test_save_pretrained(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    run_ranks(_hub, 2, tmp_path)

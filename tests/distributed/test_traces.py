@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -84,6 +85,12 @@ def _weights(rank: int, world_size: int) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+@cache
+def by_ddp() -> list[Tensor]:
+    weights: list[Tensor] = run_ranks(_weights, 2)[0]
+    return weights
+
+
 @pytest.mark.parametrize(
     ("options", "home", "comm"),
     [
@@ -103,11 +110,10 @@ def _weights(rank: int, world_size: int) -> list[Tensor]:
     ],
 )
 def test_a_trace_has_our_names(options: dict[str, Any], home: list[str], comm: list[str]) -> None:
-    by_ddp = run_ranks(_weights, 2)[0]
     for found_home, found_comm, weights, unobserved in run_ranks(_trace, 2, options):
         if options == {"backend": "aot_eager"}:
             assert (found_home, found_comm) == (home, comm)
         assert [name for name in found_home if name in home] == home
         assert [name for name in found_comm if name in comm] == comm
         assert unobserved == 0, "names were made although no profiler ran"
-        torch.testing.assert_close(weights, by_ddp, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(weights, by_ddp(), rtol=1e-5, atol=1e-7)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed: make test-integrations")
 pytest.importorskip("accelerate", reason="accelerate is not installed: make test-integrations")
+pytest.importorskip("transformers", reason="transformers is not installed: make test-integrations")
 
 from harness import run_ranks
 from launched import TOLERANCE, furthest, torchrun, whole

@@ -7,15 +7,17 @@ this run's rows and those that lie in build/models.json from runs before (`make 
 
 from __future__ import annotations
 
-import json
 import os
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_cases, run_ranks
+from models_table import BACKENDS, keep_row, table
 from oracle import weights
 from tiers import FULL
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from torch.optim import SGD, Optimizer
 from zoo import ZOO
 
 import zc
+from zc.engine.accumulators import Accumulators
 
 STEPS = 5
 TOLERANCE = 2e-5
@@ -31,7 +34,6 @@ STAGES = (1, 2) if FULL else (2,)
 SECTIONS = ("notes", "not covered by a schedule", "compilation")
 OP_BY_OP = ("Llama", "T5", "DETR", "ResNet-like", "diffusion U-Net")  # GPT-2, BERT and ViT are Llama to zc
 SAMPLE = ("Mixtral", "U-Net", "nn.LSTM")
-BACKENDS = ("eager", "aot_eager", "inductor")
 # not by Inductor: tests/backend/test_many_models.py has the sizes that DCGAN had shown to be wrong
 COMPILED = [(name, 2, "aot_eager") for name in SAMPLE]
 IN_STAGE_3 = [("Llama", 2, "aot_eager"), ("diffusion U-Net", 2, "eager"), ("DCGAN", 2, "aot_eager")]
@@ -104,17 +106,6 @@ def difference(got: Outcome, wanted: Outcome) -> tuple[float, str]:
     return max(pairs, key=lambda pair: (pair[0] != pair[0], pair[0]))
 
 
-ROWS = Path(__file__).parents[2] / "build" / "models.json"
-
-
-def keep_row(name: str, stage: int, backend: str, worst: float, outcome: Outcome) -> None:
-    rows = json.loads(ROWS.read_text()) if ROWS.exists() else {}
-    numbers = [worst, outcome.num_params, outcome.num_schedules]
-    rows[f"{name}, {stage}, {backend}"] = [*numbers, outcome.notes, outcome.uncovered]
-    ROWS.parent.mkdir(exist_ok=True)
-    ROWS.write_text(json.dumps(rows, indent=1))
-
-
 def check(name: str, stage: int, backend: str) -> None:
     wanted = ddp(name)
     results = run_ranks(train, 2, name, stage, backend, timeout=600)
@@ -131,7 +122,8 @@ def check(name: str, stage: int, backend: str) -> None:
     elif backend != "eager":
         assert "nothing of the model was compiled" in results[0].notes and ZOO[name].why_eager in results[0].compilation
     if os.environ.get("ZC_MODELS_TABLE"):
-        keep_row(name, stage, backend, worst, results[0])
+        numbers = [worst, results[0].num_params, results[0].num_schedules]
+        keep_row(name, stage, backend, numbers, results[0].notes, results[0].uncovered)
 
 
 @pytest.mark.parametrize("name", ZOO if FULL else OP_BY_OP)
@@ -162,44 +154,102 @@ def test_stage_3_has_the_bits_of_stage_2(name: str, world_size: int, backend: st
             assert all(torch.equal(mine.weights[key], value) for key, value in theirs.weights.items()), case
 
 
+def saved(rank: int, world_size: int, folder: Path) -> None:
+    """Job: a compiled model is saved as transformers saves it, by rank 0, and made again from that."""
+    entry = ZOO["GPT-2"]
+    model: Any = entry.make()
+    model, optimizer = zc.compile(model, sgd(model), backend="eager", bucket_nbytes=2**12)
+    entry.update([model], [optimizer], entry.batch(rank, 0))
+    model.save_pretrained(folder)
+    dist.barrier()
+    again = type(model).from_pretrained(folder)
+    wanted, state = model.state_dict(), again.state_dict()
+    assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted)
+    assert again.lm_head.weight is again.transformer.wte.weight
+
+
+def test_save_pretrained(tmp_path: Path) -> None:
+    run_ranks(saved, 2, tmp_path)
+
+
+# --- generate(): the tokens of a plain model, with one gather of the weights per token ---
+
+NUM_TOKENS = 40
+
+
+def small_llama(seed: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for param in (p for p in model.parameters() if p.dim() > 1):  # else each prompt gets one token again and again
+        torch.nn.init.normal_(param, std=0.5)
+    return model
+
+
+def _tokens(model: Any, rank: int) -> list[list[int]]:
+    prompt = torch.arange(3, 9)[None] + torch.tensor([[0], [5 + rank]])
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS}
+    tokens: Tensor = model.eval().generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    return tokens.tolist()
+
+
+def generated(rank: int, world_size: int, backend: str) -> dict[str, Any]:
+    """Job: greedy tokens after an update, outside of whole_parameters and inside; what is gathered and said."""
+    model = small_llama(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zc.compile(model, optimizer, stage=3, backend=backend, bucket_nbytes=2**12)
+    x = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(rank))
+    model(input_ids=x, labels=x).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    gathered: list[int] = []
+    places = Accumulators.weight_places
+
+    def counted(self: Accumulators, bucket: int) -> Any:  # asked for by each gather
+        gathered.append(bucket)
+        return places(self, bucket)
+
+    Accumulators.weight_places = counted  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        outside = _tokens(model, rank)
+    num_outside = len(gathered)
+    with zc.whole_parameters(model):
+        inside = _tokens(model, rank)
+        num_inside = len(gathered) - num_outside
+    Accumulators.weight_places = places  # type: ignore[method-assign]
+    num_said = sum("generate()" in str(each.message) and "whole_parameters" in str(each.message) for each in said)
+    state = zc.full_state_dict(model)
+    wanted = None
+    if rank == 0:
+        plain = small_llama(1)
+        plain.load_state_dict(state)
+        wanted = [_tokens(plain, number) for number in range(world_size)]
+    zc.close(model)
+    return {
+        "tokens": [outside, inside], "wanted": wanted, "num_said": num_said, "per token": num_outside / NUM_TOKENS,
+        "buckets": num_inside,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_the_tokens_of_a_plain_model(backend: str) -> None:
+    ranks = run_ranks(generated, 2, backend, timeout=300.0)
+    for rank, result in enumerate(ranks):
+        assert result["tokens"] == [ranks[0]["wanted"][rank]] * 2
+        assert len({tuple(row[6:]) for row in result["tokens"][0]}) == 2, "each prompt has its own tokens"
+        assert result["num_said"] == (1 if rank == 0 else 0)
+        # within the cap a bucket that the first and the last layer read is gathered twice
+        assert 3 < result["buckets"] <= result["per token"] < 1.5 * result["buckets"], "once per token"
+        assert backend == "aot_eager" or result["per token"] == result["buckets"]
+
+
 @pytest.mark.skipif(not os.environ.get("ZC_MODELS_TABLE"), reason="ZC_MODELS_TABLE names no file to write")
 def test_write_the_table() -> None:
     """Last in the file: the rows of the tests above, as docs/models.md."""
-    Path(os.environ["ZC_MODELS_TABLE"]).write_text(table())
-
-
-def table() -> str:
-    import transformers
-
-    runs = [(stage, backend) for backend in BACKENDS for stage in (1, 2)]
-    hooks = "; ".join(f"{name}: {entry.why_eager}" for name, entry in ZOO.items() if entry.why_eager)
-    rows: dict[str, list[Any]] = json.loads(ROWS.read_text())
-    is_partial = any(f"{name}, {stage}, {backend}" not in rows for name in ZOO for stage, backend in runs)
-    lines = [
-        "# Models",
-        "",
-        "Written by `make models-table`; don't edit. Tiny random configurations, unmodified modelling code, the",
-        f"model's own loss; 2 gloo ranks on CPU, fp32, SGD with momentum, {STEPS} updates, torch {torch.__version__},",
-        f"transformers {transformers.__version__}. Each cell: the largest relative difference of a parameter to DDP's",
-        f"(the tests allow {TOLERANCE:.0e}). In brackets: the schedules that the backward graphs became, where not 1.",
-        "No model is refused. *hooks*: Dynamo compiles none of it, as zc.explain says, and gradients come in through",
-        f"hooks ({hooks})." + " *not run*: the tests do not have that row in this table yet." * is_partial,
-        "",
-        "| model | parameters | " + " | ".join(f"{backend}, stage {stage}" for stage, backend in runs) + " |",
-        "|---|---|" + "---|" * len(runs),
-    ]
-    for name in ZOO:
-        entries = [rows.get(f"{name}, {stage}, {backend}") for stage, backend in runs]
-        cells = [
-            "not run" if row is None else f"{row[0]:.0e}" + _schedules(row[2], backend)
-            for row, (_, backend) in zip(entries, runs, strict=True)
-        ]
-        num_params = next((row[1] for row in entries if row is not None), 0)
-        lines.append(f"| {name} | {num_params:,} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _schedules(count: int, backend: str) -> str:
-    if backend == "eager" or count == 1:
-        return ""
-    return f" ({count})" if count else " (hooks)"
+    Path(os.environ["ZC_MODELS_TABLE"]).write_text(table(STEPS, TOLERANCE))
