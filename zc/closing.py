@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zc import torch_private
-from zc.checkpoint.saving import _CHANNELS
+from zc.checkpoint.saving import finish_pending
 from zc.copies import unmark
 from zc.engine.host_memory import unlock_dropped
 from zc.engine.sharded_weights import ShardedWeights
@@ -43,8 +43,7 @@ def close(model: nn.Module) -> None:
     compiled = COMPILED.get(model)
     if compiled is None:
         return
-    if compiled in _CHANNELS:
-        _CHANNELS[compiled].finish_pending()
+    finish_pending(compiled)
     runtime = compiled.runtime
     try:
         with contextlib.suppress(ZcError):  # of a step that was given up

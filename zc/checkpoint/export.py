@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from zc.checkpoint.files import Reader
 from zc.checkpoint.other_state import state_by_string, states_of_frozen
 from zc.checkpoint.save_load import copied, settled
-from zc.checkpoint.saving import cause_of, channel_of
+from zc.checkpoint.saving import channel_of, checkpoint_errors
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import groups_of_one, owned, state_of
 from zc.checkpoint.together import refuse_together
@@ -89,10 +88,8 @@ def export(
     where: dict[str, str] = {}
     for name, keys in zip(names, files, strict=True):
         items: dict[str, Any] = {k: torch.empty(weights[k].size, dtype=weights[k].properties.dtype) for k in keys}
-        try:
+        with checkpoint_errors(f"exporting {checkpoint}"):
             dcp_load(items, storage_reader=Reader(Path(checkpoint)), no_dist=True)
-        except (Exception, CheckpointException) as error:
-            raise cause_of(f"exporting {checkpoint}", error) from error
         tensors = {key.removeprefix("model."): _cast(items[key], dtype) for key in keys}
         partial = folder / f".{name}.partial"
         save_file(tensors, str(partial), metadata={"format": "pt"})

@@ -62,7 +62,8 @@ def fill_modules(
             with weights.with_bytes(own.values()):
                 for param in own.values():
                     poison(param)
-                _run_on_all(sharded_model, path, run)
+                with channel_of(sharded_model).together(f"the initialisation of module {path or 'the model itself'}"):
+                    run()
                 for name in list(wanted):
                     slot, values = mine[name].slot, flattened(own[name].detach(), mine[name].slot).contiguous()
                     runtime.group.broadcast_(values)
@@ -97,13 +98,3 @@ def _ways(model: nn.Module, path: str, module: nn.Module, init: Init | None) -> 
         above = above.rpartition(".")[0]
     if callable(way := getattr(module, "reset_parameters", None)):
         yield way
-
-
-def _run_on_all(sharded_model: ShardedModel, path: str, run: Callable[[], object]) -> None:
-    """``run()``, unless it raises on some rank: then all ranks raise."""
-    failure: Exception | None = None
-    try:
-        run()
-    except Exception as error:  # noqa: BLE001  (raised below, when the others know)
-        failure = error
-    channel_of(sharded_model).agree(f"the initialisation of module {path or 'the model itself'}", failure)

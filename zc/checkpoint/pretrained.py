@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zc.checkpoint.first_values import fill_modules
 from zc.checkpoint.save_load import settled
-from zc.checkpoint.saving import channel_of
+from zc.checkpoint.saving import channel_of, checkpoint_errors
 from zc.checkpoint.state import Owned, owned
 from zc.engine.memory_order import flattened
 from zc.errors import CheckpointError
@@ -78,27 +78,19 @@ def load_pretrained(
 
     Raises:
         CheckpointError, on every rank: a name is missing, or the model lacks one; a shape differs; a file is missing
-            or cut off. Nothing has changed. OSError: a file could not be read; the model has a part of the values.
+            or cut off; nothing has changed. Or a file can't be read to its end; the model then has a part of the
+            values.
     """
     sharded_model = sharded(model)
     settled(model, sharded_model.container)
     sharded_model.take_over_writes()
     channel, what = channel_of(sharded_model), f"loading {folder}"
-    places: dict[str, tuple[Stored, Any]] = {}
-    failure: BaseException | None = None
-    try:
+    with channel.together(what), checkpoint_errors(what):
         places = _match(model, sharded_model, Path(folder), rename)
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
-        failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{folder}: {error!r}")
-    channel.agree(what, failure)
     sharded_model.runtime.weights.before_writes()
-    try:
-        with torch.no_grad():
-            for stored, target in sorted(places.values(), key=lambda pair: (str(pair[0].path), pair[0].start)):
-                _copy(stored, target)
-    except (CheckpointError, OSError) as error:
-        failure = error
-    channel.agree(what, failure)
+    with channel.together(what), torch.no_grad():
+        for stored, target in sorted(places.values(), key=lambda pair: (str(pair[0].path), pair[0].start)):
+            _copy(stored, target)
     sharded_model.runtime.unset.params.difference_update(places)
     fill_modules(model, sharded_model, None, only_buffers=True)
     sharded_model.zero_grad()

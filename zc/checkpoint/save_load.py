@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from zc.checkpoint.files import Reader, Writer
 from zc.checkpoint.folders import Unfinished, latest, partial_of
 from zc.checkpoint.plain_state import from_plain
-from zc.checkpoint.saving import Saving, cause_of, channel_of
+from zc.checkpoint.saving import Saving, channel_of, checkpoint_errors, finish_pending
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import state_of
 from zc.checkpoint.target import Target, check_groups, commit, flat_items, make_target
-from zc.errors import CheckpointError, PlanError, ZcError
+from zc.errors import CheckpointError, PlanError
 from zc.optim.assignment import Optimizers, listed
 from zc.registry import sharded
 from zc.version import __version__
@@ -70,14 +70,8 @@ def load_state_dict(model: nn.Module, optimizer: Optimizers, state: Mapping[str,
 
 def take(model: nn.Module, sharded_model: ShardedModel, make: Callable[[], Target]) -> None:
     """Loads the target that ``make`` returns, unless ``make`` fails on some rank."""
-    target: Target | None = None
-    failure: Exception | None = None
-    try:
+    with channel_of(sharded_model).together("loading a state"):
         target = make()
-    except (CheckpointError, TypeError, ValueError, KeyError) as error:
-        failure = error
-    channel_of(sharded_model).agree("loading a state", failure)
-    assert target is not None
     commit(model, sharded_model, target)
 
 
@@ -113,26 +107,21 @@ def save(
     """
     path = Path(path).absolute()
     sharded_model = settled(model, optimizer)
+    finish_pending(sharded_model)
     channel = channel_of(sharded_model)
-    channel.finish_pending()
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be a whole number of at least 1, or None, got {keep!r}")
     rank = channel.group.rank
-    tree: dict[str, Any] = {}
     folder: Unfinished | None = None
-    failure: Exception | None = None
     try:
-        sharded_model.runtime.unset.check("zc.save")
-        tree = state_of(model, sharded_model)
-        tree["extra"] = {f"rank_{rank}": _encoded(extra)}
-        if asynchronous:
-            tree = copied(tree)
-        if rank == 0:
-            folder = Unfinished(path, channel.job, _nbytes(tree), overwrite)
-    except (OSError, ZcError, TypeError, ValueError) as error:
-        failure = error
-    try:
-        channel.agree(f"saving {path}", failure)
+        with channel.together(f"saving {path}"):
+            sharded_model.runtime.unset.check("zc.save")
+            tree = state_of(model, sharded_model)
+            tree["extra"] = {f"rank_{rank}": _encoded(extra)}
+            if asynchronous:
+                tree = copied(tree)
+            if rank == 0:
+                folder = Unfinished(path, channel.job, _nbytes(tree), overwrite)
     except BaseException:
         if folder is not None:
             folder.close()
@@ -171,28 +160,18 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
     """
     path = Path(path).absolute()
     sharded_model = settled(model, optimizer)
+    finish_pending(sharded_model)
     channel = channel_of(sharded_model)
-    channel.finish_pending()
-    target: Target | None = None
-    failure: Exception | None = None
     what, reader = f"loading {path}", Reader(path)
-    try:
+    with channel.together(what), checkpoint_errors(what):  # a damaged checkpoint raises anything
         target = make_target(model, sharded_model, reader.read_metadata(), str(path))
-    except Exception as error:  # noqa: BLE001  (a damaged checkpoint raises anything)
-        failure = cause_of(what, error)
-    channel.agree(what, failure)
-    assert target is not None
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     read = channel.start(partial(dcp_load, target.items, storage_reader=reader, planner=planner, **channel.options))
     channel.wait(read, what)
-    extra: Any = None
-    try:
+    with channel.together(what), checkpoint_errors(what):
         read.result()
         check_groups(sharded_model, target)
         extra = target.extra()
-    except BaseException as error:  # noqa: BLE001  (DCP's error is not an Exception, and pickle raises anything)
-        failure = cause_of(what, error)
-    channel.agree(what, failure)
     commit(model, sharded_model, target)
     return extra
 
