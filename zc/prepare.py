@@ -19,6 +19,7 @@ from zc.offload.disk import open_file
 from zc.optim.assignment import Assignment, listed
 from zc.optim.kinds import ELEMENTWISE, is_elementwise, note_of, rule_of, try_out
 from zc.optim.param_writes import note_of_shared
+from zc.optim.trials import state_keys
 from zc.plan_checks import check_encodings, check_host, check_plan, check_replicas
 from zc.planning.blocks import BlockKind, find_kinds
 from zc.planning.frozen import with_frozen
@@ -155,7 +156,8 @@ def _open_state_file(config: Config, rank: int, plan: Plan, assignment: Assignme
             f"offload='disk' takes torch's elementwise optimizers ({', '.join(ELEMENTWISE)}), not "
             f"{type(optimizer).__name__}: use offload='cpu'"
         )
-    return open_file(config.offload_dir, rank, plan, optimizer, assignment.params)
+    keys = state_keys(optimizer)
+    return open_file(config.offload_dir, rank, plan, type(optimizer).__name__, keys, assignment.params)
 
 
 def fingerprint(model: nn.Module, config: Config, assignment: Assignment) -> list[str]:

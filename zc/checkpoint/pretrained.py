@@ -23,8 +23,9 @@ from zc.checkpoint.first_values import fill_modules
 from zc.checkpoint.save_load import settled
 from zc.checkpoint.saving import channel_of, checkpoint_errors
 from zc.checkpoint.state import Owned, owned
+from zc.checkpoint.target import refuse_other_model
 from zc.engine.memory_order import flattened
-from zc.errors import CheckpointError
+from zc.errors import CheckpointError, some
 from zc.registry import sharded
 
 if TYPE_CHECKING:
@@ -112,10 +113,8 @@ def _match(
             names.setdefault(id(value), []).append(theirs)
             tensors.setdefault(id(value), (in_buckets.get(id(value), name), value))
     missing = [known[0] for known in names.values() if not any(name in stored for name in known)]
-    extra = sorted(stored.keys() - {name for known in names.values() for name in known})
-    if missing or extra:
-        parts = [f"{len(n)} {kind} ({', '.join(n[:5])})" for kind, n in (("missing", missing), ("extra", extra)) if n]
-        raise CheckpointError(f"{folder} is of another model than this {type(model).__name__}: {' and '.join(parts)}")
+    extra = stored.keys() - {name for known in names.values() for name in known}
+    refuse_other_model(model, str(folder), missing, extra)
     places: dict[str, tuple[Stored, Any]] = {}
     for number, (name, value) in tensors.items():
         source = stored[next(known for known in names[number] if known in stored)]
@@ -140,11 +139,11 @@ def _stored(folder: Path) -> dict[str, Stored]:
     files: dict[str, str] = json.loads(index.read_text())["weight_map"]
     absent = sorted({file for file in files.values() if not (folder / file).is_file()})
     if absent:
-        raise CheckpointError(f"{index} names {len(absent)} file(s) that are not there: {', '.join(absent[:5])}")
+        raise CheckpointError(f"{index} names {len(absent)} file(s) that are not there: {some(absent)}")
     headers = {file: _header(folder / file) for file in sorted(set(files.values()))}
     lacking = [f"{name} in {file}" for name, file in files.items() if name not in headers[file]]
     if lacking:
-        raise CheckpointError(f"{index} names tensors that are not there: {', '.join(lacking[:5])}")
+        raise CheckpointError(f"{index} names tensors that are not there: {some(lacking)}")
     return {name: headers[file][name] for name, file in files.items()}
 
 

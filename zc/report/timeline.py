@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import fx
 
 from zc.engine.clock import ClockedStep
+from zc.errors import some
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMPUTE, MAIN
 from zc.schedule.cost import estimate
@@ -276,14 +277,10 @@ def detail(node: fx.Node, plan: Plan | None, program: Scheduled | None = None) -
         words = f"{program.name}, {words}"
     if isinstance(op, Segment):
         names = gradients_of(node, plan) if plan is not None else []
-        grads = f"; computes the gradients of {_some(names)}" if names else ""
+        grads = f"; computes the gradients of {some(names, 3)}" if names else ""
         return f"{words} {op.key}{grads}"
     if isinstance(op, BucketOp) and plan is not None:
         bucket = plan.bucket(op.bucket)
         nbytes = bucket.numel * bucket.reduce_dtype.itemsize
-        return f"{words}, bucket {op.bucket} ({nbytes / 1e6:,.1f} MB): {_some([s.name for s in bucket.slots])}"
+        return f"{words}, bucket {op.bucket} ({nbytes / 1e6:,.1f} MB): {some([s.name for s in bucket.slots], 3)}"
     return words
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
