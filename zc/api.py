@@ -27,6 +27,7 @@ from zc.engine.overlap_gather import WeightGather
 from zc.engine.runtime import Runtime
 from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.streams import make_streams
+from zc.engine.unset import Unset
 from zc.fill import broadcast_rest, fill, restore, snapshot
 from zc.meta import place
 from zc.optim import methods
@@ -157,10 +158,10 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     ranks = ranks_of(mesh, group, reads_memory=is_on_cpu(model, device))
     with contextlib.ExitStack() as undo:
         with ranks.raise_together():
-            placed = place(model, device, stage, undo)
+            unset_params, unset_buffers = place(model, device, stage, undo)
             request = resolve(model, optimizer, options, ranks)
             undo.callback(request.discard)
-            if placed.params:
+            if unset_params:
                 check_shards_fit(request.plan)
             stock_state.install()  # of a library that all models share: before anything of this model changes
         ranks.same_everywhere(
@@ -173,8 +174,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             call = make_call(model, runtime, _make_buffer_sync(model, runtime))
         _undo_on_failure(undo, request, runtime)
         broadcast_rest(model, runtime.placed, ranks)
-        fill(runtime, request.plan.with_weights, placed.params)
-        runtime.unset = placed.unset()
+        fill(runtime, request.plan.with_weights, unset_params)
+        runtime.unset = Unset(unset_params, unset_buffers)
         compiled = ShardedModel(runtime, request.assignment, request.state_file)
         _install(model, compiled, call)
         undo.pop_all()  # nothing failed

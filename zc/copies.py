@@ -73,10 +73,7 @@ class NoSync:
     def __call__(self) -> contextlib.AbstractContextManager[None]:
         return self._begin() or contextlib.nullcontext()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return contextlib.nullcontext
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # deepcopy uses it, too
         return partial, (contextlib.nullcontext,)
 
 

@@ -94,7 +94,7 @@ class DiskState:
         low, high = group.max_on_host([-number, number])
         if mark is None or -low != high:
             self.file.mark = None
-            if self.file.was_left or -low != high:
+            if self.file.existed or -low != high:
                 why = "on some ranks it is not complete" if -low != high else "it is not complete"
                 self.core.say_once(f"offload_dir: {why}, so state of an earlier run in it is not used")
             self.file.begin_update()

@@ -162,8 +162,9 @@ class HostStep:
             param.grad = grad
         self._hidden.clear()
         if not self._is_done:
-            for bucket in changed if self.disk is not None else ():
-                self.disk.settle(bucket)  # type: ignore[union-attr]
+            if self.disk is not None:
+                for bucket in changed:
+                    self.disk.settle(bucket)
             self._run(changed, with_update=False)
 
     def publish_all(self, buckets: tuple[int, ...]) -> None:
@@ -236,12 +237,10 @@ def _threads(num: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def prefer_fused(optimizer: Optimizer) -> bool:
+def prefer_fused(optimizer: Optimizer) -> None:
     """Selects torch's fused CPU update unless the caller chose another form. Without it torch passes over host memory
-    tensor by tensor and operation by operation. Returns whether any group uses it."""
-    name, is_chosen = type(optimizer).__name__, False
-    for group in optimizer.param_groups:
-        chosen = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
-        if name in FUSED and not chosen:
-            group["fused"] = is_chosen = True
-    return is_chosen
+    tensor by tensor and operation by operation."""
+    for group in optimizer.param_groups if type(optimizer).__name__ in FUSED else ():
+        is_chosen = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
+        if not is_chosen:
+            group["fused"] = True
