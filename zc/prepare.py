@@ -16,7 +16,7 @@ from zc.engine import param_grads
 from zc.errors import PlanError
 from zc.machine import note_of_connections
 from zc.offload.disk import open_file
-from zc.optim.assignment import Assignment, listed
+from zc.optim.assignment import Assignment, optimizers_in
 from zc.optim.kinds import ELEMENTWISE, is_elementwise, note_of, rule_of, try_out
 from zc.optim.param_writes import note_of_shared
 from zc.optim.trials import state_keys
@@ -76,7 +76,7 @@ def resolve(model: nn.Module, optimizer: Any, options: Mapping[str, Any], ranks:
 
 def assign(model: nn.Module, optimizer: Any) -> Assignment:
     """Finds the optimizer and the rule of each trainable parameter."""
-    optimizers = listed(optimizer)
+    optimizers = optimizers_in(optimizer)
     params = check_model(model)
     check_optimizers(model, params, optimizers)
     rules = tuple(map(rule_of, optimizers))

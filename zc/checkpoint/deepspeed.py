@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zc.checkpoint.save_load import load_state_dict, settled
+from zc.checkpoint.save_load import load_state_dict, synchronized
 from zc.checkpoint.state import groups_of, others, owned, trained
 from zc.checkpoint.target import refuse_other_model
 from zc.errors import CheckpointError
@@ -32,7 +32,7 @@ def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) ->
         CheckpointError: a parameter is missing, extra or of another size, or reading a file would run code from it.
             Nothing is changed.
     """
-    sharded_model, folder = settled(model, optimizer), Path(path) / "zero"
+    sharded_model, folder = synchronized(model, optimizer), Path(path) / "zero"
     if not folder.is_dir():
         raise CheckpointError(f"{path} is no universal checkpoint: it has no folder zero")
     mine = trained(sharded_model)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from zc.checkpoint.files import Reader
 from zc.checkpoint.other_state import state_by_string, states_of_frozen
-from zc.checkpoint.save_load import copied, settled
+from zc.checkpoint.save_load import host_copy, synchronized
 from zc.checkpoint.saving import channel_of, checkpoint_errors
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import groups_of, owned, state_of
@@ -29,7 +29,7 @@ from zc.checkpoint.together import refuse_together
 from zc.durable import write_synced
 from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError
-from zc.optim.assignment import Optimizers, shaped
+from zc.optim.assignment import Optimizers, like_container
 from zc.registry import sharded
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
     """
     sharded_model = sharded(model)
     alone = [each for each in sharded_model.optimizers if each.optimizer is optimizer]
-    settled(model, sharded_model.container if alone else optimizer)
+    synchronized(model, sharded_model.container if alone else optimizer)
     refuse_together(sharded_model, alone or sharded_model.optimizers, "zc.full_optimizer_state")
     state: dict[str, dict[str, Any]] = state_of(model, sharded_model)["optimizer"]["state"]
     parts = []
@@ -143,8 +143,8 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
         numbers, groups = _numbered(one)
         whole = whole_states(sharded_model, one, state)
         by_number = {numbers[name]: values for name, values in whole.items()}
-        parts.append({"state": {**by_number, **copied(state_by_string(one))}, "param_groups": groups})
-    return shaped(optimizer, parts) if sharded_model.runtime.group.rank == 0 else None
+        parts.append({"state": {**by_number, **host_copy(state_by_string(one))}, "param_groups": groups})
+    return like_container(optimizer, parts) if sharded_model.runtime.group.rank == 0 else None
 
 
 def whole_states(
@@ -152,7 +152,7 @@ def whole_states(
 ) -> dict[str, dict[str, Any]]:
     """The whole states of ``one`` by parameter name, in host memory, frozen parameters included. Those that train are
     on rank 0 alone. ``states``: this rank's parts. All ranks call it."""
-    return gather_parts(sharded_model, one, states, "the whole optimizer state") | copied(states_of_frozen(one))
+    return gather_parts(sharded_model, one, states, "the whole optimizer state") | host_copy(states_of_frozen(one))
 
 
 def gather_parts(

@@ -72,7 +72,7 @@ def _add_optimizer(sharded_model: ShardedModel, target: Target, optimizer: Any) 
     rank = f"rank_{sharded_model.runtime.group.rank}"
     for one, part in _parts(sharded_model, optimizer, where):
         if PART_KEY in part:
-            mark = shown_mark(part[PART_KEY])
+            mark = text_of_mark(part[PART_KEY])
             raise CheckpointError(f"{where}: its optimizer state is {mark}, and a whole one is wanted: {WAYS}")
         some, its_groups, names, own = optimizer_part(sharded_model, part, where, one)
         target.with_state.update(names)
@@ -174,7 +174,7 @@ def _part(own: Owned | None, value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def shown_mark(mark: Any) -> str:
+def text_of_mark(mark: Any) -> str:
     if not isinstance(mark, Mapping):
         return f"marked as {mark!r}, which this zc does not know"
     return f"rank {mark.get('rank')}'s part of {mark.get('world_size')} (what optimizer.state_dict() gave there)"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zc.checkpoint.first_values import fill_modules
-from zc.checkpoint.save_load import settled
+from zc.checkpoint.save_load import synchronized
 from zc.checkpoint.saving import channel_of, checkpoint_errors
 from zc.checkpoint.state import Owned, owned
 from zc.checkpoint.target import refuse_other_model
@@ -41,7 +41,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a file, row-major from byte ``start`` on."""
 
     path: Path
@@ -83,7 +83,7 @@ def load_pretrained(
             values.
     """
     sharded_model = sharded(model)
-    settled(model, sharded_model.container)
+    synchronized(model, sharded_model.container)
     sharded_model.take_over_writes()
     channel, what = channel_of(sharded_model), f"loading {folder}"
     with channel.together(what), checkpoint_errors(what):
@@ -100,10 +100,10 @@ def load_pretrained(
 
 def _match(
     model: nn.Module, sharded_model: ShardedModel, folder: Path, rename: Callable[[str], str | None] | None
-) -> dict[str, tuple[Stored, Any]]:
+) -> dict[str, tuple[StoredTensor, Any]]:
     """By name of the model: what is read, and where it goes. Raises CheckpointError if the folder is of another
     model."""
-    stored, mine = _stored(folder), owned(sharded_model)
+    stored, mine = _tensors_in(folder), owned(sharded_model)
     in_buckets = {id(param): name for name, param in sharded_model.runtime.placed.items()}
     names: dict[int, list[str]] = {}  # of one tensor, as the folder has them
     tensors: dict[int, tuple[str, Tensor]] = {}
@@ -115,7 +115,7 @@ def _match(
     missing = [known[0] for known in names.values() if not any(name in stored for name in known)]
     extra = stored.keys() - {name for known in names.values() for name in known}
     refuse_other_model(model, str(folder), missing, extra)
-    places: dict[str, tuple[Stored, Any]] = {}
+    places: dict[str, tuple[StoredTensor, Any]] = {}
     for number, (name, value) in tensors.items():
         source = stored[next(known for known in names[number] if known in stored)]
         shape = tuple(value.shape)
@@ -127,7 +127,7 @@ def _match(
     return places
 
 
-def _stored(folder: Path) -> dict[str, Stored]:
+def _tensors_in(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a folder, or of one file. Raises CheckpointError if something is missing or cut off."""
     if folder.is_file():
         return _header(folder)
@@ -147,7 +147,7 @@ def _stored(folder: Path) -> dict[str, Stored]:
     return {name: headers[file][name] for name, file in files.items()}
 
 
-def _header(path: Path) -> dict[str, Stored]:
+def _header(path: Path) -> dict[str, StoredTensor]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -157,7 +157,7 @@ def _header(path: Path) -> dict[str, Stored]:
             header = json.loads(file.read(length))
         except ValueError as error:
             raise CheckpointError(f"{path} is no safetensors file: {error}") from None
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -166,11 +166,11 @@ def _header(path: Path) -> dict[str, Stored]:
         dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         if stop - start != math.prod(shape) * dtype.itemsize or 8 + length + stop > size:
             raise CheckpointError(f"{path} is cut off: {name} ends at byte {8 + length + stop}, the file at {size}")
-        stored[name] = Stored(path, name, dtype, shape, 8 + length + start)
+        stored[name] = StoredTensor(path, name, dtype, shape, 8 + length + start)
     return stored
 
 
-def _copy(stored: Stored, target: Owned | Tensor) -> None:
+def _copy(stored: StoredTensor, target: Owned | Tensor) -> None:
     """This rank's elements."""
     if isinstance(target, Tensor):
         flat = torch.empty(stored.shape, dtype=stored.dtype).view(-1)

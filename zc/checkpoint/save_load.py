@@ -30,7 +30,7 @@ from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import state_of
 from zc.checkpoint.target import Target, check_groups, commit, flat_items, make_target
 from zc.errors import CheckpointError, PlanError
-from zc.optim.assignment import Optimizers, listed
+from zc.optim.assignment import Optimizers, optimizers_in
 from zc.registry import sharded
 from zc.version import __version__
 
@@ -48,7 +48,7 @@ def state_dict(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     are views of the shards (`ShardOf`), not copies. ``dcp.save`` writes them and ``dcp.load`` fills them in place; call
     `load_state_dict` after the latter. A tied weight appears under its first name.
     """
-    return state_of(model, settled(model, optimizer))
+    return state_of(model, synchronized(model, optimizer))
 
 
 def load_state_dict(model: nn.Module, optimizer: Optimizers, state: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ def load_state_dict(model: nn.Module, optimizer: Optimizers, state: Mapping[str,
     Raises:
         CheckpointError: names what is missing, extra or has another shape. Nothing is changed.
     """
-    sharded_model = settled(model, optimizer)
+    sharded_model = synchronized(model, optimizer)
     take(model, sharded_model, lambda: from_plain(model, sharded_model, state))
 
 
@@ -106,7 +106,7 @@ def save(
         RankLostError: a rank is gone, or stands still.
     """
     path = Path(path).absolute()
-    sharded_model = settled(model, optimizer)
+    sharded_model = synchronized(model, optimizer)
     finish_pending(sharded_model)
     channel = channel_of(sharded_model)
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
@@ -119,7 +119,7 @@ def save(
             tree = state_of(model, sharded_model)
             tree["extra"] = {f"rank_{rank}": _encoded(extra)}
             if asynchronous:
-                tree = copied(tree)
+                tree = host_copy(tree)
             if rank == 0:
                 folder = Unfinished(path, channel.job, _nbytes(tree), overwrite)
     except BaseException:
@@ -159,7 +159,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
             parameters. The state is unchanged.
     """
     path = Path(path).absolute()
-    sharded_model = settled(model, optimizer)
+    sharded_model = synchronized(model, optimizer)
     finish_pending(sharded_model)
     channel = channel_of(sharded_model)
     what, reader = f"loading {path}", Reader(path)
@@ -184,10 +184,10 @@ class _Planner(DefaultLoadPlanner):
         self.original_state_dict[read_item.dest_index.fqn] = self.state_dict[read_item.dest_index.fqn]
 
 
-def settled(model: nn.Module, optimizer: Optimizers) -> ShardedModel:
+def synchronized(model: nn.Module, optimizer: Optimizers) -> ShardedModel:
     """The sharded model, after everything that reads or writes masters or states has finished."""
     sharded_model = sharded(model)
-    optimizers = listed(optimizer)
+    optimizers = optimizers_in(optimizer)
     if [id(one) for one in optimizers] != [id(each.optimizer) for each in sharded_model.optimizers]:
         names = " and ".join(type(one).__name__ for one in optimizers)
         ours = ", ".join(type(each.optimizer).__name__ for each in sharded_model.optimizers)
@@ -213,14 +213,14 @@ def _encoded(extra: Mapping[str, Any] | None) -> Tensor:
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def copied(value: Any) -> Any:
+def host_copy(value: Any) -> Any:
     """A copy of a nested state in host memory."""
     if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
+        return {key: host_copy(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [copied(item) for item in value]
+        return [host_copy(item) for item in value]
     if isinstance(value, ShardOf):
-        return value.copied()
+        return value.host_copy()
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from zc import torch_private
 from zc.checkpoint.export import whole_states
 from zc.checkpoint.plain_state import from_optimizer_state
-from zc.checkpoint.save_load import copied, settled, take
+from zc.checkpoint.save_load import host_copy, synchronized, take
 from zc.checkpoint.saving import channel_of
 from zc.checkpoint.state import state_of, trained
 from zc.checkpoint.together import refuse_together
@@ -74,7 +74,7 @@ def _get(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> dic
     if not state["state"]:
         state["state"] = _first_states(sharded_model)
     if not options.full_state_dict:
-        state = copied(state) if options.cpu_offload else state
+        state = host_copy(state) if options.cpu_offload else state
         return {**state, "state": OfOneRank(sharded_model.runtime.group.rank, state["state"])}
     device = sharded_model.runtime.plan.buckets[0].device
     refuse_together(sharded_model, sharded_model.optimizers, "full_state_dict=True")
@@ -111,7 +111,7 @@ def _sharded_model(model: nn.Module, optimizers: Sequence[Optimizer], options: A
     if options.flatten_optimizer_state_dict or options.submodule_prefixes:
         what = "flatten_optimizer_state_dict=True" if options.flatten_optimizer_state_dict else "submodules"
         raise PlanError(f"zc gives optimizer states by parameter, of the whole model: leave out {what}")
-    return settled(model, list(optimizers))
+    return synchronized(model, list(optimizers))
 
 
 def _from_rank_0(sharded_model: ShardedModel, value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zc.checkpoint.export import gather_parts
-from zc.checkpoint.save_load import settled
+from zc.checkpoint.save_load import synchronized
 from zc.checkpoint.state import state_of
 from zc.registry import COMPILED
 from zc.whole import full_state_dict
@@ -43,7 +43,7 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
     sharded_model = COMPILED.get(model)
     if sharded_model is None or not any(bucket.has_master for bucket in sharded_model.runtime.plan.buckets):
         return state
-    settled(model, sharded_model.container)
+    synchronized(model, sharded_model.container)
     shards = {name: {"master": shard} for name, shard in state_of(model, sharded_model)["model"].items()}
     masters: dict[str, Tensor] = {}
     for one in sharded_model.optimizers:

@@ -105,10 +105,10 @@ class DiskState:
                 self.core.buffers.master_shard[bucket.index].copy_(self.file.tensor(f"{bucket.index}/master_shard"))
         for name, items in mark["state"].items():
             param = self.slices[name]
-            self.optimizer.state[param] = {key: self._restored(name, key, item) for key, item in items.items()}
+            self.optimizer.state[param] = {key: self._read_item(name, key, item) for key, item in items.items()}
         self.core.say_once(f"offload_dir: state after update {self.num_updates:,} taken up")
 
-    def _restored(self, name: str, key: str, item: Any) -> Any:
+    def _read_item(self, name: str, key: str, item: Any) -> Any:
         if item == "file":
             return self._place[name, key]
         if isinstance(item, dict):
@@ -156,11 +156,11 @@ class DiskState:
                     self.file.tensor(f"{bucket.index}/master_shard").copy_(core.buffers.master_shard[bucket.index])
             dtypes = {s.name: b.param_dtype for b in core.plan.buckets for s in b.slots}
             weights = {n: checksum(p, dtypes[n]) for n, p in core.params.items()} if rank == 0 else {}
-            state = {name: self._saved(name, param) for name, param in self.slices.items()}
+            state = {name: self._items_of(name, param) for name, param in self.slices.items()}
             facts = {"flush": number, "num_updates": self.num_updates, "weights": weights}
             self.file.flush({**facts, "state": {name: items for name, items in state.items() if items}})
 
-    def _saved(self, name: str, param: nn.Parameter) -> dict[str, Any]:
+    def _items_of(self, name: str, param: nn.Parameter) -> dict[str, Any]:
         saved: dict[str, Any] = {}
         for key, item in self.optimizer.state.get(param, {}).items():
             if not isinstance(item, Tensor):

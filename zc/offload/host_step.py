@@ -107,7 +107,7 @@ class HostStep:
         plan = core.plan
         self._slices = [[slices[s.name] for s in b.slots if s.name in slices] for b in plan.buckets]
         self._programs: dict[tuple[tuple[int, ...], bool], Program] = {}
-        self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._hidden_grads: list[tuple[nn.Parameter, Tensor | None]] = []
         self._is_done = False
         self._next: dict[int, int] = {}  # bucket -> the one updated after it
         self._shadow: Optimizer | None = None
@@ -141,8 +141,8 @@ class HostStep:
             return
         self._make_shadow()
         self._run(changed, with_update=True)
-        self._hidden = [(p, p.grad) for some in self._slices for p in some]
-        for param, _ in self._hidden:
+        self._hidden_grads = [(p, p.grad) for some in self._slices for p in some]
+        for param, _ in self._hidden_grads:
             param.grad = None
 
     def _scaler_on_host(self) -> bool:
@@ -158,9 +158,9 @@ class HostStep:
 
     def after(self, changed: tuple[int, ...]) -> None:
         """Called after the optimizer's step. Copies the changed weights to the device, unless `before` did."""
-        for param, grad in self._hidden:
+        for param, grad in self._hidden_grads:
             param.grad = grad
-        self._hidden.clear()
+        self._hidden_grads.clear()
         if not self._is_done:
             if self.disk is not None:
                 for bucket in changed:

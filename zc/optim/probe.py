@@ -65,7 +65,7 @@ def update_copy(
     under strings counts as state of each parameter, under ""."""
     params = [nn.Parameter(value.clone()) for value in values]
     twin = torch_private.bare_copy(optimizer)
-    options = {key: _copied(option) for key, option in group.items() if key != "params"}
+    options = {key: _copy(option) for key, option in group.items() if key != "params"}
     if "lr" in options and not float(options["lr"]) > 0:  # a warmup that begins at 0 would hide every difference
         rates = (group.get("initial_lr"), optimizer.defaults.get("lr"), 1e-3)
         options["lr"] = float(next(rate for rate in rates if rate is not None and float(rate) > 0))
@@ -150,7 +150,7 @@ def _like(key: str, item: Any, like: Tensor, param: Tensor) -> Any:
     return torch.full_like(param, float(item.reshape(-1)[0]) if item.numel() else 0.0)
 
 
-def _copied(option: Any) -> Any:
+def _copy(option: Any) -> Any:
     return option.clone() if isinstance(option, Tensor) else copy.deepcopy(option)
 
 

@@ -77,7 +77,7 @@ def _sections(model: nn.Module) -> dict[str, str]:
         + "\n".join([_ways(runtime.plan), *_encoded(runtime.plan), *map(str, runtime.plan.kinds)]),
         "buckets": _buckets(runtime),
         "last step": last_step.last_step(runtime),
-        "stayed empty in the last step": last_step.empty(runtime),
+        "stayed empty in the last step": last_step.without_gradient(runtime),
         "compilation": _compilation(runtime),
         "not covered by a schedule": _uncovered(runtime),
         "persistent bytes": "\n".join(f"{name:>16}: {n:,}" for name, n in nbytes.items())
@@ -147,8 +147,8 @@ def _bars(runtime: Runtime) -> list[BucketBar]:
     for bucket, slots in zip(runtime.plan.buckets, last_step.sources(runtime), strict=True):
         names = {name for times in slots for name in times}
         state = "empty" if not names else "hooks" if "hook" in names else "compiled"
-        said = f"{len(slots)} parameters, {last_step.reduced(runtime, bucket)}"
-        params = [f"filled by {last_step.filled(slots)}", *map(str, bucket.slots)]
+        said = f"{len(slots)} parameters, {last_step.text_of_reductions(runtime, bucket)}"
+        params = [f"filled by {last_step.text_of_sources(slots)}", *map(str, bucket.slots)]
         bars.append(BucketBar(bucket.index, bucket.numel * bucket.param_dtype.itemsize, state, said, params))
     return bars
 
