@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from zc import torch_private
+from zc import guards, torch_private
 from zc.checkpoint.saving import finish_pending
-from zc.copies import unmark
 from zc.engine.host_memory import unlock_dropped
 from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import ZcError
@@ -61,7 +60,7 @@ def close(model: nn.Module) -> None:
 def _make_plain(model: nn.Module, compiled: ShardedModel) -> None:
     """Removes from the model and its optimizers what `zc.compile` has put there."""
     del COMPILED[model]
-    unmark(model)
+    guards.remove(model)
     torch_private.call_instead(model, None)
     restore(compiled.runtime, {name: param.dtype for name, param in compiled.runtime.placed.items()})
     for sharded_optimizer in compiled.optimizers:

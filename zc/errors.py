@@ -8,17 +8,6 @@ from collections.abc import Iterable
 
 from torch.optim import Optimizer
 
-__all__ = [
-    "CheckpointError",
-    "PassError",
-    "PlanError",
-    "RaceError",
-    "RankLostError",
-    "RankMismatchError",
-    "UncoveredGradientError",
-    "ZcError",
-]
-
 
 class ZcError(RuntimeError):
     """Base of all errors that zc raises. (An argument of the wrong type is a ``TypeError``.)"""

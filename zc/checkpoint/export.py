@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
 
-
-__all__ = ["export", "full_optimizer_state"]
-
 SHARD_NBYTES = 5 * 10**9  # the Hub's usual file size
 
 
@@ -152,7 +149,9 @@ def whole_states(
 ) -> dict[str, dict[str, Any]]:
     """The whole states of ``one`` by parameter name, in host memory, frozen parameters included. Those that train are
     on rank 0 alone. ``states``: this rank's parts. All ranks call it."""
-    return gather_parts(sharded_model, one, states, "the whole optimizer state") | host_copy(states_of_frozen(one))
+    whole = gather_parts(sharded_model, one, states, "the whole optimizer state")
+    whole.update(host_copy(states_of_frozen(one)))
+    return whole
 
 
 def gather_parts(

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from zc.checkpoint.files import Reader, Writer
-from zc.checkpoint.folders import Unfinished, latest, partial_of
+from zc.checkpoint.folders import Unfinished, partial_of
 from zc.checkpoint.plain_state import from_plain
 from zc.checkpoint.saving import Saving, channel_of, checkpoint_errors, finish_pending
 from zc.checkpoint.shards import ShardOf
@@ -36,9 +36,6 @@ from zc.version import __version__
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
-
-
-__all__ = ["Saving", "latest", "load", "load_state_dict", "save", "state_dict"]
 
 
 def state_dict(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:

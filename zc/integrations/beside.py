@@ -17,7 +17,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zc.checkpoint.save_load import latest, load, save
+from zc.checkpoint.folders import latest
+from zc.checkpoint.save_load import load, save
 from zc.checkpoint.saving import channel_of
 from zc.optim.assignment import Optimizers
 from zc.registry import sharded

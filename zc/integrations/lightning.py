@@ -24,8 +24,8 @@ from zc.api import make_call, no_sync
 from zc.checkpoint.export import full_optimizer_state
 from zc.checkpoint.save_load import load_state_dict
 from zc.closing import close
-from zc.copies import NotForDDP
 from zc.errors import PlanError
+from zc.guards import NotForDDP
 from zc.integrations.packages import needed, seam
 from zc.integrations.whole import shards_weights, whole_weights
 from zc.recompile import recompile
