@@ -221,7 +221,7 @@ def make_call(module: nn.Module, runtime: Runtime, sync: BufferSync | None = Non
 
 
 def _undo_on_failure(undo: contextlib.ExitStack, request: Request, runtime: Runtime) -> None:
-    """Gives the caller the model back if anything fails from here on, for example for lack of memory."""
+    """Restores the caller's model and optimizers if anything fails from here on, such as an allocation."""
     dtypes = {name: param.dtype for name, param in runtime.placed.items()}
     undo.callback(snapshot([*request.model.modules(), *request.assignment.optimizers]))
     undo.callback(COMPILED.pop, request.model, None)

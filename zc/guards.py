@@ -192,13 +192,13 @@ def _refusing_moves(in_buckets: set[int], function: Callable[[Tensor], Tensor]) 
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    if _facts(one) != _facts(other):
+    if _metadata(one) != _metadata(other):
         return False
     bits = [tensor.to(one.device).reshape(-1).view(torch.uint8) for tensor in (one, other)]  # a NaN equals itself
     return torch.equal(*bits)
 
 
-def _facts(tensor: Tensor) -> tuple[Any, ...]:
+def _metadata(tensor: Tensor) -> tuple[Any, ...]:
     strides = tensor.stride() if tensor.layout == torch.strided else None
     return type(tensor), tensor.dtype, tensor.shape, strides, tensor.device.type, tensor.device.index or 0
 

@@ -64,8 +64,8 @@ def resolve(model: nn.Module, optimizer: Any, options: Mapping[str, Any], ranks:
     assignment = assign(model, optimizer)
     param_grads.refuse_compiled_autograd()
     device = next(iter(assignment.params.values())).device if config.offload is None else torch.device("cpu")
-    for tried in assignment.optimizers:
-        try_out(tried, ranks.shard.world_size, device)
+    for each in assignment.optimizers:
+        try_out(each, ranks.shard.world_size, device)
     check_replicas(config, ranks.num_replicas)
     plan = plan_of(model, assignment, config, ranks)
     check_plan(plan)

@@ -45,8 +45,8 @@ def initialize(model: nn.Module, init: Init | None = None) -> None:
 def fill_modules(
     model: nn.Module, sharded_model: ShardedModel, init: Init | None, *, only_buffers: bool = False
 ) -> None:
-    """See `initialize`. ``only_buffers``: in modules all of whose parameters have a value. Masters are written, and the
-    caller publishes them: no rank may gather before that."""
+    """See `initialize`. ``only_buffers``: leaves out modules with a parameter that has no value. It writes masters; the
+    caller must publish them before any rank gathers."""
     runtime, weights = sharded_model.runtime, sharded_model.runtime.weights
     if not isinstance(weights, ShardedWeights):
         return

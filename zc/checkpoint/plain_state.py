@@ -74,14 +74,14 @@ def _add_optimizer(sharded_model: ShardedModel, target: Target, optimizer: Any) 
         if PART_KEY in part:
             mark = text_of_mark(part[PART_KEY])
             raise CheckpointError(f"{where}: its optimizer state is {mark}, and a whole one is wanted: {WAYS}")
-        some, its_groups, names, own = optimizer_part(sharded_model, part, where, one)
+        part_states, part_groups, names, part_by_string = optimizer_part(sharded_model, part, where, one)
         target.with_state.update(names)
         for number, by_rank in part.get(other_state.KEY, {}).items():  # of `zc.state_dict`
             by_string[number] = _part(None, {rank: by_rank[rank if rank in by_rank else "rank_0"]})
-        if own:
-            by_string[str((one or sharded_model.optimizers[0]).number)] = {rank: own}
-        states.update(some)
-        groups += its_groups
+        if part_by_string:
+            by_string[str((one or sharded_model.optimizers[0]).number)] = {rank: part_by_string}
+        states.update(part_states)
+        groups += part_groups
         saved = part.get(KEY, saved)
     tree = {"state": states, "param_groups": groups, KEY: saved, other_state.KEY: by_string}
     for path, value in flat_items(tree, ("optimizer",)).items():

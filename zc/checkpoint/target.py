@@ -231,7 +231,7 @@ def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> Non
     if sharded_model.disk is not None:
         sharded_model.disk.file.begin_update()  # state of an earlier run no longer belongs to these masters
         for bucket in sharded_model.runtime.plan.buckets:
-            sharded_model.disk.settle(bucket.index)
+            sharded_model.disk.move_to_file(bucket.index)
 
 
 def _commit_others(one: ShardedOptimizer, target: Target, states: Mapping[str, dict[str, Any]]) -> None:

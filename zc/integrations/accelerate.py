@@ -57,7 +57,7 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: Container, *rest: Any
         pointers.append(StatePointer(one))
         wrapped.append(accelerator.prepare(one, device_placement=[False]))  # slices are on the masters' device
         pointers[-1].take_place(wrapped[-1])
-    _keep_state(accelerator, model, optimizer, pointers)
+    _register_hooks(accelerator, model, optimizer, pointers)
     prepared = like_container(optimizer, wrapped)
     if not rest:
         return model, prepared
@@ -123,7 +123,7 @@ def _weights_in(folder: Path, number: int) -> Any:
     return accelerate.utils.load_state_dict(str(file))
 
 
-def _keep_state(accelerator: Any, model: nn.Module, optimizer: Container, pointers: list[StatePointer]) -> None:
+def _register_hooks(accelerator: Any, model: nn.Module, optimizer: Container, pointers: list[StatePointer]) -> None:
     """Registers hooks for ``save_state`` and ``load_state``. The accelerator keeps them as long as it lives, and the
     model may be dropped before (``free_memory``)."""
     model_ref = weakref.ref(model)

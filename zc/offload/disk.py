@@ -85,9 +85,9 @@ class DiskState:
                     for key in keys:
                         whole = file.tensor(f"{bucket.index}/{key}")
                         self._place[slot.name, key] = in_shape(whole[inside], slot)
-        self._take_up()
+        self._resume()
 
-    def _take_up(self) -> None:
+    def _resume(self) -> None:
         """Loads the state that an earlier run flushed, on all ranks or on none."""
         mark, group = self.file.mark, self.core.group
         number = mark["flush"] if mark is not None else -1
@@ -125,7 +125,7 @@ class DiskState:
             if name.startswith(f"{bucket}/") and not name.endswith("/master_shard"):
                 self.file.prefetch(name)
 
-    def settle(self, bucket: int) -> None:
+    def move_to_file(self, bucket: int) -> None:
         """Moves state tensors that the optimizer created in memory (a first update, load_state_dict) to the file."""
         for slot in self.core.plan.buckets[bucket].slots:
             param = self.slices.get(slot.name)
@@ -151,7 +151,7 @@ class DiskState:
             prepare()
             self.file.begin_update()
             for bucket in core.plan.buckets:
-                self.settle(bucket.index)
+                self.move_to_file(bucket.index)
                 if bucket.has_master:
                     self.file.tensor(f"{bucket.index}/master_shard").copy_(core.buffers.master_shard[bucket.index])
             dtypes = {s.name: b.param_dtype for b in core.plan.buckets for s in b.slots}

@@ -141,7 +141,7 @@ class HostStep:
             return
         self._make_shadow()
         self._run(changed, with_update=True)
-        self._hidden_grads = [(p, p.grad) for some in self._slices for p in some]
+        self._hidden_grads = [(p, p.grad) for slices in self._slices for p in slices]
         for param, _ in self._hidden_grads:
             param.grad = None
 
@@ -164,7 +164,7 @@ class HostStep:
         if not self._is_done:
             if self.disk is not None:
                 for bucket in changed:
-                    self.disk.settle(bucket)
+                    self.disk.move_to_file(bucket)
             self._run(changed, with_update=False)
 
     def publish_all(self, buckets: tuple[int, ...]) -> None:
@@ -209,7 +209,7 @@ class HostStep:
         with _threads(self.num_threads):
             shadow.step()
         if self.disk is not None:
-            self.disk.settle(bucket)
+            self.disk.move_to_file(bucket)
 
     def cast_param(self, bucket: int, dst: str, src: str) -> None:
         record = self.core.plan.buckets[bucket]

@@ -47,6 +47,6 @@ def replace(model: nn.Module, sharded: ShardedOptimizer) -> None:
 
 
 def restore(optimizer: Optimizer) -> None:
-    """The object has the methods of its class again."""
+    """Removes what `replace` has put on the object, so that its class's methods apply again."""
     for name in ("zero_grad", "add_param_group"):
         vars(optimizer).pop(name, None)

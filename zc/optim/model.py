@@ -81,7 +81,7 @@ class ShardedModel(Listener):
         """Sets ``param.grad`` of every parameter with a gradient to its ShardedGrad, and ``.grad`` of the slices."""
         for optimizer in self.optimizers:
             optimizer.stand_in()
-        self.grad_shards.changed()
+        self.grad_shards.drop_norms()
         self._writes.check_places()
         for bucket in self.runtime.plan.buckets:
             for slot, has_grad in zip(bucket.slots, self.runtime.announcements.has_grad[bucket.index], strict=True):
@@ -93,7 +93,7 @@ class ShardedModel(Listener):
 
     def gradients_cleared(self, optimizer: int | None) -> None:
         """Inside a backward, autograd may be adding to a ``param.grad``, so there they are cleared at its end."""
-        self.grad_shards.changed()
+        self.grad_shards.drop_norms()
         chosen = self.optimizers if optimizer is None else [self.optimizers[optimizer]]
         slots = [slot for bucket in self.runtime.plan.of_optimizer(optimizer) for slot in bucket.slots]
         params: list[nn.Parameter] = []
@@ -127,5 +127,5 @@ class ShardedModel(Listener):
 
     def zero_grad(self) -> None:
         """Clears the gradients of all parameters."""
-        self.grad_shards.changed()
+        self.grad_shards.drop_norms()
         self.runtime.clear(set_to_none=True)

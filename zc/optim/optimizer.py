@@ -189,7 +189,7 @@ class ShardedOptimizer:
         return self._grads.get(name) is not None and self.slices[name].grad is None
 
     def forget_grads(self) -> None:
-        """The slices have no gradients of zc's any more."""
+        """Called when gradients are cleared: the slices have none of zc's until the next backward."""
         self._grads.clear()
         self._zeroed.clear()
         self._say_if_skipped()
@@ -262,11 +262,11 @@ class ShardedOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears its shards: the optimizer's own zero_grad."""
         self._say_if_skipped()
-        self.grad_shards.changed()
+        self.grad_shards.drop_norms()
         self.runtime.clear(set_to_none=set_to_none, optimizer=self.number)
 
     def let_go(self) -> None:
-        """The optimizer has no parameter, no state and no hook of ours any more."""
+        """Removes zc's hooks, the parameters and the state from the optimizer."""
         for handle in self._handles:
             handle.remove()
         self.optimizer.state.clear()
