@@ -153,13 +153,13 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     After any other error, such as running out of memory, model and optimizer are plain ones again. Their values are
     then rank 0's, rounded to ``param_dtype``.
     """
-    options = {name: value for name, value in locals().items() if name in OPTIONS}
+    config_options = {name: value for name, value in locals().items() if name in OPTIONS}
     check_initialized()
     ranks = ranks_of(mesh, group, reads_memory=is_on_cpu(model, device))
     with contextlib.ExitStack() as undo:
         with ranks.raise_together():
             unset_params, unset_buffers = place(model, device, stage, undo)
-            request = resolve(model, optimizer, options, ranks)
+            request = resolve(model, optimizer, config_options, ranks)
             undo.callback(request.discard)
             if unset_params:
                 check_shards_fit(request.plan)

@@ -79,11 +79,12 @@ class NotForDDP:
 class NoSync:
     """``model.no_sync()`` of a compiled model, as in DistributedDataParallel. On a copy it does nothing."""
 
-    def __init__(self, begin: Callable[[], contextlib.AbstractContextManager[None] | None]) -> None:
-        self._begin = begin
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
 
     def __call__(self) -> contextlib.AbstractContextManager[None]:
-        return self._begin() or contextlib.nullcontext()
+        runtime = self._runtime()
+        return runtime.no_sync() if runtime is not None else contextlib.nullcontext()
 
     def __reduce__(self) -> Any:  # deepcopy uses it, too
         return partial, (contextlib.nullcontext,)
@@ -96,7 +97,7 @@ def install(model: nn.Module, runtime: Runtime) -> None:
     torch_private.set_apply(model, Instead(model, "_apply", partial(_apply, weakref.ref(model), of_runtime)))
     torch_private.tell_ddp(model, NotForDDP())
     if not hasattr(model, "no_sync"):
-        vars(model)["no_sync"] = NoSync(partial(_no_sync, of_runtime))
+        vars(model)["no_sync"] = NoSync(runtime)
     weights = runtime.weights
     if isinstance(weights, ShardedWeights):
         for module in model.modules():
@@ -106,11 +107,6 @@ def install(model: nn.Module, runtime: Runtime) -> None:
         if isinstance(module, nn.RNNBase):
             call: Any = torch.compiler.disable(partial(_skip_flattening, of_runtime, name))  # type: ignore[no-untyped-call]
             vars(module)["flatten_parameters"] = Instead(module, "flatten_parameters", call)
-
-
-def _no_sync(of_runtime: weakref.ref[Runtime]) -> contextlib.AbstractContextManager[None] | None:
-    runtime = of_runtime()
-    return runtime.no_sync() if runtime is not None else None
 
 
 def remove(model: nn.Module) -> None:

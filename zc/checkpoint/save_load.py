@@ -11,7 +11,7 @@ A checkpoint has the keys of ``torch.distributed.checkpoint.state_dict``, so DDP
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from zc.checkpoint.plain_state import from_plain
 from zc.checkpoint.saving import Saving, channel_of, checkpoint_errors, finish_pending
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import state_of
-from zc.checkpoint.target import Target, check_groups, commit, flat_items, make_target
+from zc.checkpoint.target import check_groups, commit, flat_items, make_target
 from zc.errors import CheckpointError, PlanError
 from zc.optim.assignment import Optimizers, optimizers_in
 from zc.registry import sharded
@@ -62,13 +62,8 @@ def load_state_dict(model: nn.Module, optimizer: Optimizers, state: Mapping[str,
         CheckpointError: names what is missing, extra or has another shape. Nothing is changed.
     """
     sharded_model = synchronized(model, optimizer)
-    take(model, sharded_model, lambda: from_plain(model, sharded_model, state))
-
-
-def take(model: nn.Module, sharded_model: ShardedModel, make: Callable[[], Target]) -> None:
-    """Loads the target that ``make`` returns, unless ``make`` fails on some rank."""
     with channel_of(sharded_model).together("loading a state"):
-        target = make()
+        target = from_plain(model, sharded_model, state)
     commit(model, sharded_model, target)
 
 

@@ -27,9 +27,10 @@ from torch.optim import Optimizer
 from zc import torch_private
 from zc.checkpoint.export import whole_states
 from zc.checkpoint.plain_state import from_optimizer_state
-from zc.checkpoint.save_load import host_copy, synchronized, take
+from zc.checkpoint.save_load import host_copy, synchronized
 from zc.checkpoint.saving import channel_of
 from zc.checkpoint.state import state_of, trained
+from zc.checkpoint.target import commit
 from zc.checkpoint.together import refuse_together
 from zc.errors import CheckpointError, PlanError
 from zc.optim.probe import update_copy
@@ -94,7 +95,9 @@ def _put(model: nn.Module, optimizers: Sequence[Optimizer], state: Any, options:
     if options.broadcast_from_rank0:
         state = _from_rank_0(sharded_model, state)
     sharded_model.take_over_writes()  # so that the weights stay as they are
-    take(model, sharded_model, lambda: from_optimizer_state(sharded_model, state))
+    with channel_of(sharded_model).together("loading a state"):
+        target = from_optimizer_state(sharded_model, state)
+    commit(model, sharded_model, target)
     return True
 
 

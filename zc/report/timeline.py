@@ -132,7 +132,15 @@ def measured(step: ClockedStep, programs: Iterable[Scheduled]) -> Timeline:
             _place(by_name[name], spans, free, boxes, arrows)
             moves += _moves(by_name[name].graph, spans)
     cap = max((program.plan.weight_cap for program in by_name.values()), default=0) if moves else 0
-    return Timeline(tuple(boxes), tuple(arrows), step.memory, _gathered(moves), cap, True, step.exposed)
+    return Timeline(
+        tuple(boxes),
+        tuple(arrows),
+        memory=step.memory,
+        gathered=_gathered(moves),
+        weight_cap=cap,
+        is_measured=True,
+        exposed_on_host=step.exposed,
+    )
 
 
 def _moves(
