@@ -78,9 +78,8 @@ def make_target(model: nn.Module, sharded_model: ShardedModel, metadata: Metadat
     if not metadata.planner_data:
         raise CheckpointError(f"{where} was not written by DCP's default planner: its keys have no paths")
     entries: dict[Path, Any] = {tuple(metadata.planner_data[k]): md for k, md in metadata.state_dict_metadata.items()}
-    target = Target(where)
-    mine = owned(sharded_model)
-    rest = others(model, sharded_model)
+    target, group = Target(where), sharded_model.runtime.group
+    mine, rest = owned(sharded_model), others(model, sharded_model)
     frozen = {name for one in sharded_model.optimizers for name in other_state.frozen_of(one)}
     ranks_with_others = {(path[2], path[3]) for path in entries if path[:2] == ("optimizer", other_state.KEY)}
     check_names(model, sharded_model, {path[1] for path in entries if path[0] == "model"}, where)
@@ -101,7 +100,7 @@ def make_target(model: nn.Module, sharded_model: ShardedModel, metadata: Metadat
         elif path[:2] == ("optimizer", "state") and path[2] in frozen:
             target.add(path, _room(entry))
         elif path[:2] == ("optimizer", other_state.KEY):
-            own_rank = f"rank_{sharded_model.runtime.group.rank}"
+            own_rank = f"rank_{group.rank}"
             if path[3] == (own_rank if (path[2], own_rank) in ranks_with_others else "rank_0"):
                 target.add(path, _room(entry))
         elif path[:2] == ("optimizer", "state"):
@@ -125,7 +124,7 @@ def make_target(model: nn.Module, sharded_model: ShardedModel, metadata: Metadat
             target.add(path, _room(entry))
     target.has_optimizer = any(path[0] == "optimizer" for path in entries)
     ranks = [path for path in entries if path[0] == "extra"]
-    rank = sharded_model.runtime.group.rank if len(ranks) == sharded_model.runtime.group.world_size else 0
+    rank = group.rank if len(ranks) == group.world_size else 0
     if ("extra", f"rank_{rank}") in entries:
         target.add(("extra", f"rank_{rank}"), _room(entries["extra", f"rank_{rank}"]))
     return target
