@@ -27,6 +27,7 @@ from zc.engine.overlap_gather import WeightGather
 from zc.engine.runtime import Runtime
 from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.streams import make_streams
+from zc.engine.unset import Unset
 from zc.fill import broadcast_rest, fill, restore, snapshot
 from zc.meta import place
 from zc.optim import methods
@@ -152,15 +153,15 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
     After any other error, such as running out of memory, model and optimizer are plain ones again. Their values are
     then rank 0's, rounded to ``param_dtype``.
     """
-    options = {name: value for name, value in locals().items() if name in OPTIONS}
+    config_options = {name: value for name, value in locals().items() if name in OPTIONS}
     check_initialized()
     ranks = ranks_of(mesh, group, reads_memory=is_on_cpu(model, device))
     with contextlib.ExitStack() as undo:
         with ranks.raise_together():
-            placed = place(model, device, stage, undo)
-            request = resolve(model, optimizer, options, ranks)
+            unset_params, unset_buffers = place(model, device, stage, undo)
+            request = resolve(model, optimizer, config_options, ranks)
             undo.callback(request.discard)
-            if placed.params:
+            if unset_params:
                 check_shards_fit(request.plan)
             stock_state.install()  # of a library that all models share: before anything of this model changes
         ranks.same_everywhere(
@@ -173,8 +174,8 @@ def compile(  # noqa: A001  (the name users know from torch.compile)
             call = make_call(model, runtime, _make_buffer_sync(model, runtime))
         _undo_on_failure(undo, request, runtime)
         broadcast_rest(model, runtime.placed, ranks)
-        fill(runtime, request.plan.with_weights, placed.params)
-        runtime.unset = placed.unset()
+        fill(runtime, request.plan.with_weights, unset_params)
+        runtime.unset = Unset(unset_params, unset_buffers)
         compiled = ShardedModel(runtime, request.assignment, request.state_file)
         _install(model, compiled, call)
         undo.pop_all()  # nothing failed
@@ -220,7 +221,7 @@ def make_call(module: nn.Module, runtime: Runtime, sync: BufferSync | None = Non
 
 
 def _undo_on_failure(undo: contextlib.ExitStack, request: Request, runtime: Runtime) -> None:
-    """Gives the caller the model back if anything fails from here on, for example for lack of memory."""
+    """Restores the caller's model and optimizers if anything fails from here on, such as an allocation."""
     dtypes = {name: param.dtype for name, param in runtime.placed.items()}
     undo.callback(snapshot([*request.model.modules(), *request.assignment.optimizers]))
     undo.callback(COMPILED.pop, request.model, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.config import DTYPES
-from zc.errors import PlanError
+from zc.errors import PlanError, some
 
 _WRAPPERS = {
     "DistributedDataParallel": "zc replaces it, so pass the module inside it, model.module",
@@ -205,7 +205,7 @@ def _check_owners(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optim
     if lacking:
         who = "the optimizer lacks" if len(optimizers) == 1 else f"none of the {len(optimizers)} optimizers has"
         raise PlanError(
-            f"{who} {len(lacking)} trainable parameter(s) of the model: {_some(lacking)}; add them"
+            f"{who} {len(lacking)} trainable parameter(s) of the model: {some(lacking)}; add them"
             f"{' to one of them' if len(optimizers) > 1 else ''}, or freeze them with requires_grad_(False). A second "
             "optimizer for them goes along as zc.compile(model, [first, second])"
         )
@@ -222,12 +222,6 @@ def _check_owners(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optim
 def _is_fresh(state: dict[str, Any]) -> bool:
     """Whether the state is empty, or as an optimizer's __init__ creates it (Adagrad's sums), with a step of 0."""
     return not state or ("step" in state and float(state["step"]) == 0.0)
-
-
-def _some(names: Iterable[str], at_most: int = 5) -> str:
-    all_names = list(names)
-    num_left = len(all_names) - at_most
-    return ", ".join(all_names[:at_most]) + (f" and {num_left} more" if num_left > 0 else "")
 
 
 def check_initialized() -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from zc import torch_private
-from zc.checkpoint.saving import _CHANNELS
-from zc.copies import unmark
+from zc import guards, torch_private
+from zc.checkpoint.saving import finish_pending
 from zc.engine.host_memory import unlock_dropped
 from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import ZcError
@@ -43,8 +42,7 @@ def close(model: nn.Module) -> None:
     compiled = COMPILED.get(model)
     if compiled is None:
         return
-    if compiled in _CHANNELS:
-        _CHANNELS[compiled].finish_pending()
+    finish_pending(compiled)
     runtime = compiled.runtime
     try:
         with contextlib.suppress(ZcError):  # of a step that was given up
@@ -62,12 +60,12 @@ def close(model: nn.Module) -> None:
 def _make_plain(model: nn.Module, compiled: ShardedModel) -> None:
     """Removes from the model and its optimizers what `zc.compile` has put there."""
     del COMPILED[model]
-    unmark(model)
+    guards.remove(model)
     torch_private.call_instead(model, None)
     restore(compiled.runtime, {name: param.dtype for name, param in compiled.runtime.placed.items()})
-    compiled.let_go()
     for sharded_optimizer in compiled.optimizers:
-        methods.give_back(sharded_optimizer.optimizer)
+        sharded_optimizer.let_go()
+        methods.restore(sharded_optimizer.optimizer)
         sharded_optimizer.optimizer.register_step_pre_hook(_refuse)
 
 

@@ -16,6 +16,7 @@ from zc.planning.placement import OFFLOADS, PLACEMENTS, Offload, Placement
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 REDUCTIONS = ("exact", "native")
+_FLAGS = ("overlap", "overlap_gather", "shard_frozen", "verify", "write_in_place", "broadcast_buffers", "fullgraph")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -56,11 +57,11 @@ class Config:
         _one_of("gather_dtype", self.gather_dtype, (None, *wire.BITS))
         _one_of("offload", self.offload, (None, "cpu", "disk"))
         _one_of("offload_accumulate", self.offload_accumulate, tuple(OFFLOADS))
-        for name in ("bucket_nbytes", "num_buffers", "weight_nbytes"):
-            if name == "num_buffers" or getattr(self, name) is not None:
+        check_count("num_buffers", self.num_buffers)
+        for name in ("bucket_nbytes", "weight_nbytes"):
+            if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        flags = ("overlap", "overlap_gather", "shard_frozen", "verify", "write_in_place", "broadcast_buffers")
-        for name in (*flags, "fullgraph"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.offload_dir is not None and not isinstance(self.offload_dir, (str, Path)):

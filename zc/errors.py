@@ -4,19 +4,9 @@ unless its text says so."""
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 
 from torch.optim import Optimizer
-
-__all__ = [
-    "CheckpointError",
-    "PassError",
-    "PlanError",
-    "RaceError",
-    "RankLostError",
-    "RankMismatchError",
-    "UncoveredGradientError",
-    "ZcError",
-]
 
 
 class ZcError(RuntimeError):
@@ -49,6 +39,13 @@ class UncoveredGradientError(ZcError):
 
 class CheckpointError(ZcError):
     """A checkpoint can't be written or read. It names the folder and the tensor or file. The state is unchanged."""
+
+
+def some(names: Iterable[str], at_most: int = 5) -> str:
+    """The first names, and how many more there are: "a, b, c, d, e and 7 more"."""
+    all_names = list(names)
+    num_left = len(all_names) - at_most
+    return ", ".join(all_names[:at_most]) + (f" and {num_left} more" if num_left > 0 else "")
 
 
 def stepping_optimizer() -> str | None:

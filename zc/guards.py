@@ -1,40 +1,103 @@
-"""Guards a compiled model against operations that other code applies to any module: moves, DDP, flattening of RNNs.
+"""Guards a compiled model against operations that other code applies to any module: moves, DDP, flattening of RNNs,
+pickles and copies.
 
 A framework may move the model to the device that it is on, under another name (``cpu:0``). That would copy all weights
 out of their buckets, and no update would reach the copies, so a move that changes nothing is skipped. On a GPU,
 `torch.nn.LSTM.flatten_parameters` would move the weights from their bucket into cuDNN's buffer, so it does nothing.
 ``model.no_sync()`` works as in DDP.
+
+A model that is pickled whole (``torch.save(model)``) loads as a plain module, with a warning: a loaded DDP module
+reduces again, and a compiled model can't without its optimizer. Its pickle contains an object that warns when it is
+loaded, even if zc is not installed. A deepcopy, such as an averaged copy, is a plain module without a warning.
 """
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from zc import torch_private
-from zc.copies import Instead, NoSync, NotForDDP, mark
 from zc.engine.sharded_weights import ShardedWeights
-from zc.errors import ZcError
+from zc.errors import PlanError, ZcError
 from zc.optim.sharded_grad import ShardedGrad
 
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
 
+_NAME = "_zc_compiled"
+_TEXT = (
+    "zc: this module was saved whole (torch.save(model)) while it was compiled by zc, and is a plain module now: over "
+    "several ranks nothing reduces its gradients until zc.compile(model, optimizer) is called. zc.save keeps what "
+    "training needs, model.state_dict() the weights alone"
+)
+
+
+class _Mark:
+    """Marks a compiled model, in its ``__dict__``."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return warnings.warn, (_TEXT,)  # returns None
+
+
+class Instead:
+    """Replaces a method on one module object. Copies and pickles of the module have the class's method."""
+
+    def __init__(self, module: nn.Module, name: str, call: Callable[..., Any]) -> None:
+        self._module, self._name, self._call = weakref.ref(module), name, call
+
+    @torch_private.not_compiled_alone
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module(), self._name)  # of the copy, whose __dict__ is still empty
+
+
+class NotForDDP:
+    """Raises when DistributedDataParallel reads it, which it does first. Copies of the model may go into DDP."""
+
+    def __iter__(self) -> Iterator[NoReturn]:
+        raise PlanError(
+            "DistributedDataParallel was given a model that zc has compiled, whose gradients are averaged over the "
+            "ranks already: leave DDP out (zc.close(model) makes a plain module of it again)"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return frozenset, ()
+
+
+class NoSync:
+    """``model.no_sync()`` of a compiled model, as in DistributedDataParallel. On a copy it does nothing."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        runtime = self._runtime()
+        return runtime.no_sync() if runtime is not None else contextlib.nullcontext()
+
+    def __reduce__(self) -> Any:  # deepcopy uses it, too
+        return partial, (contextlib.nullcontext,)
+
 
 def install(model: nn.Module, runtime: Runtime) -> None:
-    """Installs the guards; `zc.copies.unmark` removes them."""
-    mark(model)
+    """Installs the guards; `remove` removes them."""
+    setattr(model, _NAME, _Mark())
     of_runtime = weakref.ref(runtime)
     torch_private.set_apply(model, Instead(model, "_apply", partial(_apply, weakref.ref(model), of_runtime)))
     torch_private.tell_ddp(model, NotForDDP())
     if not hasattr(model, "no_sync"):
-        vars(model)["no_sync"] = NoSync(partial(_no_sync, of_runtime))
+        vars(model)["no_sync"] = NoSync(runtime)
     weights = runtime.weights
     if isinstance(weights, ShardedWeights):
         for module in model.modules():
@@ -46,13 +109,15 @@ def install(model: nn.Module, runtime: Runtime) -> None:
             vars(module)["flatten_parameters"] = Instead(module, "flatten_parameters", call)
 
 
-def _no_sync(of_runtime: weakref.ref[Runtime]) -> AbstractContextManager[None] | None:
-    runtime = of_runtime()
-    return runtime.no_sync() if runtime is not None else None
+def remove(model: nn.Module) -> None:
+    """Removes everything that `install` and `install_call` added to the model."""
+    for module in model.modules():
+        for name in [n for n, value in vars(module).items() if isinstance(value, (_Mark, Instead, NoSync, NotForDDP))]:
+            del vars(module)[name]
 
 
 def install_call(block: nn.Module, call: Callable[..., Any]) -> None:
-    """Makes ``block(...)`` run ``call(...)``; `zc.copies.unmark` undoes it."""
+    """Makes ``block(...)`` run ``call(...)``; `remove` undoes it."""
     torch_private.set_call(block, Instead(block, "_call_impl", call))
 
 
@@ -123,13 +188,13 @@ def _refusing_moves(in_buckets: set[int], function: Callable[[Tensor], Tensor]) 
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    if _facts(one) != _facts(other):
+    if _metadata(one) != _metadata(other):
         return False
     bits = [tensor.to(one.device).reshape(-1).view(torch.uint8) for tensor in (one, other)]  # a NaN equals itself
     return torch.equal(*bits)
 
 
-def _facts(tensor: Tensor) -> tuple[Any, ...]:
+def _metadata(tensor: Tensor) -> tuple[Any, ...]:
     strides = tensor.stride() if tensor.layout == torch.strided else None
     return type(tensor), tensor.dtype, tensor.shape, strides, tensor.device.type, tensor.device.index or 0
 

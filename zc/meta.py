@@ -13,30 +13,23 @@ import torch
 from torch import nn
 
 from zc.engine.absent import without_bytes
-from zc.engine.unset import Unset, poison
+from zc.engine.unset import poison
 from zc.errors import PlanError
 
 
-class Placed:
-    """The names of the parameters and the places of the buffers that `place` has moved, and that have no value."""
-
-    def __init__(self) -> None:
-        self.params: list[str] = []
-        self.buffers: list[tuple[str, nn.Module, str]] = []
-
-    def unset(self) -> Unset:
-        return Unset(self.params, self.buffers)
-
-
-def place(model: object, device: torch.device | str | None, stage: int, undo: contextlib.ExitStack) -> Placed:
+def place(
+    model: object, device: torch.device | str | None, stage: int, undo: contextlib.ExitStack
+) -> tuple[list[str], list[tuple[str, nn.Module, str]]]:
     """Moves what ``model`` has on meta to ``device``: parameters without bytes, whole buffers without values.
 
-    Each parameter stays the object that optimizers hold. Raises PlanError if ``device`` is missing, or the stage keeps
-    whole weights; nothing has changed then.
+    Each parameter stays the object that optimizers hold. Returns the parameters and buffers that have no value, as
+    `zc.engine.unset.Unset` takes them. Raises PlanError if ``device`` is missing, or the stage keeps whole weights;
+    nothing has changed then.
     """
-    placed = Placed()
+    unset_params: list[str] = []
+    unset_buffers: list[tuple[str, nn.Module, str]] = []
     if not isinstance(model, nn.Module):
-        return placed
+        return unset_params, unset_buffers
     params = {name: param for name, param in model.named_parameters() if param.is_meta}
     where = _device(device) if device is not None else None
     for name, param in model.named_parameters() if where is not None else ():
@@ -52,22 +45,22 @@ def place(model: object, device: torch.device | str | None, stage: int, undo: co
             f"device= (here stage={stage}, device={device!r}), and load or initialise the values afterwards"
         )
     if where is None:
-        return placed
+        return unset_params, unset_buffers
     for name, param in params.items():
         empty = nn.Parameter(_empty(param, where), requires_grad=param.requires_grad)
         vars(empty).update(vars(param))
         torch.utils.swap_tensors(param, empty)  # type: ignore[no-untyped-call]
         undo.callback(torch.utils.swap_tensors, param, empty)
-        placed.params.append(name)
+        unset_params.append(name)
     for prefix, module in model.named_modules():
         for key, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
-                unset = torch.empty_like(buffer, device=where)
-                poison(unset)
-                setattr(module, key, unset)
+                on_device = torch.empty_like(buffer, device=where)
+                poison(on_device)
+                setattr(module, key, on_device)
                 undo.callback(setattr, module, key, buffer)
-                placed.buffers.append((f"{prefix}.{key}".lstrip("."), module, key))
-    return placed
+                unset_buffers.append((f"{prefix}.{key}".lstrip("."), module, key))
+    return unset_params, unset_buffers
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -10,9 +10,9 @@ import torch
 from zc.config import Config
 from zc.errors import PlanError
 from zc.machine import available_nbytes, ranks_on_this_host
-from zc.offload.disk import state_keys
 from zc.optim.assignment import Assignment
 from zc.optim.kinds import is_elementwise
+from zc.optim.trials import state_keys
 from zc.planning.layout import ALIGN_NBYTES, Rule, align_up
 from zc.planning.nbytes import STATES, resident
 from zc.planning.plan import Plan

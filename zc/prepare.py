@@ -16,9 +16,10 @@ from zc.engine import param_grads
 from zc.errors import PlanError
 from zc.machine import note_of_connections
 from zc.offload.disk import open_file
-from zc.optim.assignment import Assignment, listed
+from zc.optim.assignment import Assignment, optimizers_in
 from zc.optim.kinds import ELEMENTWISE, is_elementwise, note_of, rule_of, try_out
 from zc.optim.param_writes import note_of_shared
+from zc.optim.trials import state_keys
 from zc.plan_checks import check_encodings, check_host, check_plan, check_replicas
 from zc.planning.blocks import BlockKind, find_kinds
 from zc.planning.frozen import with_frozen
@@ -63,8 +64,8 @@ def resolve(model: nn.Module, optimizer: Any, options: Mapping[str, Any], ranks:
     assignment = assign(model, optimizer)
     param_grads.refuse_compiled_autograd()
     device = next(iter(assignment.params.values())).device if config.offload is None else torch.device("cpu")
-    for tried in assignment.optimizers:
-        try_out(tried, ranks.shard.world_size, device)
+    for each in assignment.optimizers:
+        try_out(each, ranks.shard.world_size, device)
     check_replicas(config, ranks.num_replicas)
     plan = plan_of(model, assignment, config, ranks)
     check_plan(plan)
@@ -75,7 +76,7 @@ def resolve(model: nn.Module, optimizer: Any, options: Mapping[str, Any], ranks:
 
 def assign(model: nn.Module, optimizer: Any) -> Assignment:
     """Finds the optimizer and the rule of each trainable parameter."""
-    optimizers = listed(optimizer)
+    optimizers = optimizers_in(optimizer)
     params = check_model(model)
     check_optimizers(model, params, optimizers)
     rules = tuple(map(rule_of, optimizers))
@@ -155,7 +156,8 @@ def _open_state_file(config: Config, rank: int, plan: Plan, assignment: Assignme
             f"offload='disk' takes torch's elementwise optimizers ({', '.join(ELEMENTWISE)}), not "
             f"{type(optimizer).__name__}: use offload='cpu'"
         )
-    return open_file(config.offload_dir, rank, plan, optimizer, assignment.params)
+    keys = state_keys(optimizer)
+    return open_file(config.offload_dir, rank, plan, type(optimizer).__name__, keys, assignment.params)
 
 
 def fingerprint(model: nn.Module, config: Config, assignment: Assignment) -> list[str]:

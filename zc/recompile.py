@@ -54,7 +54,7 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
         check_added(params, optimizers, runtime.plan.buckets[0].device)
         rules = tuple(sharded_optimizer.rule for sharded_optimizer in compiled.optimizers)
         added = Assignment(compiled.container, optimizers, rules, params, owners_of(params, optimizers))
-        plan = _extended(model, runtime.plan, added, config, ranks)
+        plan = _longer_plan(model, runtime.plan, added, config, ranks)
     ranks.same_everywhere(
         "the set of trainable parameters",
         fingerprint(model, config, added),
@@ -76,7 +76,7 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
         runtime.frozen.pop(name, None)
 
 
-def _extended(model: nn.Module, plan: Plan, added: Assignment, config: Config, ranks: Group) -> Plan:
+def _longer_plan(model: nn.Module, plan: Plan, added: Assignment, config: Config, ranks: Group) -> Plan:
     """``plan`` with buckets for the parameters of ``added`` after its own."""
     if not added.params:
         return plan

@@ -86,7 +86,7 @@ def parts(model: nn.Module, optimizer: Optimizer) -> dict[str, Part]:
             first, stop = bucket.layout.owned(slot, compiled.runtime.group.rank)
             if first == stop:
                 continue
-            mine = compiled.optimizer_of(bucket).slices[slot.name]
+            mine = compiled.optimizers[bucket.optimizer].slices[slot.name]
             by_name[slot.name] = (first - slot.offset, mine.detach().reshape(-1).clone())
             for key, value in optimizer.state[mine].items():
                 whole = isinstance(value, Tensor) and value.shape == mine.shape

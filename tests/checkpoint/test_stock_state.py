@@ -134,3 +134,16 @@ def _whole(rank: int, world_size: int) -> None:
 
 def test_whole_states_and_what_is_refused() -> None:
     run_ranks(_whole, 2)
+
+
+def test_asking_for_first_states_leaves_all_random_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed also seeds the generators of GPUs, which a trial on the CPU would not restore."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    zc.compile(model, optimizer, backend="eager")
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    before = torch.get_rng_state()
+    states = get_optimizer_state_dict(model, optimizer)["state"]
+    assert set(states) == {"weight", "bias"} and float(states["weight"]["step"]) == 0.0
+    assert not seeds and torch.equal(torch.get_rng_state(), before)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import zc
 from zc.errors import PlanError
 from zc.offload import disk_file
-from zc.offload.disk import state_keys
+from zc.optim.trials import state_keys
 
 DIM = 16
 

@@ -18,7 +18,7 @@ from torch import nn
 import zc
 from zc.engine.clock import Clock
 from zc.registry import sharded
-from zc.report.last_step import filled
+from zc.report.last_step import text_of_sources
 from zc.report.timeline import LOOP, measured, module_of
 
 BROWSER = next(
@@ -185,11 +185,11 @@ def test_the_loop_over_blocks_counts_as_no_graph_break(beside: bool, said: str) 
 def test_equal_blocks_are_one_line_of_the_last_step() -> None:
     twice = Counter({"backward_0 of blocks.1": 1, "backward_2": 2})
     slots = [Counter({"backward_0": 1}), twice, Counter({"hook": 1}), Counter[str]()]
-    assert filled(slots) == (
+    assert text_of_sources(slots) == (
         "backward_0 of 2 blocks x 1 (2 of 4 parameters), backward_2 x 2 (1 of 4 parameters), "
         "hook x 1 (1 of 4 parameters)"
     )
-    assert filled([Counter()]) == "nothing"
+    assert text_of_sources([Counter()]) == "nothing"
 
 
 # --- the page ---

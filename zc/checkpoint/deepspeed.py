@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zc.checkpoint.save_load import load_state_dict, settled
+from zc.checkpoint.save_load import load_state_dict, synchronized
 from zc.checkpoint.state import groups_of, others, owned, trained
+from zc.checkpoint.target import refuse_other_model
 from zc.errors import CheckpointError
 from zc.optim.assignment import Optimizers
 
@@ -31,16 +32,15 @@ def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) ->
         CheckpointError: a parameter is missing, extra or of another size, or reading a file would run code from it.
             Nothing is changed.
     """
-    held, folder = settled(model, optimizer), Path(path) / "zero"
+    sharded_model, folder = synchronized(model, optimizer), Path(path) / "zero"
     if not folder.is_dir():
         raise CheckpointError(f"{path} is no universal checkpoint: it has no folder zero")
-    mine = trained(held)
+    mine = trained(sharded_model)
     names = {file.parent.relative_to(folder).as_posix() for file in folder.rglob("fp32.pt")}
-    missing, extra = sorted(set(mine) - names), sorted(names - set(mine) - set(model.state_dict(keep_vars=True)))
-    if missing or extra:
-        raise CheckpointError(f"{path} is of another model: missing {missing[:5]}, extra {extra[:5]}")
-    frozen = {name: own.now for name, own in owned(held).items() if own.optimizer is None}
-    weights: dict[str, Any] = {**others(model, held), **frozen}
+    seconds = model.state_dict(keep_vars=True).keys()  # frozen parameters, and a tied weight's second name
+    refuse_other_model(model, str(path), mine.keys() - names, names - mine.keys() - seconds)
+    frozen = {name: own.now for name, own in owned(sharded_model).items() if own.optimizer is None}
+    weights: dict[str, Any] = {**others(model, sharded_model), **frozen}
     states: dict[str, dict[str, Any]] = {}
     for name, own in mine.items():
         for file in sorted((folder / name).glob("*.pt")):
@@ -58,7 +58,7 @@ def load_universal(path: str | Path, model: nn.Module, optimizer: Optimizers) ->
                 states.setdefault(name, {})[file.stem] = value
     state: dict[str, Any] = {"model": weights}
     if states:
-        state["optimizer"] = {"state": states, "param_groups": groups_of(held)}
+        state["optimizer"] = {"state": states, "param_groups": groups_of(sharded_model.optimizers)}
     load_state_dict(model, optimizer, state)
 
 

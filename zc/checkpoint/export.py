@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,29 +16,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from zc.checkpoint.files import Reader
 from zc.checkpoint.other_state import state_by_string, states_of_frozen
-from zc.checkpoint.save_load import copied, settled
-from zc.checkpoint.saving import cause_of, channel_of
+from zc.checkpoint.save_load import host_copy, synchronized
+from zc.checkpoint.saving import channel_of, checkpoint_errors
 from zc.checkpoint.shards import ShardOf
-from zc.checkpoint.state import groups_of_one, owned, state_of
+from zc.checkpoint.state import groups_of, owned, state_of
 from zc.checkpoint.together import refuse_together
 from zc.durable import write_synced
 from zc.engine.memory_order import in_shape
 from zc.errors import CheckpointError
-from zc.optim.assignment import Optimizers, shaped
+from zc.optim.assignment import Optimizers, like_container
 from zc.registry import sharded
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
-
-
-__all__ = ["export", "full_optimizer_state"]
 
 SHARD_NBYTES = 5 * 10**9  # the Hub's usual file size
 
@@ -89,14 +85,12 @@ def export(
     where: dict[str, str] = {}
     for name, keys in zip(names, files, strict=True):
         items: dict[str, Any] = {k: torch.empty(weights[k].size, dtype=weights[k].properties.dtype) for k in keys}
-        try:
+        with checkpoint_errors(f"exporting {checkpoint}"):
             dcp_load(items, storage_reader=Reader(Path(checkpoint)), no_dist=True)
-        except (Exception, CheckpointException) as error:
-            raise cause_of(f"exporting {checkpoint}", error) from error
         tensors = {key.removeprefix("model."): _cast(items[key], dtype) for key in keys}
-        partial = folder / f".{name}.partial"
-        save_file(tensors, str(partial), metadata={"format": "pt"})
-        os.rename(partial, folder / name)
+        unfinished = folder / f".{name}.partial"
+        save_file(tensors, str(unfinished), metadata={"format": "pt"})
+        os.rename(unfinished, folder / name)
         where.update(dict.fromkeys(tensors, name))
     if len(files) > 1:
         total = sum(_nbytes(entry, dtype) for entry in weights.values())
@@ -138,24 +132,42 @@ def full_optimizer_state(model: nn.Module, optimizer: Optimizers) -> Any:
     """
     sharded_model = sharded(model)
     alone = [each for each in sharded_model.optimizers if each.optimizer is optimizer]
-    settled(model, sharded_model.container if alone else optimizer)
+    synchronized(model, sharded_model.container if alone else optimizer)
     refuse_together(sharded_model, alone or sharded_model.optimizers, "zc.full_optimizer_state")
-    channel = channel_of(sharded_model)
     state: dict[str, dict[str, Any]] = state_of(model, sharded_model)["optimizer"]["state"]
     parts = []
     for one in alone or sharded_model.optimizers:
         numbers, groups = _numbered(one)
-        whole = channel.call("gathering the whole optimizer state", partial(gathered, sharded_model, one, state))
-        whole |= copied(states_of_frozen(one))
+        whole = whole_states(sharded_model, one, state)
         by_number = {numbers[name]: values for name, values in whole.items()}
-        parts.append({"state": {**by_number, **copied(state_by_string(one))}, "param_groups": groups})
-    return shaped(optimizer, parts) if sharded_model.runtime.group.rank == 0 else None
+        parts.append({"state": {**by_number, **host_copy(state_by_string(one))}, "param_groups": groups})
+    return like_container(optimizer, parts) if sharded_model.runtime.group.rank == 0 else None
 
 
-def gathered(
-    sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, dict[str, Any]]
+def whole_states(
+    sharded_model: ShardedModel, one: ShardedOptimizer, states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Gathers whole states by parameter name on rank 0 of the first replica. Collective within a replica."""
+    """The whole states of ``one`` by parameter name, in host memory, frozen parameters included. Those that train are
+    on rank 0 alone. ``states``: this rank's parts. All ranks call it."""
+    whole = gather_parts(sharded_model, one, states, "the whole optimizer state")
+    whole.update(host_copy(states_of_frozen(one)))
+    return whole
+
+
+def gather_parts(
+    sharded_model: ShardedModel, one: ShardedOptimizer, parts: Mapping[str, Mapping[str, Any]], what: str
+) -> dict[str, dict[str, Any]]:
+    """Gathers ``parts``, by parameter name, on rank 0 as whole tensors; an empty dict elsewhere. All ranks call it.
+    ``what`` names them in errors."""
+    gather = partial(_gather, sharded_model, one, parts)
+    whole: dict[str, dict[str, Any]] = channel_of(sharded_model).call(f"gathering {what}", gather)
+    return whole
+
+
+def _gather(
+    sharded_model: ShardedModel, one: ShardedOptimizer, parts_by_name: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Only the first replica takes part: the others have the same state."""
     ranks = sharded_model.runtime.group
     group, rank, replicas = ranks.shard, ranks.shard.rank, ranks.replicas
     whole: dict[str, dict[str, Any]] = {}
@@ -164,7 +176,7 @@ def gathered(
     for name, own in owned(sharded_model).items():
         if own.optimizer is not one:
             continue
-        mine = state.get(name, {})
+        mine = parts_by_name.get(name, {})
         shapes = {key: isinstance(value, ShardOf) for key, value in mine.items()}
         everyone: list[Any] = [(own.start, own.numel, shapes)]
         if group.world_size > 1:
@@ -195,7 +207,7 @@ def _numbered(sharded_optimizer: ShardedOptimizer) -> tuple[dict[str, int], list
     numbers: dict[str, int] = {}
     groups: list[dict[str, Any]] = []
     count = 0
-    for group in groups_of_one(sharded_optimizer):
+    for group in groups_of([sharded_optimizer]):
         names = group["params"]
         numbers.update({name: count + k for k, name in enumerate(names)})
         groups.append({**group, "params": list(range(count, count + len(names)))})

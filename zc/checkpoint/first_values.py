@@ -45,8 +45,8 @@ def initialize(model: nn.Module, init: Init | None = None) -> None:
 def fill_modules(
     model: nn.Module, sharded_model: ShardedModel, init: Init | None, *, only_buffers: bool = False
 ) -> None:
-    """See `initialize`. ``only_buffers``: in modules all of whose parameters have a value. Masters are written, and the
-    caller publishes them: no rank may gather before that."""
+    """See `initialize`. ``only_buffers``: leaves out modules with a parameter that has no value. It writes masters; the
+    caller must publish them before any rank gathers."""
     runtime, weights = sharded_model.runtime, sharded_model.runtime.weights
     if not isinstance(weights, ShardedWeights):
         return
@@ -62,7 +62,8 @@ def fill_modules(
             with weights.with_bytes(own.values()):
                 for param in own.values():
                     poison(param)
-                _run_on_all(sharded_model, path, run)
+                with channel_of(sharded_model).together(f"the initialisation of module {path or 'the model itself'}"):
+                    run()
                 for name in list(wanted):
                     slot, values = mine[name].slot, flattened(own[name].detach(), mine[name].slot).contiguous()
                     runtime.group.broadcast_(values)
@@ -97,13 +98,3 @@ def _ways(model: nn.Module, path: str, module: nn.Module, init: Init | None) -> 
         above = above.rpartition(".")[0]
     if callable(way := getattr(module, "reset_parameters", None)):
         yield way
-
-
-def _run_on_all(sharded_model: ShardedModel, path: str, run: Callable[[], object]) -> None:
-    """``run()``, unless it raises on some rank: then all ranks raise."""
-    failure: Exception | None = None
-    try:
-        run()
-    except Exception as error:  # noqa: BLE001  (raised below, when the others know)
-        failure = error
-    channel_of(sharded_model).agree(f"the initialisation of module {path or 'the model itself'}", failure)

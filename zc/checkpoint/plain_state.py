@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zc.checkpoint import other_state
 from zc.checkpoint.shards import ReadOnly, ShardOf
-from zc.checkpoint.state import Owned, groups_of, groups_of_one, others, owned, trained
+from zc.checkpoint.state import Owned, groups_of, others, owned, trained
 from zc.checkpoint.target import Target, check_groups, check_names, flat_items
 from zc.checkpoint.together import KEY
 from zc.errors import CheckpointError
@@ -28,16 +28,17 @@ WAYS = (
 PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, of torch.compile
 
 
-def from_plain(model: nn.Module, held: ShardedModel, state: Mapping[str, Any]) -> Target:
+def from_plain(model: nn.Module, sharded_model: ShardedModel, state: Mapping[str, Any]) -> Target:
     """Makes a target from a `zc.state_dict`, or from whole tensors or DTensors. Only reads the live state, and is
     collective for DTensors alone."""
     if not isinstance(state, Mapping) or "model" not in state:
         raise TypeError(
             'a state has the key "model", and "optimizer" where it has one: {"model": ..., "optimizer": ...}'
         )
-    target, mine, rest, where = Target("the given state"), owned(held), others(model, held), "the given state"
+    where = "the given state"
+    target, mine, rest = Target(where), owned(sharded_model), others(model, sharded_model)
     weights = {_bare(name): v.full_tensor() if hasattr(v, "full_tensor") else v for name, v in state["model"].items()}
-    check_names(model, held, set(weights), where)
+    check_names(model, sharded_model, set(weights), where)
     for name in (*mine, *rest):
         value = weights[name]
         shape = mine[name].slot.shape if name in mine else getattr(rest[name], "shape", None)
@@ -49,70 +50,73 @@ def from_plain(model: nn.Module, held: ShardedModel, state: Mapping[str, Any]) -
     optimizer = state.get("optimizer")
     target.has_optimizer = optimizer is not None
     if optimizer is not None:
-        _add_optimizer(held, target, optimizer)
-    check_groups(held, target)
+        _add_optimizer(sharded_model, target, optimizer)
+    check_groups(sharded_model, target)
     return target
 
 
-def from_optimizer_state(held: ShardedModel, state: Any) -> Target:
+def from_optimizer_state(sharded_model: ShardedModel, state: Any) -> Target:
     """As `from_plain`, from the state of the optimizers alone."""
     target = Target("the given state")
-    _add_optimizer(held, target, state)
-    check_groups(held, target)
+    _add_optimizer(sharded_model, target, state)
+    check_groups(sharded_model, target)
     return target
 
 
-def _add_optimizer(held: ShardedModel, target: Target, optimizer: Any) -> None:
+def _add_optimizer(sharded_model: ShardedModel, target: Target, optimizer: Any) -> None:
     where = target.where
     states: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     saved: Mapping[str, Any] = {}
     by_string: dict[str, Any] = {}
-    rank = f"rank_{held.runtime.group.rank}"
-    for one, part in _parts(held, optimizer, where):
+    rank = f"rank_{sharded_model.runtime.group.rank}"
+    for one, part in _parts(sharded_model, optimizer, where):
         if PART_KEY in part:
-            mark = shown_mark(part[PART_KEY])
+            mark = text_of_mark(part[PART_KEY])
             raise CheckpointError(f"{where}: its optimizer state is {mark}, and a whole one is wanted: {WAYS}")
-        some, its_groups, names, own = optimizer_part(held, part, where, one)
+        part_states, part_groups, names, part_by_string = optimizer_part(sharded_model, part, where, one)
         target.with_state.update(names)
         for number, by_rank in part.get(other_state.KEY, {}).items():  # of `zc.state_dict`
             by_string[number] = _part(None, {rank: by_rank[rank if rank in by_rank else "rank_0"]})
-        if own:
-            by_string[str((one or held.optimizers[0]).number)] = {rank: own}
-        states.update(some)
-        groups += its_groups
+        if part_by_string:
+            by_string[str((one or sharded_model.optimizers[0]).number)] = {rank: part_by_string}
+        states.update(part_states)
+        groups += part_groups
         saved = part.get(KEY, saved)
     tree = {"state": states, "param_groups": groups, KEY: saved, other_state.KEY: by_string}
     for path, value in flat_items(tree, ("optimizer",)).items():
         target.add(path, value)
 
 
-def _parts(held: ShardedModel, given: Any, where: str) -> list[tuple[ShardedOptimizer | None, Mapping[str, Any]]]:
+def _parts(
+    sharded_model: ShardedModel, given: Any, where: str
+) -> list[tuple[ShardedOptimizer | None, Mapping[str, Any]]]:
     """Pairs each optimizer with its own state, from a container like the one that `zc.compile` got. A single state for
     all optimizers, as torch.distributed.checkpoint.state_dict makes it, is paired with None."""
     if isinstance(given, Mapping) and "state" in given and "param_groups" in given:
         return [(None, given)]
-    found = parts_of(held.container, given)
-    if found is None or not all(isinstance(p, Mapping) and "state" in p and "param_groups" in p for p in found):
-        kinds = [type(each.optimizer).__name__ for each in held.optimizers]
+    parts = parts_of(sharded_model.container, given)
+    if parts is None or not all(isinstance(p, Mapping) and "state" in p and "param_groups" in p for p in parts):
+        kinds = [type(each.optimizer).__name__ for each in sharded_model.optimizers]
         raise CheckpointError(
             f"{where}: its optimizer state is a {type(given).__name__} of {len(given)}, and wanted is one state_dict, "
-            f"or a {type(held.container).__name__} of them as zc.compile was given {', '.join(kinds)}"
+            f"or a {type(sharded_model.container).__name__} of them as zc.compile was given {', '.join(kinds)}"
         )
-    return list(zip(held.optimizers, found, strict=True))
+    return list(zip(sharded_model.optimizers, parts, strict=True))
 
 
 def optimizer_part(
-    held: ShardedModel, state: Mapping[str, Any], where: str, one: ShardedOptimizer | None
+    sharded_model: ShardedModel, state: Mapping[str, Any], where: str, one: ShardedOptimizer | None
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], list[str], dict[str, Any]]:
     """Returns this rank's part of a whole optimizer state by parameter name, the groups with names for members, the
     names of all parameters with state, and the state under strings. ``one``: whose state it is; None: one state for all
     optimizers. Raises CheckpointError if the state belongs to other parameters."""
-    groups = _named_groups(groups_of(held) if one is None else groups_of_one(one), state["param_groups"], where)
+    optimizers = sharded_model.optimizers if one is None else [one]
+    groups = _named_groups(groups_of(optimizers), state["param_groups"], where)
     numbered = {k: name for group in groups for k, name in zip(group.pop("numbers"), group["params"], strict=True)}
-    mine = {name: own for name, own in trained(held).items() if one is None or own.optimizer is one}
-    frozen = {name for each in (held.optimizers if one is None else [one]) for name in other_state.frozen_of(each)}
-    has_numbers = all(isinstance(key, int) for key in numbered) and (one is not None or len(held.optimizers) == 1)
+    mine = {name: own for name, own in trained(sharded_model).items() if own.optimizer in optimizers}
+    frozen = {name for each in optimizers for name in other_state.frozen_of(each)}
+    has_numbers = len(optimizers) == 1 and all(isinstance(key, int) for key in numbered)
     by_string: dict[str, Any] = {}
     states: dict[str, dict[str, Any]] = {}
     names: list[str] = []
@@ -129,7 +133,7 @@ def optimizer_part(
         own = mine[name]
         names.append(name)
         assert own.optimizer is not None
-        cuts = not own.optimizer.keeps_whole and held.runtime.group.shard.world_size > 1
+        cuts = not own.optimizer.rule.whole and sharded_model.runtime.group.shard.world_size > 1
         for option, value in values.items():
             whole = isinstance(value, Tensor) and tuple(value.shape) == own.slot.shape
             if isinstance(value, Tensor) and not whole and value.numel() != 1 and cuts:
@@ -170,7 +174,7 @@ def _part(own: Owned | None, value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def shown_mark(mark: Any) -> str:
+def text_of_mark(mark: Any) -> str:
     if not isinstance(mark, Mapping):
         return f"marked as {mark!r}, which this zc does not know"
     return f"rank {mark.get('rank')}'s part of {mark.get('world_size')} (what optimizer.state_dict() gave there)"

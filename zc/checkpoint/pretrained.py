@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from zc.checkpoint.first_values import fill_modules
-from zc.checkpoint.save_load import settled
-from zc.checkpoint.saving import channel_of
+from zc.checkpoint.save_load import synchronized
+from zc.checkpoint.saving import channel_of, checkpoint_errors
 from zc.checkpoint.state import Owned, owned
+from zc.checkpoint.target import refuse_other_model
 from zc.engine.memory_order import flattened
-from zc.errors import CheckpointError
+from zc.errors import CheckpointError, some
 from zc.registry import sharded
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a file, row-major from byte ``start`` on."""
 
     path: Path
@@ -78,27 +79,19 @@ def load_pretrained(
 
     Raises:
         CheckpointError, on every rank: a name is missing, or the model lacks one; a shape differs; a file is missing
-            or cut off. Nothing has changed. OSError: a file could not be read; the model has a part of the values.
+            or cut off; nothing has changed. Or a file can't be read to its end; the model then has a part of the
+            values.
     """
     sharded_model = sharded(model)
-    settled(model, sharded_model.container)
+    synchronized(model, sharded_model.container)
     sharded_model.take_over_writes()
     channel, what = channel_of(sharded_model), f"loading {folder}"
-    places: dict[str, tuple[Stored, Any]] = {}
-    failure: BaseException | None = None
-    try:
+    with channel.together(what), checkpoint_errors(what):
         places = _match(model, sharded_model, Path(folder), rename)
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
-        failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{folder}: {error!r}")
-    channel.agree(what, failure)
     sharded_model.runtime.weights.before_writes()
-    try:
-        with torch.no_grad():
-            for stored, target in sorted(places.values(), key=lambda pair: (str(pair[0].path), pair[0].start)):
-                _copy(stored, target)
-    except (CheckpointError, OSError) as error:
-        failure = error
-    channel.agree(what, failure)
+    with channel.together(what), torch.no_grad():
+        for stored, target in sorted(places.values(), key=lambda pair: (str(pair[0].path), pair[0].start)):
+            _copy(stored, target)
     sharded_model.runtime.unset.params.difference_update(places)
     fill_modules(model, sharded_model, None, only_buffers=True)
     sharded_model.zero_grad()
@@ -107,10 +100,10 @@ def load_pretrained(
 
 def _match(
     model: nn.Module, sharded_model: ShardedModel, folder: Path, rename: Callable[[str], str | None] | None
-) -> dict[str, tuple[Stored, Any]]:
+) -> dict[str, tuple[StoredTensor, Any]]:
     """By name of the model: what is read, and where it goes. Raises CheckpointError if the folder is of another
     model."""
-    stored, mine = _stored(folder), owned(sharded_model)
+    stored, mine = _tensors_in(folder), owned(sharded_model)
     in_buckets = {id(param): name for name, param in sharded_model.runtime.placed.items()}
     names: dict[int, list[str]] = {}  # of one tensor, as the folder has them
     tensors: dict[int, tuple[str, Tensor]] = {}
@@ -120,11 +113,9 @@ def _match(
             names.setdefault(id(value), []).append(theirs)
             tensors.setdefault(id(value), (in_buckets.get(id(value), name), value))
     missing = [known[0] for known in names.values() if not any(name in stored for name in known)]
-    extra = sorted(stored.keys() - {name for known in names.values() for name in known})
-    if missing or extra:
-        parts = [f"{len(n)} {kind} ({', '.join(n[:5])})" for kind, n in (("missing", missing), ("extra", extra)) if n]
-        raise CheckpointError(f"{folder} is of another model than this {type(model).__name__}: {' and '.join(parts)}")
-    places: dict[str, tuple[Stored, Any]] = {}
+    extra = stored.keys() - {name for known in names.values() for name in known}
+    refuse_other_model(model, str(folder), missing, extra)
+    places: dict[str, tuple[StoredTensor, Any]] = {}
     for number, (name, value) in tensors.items():
         source = stored[next(known for known in names[number] if known in stored)]
         shape = tuple(value.shape)
@@ -136,7 +127,7 @@ def _match(
     return places
 
 
-def _stored(folder: Path) -> dict[str, Stored]:
+def _tensors_in(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a folder, or of one file. Raises CheckpointError if something is missing or cut off."""
     if folder.is_file():
         return _header(folder)
@@ -148,15 +139,15 @@ def _stored(folder: Path) -> dict[str, Stored]:
     files: dict[str, str] = json.loads(index.read_text())["weight_map"]
     absent = sorted({file for file in files.values() if not (folder / file).is_file()})
     if absent:
-        raise CheckpointError(f"{index} names {len(absent)} file(s) that are not there: {', '.join(absent[:5])}")
+        raise CheckpointError(f"{index} names {len(absent)} file(s) that are not there: {some(absent)}")
     headers = {file: _header(folder / file) for file in sorted(set(files.values()))}
     lacking = [f"{name} in {file}" for name, file in files.items() if name not in headers[file]]
     if lacking:
-        raise CheckpointError(f"{index} names tensors that are not there: {', '.join(lacking[:5])}")
+        raise CheckpointError(f"{index} names tensors that are not there: {some(lacking)}")
     return {name: headers[file][name] for name, file in files.items()}
 
 
-def _header(path: Path) -> dict[str, Stored]:
+def _header(path: Path) -> dict[str, StoredTensor]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -166,7 +157,7 @@ def _header(path: Path) -> dict[str, Stored]:
             header = json.loads(file.read(length))
         except ValueError as error:
             raise CheckpointError(f"{path} is no safetensors file: {error}") from None
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
@@ -175,11 +166,11 @@ def _header(path: Path) -> dict[str, Stored]:
         dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         if stop - start != math.prod(shape) * dtype.itemsize or 8 + length + stop > size:
             raise CheckpointError(f"{path} is cut off: {name} ends at byte {8 + length + stop}, the file at {size}")
-        stored[name] = Stored(path, name, dtype, shape, 8 + length + start)
+        stored[name] = StoredTensor(path, name, dtype, shape, 8 + length + start)
     return stored
 
 
-def _copy(stored: Stored, target: Owned | Tensor) -> None:
+def _copy(stored: StoredTensor, target: Owned | Tensor) -> None:
     """This rank's elements."""
     if isinstance(target, Tensor):
         flat = torch.empty(stored.shape, dtype=stored.dtype).view(-1)

@@ -11,7 +11,7 @@ A checkpoint has the keys of ``torch.distributed.checkpoint.state_dict``, so DDP
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,22 +23,19 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from zc.checkpoint.files import Reader, Writer
-from zc.checkpoint.folders import Unfinished, latest, partial_of
+from zc.checkpoint.folders import Unfinished, partial_of
 from zc.checkpoint.plain_state import from_plain
-from zc.checkpoint.saving import Saving, cause_of, channel_of
+from zc.checkpoint.saving import Saving, channel_of, checkpoint_errors, finish_pending
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import state_of
-from zc.checkpoint.target import Target, check_groups, commit, flat_items, make_target
-from zc.errors import CheckpointError, PlanError, ZcError
-from zc.optim.assignment import Optimizers, listed
+from zc.checkpoint.target import check_groups, commit, flat_items, make_target
+from zc.errors import CheckpointError, PlanError
+from zc.optim.assignment import Optimizers, optimizers_in
 from zc.registry import sharded
 from zc.version import __version__
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
-
-
-__all__ = ["Saving", "latest", "load", "load_state_dict", "save", "state_dict"]
 
 
 def state_dict(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
@@ -48,7 +45,7 @@ def state_dict(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     are views of the shards (`ShardOf`), not copies. ``dcp.save`` writes them and ``dcp.load`` fills them in place; call
     `load_state_dict` after the latter. A tied weight appears under its first name.
     """
-    return state_of(model, settled(model, optimizer))
+    return state_of(model, synchronized(model, optimizer))
 
 
 def load_state_dict(model: nn.Module, optimizer: Optimizers, state: Mapping[str, Any]) -> None:
@@ -64,20 +61,9 @@ def load_state_dict(model: nn.Module, optimizer: Optimizers, state: Mapping[str,
     Raises:
         CheckpointError: names what is missing, extra or has another shape. Nothing is changed.
     """
-    sharded_model = settled(model, optimizer)
-    take(model, sharded_model, lambda: from_plain(model, sharded_model, state))
-
-
-def take(model: nn.Module, sharded_model: ShardedModel, make: Callable[[], Target]) -> None:
-    """Loads the target that ``make`` returns, unless ``make`` fails on some rank."""
-    target: Target | None = None
-    failure: Exception | None = None
-    try:
-        target = make()
-    except (CheckpointError, TypeError, ValueError, KeyError) as error:
-        failure = error
-    channel_of(sharded_model).agree("loading a state", failure)
-    assert target is not None
+    sharded_model = synchronized(model, optimizer)
+    with channel_of(sharded_model).together("loading a state"):
+        target = from_plain(model, sharded_model, state)
     commit(model, sharded_model, target)
 
 
@@ -112,27 +98,22 @@ def save(
         RankLostError: a rank is gone, or stands still.
     """
     path = Path(path).absolute()
-    sharded_model = settled(model, optimizer)
+    sharded_model = synchronized(model, optimizer)
+    finish_pending(sharded_model)
     channel = channel_of(sharded_model)
-    channel.finish_pending()
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep must be a whole number of at least 1, or None, got {keep!r}")
     rank = channel.group.rank
-    tree: dict[str, Any] = {}
     folder: Unfinished | None = None
-    failure: Exception | None = None
     try:
-        sharded_model.runtime.unset.check("zc.save")
-        tree = state_of(model, sharded_model)
-        tree["extra"] = {f"rank_{rank}": _encoded(extra)}
-        if asynchronous:
-            tree = copied(tree)
-        if rank == 0:
-            folder = Unfinished(path, channel.job, _nbytes(tree), overwrite)
-    except (OSError, ZcError, TypeError, ValueError) as error:
-        failure = error
-    try:
-        channel.agree(f"saving {path}", failure)
+        with channel.together(f"saving {path}"):
+            sharded_model.runtime.unset.check("zc.save")
+            tree = state_of(model, sharded_model)
+            tree["extra"] = {f"rank_{rank}": _encoded(extra)}
+            if asynchronous:
+                tree = host_copy(tree)
+            if rank == 0:
+                folder = Unfinished(path, channel.job, _nbytes(tree), overwrite)
     except BaseException:
         if folder is not None:
             folder.close()
@@ -170,29 +151,19 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizers) -> Any:
             parameters. The state is unchanged.
     """
     path = Path(path).absolute()
-    sharded_model = settled(model, optimizer)
+    sharded_model = synchronized(model, optimizer)
+    finish_pending(sharded_model)
     channel = channel_of(sharded_model)
-    channel.finish_pending()
-    target: Target | None = None
-    failure: Exception | None = None
     what, reader = f"loading {path}", Reader(path)
-    try:
+    with channel.together(what), checkpoint_errors(what):  # a damaged checkpoint raises anything
         target = make_target(model, sharded_model, reader.read_metadata(), str(path))
-    except Exception as error:  # noqa: BLE001  (a damaged checkpoint raises anything)
-        failure = cause_of(what, error)
-    channel.agree(what, failure)
-    assert target is not None
     planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     read = channel.start(partial(dcp_load, target.items, storage_reader=reader, planner=planner, **channel.options))
     channel.wait(read, what)
-    extra: Any = None
-    try:
+    with channel.together(what), checkpoint_errors(what):
         read.result()
         check_groups(sharded_model, target)
         extra = target.extra()
-    except BaseException as error:  # noqa: BLE001  (DCP's error is not an Exception, and pickle raises anything)
-        failure = cause_of(what, error)
-    channel.agree(what, failure)
     commit(model, sharded_model, target)
     return extra
 
@@ -205,10 +176,10 @@ class _Planner(DefaultLoadPlanner):
         self.original_state_dict[read_item.dest_index.fqn] = self.state_dict[read_item.dest_index.fqn]
 
 
-def settled(model: nn.Module, optimizer: Optimizers) -> ShardedModel:
+def synchronized(model: nn.Module, optimizer: Optimizers) -> ShardedModel:
     """The sharded model, after everything that reads or writes masters or states has finished."""
     sharded_model = sharded(model)
-    optimizers = listed(optimizer)
+    optimizers = optimizers_in(optimizer)
     if [id(one) for one in optimizers] != [id(each.optimizer) for each in sharded_model.optimizers]:
         names = " and ".join(type(one).__name__ for one in optimizers)
         ours = ", ".join(type(each.optimizer).__name__ for each in sharded_model.optimizers)
@@ -234,14 +205,14 @@ def _encoded(extra: Mapping[str, Any] | None) -> Tensor:
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def copied(value: Any) -> Any:
+def host_copy(value: Any) -> Any:
     """A copy of a nested state in host memory."""
     if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
+        return {key: host_copy(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [copied(item) for item in value]
+        return [host_copy(item) for item in value]
     if isinstance(value, ShardOf):
-        return value.copied()
+        return value.host_copy()
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 

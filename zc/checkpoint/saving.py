@@ -10,12 +10,14 @@ from __future__ import annotations
 import atexit
 import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from zc.errors import CheckpointError, ZcError
 from zc.ranks.work import Call
@@ -37,10 +39,6 @@ class Channel:
     @property
     def options(self) -> dict[str, Any]:
         return {"process_group": self.data, "no_dist": self.data is None}
-
-    def finish_pending(self) -> None:
-        if self.pending is not None:
-            self.pending.wait()
 
     def start(self, run: Callable[[], Any]) -> Call:
         return Call(run, self._device)
@@ -71,8 +69,15 @@ class Channel:
         self.call(what, partial(dist.all_gather_object, values, value, group=self.group.control))
         return values
 
-    def agree(self, what: str, failure: BaseException | None) -> None:
-        """Raises on every rank if any rank has failed."""
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """The body succeeds on all ranks, or raises on each: its own ZcError or TypeError where it raised one,
+        CheckpointError with the text of the first such rank elsewhere."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  (raised below, when the others know)
+            failure = error
         failures = self.share(what, failure and f"{type(failure).__name__}: {failure}")
         bad = [rank for rank, text in enumerate(failures) if text is not None]
         if not bad:
@@ -92,6 +97,13 @@ def channel_of(sharded_model: ShardedModel) -> Channel:
         atexit.unregister(_finish)  # the last to be registered is called first: before the ranks' watch ends
         atexit.register(_finish)
     return _CHANNELS[sharded_model]
+
+
+def finish_pending(sharded_model: ShardedModel) -> None:
+    """Waits for the model's last asynchronous save, if it is still running. Raises what that save raised."""
+    channel = _CHANNELS.get(sharded_model)
+    if channel is not None and channel.pending is not None:
+        channel.pending.wait()
 
 
 def _finish() -> None:
@@ -132,11 +144,8 @@ class Saving:
             what = f"saving {self.path}"
             try:
                 channel.wait(self._call, what)
-                try:
+                with channel.together(what), checkpoint_errors(what):
                     self._call.result()
-                except BaseException as error:  # noqa: BLE001  (of this rank's part: agreed on)
-                    self._failure = cause_of(what, error)
-                channel.agree(what, self._failure)
             except (ZcError, RuntimeError) as error:
                 self.is_given_up = not self._call.is_completed()
                 self._failure = error  # whoever asks again hears the same, on every rank
@@ -145,13 +154,25 @@ class Saving:
         return self.path
 
 
-def cause_of(what: str, error: BaseException) -> Exception:
+@contextmanager
+def checkpoint_errors(what: str) -> Iterator[None]:
+    """Raises CheckpointError for any error of the body, such as DCP's. ZcErrors and OSErrors stay as they are."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        cause = _cause_of(what, error)
+        if cause is error:
+            raise
+        raise cause from error
+
+
+def _cause_of(what: str, error: BaseException) -> Exception:
     """The first rank's error. DCP wraps the errors of all ranks in one that is not an Exception."""
     failures = getattr(error, "failures", None)
     rank, first = None, error
     if failures:
         rank, (first, _) = next(iter(sorted(failures.items())))
     if isinstance(first, ZcError) or (rank is None and isinstance(first, OSError)):
-        return first  # `Channel.agree` adds the rank of an OSError
+        return first  # `Channel.together` adds the rank of an OSError
     where = f"failed on rank {rank}" if rank is not None else "failed"
     return CheckpointError(f"{what} {where}: {type(first).__name__}: {first}")

@@ -124,7 +124,7 @@ class ShardOf(Tensor):
             return flat.view(box.sizes)
         return flat.view([box.sizes[d] for d in self.order]).permute(_inverse(self.order))
 
-    def copied(self) -> ShardOf:
+    def host_copy(self) -> ShardOf:
         """The same part, copied to host memory."""
         return self.with_local(self.local.detach().to("cpu", copy=True))
 
@@ -158,7 +158,7 @@ class ReadOnly(ShardOf):
     def with_local(self, local: Tensor) -> ReadOnly:
         return ReadOnly(tuple(self.shape), local, self.start, self.order)
 
-    def copied(self) -> ReadOnly:
+    def host_copy(self) -> ReadOnly:
         """Returns itself, because this rank never writes it."""
         return self
 

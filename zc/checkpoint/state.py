@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from zc.planning.plan import MOVED
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
     from zc.optim.optimizer import ShardedOptimizer
-
 
 
 @dataclass(frozen=True)
@@ -44,21 +43,26 @@ class Owned:
         """The elements as they are, not a copy."""
         return self.part(self.slice.detach() if self.slice is not None else torch.empty(0, dtype=self.dtype))
 
+    def parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The optimizer's state of ``slice``: tensors of its shape as parts, the rest as it is."""
+        shape = self.slice.shape if self.slice is not None else None
+        return {k: self.part(v) if isinstance(v, Tensor) and v.shape == shape else v for k, v in state.items()}
+
     def part_of(self, whole: Tensor) -> Tensor:
         return flattened(whole, self.slot)[self.start : self.start + self.numel]
 
 
-def owned(held: ShardedModel) -> dict[str, Owned]:
+def owned(sharded_model: ShardedModel) -> dict[str, Owned]:
     """By name, for every parameter in a bucket: those that train in order of registration, then frozen ones."""
     by_name: dict[str, Owned] = {}
-    runtime, rank = held.runtime, held.runtime.group.shard.rank
+    runtime, rank = sharded_model.runtime, sharded_model.runtime.group.shard.rank
     for bucket in runtime.plan.buckets:
-        optimizer = held.optimizer_of(bucket)
+        optimizer = sharded_model.optimizers[bucket.optimizer]
         for slot in bucket.slots:
             first, stop = bucket.layout.owned(slot, rank)
             start = first - slot.offset if stop > first else 0
             # a rank that owns nothing saves the state of its empty slice only for elementwise optimizers
-            has_part = slot.name in optimizer.slices and (stop > first or not slot.numel or not optimizer.keeps_whole)
+            has_part = slot.name in optimizer.slices and (stop > first or not slot.numel or not optimizer.rule.whole)
             own = optimizer.slices[slot.name] if has_part else None
             by_name[slot.name] = Owned(optimizer, slot, start, stop - first, own, bucket.acc_dtype)
     for bucket in runtime.plan.frozen:
@@ -70,14 +74,14 @@ def owned(held: ShardedModel) -> dict[str, Owned]:
     return {name: by_name[name] for name in runtime.placed}
 
 
-def trained(held: ShardedModel) -> dict[str, Owned]:
+def trained(sharded_model: ShardedModel) -> dict[str, Owned]:
     """Those of `owned` that an optimizer updates."""
-    return {name: own for name, own in owned(held).items() if own.optimizer is not None}
+    return {name: own for name, own in owned(sharded_model).items() if own.optimizer is not None}
 
 
-def others(model: nn.Module, held: ShardedModel) -> dict[str, Any]:
+def others(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
     """What of ``model.state_dict()`` is in no bucket: frozen parameters, buffers, extra states; each tensor once."""
-    seen = {id(param) for param in held.runtime.placed.values()}
+    seen = {id(param) for param in sharded_model.runtime.placed.values()}
     untrained: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
@@ -89,41 +93,35 @@ def others(model: nn.Module, held: ShardedModel) -> dict[str, Any]:
     return untrained
 
 
-def state_of(model: nn.Module, held: ShardedModel) -> dict[str, Any]:
+def state_of(model: nn.Module, sharded_model: ShardedModel) -> dict[str, Any]:
     """See `zc.state_dict`."""
-    held.take_over_writes()
+    sharded_model.take_over_writes()
     weights: dict[str, Any] = {}
     states: dict[str, dict[str, Any]] = {}
-    for name, mine in owned(held).items():
+    for name, mine in owned(sharded_model).items():
         if mine.slot.numel == 0:
-            weights[name] = held.runtime.params[name].detach()
+            weights[name] = sharded_model.runtime.params[name].detach()
             continue
-        if mine.slice is None:
-            weights[name] = mine.part(torch.empty(0, dtype=mine.dtype))
-            continue
-        weights[name] = mine.part(mine.slice.detach())
-        if mine.optimizer is None:
+        weights[name] = mine.now
+        if mine.slice is None or mine.optimizer is None:
             continue
         state = mine.optimizer.optimizer.state.get(mine.slice, {})
         if state:
             _check_parts(name, mine, state)
-            states[name] = {
-                key: mine.part(value) if isinstance(value, Tensor) and value.shape == mine.slice.shape else value
-                for key, value in state.items()
-            }
-    rank = held.runtime.group.rank
-    weights.update({name: _of_rank_0(rank, value) for name, value in others(model, held).items()})
-    optimizer: dict[str, Any] = {"state": states, "param_groups": groups_of(held)}
-    for one in held.optimizers:
+            states[name] = mine.parts(state)
+    rank = sharded_model.runtime.group.rank
+    weights.update({name: _of_rank_0(rank, value) for name, value in others(model, sharded_model).items()})
+    optimizer: dict[str, Any] = {"state": states, "param_groups": groups_of(sharded_model.optimizers)}
+    for one in sharded_model.optimizers:
         for name, state in other_state.states_of_frozen(one).items():
             states[name] = {key: _of_rank_0(rank, value) for key, value in state.items()}
         by_string = other_state.state_by_string(one)
         if by_string:
             optimizer.setdefault(other_state.KEY, {})[str(one.number)] = {f"rank_{rank}": by_string}
-    note = note_of(held)
+    note = note_of(sharded_model)
     if note is not None:
-        held.runtime.say_once(note)
-        optimizer[KEY] = together(held)
+        sharded_model.runtime.say_once(note)
+        optimizer[KEY] = together(sharded_model)
     return {"model": weights, "optimizer": optimizer}
 
 
@@ -148,21 +146,18 @@ def _check_parts(name: str, mine: Owned, state: Mapping[str, Any]) -> None:
             )
 
 
-def groups_of(held: ShardedModel) -> list[dict[str, Any]]:
-    """The groups of all optimizers, in order, as torch.distributed.checkpoint.state_dict has them."""
-    return [group for optimizer in held.optimizers for group in groups_of_one(optimizer)]
-
-
-def groups_of_one(held: ShardedOptimizer) -> list[dict[str, Any]]:
-    """An optimizer's groups with the names of all their parameters, frozen ones included, the same on every rank."""
-    if len(held.optimizer.param_groups) != len(held.members):
-        raise CheckpointError(
-            f"the optimizer has {len(held.optimizer.param_groups)} parameter groups and zc knows {len(held.members)}: "
-            "call zc.recompile(model) after add_param_group"
-        )
-    names = {id(param): name for name, param in held.runtime.frozen.items()}
+def groups_of(optimizers: Iterable[ShardedOptimizer]) -> list[dict[str, Any]]:
+    """The groups of these optimizers, in order, as torch.distributed.checkpoint.state_dict has them: with the names of
+    all their parameters, frozen ones included, the same on every rank."""
     groups: list[dict[str, Any]] = []
-    for group, members in zip(held.optimizer.param_groups, held.members, strict=True):
-        params = [m if isinstance(m, str) else names.get(id(m), "") for m in members]
-        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": params})
+    for one in optimizers:
+        if len(one.optimizer.param_groups) != len(one.members):
+            raise CheckpointError(
+                f"the optimizer has {len(one.optimizer.param_groups)} parameter groups and zc knows "
+                f"{len(one.members)}: call zc.recompile(model) after add_param_group"
+            )
+        names = {id(param): name for name, param in one.runtime.frozen.items()}
+        for group, members in zip(one.optimizer.param_groups, one.members, strict=True):
+            params = [m if isinstance(m, str) else names.get(id(m), "") for m in members]
+            groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": params})
     return groups

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from zc.checkpoint.other_state import frozen_of
-from zc.checkpoint.plain_state import PART_KEY, WAYS, optimizer_part, shown_mark
+from zc.checkpoint.plain_state import PART_KEY, WAYS, optimizer_part, text_of_mark
 from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import owned
 from zc.checkpoint.together import check_together, members_of
@@ -87,7 +87,7 @@ def _fitting(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str
         why = f"and this is rank {own['rank']}"
     else:
         why = f"made under another plan: this is rank {own['rank']} of {own['world_size']}"
-    raise CheckpointError(f"the given optimizer state is {shown_mark(mark)}, {why}. Nothing is changed: {WAYS}")
+    raise CheckpointError(f"the given optimizer state is {text_of_mark(mark)}, {why}. Nothing is changed: {WAYS}")
 
 
 def _cut(sharded_model: ShardedModel, one: ShardedOptimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -25,14 +25,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zc import torch_private
-from zc.checkpoint.export import gathered
-from zc.checkpoint.other_state import states_of_frozen
+from zc.checkpoint.export import whole_states
 from zc.checkpoint.plain_state import from_optimizer_state
-from zc.checkpoint.save_load import copied, settled, take
+from zc.checkpoint.save_load import host_copy, synchronized
 from zc.checkpoint.saving import channel_of
 from zc.checkpoint.state import state_of, trained
+from zc.checkpoint.target import commit
 from zc.checkpoint.together import refuse_together
 from zc.errors import CheckpointError, PlanError
+from zc.optim.probe import update_copy
 from zc.registry import COMPILED
 
 if TYPE_CHECKING:
@@ -62,46 +63,47 @@ def install() -> None:
 
 
 def _get(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> dict[str, Any] | None:
-    held = _found(model, optimizers, options)
-    if held is None:
+    sharded_model = _sharded_model(model, optimizers, options)
+    if sharded_model is None:
         return None
-    state: dict[str, Any] = state_of(model, held)["optimizer"]
-    if any(bucket.has_master for bucket in held.runtime.plan.buckets):
-        held.runtime.say_once(
+    state: dict[str, Any] = state_of(model, sharded_model)["optimizer"]
+    if any(bucket.has_master for bucket in sharded_model.runtime.plan.buckets):
+        sharded_model.runtime.say_once(
             "torch.distributed.checkpoint.state_dict gives the weights as the model has them, without the fp32 masters "
             "behind them; zc.state_dict(model, optimizer) and zc.save have those"
         )
     if not state["state"]:
-        state["state"] = _first_states(held)
+        state["state"] = _first_states(sharded_model)
     if not options.full_state_dict:
-        state = copied(state) if options.cpu_offload else state
-        return {**state, "state": OfOneRank(held.runtime.group.rank, state["state"])}
-    device = held.runtime.plan.buckets[0].device
-    refuse_together(held, held.optimizers, "full_state_dict=True")
-    channel, whole = channel_of(held), dict[str, Any]()
-    for one in held.optimizers:
-        whole.update(channel.call("gathering the whole optimizer state", partial(gathered, held, one, state["state"])))
-        whole.update(copied(states_of_frozen(one)))
+        state = host_copy(state) if options.cpu_offload else state
+        return {**state, "state": OfOneRank(sharded_model.runtime.group.rank, state["state"])}
+    device = sharded_model.runtime.plan.buckets[0].device
+    refuse_together(sharded_model, sharded_model.optimizers, "full_state_dict=True")
+    whole: dict[str, Any] = {}
+    for one in sharded_model.optimizers:
+        whole.update(whole_states(sharded_model, one, state["state"]))
     if options.cpu_offload:
-        return {**state, "state": whole} if held.runtime.group.rank == 0 else {}
-    whole = _of_rank_0(held, whole)
+        return {**state, "state": whole} if sharded_model.runtime.group.rank == 0 else {}
+    whole = _from_rank_0(sharded_model, whole)
     return {**state, "state": {n: {k: _on(device, v) for k, v in items.items()} for n, items in whole.items()}}
 
 
 def _put(model: nn.Module, optimizers: Sequence[Optimizer], state: Any, options: Any) -> bool:
-    held = _found(model, optimizers, options)
-    if held is None:
+    sharded_model = _sharded_model(model, optimizers, options)
+    if sharded_model is None:
         return False
     if options.broadcast_from_rank0:
-        state = _of_rank_0(held, state)
-    held.take_over_writes()  # so that the weights stay as they are
-    take(model, held, lambda: from_optimizer_state(held, state))
+        state = _from_rank_0(sharded_model, state)
+    sharded_model.take_over_writes()  # so that the weights stay as they are
+    with channel_of(sharded_model).together("loading a state"):
+        target = from_optimizer_state(sharded_model, state)
+    commit(model, sharded_model, target)
     return True
 
 
-def _found(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> ShardedModel | None:
+def _sharded_model(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> ShardedModel | None:
     """Returns None if these are not zc's optimizers. Raises PlanError for unsupported arguments, before any change."""
-    ours = {id(one.optimizer) for held in COMPILED.values() for one in held.optimizers}
+    ours = {id(one.optimizer) for each in COMPILED.values() for one in each.optimizers}
     if not ours & {id(optimizer) for optimizer in optimizers}:
         return None
     if model not in COMPILED:
@@ -112,14 +114,14 @@ def _found(model: nn.Module, optimizers: Sequence[Optimizer], options: Any) -> S
     if options.flatten_optimizer_state_dict or options.submodule_prefixes:
         what = "flatten_optimizer_state_dict=True" if options.flatten_optimizer_state_dict else "submodules"
         raise PlanError(f"zc gives optimizer states by parameter, of the whole model: leave out {what}")
-    return settled(model, list(optimizers))
+    return synchronized(model, list(optimizers))
 
 
-def _of_rank_0(held: ShardedModel, value: Any) -> Any:
-    values, group = [value], held.runtime.group
+def _from_rank_0(sharded_model: ShardedModel, value: Any) -> Any:
+    values, group = [value], sharded_model.runtime.group
     if group.world_size > 1:
         send = partial(dist.broadcast_object_list, values, group_src=0, group=group.control)
-        channel_of(held).call("sending the whole optimizer state", send)
+        channel_of(sharded_model).call("sending the whole optimizer state", send)
     return values[0]
 
 
@@ -127,32 +129,25 @@ def _on(device: torch.device, value: Any) -> Any:
     return value.to(device) if isinstance(value, Tensor) and value.dim() > 0 else value
 
 
-def _first_states(held: ShardedModel) -> dict[str, dict[str, Any]]:
+def _first_states(sharded_model: ShardedModel) -> dict[str, dict[str, Any]]:
     """The states that the optimizers will create at their first update: tried on copies of the slices, one at a time,
     with gradients of zero."""
-    refuse_together(held, held.optimizers, "the state of an optimizer that has made no update")
+    refuse_together(sharded_model, sharded_model.optimizers, "the state of an optimizer that has made no update")
     states: dict[str, dict[str, Any]] = {}
-    for name, own in trained(held).items():
+    for name, own in trained(sharded_model).items():
         if own.slice is None or own.optimizer is None or not own.slot.numel:
             continue
-        optimizer, like = own.optimizer.optimizer, nn.Parameter(own.slice.detach().clone())
-        like.grad = torch.zeros_like(like)
+        optimizer, value = own.optimizer.optimizer, own.slice.detach()
         group = next(g for g in optimizer.param_groups if any(p is own.slice for p in g["params"]))
-        tried = torch_private.bare_copy(optimizer)
-        tried.param_groups = [{**group, "params": [like]}]
         try:
-            with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-                tried.step()
+            (updated,) = update_copy(optimizer, group, [value], [[torch.zeros_like(value)]], seed=1)
         except Exception as error:
             raise CheckpointError(
                 f"the {type(optimizer).__name__} has made no update yet, and one on zeros fails ({error}), so the "
                 "shapes of its state are not known: use zc.load, or ask after the first step"
             ) from error
-        items = {key: value for key, value in tried.state[like].items() if value is not None}
+        items = {key: item for key, item in updated.state.items() if item is not None and key != ""}
         if "step" in items:  # no step has been taken
             items["step"] = items["step"] * 0
-        states[name] = {
-            key: own.part(value) if isinstance(value, Tensor) and value.shape == own.slice.shape else value
-            for key, value in items.items()
-        }
+        states[name] = own.parts(items)
     return states

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from zc.checkpoint.shards import ShardOf
 from zc.checkpoint.state import groups_of, others, owned
 from zc.checkpoint.together import KEY, check_together, members_of
 from zc.engine.memory_order import flattened, in_shape
-from zc.errors import CheckpointError
+from zc.errors import CheckpointError, some
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -73,20 +73,18 @@ class Target:
         return {}
 
 
-def make_target(model: nn.Module, held: ShardedModel, metadata: Metadata, where: str) -> Target:
+def make_target(model: nn.Module, sharded_model: ShardedModel, metadata: Metadata, where: str) -> Target:
     """Allocates this rank's part of the checkpoint. Raises CheckpointError if names or shapes are not the model's."""
     if not metadata.planner_data:
         raise CheckpointError(f"{where} was not written by DCP's default planner: its keys have no paths")
     entries: dict[Path, Any] = {tuple(metadata.planner_data[k]): md for k, md in metadata.state_dict_metadata.items()}
-    target = Target(where)
-    mine = owned(held)
-    rest = others(model, held)
-    frozen = {name for one in held.optimizers for name in other_state.frozen_of(one)}
+    target, group = Target(where), sharded_model.runtime.group
+    mine, rest = owned(sharded_model), others(model, sharded_model)
+    frozen = {name for one in sharded_model.optimizers for name in other_state.frozen_of(one)}
     ranks_with_others = {(path[2], path[3]) for path in entries if path[:2] == ("optimizer", other_state.KEY)}
-    check_names(model, held, {path[1] for path in entries if path[0] == "model"}, where)
+    check_names(model, sharded_model, {path[1] for path in entries if path[0] == "model"}, where)
 
     for path, entry in entries.items():
-        is_tensor = isinstance(entry, TensorStorageMetadata)
         if path[0] == "model" and path[1] in mine:
             own = mine[path[1]]
             _check_tensor(path, entry, own.slot.shape, own.dtype, where)
@@ -98,22 +96,21 @@ def make_target(model: nn.Module, held: ShardedModel, metadata: Metadata, where:
                 _check_tensor(path, entry, tuple(current.shape), current.dtype, where)
                 target.add(path, torch.empty(current.shape, dtype=current.dtype))
             else:
-                target.add(path, _room(entry) if is_tensor else None)
+                target.add(path, _room(entry))
         elif path[:2] == ("optimizer", "state") and path[2] in frozen:
-            target.add(path, _room(entry) if is_tensor else None)
+            target.add(path, _room(entry))
         elif path[:2] == ("optimizer", other_state.KEY):
-            own_rank = f"rank_{held.runtime.group.rank}"
+            own_rank = f"rank_{group.rank}"
             if path[3] == (own_rank if (path[2], own_rank) in ranks_with_others else "rank_0"):
-                target.add(path, _room(entry) if is_tensor else None)
+                target.add(path, _room(entry))
         elif path[:2] == ("optimizer", "state"):
-            if path[2] not in mine:
+            if path[2] not in mine or mine[path[2]].optimizer is None:
                 raise CheckpointError(f"{where} has optimizer state for {path[2]}, which is in no parameter group here")
             own = mine[path[2]]
-            if own.optimizer is None:
-                raise CheckpointError(f"{where} has optimizer state for {path[2]}, which is in no parameter group here")
             target.with_state.add(path[2])
             if own.slice is None:
                 continue
+            is_tensor = isinstance(entry, TensorStorageMetadata)
             if is_tensor and tuple(entry.size) == own.slot.shape:
                 target.add(path, own.part(torch.empty(own.numel, dtype=entry.properties.dtype)))
             elif is_tensor and entry.size.numel() != 1 and own.numel != own.slot.numel:
@@ -122,30 +119,36 @@ def make_target(model: nn.Module, held: ShardedModel, metadata: Metadata, where:
                     f"{own.slot.shape}: it can't be cut like the parameter"
                 )
             else:
-                target.add(path, _room(entry) if is_tensor else None)
+                target.add(path, _room(entry))
         elif path[:2] in (("optimizer", "param_groups"), ("optimizer", KEY)):
-            target.add(path, _room(entry) if is_tensor else None)
+            target.add(path, _room(entry))
     target.has_optimizer = any(path[0] == "optimizer" for path in entries)
     ranks = [path for path in entries if path[0] == "extra"]
-    rank = held.runtime.group.rank if len(ranks) == held.runtime.group.world_size else 0
+    rank = group.rank if len(ranks) == group.world_size else 0
     if ("extra", f"rank_{rank}") in entries:
         target.add(("extra", f"rank_{rank}"), _room(entries["extra", f"rank_{rank}"]))
     return target
 
 
-def _room(entry: TensorStorageMetadata) -> Tensor:
+def _room(entry: Any) -> Tensor | None:
+    """Memory for a tensor. None for any other value: DCP puts that in its place."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
-def check_names(model: nn.Module, held: ShardedModel, names_there: set[str], where: str) -> None:
-    wanted = set(owned(held)) | set(others(model, held))
-    missing = sorted(wanted - names_there)
+def check_names(model: nn.Module, sharded_model: ShardedModel, names_there: set[str], where: str) -> None:
+    """Raises CheckpointError unless ``names_there`` are those of the model's parameters, buffers and extra states."""
+    wanted = set(owned(sharded_model)) | set(others(model, sharded_model))
     seconds = set(model.state_dict(keep_vars=True))  # a tied weight's second name may be there
-    extra = sorted(names_there - wanted - seconds)
-    if missing or extra:
-        parts = [
-            f"{len(names)} {kind} ({_some(names)})" for kind, names in (("missing", missing), ("extra", extra)) if names
-        ]
+    refuse_other_model(model, where, wanted - names_there, names_there - wanted - seconds)
+
+
+def refuse_other_model(model: nn.Module, where: str, missing: Iterable[str], extra: Iterable[str]) -> None:
+    """Raises CheckpointError if a name of the model is ``missing`` in ``where``, or ``where`` has an ``extra`` one."""
+    kinds = {"missing": sorted(missing), "extra": sorted(extra)}
+    parts = [f"{len(names)} {kind} ({some(names)})" for kind, names in kinds.items() if names]
+    if parts:
         raise CheckpointError(f"{where} is of another model than this {type(model).__name__}: {' and '.join(parts)}")
 
 
@@ -157,36 +160,36 @@ def _check_tensor(path: Path, entry: Any, shape: tuple[int, ...], dtype: torch.d
         raise CheckpointError(f"{where}: {path[1]} is {entry.properties.dtype}, the model's is {dtype}")
 
 
-def check_groups(held: ShardedModel, target: Target) -> None:
+def check_groups(sharded_model: ShardedModel, target: Target) -> None:
     """Raises unless the checkpoint's parameter groups have this optimizer's members and all of its options. A state
     that belongs to several parameters must belong to the same ones here."""
     if not target.has_optimizer:
         return
-    theirs, ours, where = target.groups(), groups_of(held), target.where
+    theirs, ours, where = target.groups(), groups_of(sharded_model.optimizers), target.where
     if len(theirs) != len(ours):
         raise CheckpointError(f"{where} has {len(theirs)} parameter groups, the optimizer {len(ours)}")
-    names = [type(each.optimizer).__name__ for each in held.optimizers for _ in each.members]
+    names = [type(each.optimizer).__name__ for each in sharded_model.optimizers for _ in each.members]
     for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
         if their.get("params") != our["params"]:
             differing = sorted(set(their.get("params") or ()) ^ set(our["params"])) or ["the order"]
-            raise CheckpointError(f"{where}: parameter group {number} has other members: {_some(differing)}")
+            raise CheckpointError(f"{where}: parameter group {number} has other members: {some(differing)}")
         lacking = sorted(set(our) - set(their) - {"initial_lr"})
         if lacking:
             raise CheckpointError(
-                f"{where}: parameter group {number} lacks {_some(lacking)}: another optimizer than {names[number]}?"
+                f"{where}: parameter group {number} lacks {some(lacking)}: another optimizer than {names[number]}?"
             )
     saved = {number: names for (number,), names in target.under("optimizer", KEY)}
-    for one in held.optimizers:
+    for one in sharded_model.optimizers:
         has_others = any(True for _ in target.under("optimizer", other_state.KEY, str(one.number)))
         check_together(one, members_of(one) if has_others else target.with_state, saved, where)
 
 
 @torch.no_grad()
-def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
+def commit(model: nn.Module, sharded_model: ShardedModel, target: Target) -> None:
     """Copies the checked ``target`` into the live state and gathers the weights. Collective."""
-    held.zero_grad()
-    held.runtime.weights.before_writes()
-    mine, rest = owned(held), others(model, held)
+    sharded_model.zero_grad()
+    sharded_model.runtime.weights.before_writes()
+    mine, rest = owned(sharded_model), others(model, sharded_model)
     plain: dict[str, Any] = {}
     for (name, *deeper), value in target.under("model"):
         if name in mine:
@@ -200,8 +203,8 @@ def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
             _set(plain, (name, *deeper), value)
     if plain:
         model.load_state_dict(plain, strict=False)  # extra states of modules
-    held.runtime.unset.params.difference_update(mine)
-    held.publish_all()
+    sharded_model.runtime.unset.params.difference_update(mine)
+    sharded_model.publish_all()
 
     states: dict[str, dict[str, Any]] = {}
     for path, value in target.under("optimizer", "state"):
@@ -213,9 +216,9 @@ def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
         optimizer.state.pop(own.slice, None)
         if name in states:
             optimizer.state[own.slice] = _placed(states[name], own.slice, optimizer, own.slot)
-    for each in held.optimizers:
+    for each in sharded_model.optimizers:
         _commit_others(each, target, states)
-    groups = [group for each in held.optimizers for group in each.optimizer.param_groups]
+    groups = [group for each in sharded_model.optimizers for group in each.optimizer.param_groups]
     for group, loaded in zip(groups, target.groups(), strict=False):
         for key, value in loaded.items():
             if key != "params":
@@ -224,10 +227,10 @@ def commit(model: nn.Module, held: ShardedModel, target: Target) -> None:
                     current.copy_(value if isinstance(value, Tensor) else torch.as_tensor(value))
                 else:
                     group[key] = value
-    if held.disk is not None:
-        held.disk.file.begin_update()  # state of an earlier run no longer belongs to these masters
-        for bucket in held.runtime.plan.buckets:
-            held.disk.settle(bucket.index)
+    if sharded_model.disk is not None:
+        sharded_model.disk.file.begin_update()  # state of an earlier run no longer belongs to these masters
+        for bucket in sharded_model.runtime.plan.buckets:
+            sharded_model.disk.move_to_file(bucket.index)
 
 
 def _commit_others(one: ShardedOptimizer, target: Target, states: Mapping[str, dict[str, Any]]) -> None:
@@ -263,7 +266,3 @@ def _set(tree: dict[Any, Any], path: Path, value: Any) -> None:
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = value
-
-
-def _some(names: list[str], at_most: int = 5) -> str:
-    return ", ".join(names[:at_most]) + (f" and {len(names) - at_most} more" if len(names) > at_most else "")

@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 KEY = "together"
 
 
-def together(sharded: ShardedModel) -> dict[str, list[list[str]]]:
+def together(sharded_model: ShardedModel) -> dict[str, list[list[str]]]:
     """The checkpoint's entry for each such optimizer; equal on every rank."""
-    return {str(one.number): _updated_by_rank(one) for one in sharded.optimizers if not one.has_state_by_parameter}
+    several = [one for one in sharded_model.optimizers if not one.has_state_by_parameter]
+    return {str(one.number): _updated_by_rank(one) for one in several}
 
 
-def note_of(sharded: ShardedModel) -> str | None:
+def note_of(sharded_model: ShardedModel) -> str | None:
     """The note for a save, or None."""
-    names = [type(one.optimizer).__name__ for one in sharded.optimizers if not one.has_state_by_parameter]
+    names = [type(one.optimizer).__name__ for one in sharded_model.optimizers if not one.has_state_by_parameter]
     if not names:
         return None
     return (
@@ -58,10 +59,10 @@ def check_together(
             )
 
 
-def refuse_together(sharded: ShardedModel, optimizers: Iterable[ShardedOptimizer], what: str) -> None:
+def refuse_together(sharded_model: ShardedModel, optimizers: Iterable[ShardedOptimizer], what: str) -> None:
     """Raises CheckpointError if ``what`` needs a state per parameter and an optimizer may not have that."""
     for one in optimizers:
-        if not one.has_state_by_parameter and sharded.runtime.group.shard.world_size > 1:
+        if not one.has_state_by_parameter and sharded_model.runtime.group.shard.world_size > 1:
             raise CheckpointError(
                 f"{what}: the state of {type(one.optimizer).__name__} was not shown to belong to single parameters, so "
                 "the parts of several ranks are not the state of one process: use zc.save and zc.load, on as many ranks"

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from zc.api import compile as zc_compile
 from zc.checkpoint.save_load import load_state_dict
 from zc.errors import CheckpointError, PlanError
-from zc.integrations.beside import PointsBeside, load_beside, save_beside
+from zc.integrations.beside import StatePointer, load_beside, save_beside
 from zc.integrations.packages import needed
 from zc.integrations.whole import shards_weights
-from zc.optim.assignment import Container, listed, shaped
+from zc.optim.assignment import Container, like_container, optimizers_in
 from zc.whole import full_state_dict
 
 accelerate = needed("accelerate", "accelerate")
@@ -53,18 +53,18 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: Container, *rest: Any
     model = accelerator.prepare_model(model, evaluation_mode=True)
     zc_compile(model, optimizer, **options)
     pointers, wrapped = [], []
-    for one in listed(optimizer):
-        pointers.append(PointsBeside(one))
+    for one in optimizers_in(optimizer):
+        pointers.append(StatePointer(one))
         wrapped.append(accelerator.prepare(one, device_placement=[False]))  # slices are on the masters' device
         pointers[-1].take_place(wrapped[-1])
-    _keep_state(accelerator, model, optimizer, pointers)
-    prepared = shaped(optimizer, wrapped)
+    _register_hooks(accelerator, model, optimizer, pointers)
+    prepared = like_container(optimizer, wrapped)
     if not rest:
         return model, prepared
-    return (model, prepared, *(_prepared(accelerator, one) for one in rest))
+    return (model, prepared, *(_prepare_rest(accelerator, one) for one in rest))
 
 
-def _prepared(accelerator: Any, one: Any) -> Any:
+def _prepare_rest(accelerator: Any, one: Any) -> Any:
     """``accelerator.prepare(one)``, without DDP around a module that has no trainable parameter (a teacher)."""
     if isinstance(one, nn.Module) and not any(param.requires_grad for param in one.parameters()):
         return accelerator.prepare_model(one, evaluation_mode=True)
@@ -100,7 +100,7 @@ def _check(accelerator: Any, model: nn.Module, optimizer: Container) -> None:
             f"DistributedDataParallelKwargs has comm_hook={hook.value}, and zc reduces gradients itself: leave it out; "
             "reduce_dtype=torch.bfloat16 halves what is sent"
         )
-    for one in [optimizer] if isinstance(optimizer, Optimizer) else listed(optimizer):
+    for one in [optimizer] if isinstance(optimizer, Optimizer) else optimizers_in(optimizer):
         if isinstance(one, accelerate.optimizer.AcceleratedOptimizer):
             raise PlanError(
                 "the optimizer was given to accelerator.prepare before: give zc.integrations.accelerate.prepare the "
@@ -123,7 +123,7 @@ def _weights_in(folder: Path, number: int) -> Any:
     return accelerate.utils.load_state_dict(str(file))
 
 
-def _keep_state(accelerator: Any, model: nn.Module, optimizer: Container, pointers: list[PointsBeside]) -> None:
+def _register_hooks(accelerator: Any, model: nn.Module, optimizer: Container, pointers: list[StatePointer]) -> None:
     """Registers hooks for ``save_state`` and ``load_state``. The accelerator keeps them as long as it lives, and the
     model may be dropped before (``free_memory``)."""
     model_ref = weakref.ref(model)
@@ -138,7 +138,7 @@ def _keep_state(accelerator: Any, model: nn.Module, optimizer: Container, pointe
         if model is not None and name is not None:
             save_beside(output_dir, name, model, optimizer)
             for pointer in pointers:
-                pointer.saved(name)
+                pointer.point_to(name)
 
     def load_hook(models: list[Any], input_dir: str) -> None:
         model, name = model_ref(), name_in(models)
@@ -152,9 +152,9 @@ def _keep_state(accelerator: Any, model: nn.Module, optimizer: Container, pointe
 
     plain = accelerator.get_state_dict
 
-    def get_state_dict(asked: nn.Module, unwrap: bool = True) -> Any:
+    def get_state_dict(module: nn.Module, unwrap: bool = True) -> Any:
         """Of stage 3 the whole weights on rank 0, and nothing on the others; all ranks call it, as under FSDP."""
-        return full_state_dict(asked) if shards_weights(asked) else plain(asked, unwrap)
+        return full_state_dict(module) if shards_weights(module) else plain(module, unwrap)
 
     accelerator.get_state_dict = get_state_dict
     accelerator.register_save_state_pre_hook(save_hook)

@@ -17,7 +17,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from zc.checkpoint.save_load import latest, load, save
+from zc.checkpoint.folders import latest
+from zc.checkpoint.save_load import load, save
 from zc.checkpoint.saving import channel_of
 from zc.optim.assignment import Optimizers
 from zc.registry import sharded
@@ -43,34 +44,35 @@ def load_beside(folder: str | Path, name: str, model: nn.Module, optimizers: Opt
     return newest is not None
 
 
-class PointsBeside:
+class StatePointer:
     """Replaces ``state_dict`` and ``load_state_dict`` of a framework's wrapper around an optimizer.
 
-    Between a `saved` and the next ``state_dict()``, which is the framework's own, the answer is the pointer; a caller's
-    own ``state_dict()`` is what it was. A pointer that is loaded changes nothing: `load_beside` has done it.
+    The first ``state_dict()`` after a `point_to`, which is the framework's own, returns the pointer. A caller's own
+    ``state_dict()`` is the optimizer's. A pointer that is loaded changes nothing: `load_beside` has loaded the state.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._name: str | None = None
+        self._folder: str | None = None
 
     def take_place(self, wrapper: Any) -> None:
         """Redirects the framework's ``wrapper`` to this object."""
-        wrapper.points = self
+        wrapper.pointer = self
         wrapper.state_dict, wrapper.load_state_dict = self.state_dict, self.load_state_dict
 
-    def saved(self, name: str) -> None:
-        self._name = name
+    def point_to(self, name: str) -> None:
+        """The next ``state_dict()`` says that the state is in the folder ``name``."""
+        self._folder = name
 
-    def given_up(self) -> None:
-        """For a rank that writes no file: nothing asks for the state."""
-        self._name = None
+    def stop(self) -> None:
+        """Takes a `point_to` back: on a rank that writes no file nothing asks for the state."""
+        self._folder = None
 
     def state_dict(self) -> dict[str, Any]:
-        if self._name is None:
+        if self._folder is None:
             return self._optimizer.state_dict()
-        name, self._name = self._name, None
-        return {"zc": f"the state is in the folder {name} beside this file, zc.load reads it", _KEY: name}
+        folder, self._folder = self._folder, None
+        return {"zc": f"the state is in the folder {folder} beside this file, zc.load reads it", _KEY: folder}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if _KEY not in state:

@@ -24,8 +24,8 @@ from zc.api import make_call, no_sync
 from zc.checkpoint.export import full_optimizer_state
 from zc.checkpoint.save_load import load_state_dict
 from zc.closing import close
-from zc.copies import NotForDDP
 from zc.errors import PlanError
+from zc.guards import NotForDDP
 from zc.integrations.packages import needed, seam
 from zc.integrations.whole import shards_weights, whole_weights
 from zc.recompile import recompile
@@ -101,7 +101,7 @@ class ZcStrategy(_TrainerDDP):
         module = self.lightning_module
         if module in COMPILED:  # from an earlier fit
             close(module)
-            for child in _called(module):
+            for child in _called_children(module):
                 torch_private.call_instead(child, None)
         super().setup_optimizers(trainer)
         finetuning = [callback for callback in trainer.callbacks if isinstance(callback, _Finetuning)]
@@ -116,7 +116,7 @@ class ZcStrategy(_TrainerDDP):
         if any(param.dtype != self._masters.get(name, param).dtype for name, param in module.named_parameters()):
             load_state_dict(module, list(self.optimizers), {"model": self._masters})
         self._masters = {}
-        self.precision_plugin.main_params = lambda optimizer: iter(_params_of(module, _bare(optimizer)))
+        self.precision_plugin.main_params = lambda optimizer: iter(_params_of(module, _unwrap(optimizer)))
 
     def teardown(self) -> None:
         """In stage 3 the module stays on its device, as under FSDP: the base class would move whole parameters."""
@@ -139,7 +139,7 @@ class ZcStrategy(_TrainerDDP):
         return whole_weights(self.lightning_module)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return full_optimizer_state(self.lightning_module, _bare(optimizer)) or {}
+        return full_optimizer_state(self.lightning_module, _unwrap(optimizer)) or {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict=strict)
@@ -241,21 +241,21 @@ def _model_of(optimizer: Optimizer) -> nn.Module:
     raise PlanError(f"this {type(optimizer).__name__} was not set up: call fabric.setup(model, optimizer) first")
 
 
-def _bare(optimizer: Any) -> Optimizer:
+def _unwrap(optimizer: Any) -> Optimizer:
     own: Optimizer = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
     return own
 
 
-def _called(module: nn.Module) -> Iterator[nn.Module]:
+def _called_children(module: nn.Module) -> Iterator[nn.Module]:
     """The submodules that ``training_step`` calls, of a module without a ``forward``."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _called(child)
+            yield from _called_children(child)
         elif any(param.requires_grad for param in child.parameters()):
             yield child
 
 
 def _compile_children(module: nn.Module) -> None:
     runtime = sharded(module).runtime
-    for child in _called(module):
+    for child in _called_children(module):
         torch_private.call_instead(child, make_call(child, runtime))

@@ -107,9 +107,9 @@ class ZcMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         trainer: Any = self
         save_beside(output_dir, "zc", trainer.model, trainer.optimizer.optimizer)
-        trainer.optimizer.points.saved("zc")
+        trainer.optimizer.pointer.point_to("zc")
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        trainer.optimizer.points.given_up()
+        trainer.optimizer.pointer.stop()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         trainer: Any = self

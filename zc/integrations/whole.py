@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zc.checkpoint.export import gathered
-from zc.checkpoint.save_load import settled
-from zc.checkpoint.saving import channel_of
+from zc.checkpoint.export import gather_parts
+from zc.checkpoint.save_load import synchronized
 from zc.checkpoint.state import state_of
 from zc.registry import COMPILED
 from zc.whole import full_state_dict
@@ -44,12 +43,11 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
     sharded_model = COMPILED.get(model)
     if sharded_model is None or not any(bucket.has_master for bucket in sharded_model.runtime.plan.buckets):
         return state
-    settled(model, sharded_model.container)
+    synchronized(model, sharded_model.container)
     shards = {name: {"master": shard} for name, shard in state_of(model, sharded_model)["model"].items()}
     masters: dict[str, Tensor] = {}
     for one in sharded_model.optimizers:
-        gather = partial(gathered, sharded_model, one, shards)
-        whole = channel_of(sharded_model).call("gathering the fp32 masters", gather)
+        whole = gather_parts(sharded_model, one, shards, "the fp32 masters")
         masters.update({name: values["master"] for name, values in whole.items()})
     firsts = {id(param): name for name, param in model.named_parameters()}  # a tied weight has one master
     names = {name: firsts[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}

@@ -10,8 +10,6 @@ and zc announces its reads one bucket ahead.
 
 from __future__ import annotations
 
-import collections
-import copy
 import secrets
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -31,31 +29,6 @@ if TYPE_CHECKING:
     from zc.engine.core import Core
 
 
-def state_keys(optimizer: Optimizer) -> list[str]:
-    """Names of the state tensors that have the parameter's shape, tried on two elements with each group's options."""
-    keys: dict[str, None] = {}
-    for group in optimizer.param_groups:
-        probe = nn.Parameter(torch.zeros(2))
-        probe.grad = torch.zeros(2)
-        tried = copy.copy(optimizer)  # as a pickle would have it: no hooks
-        state: dict[str, Any] = {}
-        for param in group["params"][:1]:  # state that __init__ created (Adagrad)
-            for key, item in optimizer.state.get(param, {}).items():
-                # a count of steps is 0-d, and so may the parameter be
-                is_whole = key != "step" and isinstance(item, Tensor) and item.shape == param.shape
-                state[key] = torch.zeros(2) if is_whole else copy.deepcopy(item)
-        tried.state = collections.defaultdict(dict, {probe: state} if state else {})
-        tried.param_groups = [{**group, "params": [probe], "fused": None} if "fused" in group
-                              else {**group, "params": [probe]}]  # fmt: skip
-        tried.step()
-        keys.update({key: None for key, item in tried.state[probe].items() if _is_whole(item, probe)})
-    return list(keys)
-
-
-def _is_whole(item: object, like: Tensor) -> bool:
-    return isinstance(item, Tensor) and item.dim() > 0 and item.shape == like.shape
-
-
 def regions_of(plan: Plan, keys: Sequence[str]) -> tuple[Region, ...]:
     """The file's regions, bucket by bucket in the order of the update: its state tensors [S], and the fp32 master [S]
     if the weights are narrower."""
@@ -67,22 +40,22 @@ def regions_of(plan: Plan, keys: Sequence[str]) -> tuple[Region, ...]:
 
 
 def open_file(
-    folder: str | Path, rank: int, plan: Plan, optimizer: Optimizer, params: Mapping[str, nn.Parameter]
+    folder: str | Path, rank: int, plan: Plan, name: str, keys: Sequence[str], params: Mapping[str, nn.Parameter]
 ) -> StateFile:
-    """Opens the file for this plan. Raises as `StateFile` does, and PlanError if an earlier run's state belongs to
-    weights other than rank 0's, which all ranks get."""
-    keys = state_keys(optimizer)
+    """Opens the file for this plan, and for an optimizer of the class ``name`` whose state tensors are ``keys``. Raises
+    as `StateFile` does, and PlanError if an earlier run's state belongs to weights other than rank 0's, which all ranks
+    get."""
     slots = [f"{slot} of bucket {b.index}" for b in plan.buckets for slot in b.slots]
-    lines = [f"optimizer {type(optimizer).__name__} with {', '.join(keys) or 'no state'}", *slots]
+    lines = [f"optimizer {name} with {', '.join(keys) or 'no state'}", *slots]
     file = StateFile(Path(folder), rank, plan.world_size, regions_of(plan, keys), lines)
     if file.mark is not None and rank == 0:
         dtypes = {s.name: b.param_dtype for b in plan.buckets for s in b.slots}
-        for name, wanted in file.mark["weights"].items():
-            if checksum(params[name], dtypes[name]) != wanted:
+        for param, wanted in file.mark["weights"].items():
+            if checksum(params[param], dtypes[param]) != wanted:
                 path, number = file.path, file.mark["num_updates"]
                 file.discard()
                 raise PlanError(
-                    f"{path} holds the state of other weights ({name} differs), those of update "
+                    f"{path} holds the state of other weights ({param} differs), those of update "
                     f"{number:,}: load them before zc.compile, or remove {path.stem}.* from every rank"
                 )
     return file
@@ -112,16 +85,16 @@ class DiskState:
                     for key in keys:
                         whole = file.tensor(f"{bucket.index}/{key}")
                         self._place[slot.name, key] = in_shape(whole[inside], slot)
-        self._take_up()
+        self._resume()
 
-    def _take_up(self) -> None:
+    def _resume(self) -> None:
         """Loads the state that an earlier run flushed, on all ranks or on none."""
         mark, group = self.file.mark, self.core.group
         number = mark["flush"] if mark is not None else -1
         low, high = group.max_on_host([-number, number])
         if mark is None or -low != high:
             self.file.mark = None
-            if self.file.was_left or -low != high:
+            if self.file.existed or -low != high:
                 why = "on some ranks it is not complete" if -low != high else "it is not complete"
                 self.core.say_once(f"offload_dir: {why}, so state of an earlier run in it is not used")
             self.file.begin_update()
@@ -132,10 +105,10 @@ class DiskState:
                 self.core.buffers.master_shard[bucket.index].copy_(self.file.tensor(f"{bucket.index}/master_shard"))
         for name, items in mark["state"].items():
             param = self.slices[name]
-            self.optimizer.state[param] = {key: self._restored(name, key, item) for key, item in items.items()}
+            self.optimizer.state[param] = {key: self._read_item(name, key, item) for key, item in items.items()}
         self.core.say_once(f"offload_dir: state after update {self.num_updates:,} taken up")
 
-    def _restored(self, name: str, key: str, item: Any) -> Any:
+    def _read_item(self, name: str, key: str, item: Any) -> Any:
         if item == "file":
             return self._place[name, key]
         if isinstance(item, dict):
@@ -152,7 +125,7 @@ class DiskState:
             if name.startswith(f"{bucket}/") and not name.endswith("/master_shard"):
                 self.file.prefetch(name)
 
-    def settle(self, bucket: int) -> None:
+    def move_to_file(self, bucket: int) -> None:
         """Moves state tensors that the optimizer created in memory (a first update, load_state_dict) to the file."""
         for slot in self.core.plan.buckets[bucket].slots:
             param = self.slices.get(slot.name)
@@ -178,16 +151,16 @@ class DiskState:
             prepare()
             self.file.begin_update()
             for bucket in core.plan.buckets:
-                self.settle(bucket.index)
+                self.move_to_file(bucket.index)
                 if bucket.has_master:
                     self.file.tensor(f"{bucket.index}/master_shard").copy_(core.buffers.master_shard[bucket.index])
             dtypes = {s.name: b.param_dtype for b in core.plan.buckets for s in b.slots}
             weights = {n: checksum(p, dtypes[n]) for n, p in core.params.items()} if rank == 0 else {}
-            state = {name: self._saved(name, param) for name, param in self.slices.items()}
+            state = {name: self._items_of(name, param) for name, param in self.slices.items()}
             facts = {"flush": number, "num_updates": self.num_updates, "weights": weights}
             self.file.flush({**facts, "state": {name: items for name, items in state.items() if items}})
 
-    def _saved(self, name: str, param: nn.Parameter) -> dict[str, Any]:
+    def _items_of(self, name: str, param: nn.Parameter) -> dict[str, Any]:
         saved: dict[str, Any] = {}
         for key, item in self.optimizer.state.get(param, {}).items():
             if not isinstance(item, Tensor):

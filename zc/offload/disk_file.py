@@ -84,7 +84,7 @@ class StateFile:
         last = regions[-1] if regions else None
         self.nbytes = max(last.offset + last.nbytes if last else 0, 1)  # mmap takes no empty file
         self.lines = [*lines, *(f"{r.name}: {r.numel} {r.dtype} at {r.offset}" for r in regions)]
-        self.was_left = self.path.exists()
+        self.existed = self.path.exists()
         self._remedy = f"to start without that state, remove {self.path.stem}.*"
         self.mark: dict[str, Any] | None = None
         self._fd = self._open()
@@ -94,7 +94,7 @@ class StateFile:
                 self._reserve()
             self._map = mmap.mmap(self._fd, self.nbytes)
         except BaseException:
-            self._remove_if(not self.was_left)
+            self._remove_if_new()
             os.close(self._fd)
             raise
         self._tensors = {r.name: torch.frombuffer(self._map, dtype=r.dtype, count=r.numel, offset=r.offset)
@@ -194,13 +194,13 @@ class StateFile:
 
     def discard(self) -> None:
         """Restores the folder, because the plan was refused elsewhere."""
-        self._remove_if(not self.was_left)
+        self._remove_if_new()
         self._end.detach()
         self._tensors.clear()
         os.close(self._fd)
 
-    def _remove_if(self, condition: bool) -> None:
-        if condition:
+    def _remove_if_new(self) -> None:
+        if not self.existed:
             self.path.unlink(missing_ok=True)
 
 

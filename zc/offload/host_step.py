@@ -107,7 +107,7 @@ class HostStep:
         plan = core.plan
         self._slices = [[slices[s.name] for s in b.slots if s.name in slices] for b in plan.buckets]
         self._programs: dict[tuple[tuple[int, ...], bool], Program] = {}
-        self._hidden: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._hidden_grads: list[tuple[nn.Parameter, Tensor | None]] = []
         self._is_done = False
         self._next: dict[int, int] = {}  # bucket -> the one updated after it
         self._shadow: Optimizer | None = None
@@ -141,8 +141,8 @@ class HostStep:
             return
         self._make_shadow()
         self._run(changed, with_update=True)
-        self._hidden = [(p, p.grad) for some in self._slices for p in some]
-        for param, _ in self._hidden:
+        self._hidden_grads = [(p, p.grad) for slices in self._slices for p in slices]
+        for param, _ in self._hidden_grads:
             param.grad = None
 
     def _scaler_on_host(self) -> bool:
@@ -158,12 +158,13 @@ class HostStep:
 
     def after(self, changed: tuple[int, ...]) -> None:
         """Called after the optimizer's step. Copies the changed weights to the device, unless `before` did."""
-        for param, grad in self._hidden:
+        for param, grad in self._hidden_grads:
             param.grad = grad
-        self._hidden.clear()
+        self._hidden_grads.clear()
         if not self._is_done:
-            for bucket in changed if self.disk is not None else ():
-                self.disk.settle(bucket)  # type: ignore[union-attr]
+            if self.disk is not None:
+                for bucket in changed:
+                    self.disk.move_to_file(bucket)
             self._run(changed, with_update=False)
 
     def publish_all(self, buckets: tuple[int, ...]) -> None:
@@ -208,7 +209,7 @@ class HostStep:
         with _threads(self.num_threads):
             shadow.step()
         if self.disk is not None:
-            self.disk.settle(bucket)
+            self.disk.move_to_file(bucket)
 
     def cast_param(self, bucket: int, dst: str, src: str) -> None:
         record = self.core.plan.buckets[bucket]
@@ -236,12 +237,10 @@ def _threads(num: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def prefer_fused(optimizer: Optimizer) -> bool:
+def prefer_fused(optimizer: Optimizer) -> None:
     """Selects torch's fused CPU update unless the caller chose another form. Without it torch passes over host memory
-    tensor by tensor and operation by operation. Returns whether any group uses it."""
-    name, is_chosen = type(optimizer).__name__, False
-    for group in optimizer.param_groups:
-        chosen = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
-        if name in FUSED and not chosen:
-            group["fused"] = is_chosen = True
-    return is_chosen
+    tensor by tensor and operation by operation."""
+    for group in optimizer.param_groups if type(optimizer).__name__ in FUSED else ():
+        is_chosen = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
+        if not is_chosen:
+            group["fused"] = True

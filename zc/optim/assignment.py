@@ -34,7 +34,7 @@ class Assignment:
     owners: Mapping[str, int]
 
 
-def listed(container: Any) -> tuple[Optimizer, ...]:
+def optimizers_in(container: Any) -> tuple[Optimizer, ...]:
     """The optimizers in order. Raises TypeError if something else is among them, PlanError if there are none or one is
     there twice."""
     _refuse_wrapper(container, "optimizer")
@@ -73,16 +73,17 @@ def _refuse_wrapper(item: Any, what: str) -> None:
             )
 
 
-def shaped(container: Any, parts: Sequence[Any]) -> Any:
-    """``parts``, one for each of `listed`, arranged as ``container`` has its optimizers: alone, in a list, or in a dict
-    by its keys."""
+def like_container(container: Any, parts: Sequence[Any]) -> Any:
+    """``parts``, one for each of `optimizers_in`, arranged as ``container`` has its optimizers: alone, in a list, or in
+    a dict by its keys."""
     if isinstance(container, Optimizer):
         return parts[0]
     return dict(zip(container, parts, strict=True)) if isinstance(container, Mapping) else list(parts)
 
 
 def parts_of(container: Any, states: Any) -> list[Any] | None:
-    """The inverse of `shaped`: of ``states`` the part for each optimizer. None if their shape is another one."""
+    """The inverse of `like_container`: of ``states`` the part for each optimizer. None if ``states`` is arranged in
+    another way."""
     if isinstance(container, Mapping) and isinstance(states, Mapping) and states.keys() == container.keys():
         return [states[key] for key in container]
     if isinstance(container, (list, tuple)) and isinstance(states, (list, tuple)) and len(states) == len(container):

@@ -7,6 +7,7 @@ first, and the optimizer gets a function that only returns the loss.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,11 +24,14 @@ class Closures:
     """Runs the closures that one optimizer's ``step`` gets."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._name = type(optimizer).__name__
-        self._num_calls = 1 if is_known(optimizer) else None
-        self._is_tried = self._num_calls is not None
+        self._optimizer, self._name = optimizer, type(optimizer).__name__
 
-    def run(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    @cached_property
+    def _num_calls(self) -> int | None:
+        """How often ``step`` calls its closure; None where that can't be tried."""
+        return 1 if is_known(self._optimizer) else num_closure_calls(self._optimizer)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Calls the closure among the arguments of ``step``, of which the optimizer is the first. Returns the arguments
         for the real step, or None without a closure.
 
@@ -36,8 +40,6 @@ class Closures:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             return None
-        if not self._is_tried:
-            self._num_calls, self._is_tried = num_closure_calls(optimizer), True
         if self._num_calls != 1:
             times = "can't be tried on small data" if self._num_calls is None else f"calls it {self._num_calls} times"
             raise PlanError(
@@ -46,22 +48,23 @@ class Closures:
             )
         with torch.enable_grad():
             loss = closure()
-        answer = self._once(lambda: loss)
+        answer = self._once(loss)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": answer}
         return (args[0], answer, *args[2:]), kwargs
 
-    def _once(self, answer: Callable[[], Any]) -> Callable[[], Any]:
-        asked = False
+    def _once(self, loss: Any) -> Callable[[], Any]:
+        """A closure that returns ``loss``, and may be called once."""
+        is_called = False
 
         def call() -> Any:
-            nonlocal asked
-            if asked:
+            nonlocal is_called
+            if is_called:
                 raise ZcError(
                     f"{self._name}.step called its closure a second time, after an update of this rank's weights: zc "
                     "takes optimizers that call it once"
                 )
-            asked = True
-            return answer()
+            is_called = True
+            return loss
 
         return call

@@ -41,8 +41,8 @@ class GradShards:
         self._num_skipped: Tensor | None = None  # steps that a GradScaler left out, counted on the device
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
-        """The parameters of these buckets can be asked for; this rank's part of each is elements [start, stop) of the
-        bucket's shard."""
+        """Adds the parameters of these buckets. This rank's part of each is elements [start, stop) of the bucket's
+        shard."""
         self._where = self.runtime.plan.slot_of()
         for bucket in buckets:
             rank = self.runtime.group.shard.rank
@@ -53,8 +53,9 @@ class GradShards:
                     parts[slot.name] = inside.start, inside.stop, slot
 
     def of(self, bucket: Bucket) -> dict[str, list[Tensor]]:
-        """By name, for each parameter of ``bucket`` of which this rank owns elements: every tensor that holds its part
-        of the gradient, which is there. The update reads the first. Views, cut once while the accumulator is there."""
+        """Views of this rank's parts of the gradients, by parameter name; the accumulator must be allocated. A part has
+        one view, or two where both device and host have an accumulator; the update reads the first. Views are made once
+        and last as long as the accumulator."""
         cuts = self.runtime.buffers.cuts
         if bucket.index not in cuts:
             shards = self.runtime.buffers.acc_copies(bucket)
@@ -64,11 +65,11 @@ class GradShards:
         return cuts[bucket.index]
 
     def copies(self, name: str) -> list[Tensor]:
-        """`of` one parameter; none where this rank owns no element of it."""
+        """The views of one parameter's part, as `of` has them; empty where this rank owns no element of it."""
         return self.of(self.runtime.plan.buckets[self._where[name][0]]).get(name, [])
 
-    def _finished(self, name: str) -> None:
-        """The gradient of ``name`` is complete, and there. Raises ZcError where it has been set to None."""
+    def _finish(self, name: str) -> None:
+        """Waits until the gradient of ``name`` is reduced. Raises ZcError if it has been set to None."""
         runtime = self.runtime
         grad = runtime.params[name].grad
         if not runtime.is_finished or grad is None or grad is not runtime.sharded_grads[name] or self._may_be_cleared():
@@ -76,8 +77,8 @@ class GradShards:
         if not self._is_touched(name):
             raise ZcError(_IS_GONE.format(name))
 
-    def changed(self) -> None:
-        """The gradients are not what they were: no norm of them holds."""
+    def drop_norms(self) -> None:
+        """To be called wherever a gradient changes."""
         self._norms.clear()
         self._norm_of.clear()
 
@@ -90,7 +91,7 @@ class GradShards:
             if any(self.runtime.accumulators.touched[bucket.index]):
                 for shard in self.runtime.buffers.acc_copies(bucket):
                     shard.mul_(scale.to(device=shard.device, dtype=shard.dtype))
-        self.changed()
+        self.drop_norms()
         return norm.to(torch.float32)
 
     def are_finite(self) -> bool:
@@ -139,7 +140,7 @@ class GradShards:
         """0-d, fp32: the norm of one parameter's whole gradient. ``order`` > 0, or inf."""
         if not order > 0:
             raise ValueError(f"the norm of a sharded gradient takes an order above 0, got {order}")
-        self._finished(name)
+        self._finish(name)
         if order not in self._norm_of:
             norms = self._all_norms(order).to(torch.float32).unbind()
             self._norm_of[order] = {n: norm for (_, n), norm in zip(self._touched(), norms, strict=True)}
@@ -148,9 +149,9 @@ class GradShards:
     def scale_grad(self, name: str, factor: Tensor | float) -> None:
         """In place. ``factor``: a number, or a tensor that broadcasts to the parameter's shape, such as a mask; this
         rank takes its part of it."""
-        self._finished(name)
+        self._finish(name)
         self.runtime.wait_for_host_memory()
-        self.changed()
+        self.drop_norms()
         copies = self.copies(name)
         if isinstance(factor, Tensor) and factor.numel() > 1:
             bucket, k = self._where[name]
@@ -162,15 +163,15 @@ class GradShards:
             shard.mul_(factor.to(device=shard.device, dtype=shard.dtype) if isinstance(factor, Tensor) else factor)
 
     def zero_grad_of(self, name: str) -> None:
-        """Asks no other rank: a rank may have more backwards than others between this and the update."""
+        """Exchanges nothing: a rank may have more backwards than others between this and the update."""
         runtime = self.runtime
         if runtime.params[name].grad is not runtime.sharded_grads[name]:
             raise ZcError(_IS_GONE.format(name))
-        self.changed()
+        self.drop_norms()
         runtime.drop([self._where[name]], set_to_none=False)
 
     def full_grad_of(self, name: str) -> Tensor:
-        self._finished(name)
+        self._finish(name)
         grad = self.full_grads(self.runtime.plan.buckets[self._where[name][0]])[name]
         assert grad is not None
         return grad
@@ -196,7 +197,7 @@ class GradShards:
         NaN, so all ranks step or none. The host does not wait for the device."""
         self.runtime.finish_gradients()
         self.runtime.wait_for_host_memory()
-        self.changed()
+        self.drop_norms()
         device = self.runtime.plan.buckets[0].device
         before = found_inf.to(device, copy=True)  # with offload it is on the CPU, and NCCL takes no CPU tensor
         infinite = before.clone()

@@ -46,7 +46,7 @@ def replace(model: nn.Module, sharded: ShardedOptimizer) -> None:
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
 
-def give_back(optimizer: Optimizer) -> None:
-    """The object has the methods of its class again."""
+def restore(optimizer: Optimizer) -> None:
+    """Removes what `replace` has put on the object, so that its class's methods apply again."""
     for name in ("zero_grad", "add_param_group"):
         vars(optimizer).pop(name, None)

@@ -57,13 +57,11 @@ class ShardedModel(Listener):
             optimizer.adopt([b for b in buckets if b.optimizer == optimizer.number])
         self._writes.adopt(buckets)
 
-    def optimizer_of(self, bucket: Bucket) -> ShardedOptimizer:
-        return self.optimizers[bucket.optimizer]
-
     @property
     def disk(self) -> DiskState | None:
         """The state on disk, with offload="disk"."""
-        return self.optimizers[0].disk
+        step = self.optimizers[0].offload
+        return step.disk if step is not None else None
 
     def flush_state(self) -> None:
         """See `zc.flush_state`."""
@@ -80,13 +78,10 @@ class ShardedModel(Listener):
         return any(o.is_one_cleared() for o in self.optimizers)
 
     def gradients_ready(self) -> None:
+        """Sets ``param.grad`` of every parameter with a gradient to its ShardedGrad, and ``.grad`` of the slices."""
         for optimizer in self.optimizers:
             optimizer.stand_in()
-        self._set_grads()
-
-    def _set_grads(self) -> None:
-        """Sets ``param.grad`` of every parameter with a gradient to its ShardedGrad."""
-        self.grad_shards.changed()
+        self.grad_shards.drop_norms()
         self._writes.check_places()
         for bucket in self.runtime.plan.buckets:
             for slot, has_grad in zip(bucket.slots, self.runtime.announcements.has_grad[bucket.index], strict=True):
@@ -98,7 +93,7 @@ class ShardedModel(Listener):
 
     def gradients_cleared(self, optimizer: int | None) -> None:
         """Inside a backward, autograd may be adding to a ``param.grad``, so there they are cleared at its end."""
-        self.grad_shards.changed()
+        self.grad_shards.drop_norms()
         chosen = self.optimizers if optimizer is None else [self.optimizers[optimizer]]
         slots = [slot for bucket in self.runtime.plan.of_optimizer(optimizer) for slot in bucket.slots]
         params: list[nn.Parameter] = []
@@ -106,7 +101,7 @@ class ShardedModel(Listener):
             params = [self.runtime.params[slot.name] for slot in slots]
         with torch_private.without_torch_function():  # faster: parameters may be watched (engine/pending.py)
             for each in chosen:
-                each.forget_given()
+                each.forget_grads()
                 for own_slice in each.slices.values():
                     own_slice.grad = None
             for param in params:
@@ -130,12 +125,7 @@ class ShardedModel(Listener):
         self._writes.take_over()
         self._writes.remember()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all shards."""
-        self.grad_shards.changed()
-        self.runtime.clear(set_to_none=set_to_none)
-
-    def let_go(self) -> None:
-        """Removes zc's slices, states and hooks from the optimizers."""
-        for optimizer in self.optimizers:
-            optimizer.let_go()
+    def zero_grad(self) -> None:
+        """Clears the gradients of all parameters."""
+        self.grad_shards.drop_norms()
+        self.runtime.clear(set_to_none=True)

@@ -20,7 +20,6 @@ from zc import torch_private
 from zc.engine.memory_order import flattened, in_shape
 from zc.engine.owners import gather_whole
 from zc.errors import ZcError
-from zc.offload.disk import DiskState
 from zc.offload.host_step import HostStep
 from zc.optim.closures import Arguments, Closures
 from zc.optim.grad_shards import GradShards
@@ -52,7 +51,7 @@ class ShardedOptimizer:
         self.number, self.runtime, self.optimizer, self.rule = number, runtime, optimizer, rule
         self.slices: dict[str, nn.Parameter] = {}
         self._slice_grads: dict[str, SliceGrad] = {}
-        self._given: dict[str, Tensor | None] = {}  # what each slice has as .grad, by zc
+        self._grads: dict[str, Tensor | None] = {}  # the .grad of each slice, as zc has set it
         self.grad_shards, self._writes = grad_shards, writes
         self._closures = Closures(optimizer)
         self._was_unscaled = False  # by a GradScaler, which has not called step() since
@@ -80,22 +79,11 @@ class ShardedOptimizer:
         """The buckets of its parameters."""
         return self.runtime.plan.of_optimizer(self.number)
 
-    @property
-    def disk(self) -> DiskState | None:
-        """The state on disk, with offload="disk"."""
-        return self.offload.disk if self.offload is not None else None
-
-    @property
-    def keeps_whole(self) -> bool:
-        """Whether the update may read whole parameters. Then each parameter is on one rank."""
-        return self.rule.whole
-
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Replaces the optimizer's parameters in these buckets by slices. Frozen ones stay: they have no gradient, so
         the optimizer skips them."""
-        params = self.runtime.params
         slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
-        names = {id(params[name]): name for name in slots}
+        names = {id(self.runtime.params[name]): name for name in slots}
         for name, (bucket, slot) in slots.items():
             self._make_slice(name, bucket, slot)
         # Every rank needs one slice per dtype, empty if need be: GradScaler needs a gradient, and unscales per dtype on
@@ -108,17 +96,17 @@ class ShardedOptimizer:
         self.members += [list(group["params"]) for group in groups[len(self.members) :]]
         self.members = [[names.get(id(m), m) for m in members] for members in self.members]
         for group in groups:
-            kept = []
+            params = []
             for param in group["params"]:
                 name = names.get(id(param), "")
                 if name in self.slices:
-                    kept.append(self.slices[name])
+                    params.append(self.slices[name])
                 elif not name:
-                    kept.append(param)
+                    params.append(param)
                 state = self.optimizer.state.pop(param, None) if name else None
                 if state and name in self.slices:  # a fresh one, made by the optimizer's __init__ (Adagrad)
                     self.optimizer.state[self.slices[name]] = self._slice_state(*slots[name], state)
-            group["params"] = kept
+            group["params"] = params
         self._slice_grads.update({n: SliceGrad(self, n, self.slices[n]) for n in slots if n in self.slices})
 
     def _try(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -152,13 +140,13 @@ class ShardedOptimizer:
 
     def _install(self) -> None:
         """Gives each slice its gradient for the update. It is None if no rank had one; then the optimizer skips it."""
+        runtime = self.runtime
         whole: dict[int, Tensor] = {}
         if self.rule.whole:
-            self.runtime.wait_for_host_memory()
-            runtime = self.runtime
+            runtime.wait_for_host_memory()
             whole = gather_whole(runtime.plan, runtime.buffers, runtime.group.shard, self._changed())
         for bucket in self.buckets:
-            flags = self.runtime.accumulators.touched[bucket.index]
+            flags = runtime.accumulators.touched[bucket.index]
             parts = self.grad_shards.of(bucket) if any(flags) and not self.rule.whole else {}
             for slot, touched in zip(bucket.slots, flags, strict=True):
                 if slot.name not in self.slices:
@@ -167,27 +155,27 @@ class ShardedOptimizer:
                 if touched and not self.rule.whole:
                     grad = parts[slot.name][0] if slot.name in parts else torch.zeros_like(own)  # owns no element
                 elif touched and own.numel() == slot.numel:
-                    first = slot.offset - bucket.layout.owned_range(self.runtime.group.shard.rank)[0]
+                    first = slot.offset - bucket.layout.owned_range(runtime.group.shard.rank)[0]
                     grad = in_shape(whole[bucket.index][first : first + slot.numel], slot)
-                self._give(slot.name, grad)
+                self._set_grad(slot.name, grad)
 
     def stand_in(self) -> None:
         """Gives the slices their SliceGrads, so that zc sees all operations on them between updates."""
         for name, slice_grad in self._slice_grads.items():
-            self._give(name, slice_grad)
+            self._set_grad(name, slice_grad)
 
-    def _give(self, name: str, grad: Tensor | None) -> None:
-        self.slices[name].grad = self._given[name] = grad
+    def _set_grad(self, name: str, grad: Tensor | None) -> None:
+        self.slices[name].grad = self._grads[name] = grad
 
     def are_cleared(self) -> bool:
         """Whether the caller has set ``.grad`` of the optimizer's own tensors to None: by the zero_grad of its class,
         or by hand. Raises ZcError if only some are None, or some have another ``.grad``."""
-        names = [name for name, grad in self._given.items() if grad is not None]
+        names = [name for name, grad in self._grads.items() if grad is not None]
         grads = [self.slices[name].grad for name in names]
         if names and all(grad is None for grad in grads):
             return True
         for name, grad in zip(names, grads, strict=True):
-            if grad is not self._given[name]:
+            if grad is not self._grads[name]:
                 raise ZcError(
                     f"the optimizer's own tensor of {name} has {'no' if grad is None else 'another'} .grad, others "
                     "have theirs: it is this rank's slice, and other ranks have other slices. Use "
@@ -196,12 +184,13 @@ class ShardedOptimizer:
         return False
 
     def is_one_cleared(self) -> bool:
-        name = next(iter(self._given), "")
-        return self._given.get(name) is not None and self.slices[name].grad is None
+        """Whether the first of them is None: as `are_cleared` where all are cleared together, without a loop."""
+        name = next(iter(self._grads), "")
+        return self._grads.get(name) is not None and self.slices[name].grad is None
 
-    def forget_given(self) -> None:
-        """Forgets the gradients that zc gave to the slices."""
-        self._given.clear()
+    def forget_grads(self) -> None:
+        """Called when gradients are cleared: the slices have none of zc's until the next backward."""
+        self._grads.clear()
         self._zeroed.clear()
         self._say_if_skipped()
 
@@ -233,7 +222,7 @@ class ShardedOptimizer:
         if torch_private.is_nested_step(optimizer):
             return None
         self._was_unscaled = False
-        arguments = self._closures.run(optimizer, args, kwargs)
+        arguments = self._closures.run(args, kwargs)
         if self._zeroed:
             name = next(name for name in self.slices if name not in self._zeroed)
             raise ZcError(
@@ -273,11 +262,11 @@ class ShardedOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears its shards: the optimizer's own zero_grad."""
         self._say_if_skipped()
-        self.grad_shards.changed()
+        self.grad_shards.drop_norms()
         self.runtime.clear(set_to_none=set_to_none, optimizer=self.number)
 
     def let_go(self) -> None:
-        """The optimizer has no parameter, no state and no hook of ours any more."""
+        """Removes zc's hooks, the parameters and the state from the optimizer."""
         for handle in self._handles:
             handle.remove()
         self.optimizer.state.clear()

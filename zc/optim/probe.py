@@ -61,10 +61,11 @@ def update_copy(
     seed: int,
     closure: Any = None,
 ) -> list[Updated]:
-    """What a copy of ``optimizer`` makes of ``values`` with ``grads``, in as many steps as each has gradients."""
+    """What a copy of ``optimizer`` makes of ``values`` with ``grads``, in as many steps as each has gradients. State
+    under strings counts as state of each parameter, under ""."""
     params = [nn.Parameter(value.clone()) for value in values]
     twin = torch_private.bare_copy(optimizer)
-    options = {key: _copied(option) for key, option in group.items() if key != "params"}
+    options = {key: _copy(option) for key, option in group.items() if key != "params"}
     if "lr" in options and not float(options["lr"]) > 0:  # a warmup that begins at 0 would hide every difference
         rates = (group.get("initial_lr"), optimizer.defaults.get("lr"), 1e-3)
         options["lr"] = float(next(rate for rate in rates if rate is not None and float(rate) > 0))
@@ -72,7 +73,7 @@ def update_copy(
     first = optimizer.state.get(group["params"][0], {}) if group["params"] else {}  # by __init__ (Adagrad)
     twin.state.update({key: copy.deepcopy(item) for key, item in optimizer.state.items() if isinstance(key, str)})
     for param in params if first else ():
-        twin.state[param] = {key: _like(item, group["params"][0], param) for key, item in first.items()}
+        twin.state[param] = {key: _like(key, item, group["params"][0], param) for key, item in first.items()}
 
     def refuse(collective: str) -> None:
         raise Communicates(collective)
@@ -81,13 +82,16 @@ def update_copy(
     # Eager: Dynamo skips a frame for good that it first meets under a dispatch mode, here that of watching_collectives.
     eager = torch.compiler.set_stance("force_eager")
     with torch.random.fork_rng(devices=devices), eager, torch_private.watching_collectives(refuse):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would leave other devices' generators changed
+        for device in devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         for k in range(len(grads[0]) if grads else 1):
             for param, own in zip(params, grads, strict=True):
                 param.grad = own[k].clone()
             twin.step(*([closure] if closure is not None else []))
     changes = [(param.detach() - value).float() for param, value in zip(params, values, strict=True)]
-    others = {key: item for key, item in twin.state.items() if isinstance(key, str)}  # counts as state of each one
+    others = {key: item for key, item in twin.state.items() if isinstance(key, str)}
     states = [{**twin.state.get(param, {}), **({"": others} if others else {})} for param in params]
     return [Updated(change, state) for change, state in zip(changes, states, strict=True)]
 
@@ -137,15 +141,16 @@ def same_state(one: Mapping[Any, Any], other: Mapping[Any, Any], close: float | 
     return True
 
 
-def _like(item: Any, like: Tensor, param: Tensor) -> Any:
+def _like(key: str, item: Any, like: Tensor, param: Tensor) -> Any:
+    """``param``'s state, made like that of the parameter ``like``."""
     if not isinstance(item, Tensor):
         return copy.copy(item)
-    if item.dim() == 0 or item.shape != like.shape:
+    if key == "step" or item.shape != like.shape:  # the count of steps is 0-d, and so may a parameter be
         return item.clone()
     return torch.full_like(param, float(item.reshape(-1)[0]) if item.numel() else 0.0)
 
 
-def _copied(option: Any) -> Any:
+def _copy(option: Any) -> Any:
     return option.clone() if isinstance(option, Tensor) else copy.deepcopy(option)
 
 

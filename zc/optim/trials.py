@@ -7,6 +7,7 @@
 | does each state belong to the parameter that it is stored under? | of every unknown class, for checkpoints |
 | can a group be empty? | of every unknown class: a rank may own none of a group's parameters |
 | how often is a closure called? | at the first ``step(closure)`` |
+| which state has the parameter's shape? | of torch's elementwise classes, with offload |
 """
 
 from __future__ import annotations
@@ -152,6 +153,16 @@ def num_closure_calls(optimizer: Optimizer) -> int | None:
     except Exception:  # noqa: BLE001  (then the number of calls is not known)
         return None
     return count
+
+
+def state_keys(optimizer: Optimizer) -> list[str]:
+    """Names of the state tensors that have the parameter's shape, tried on two elements with each group's options."""
+    keys: dict[str, None] = {}
+    value = torch.zeros(2)
+    for group in optimizer.param_groups:
+        (updated,) = update_copy(optimizer, group, [value], [[value]], seed=1)
+        keys.update({k: None for k, item in updated.state.items() if isinstance(item, Tensor) and item.shape == (2,)})
+    return list(keys)
 
 
 class Trial(NamedTuple):

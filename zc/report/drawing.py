@@ -17,7 +17,7 @@ WIDTH, LANE, BOX, LEFT, MEMORY, BAND = 1160, 34, 22, 90, 70, 48  # pixels
 
 LEAST_NBYTES = 2**20  # memory is drawn only if the step adds at least as many bytes
 
-_COLORS = {  # class: what it is, light, dark
+COLORS = {  # class: what it is, light, dark
     "loop": ("the caller's loop", "#e4e4e0", "#3b3b38"),
     "compute": ("compiled segments of the backward", "#9ecae1", "#2b6a94"),
     "write": ("gradients are copied into a bucket", "#fdc38d", "#a65d1b"),
@@ -29,7 +29,7 @@ _COLORS = {  # class: what it is, light, dark
 
 
 def _variables(shade: int) -> str:
-    return " ".join(f"--{name}: {colors[shade]};" for name, colors in _COLORS.items())
+    return " ".join(f"--{name}: {colors[shade]};" for name, colors in COLORS.items())
 
 
 STYLE = f"""
@@ -44,7 +44,7 @@ svg.timeline line.delayed {{ stroke: var(--hot); }} svg.timeline rect {{ stroke:
 svg.timeline path.memory {{ fill: var(--compute); stroke: var(--dim); }}
 svg.timeline path.gathered {{ fill: var(--weights); stroke: var(--dim); stroke-width: .5; }}
 svg.timeline line.cap {{ stroke: var(--ink); stroke-dasharray: 5 3; }}
-{" ".join(f"svg.timeline .{name} {{ fill: var(--{name}); }}" for name in _COLORS)}
+{" ".join(f"svg.timeline .{name} {{ fill: var(--{name}); }}" for name in COLORS)}
 """
 
 
@@ -144,7 +144,7 @@ def _memory(timeline: Timeline, scale: float, top: int) -> str:
 
 def _used(timeline: Timeline) -> list[str]:
     """The classes of color that the timeline has."""
-    return [name for name in _COLORS if any(color_class(box) == name for box in timeline.boxes)]
+    return [name for name in COLORS if any(color_class(box) == name for box in timeline.boxes)]
 
 
 def _legend(timeline: Timeline, top: int) -> tuple[str, int]:
@@ -153,11 +153,11 @@ def _legend(timeline: Timeline, top: int) -> tuple[str, int]:
     for k, name in enumerate(used):
         x, y = LEFT + (k % 3) * 350, top + (k // 3) * 20
         parts.append(f'<rect class="{name}" x="{x}" y="{y}" width="14" height="12"/>')
-        parts.append(f'<text x="{x + 20}" y="{y + 10}">{_COLORS[name][0]}</text>')
+        parts.append(f'<text x="{x + 20}" y="{y + 10}">{COLORS[name][0]}</text>')
     return "\n".join(parts), 20 * -(-len(used) // 3) + 8
 
 
 def legend(timeline: Timeline) -> str:
     """The legend for a page."""
-    entries = (f'<span class="key {name}"></span>{_COLORS[name][0]}' for name in _used(timeline))
+    entries = (f'<span class="key {name}"></span>{COLORS[name][0]}' for name in _used(timeline))
     return f'<p class="legend">{" ".join(f"<span>{entry}</span>" for entry in entries)}</p>'

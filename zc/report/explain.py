@@ -3,6 +3,7 @@ fallback with its reason, and each schedule with its proof and costs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,65 +57,80 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
     """
     if format not in ("text", "html"):
         raise PlanError(f"format must be 'text' or 'html', got {format!r}")
-    runtime = sharded(model).runtime
-    on_host = [o.offload for o in sharded(model).optimizers if o.offload is not None]
-    nbytes = persistent_nbytes(model)
     sharded(model).grad_shards.say_skipped()
+    sections = _sections(model)
+    first = summary.summarize(model)
+    if format == "text":
+        return Explanation(first, sections)
+    rank = sharded(model).runtime.group.rank
+    file = Path(path) if path is not None else Path(f"zc-explain-rank{rank}.html").absolute()
+    file.write_text(_page(model, first, sections))
+    return Explanation(first, sections, file)
+
+
+def _sections(model: nn.Module) -> dict[str, str]:
+    runtime, optimizers = sharded(model).runtime, sharded(model).optimizers
+    nbytes = persistent_nbytes(model)
     sections = {
         "plan": f"{_stage(runtime.plan)}, rank {runtime.group.rank} of {runtime.group.world_size}, "
         f"backend {runtime.config.backend}, reduce {runtime.plan.reduce}, overlap {runtime.plan.overlap}\n"
         + "\n".join([_ways(runtime.plan), *_encoded(runtime.plan), *map(str, runtime.plan.kinds)]),
         "buckets": _buckets(runtime),
         "last step": last_step.last_step(runtime),
-        "stayed empty in the last step": last_step.empty(runtime),
+        "stayed empty in the last step": last_step.without_gradient(runtime),
         "compilation": _compilation(runtime),
         "not covered by a schedule": _uncovered(runtime),
         "persistent bytes": "\n".join(f"{name:>16}: {n:,}" for name, n in nbytes.items())
         + f"\n{'total':>16}: {sum(nbytes.values()):,}",
         "notes": "\n".join(runtime.notes) or "none",
     }
-    kinds = [type(each.optimizer).__name__ for each in sharded(model).optimizers]
+    kinds = [type(each.optimizer).__name__ for each in optimizers]
     if len(kinds) > 1 or any(b.layout.owners is not None for b in runtime.plan.buckets):
         sections["optimizers"] = _optimizers(runtime, kinds)
     if isinstance(runtime.weights, ShardedWeights):
         for number, planned in enumerate(runtime.weights.planned):
             sections[f"residency of weights, pass {number}"] = residency.table(planned.residency, runtime.plan)
     if runtime.plan.offload is not None:
-        sections["offload"] = _offload(runtime, on_host)
-    single = [p for p in runtime.eager.programs if p.num_runs]
-    if single:
+        sections["offload"] = _offload(runtime, [o.offload for o in optimizers if o.offload is not None])
+    by_bucket = _schedules_of_buckets(runtime)
+    if by_bucket:
         sections["schedules of gradients that came through hooks or waited for the end"] = "\n".join(
-            f"{p.name}: {_verdict(p)}" for p in single
+            f"{p.name}: {_verdict(p)}" for p in by_bucket
         )
-    updates = [program for step in on_host for program in step.programs]
-    compiled = (*runtime.forwards, *runtime.programs)
-    several = (*compiled, *runtime.weights.programs)
-    programs = (*(p for p in several if p.like is None), *updates)
-    for program in programs:
-        lines = [f"{p.block}: run {p.num_runs} times" for p in several if p.like is program]
-        sections[f"schedule {program.name}"] = "\n".join([_verdict(program), *lines, text(program.graph)])
-    first = summary.summarize(model)
-    if format == "text":
-        return Explanation(first, sections)
-    written = Path(path) if path is not None else Path(f"zc-explain-rank{runtime.group.rank}.html").absolute()
+    for program in _printed(model):
+        blocks = [f"{p.block}: run {p.num_runs} times" for p in summary.schedules(runtime) if p.like is program]
+        sections[f"schedule {program.name}"] = "\n".join([_verdict(program), *blocks, text(program.graph)])
+    return sections
+
+
+def _page(model: nn.Module, first: summary.Summary, sections: Mapping[str, str]) -> str:
+    runtime = sharded(model).runtime
+    drawn = [*_printed(model), *_schedules_of_buckets(runtime)]
     step = runtime.streams.clock.step()
     passes = runtime.weights.clocked if isinstance(runtime.weights, ShardedWeights) else ()
-    everything = (*compiled, *runtime.weights.programs, *updates, *single, *passes)
     clocked = {span.program for span in step.spans} if step is not None else set()
-    text_of_page = page(
+    return page(
         title=f"zc: {type(model).__name__}, {_stage(runtime.plan)}, rank {runtime.group.rank} of "
         f"{runtime.group.world_size}",
         summary=first,
-        step=measured(step, everything) if step is not None else None,
+        step=measured(step, [*drawn, *summary.schedules(runtime), *passes]) if step is not None else None,
         buckets=_bars(runtime),
         notes=runtime.notes,
         sections=sections,
-        estimates={
-            f"schedule {p.name}": simulate(p.graph, p.plan) for p in (*programs, *single) if p.name not in clocked
-        },
+        estimates={f"schedule {p.name}": simulate(p.graph, p.plan) for p in drawn if p.name not in clocked},
     )
-    written.write_text(text_of_page)
-    return Explanation(first, sections, written)
+
+
+def _printed(model: nn.Module) -> list[Program]:
+    """The schedules that have a section: those of equal blocks once, and the updates in host memory."""
+    schedules = summary.schedules(sharded(model).runtime)
+    steps = [optimizer.offload for optimizer in sharded(model).optimizers if optimizer.offload is not None]
+    return [*(p for p in schedules if p.like is None), *(program for step in steps for program in step.programs)]
+
+
+def _schedules_of_buckets(runtime: Runtime) -> list[Program]:
+    """The schedules that ran for one bucket each, of gradients that came through hooks."""
+    return [program for program in runtime.eager.programs if program.num_runs]
 
 
 def _folded(name: str, body: str) -> str:
@@ -131,8 +147,8 @@ def _bars(runtime: Runtime) -> list[BucketBar]:
     for bucket, slots in zip(runtime.plan.buckets, last_step.sources(runtime), strict=True):
         names = {name for times in slots for name in times}
         state = "empty" if not names else "hooks" if "hook" in names else "compiled"
-        said = f"{len(slots)} parameters, {last_step.reduced(runtime, bucket)}"
-        params = [f"filled by {last_step.filled(slots)}", *map(str, bucket.slots)]
+        said = f"{len(slots)} parameters, {last_step.text_of_reductions(runtime, bucket)}"
+        params = [f"filled by {last_step.text_of_sources(slots)}", *map(str, bucket.slots)]
         bars.append(BucketBar(bucket.index, bucket.numel * bucket.param_dtype.itemsize, state, said, params))
     return bars
 

@@ -10,7 +10,7 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zc.report.drawing import STYLE, draw, legend
+from zc.report.drawing import COLORS, STYLE, draw, legend
 from zc.report.summary import Summary, megabytes
 from zc.report.timeline import Timeline
 
@@ -27,8 +27,7 @@ h1 { font-size: 1.4em; margin: 0; } h2 { font-size: 1.1em; margin: 2em 0 .5em; }
 .box:focus { outline: none; } .box:focus rect, .box:hover rect { stroke: var(--ink); stroke-width: 2; }
 .said { min-height: 3em; margin: .4em 0; } .legend > span { margin-right: 1.2em; white-space: nowrap; }
 .key { display: inline-block; width: 14px; height: 12px; margin-right: .4em; border: 1px solid var(--dim); }
-""" + " ".join(f".key.{name} {{ background: var(--{name}); }}" for name in
-               ("loop", "compute", "write", "reduction", "weights", "offload", "signal")) + """
+""" + " ".join(f".key.{name} {{ background: var(--{name}); }}" for name in COLORS) + """
 .bar { display: inline-block; height: 12px; vertical-align: middle; border: 1px solid var(--dim); margin-right: 8px;
   max-width: 25vw; }
 .bar.compiled { background: var(--reduction); } .bar.hooks { background: var(--write); }

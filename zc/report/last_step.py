@@ -30,7 +30,7 @@ def last_step(runtime: Runtime) -> str:
     step, plan = runtime.ledger.last, runtime.plan
     rows = [f"step {runtime.ledger.num_steps}"]
     for bucket, slots in zip(plan.buckets, sources(runtime), strict=True):
-        rows.append(f"bucket {bucket.index}: {filled(slots)}; {reduced(runtime, bucket)}")
+        rows.append(f"bucket {bucket.index}: {text_of_sources(slots)}; {text_of_reductions(runtime, bucket)}")
     sent = ", ".join(f"{kind} {n:,}" for kind, n in sorted(step.nbytes_sent.items())) or "nothing"
     rows.append(f"bytes sent by this rank: {sent}; in all {sum(step.nbytes_sent.values()):,}")
     moved = ", ".join(f"{way} {n:,}" for way, n in step.nbytes_moved.items() if n)
@@ -57,12 +57,12 @@ def _advice(num_page_faults: int) -> str:
     )
 
 
-def reduced(runtime: Runtime, bucket: Bucket) -> str:
+def text_of_reductions(runtime: Runtime, bucket: Bucket) -> str:
     times = runtime.ledger.last.num_reductions[bucket.index]
     return f"reduced {times} time{'s' * (times != 1)}"
 
 
-def filled(slots: list[Counter[str]]) -> str:
+def text_of_sources(slots: list[Counter[str]]) -> str:
     """``backward_0 x 2 (6 of 7 parameters), hook x 1 (1 of 7 parameters)``. The schedules of equal blocks are one:
     ``backward_0 of 5 blocks x 1 (55 of 55 parameters)``."""
     counts: Counter[tuple[str, int]] = Counter()  # (schedule, times) -> parameters
@@ -80,7 +80,7 @@ def filled(slots: list[Counter[str]]) -> str:
     return ", ".join(lines) or "nothing"
 
 
-def empty(runtime: Runtime) -> str:
+def without_gradient(runtime: Runtime) -> str:
     """Which parameters got no gradient in the last step, and why."""
     if not runtime.ledger.num_steps:
         return "no step yet"

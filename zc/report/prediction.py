@@ -26,7 +26,7 @@ from zc.planning.topology import Topology, flat, usable
 from zc.prepare import plan_for
 from zc.registry import COMPILED
 from zc.report.estimate import Estimate, Peer, estimate
-from zc.report.residency import predicted
+from zc.report.residency import expected_table
 
 if TYPE_CHECKING:
     from zc.optim.model import ShardedModel
@@ -115,12 +115,10 @@ def plan(
     for name, rate in rates.items():
         if rate is not None and not rate > 0:
             raise PlanError(f"{name} must be above 0, got {rate!r}")
-    hosts = flat(world_size)
     if ranks_per_host is not None:
         check_count("ranks_per_host", ranks_per_host)
         if world_size % ranks_per_host:
             raise PlanError(f"{world_size} ranks are no whole number of hosts of {ranks_per_host}")
-        hosts = Topology(world_size // ranks_per_host, ranks_per_host)
     check_replicas(config, num_replicas)
     params = trainable(model)
     if not params:
@@ -128,14 +126,9 @@ def plan(
     classes, owners = _optimizers(params, optimizer)
     specs = [ParamSpec.of(name, p, config.param_dtype, owners[name]) for name, p in params.items()]
     rules = [RULES.get(name, Rule()) for name in classes]
-    used = replace(hosts, reads_memory=ranks_per_host is not None)
-    if num_replicas > 1:  # as `zc.ranks.group.Group.split` has it
-        shard = world_size // num_replicas
-        on_host = ranks_per_host or 1
-        used = Topology(1, shard, reads_memory=True) if on_host % shard == 0 else flat(shard)
-        if shard % on_host == 0 and shard > on_host:
-            used = Topology(shard // on_host, on_host)
-    used = usable(used, config.reduce, {s.device.type for s in specs})
+    hosts = flat(world_size) if ranks_per_host is None else Topology(world_size // ranks_per_host, ranks_per_host)
+    topology = _topology_of_replica(hosts, num_replicas, ranks_per_host)
+    topology = usable(topology, config.reduce, {s.device.type for s in specs})
 
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
     with named_plainly(compiled.runtime.weights if compiled is not None else None):
@@ -145,14 +138,14 @@ def plan(
     def of_stage(number: int) -> Plan:
         is_gathered = PLACEMENTS[number].shards_weights or config.shard_frozen
         weight_nbytes = config.weight_nbytes if is_gathered else None
-        of_it = replace(config, stage=number, overlap=True, overlap_gather=False, weight_nbytes=weight_nbytes)
-        return plan_for(of_it, specs, rules, used, num_replicas, kinds, in_shards if is_gathered else {})
+        its_config = replace(config, stage=number, overlap=True, overlap_gather=False, weight_nbytes=weight_nbytes)
+        return plan_for(its_config, specs, rules, topology, num_replicas, kinds, in_shards if is_gathered else {})
 
-    def estimate_of(its_plan: Plan) -> Estimate:
-        return estimate(its_plan, classes, microbatches, config.offload, rates, hosts, frozen)
+    def estimate_of(stage_plan: Plan) -> Estimate:
+        return estimate(stage_plan, classes, microbatches, config.offload, rates, hosts, frozen)
 
-    its_plan = of_stage(config.stage)
-    chosen = estimate_of(its_plan)
+    chosen_plan = of_stage(config.stage)
+    chosen = estimate_of(chosen_plan)
     others: dict[str, Peer] = {}
     for number, placement in PLACEMENTS.items():
         # zc.compile refuses these with stage 3
@@ -160,8 +153,18 @@ def plan(
         if number != config.stage and not refused:
             other = estimate_of(of_stage(number))
             others[f"zc, stage {number}"] = Peer(other.device_nbytes, sum(other.wire.values()))
-    residency = predicted(its_plan) if its_plan.sharded else ""
+    residency = expected_table(chosen_plan) if chosen_plan.sharded else ""
     return replace(chosen, peers={**others, **chosen.peers}, residency=residency)
+
+
+def _topology_of_replica(hosts: Topology, num_replicas: int, ranks_per_host: int | None) -> Topology:
+    """Which of the ranks that share the state are on one host, as `zc.ranks.group.Group.split` has it."""
+    if num_replicas == 1:
+        return replace(hosts, reads_memory=ranks_per_host is not None)
+    shard, on_host = hosts.world_size // num_replicas, ranks_per_host or 1
+    if shard % on_host == 0 and shard > on_host:
+        return Topology(shard // on_host, on_host)
+    return Topology(1, shard, reads_memory=True) if on_host % shard == 0 else flat(shard)
 
 
 def _world_size(compiled: ShardedModel | None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zc.planning.plan import Plan
-from zc.planning.residency import Residency, Uses, plan_residency
+from zc.planning.residency import Residency, plan_residency
 
 WIDTH = 24  # characters of the bar, for weight_nbytes
 
@@ -26,14 +26,9 @@ def table(residency: Residency, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def expected_uses(plan: Plan) -> Uses:
-    """A forward and backward of a model that is not compiled yet: buckets in the order of registration, and back."""
+def expected_table(plan: Plan) -> str:
+    """The table of a model that is not compiled yet, for a forward in the order of registration and its backward."""
     # bucket 0, and the first of the frozen ones, have what was registered last
     buckets = [(bucket.index,) for bucket in plan.sharded]
-    return (*reversed(buckets), *buckets)
-
-
-def predicted(plan: Plan) -> str:
-    """The table of that forward and backward."""
     nbytes = {bucket.index: bucket.nbytes for bucket in plan.sharded}
-    return table(plan_residency(expected_uses(plan), nbytes, plan.weight_cap), plan)
+    return table(plan_residency((*reversed(buckets), *buckets), nbytes, plan.weight_cap), plan)

@@ -48,6 +48,11 @@ def megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
 
 
+def schedules(runtime: Runtime) -> list[Program]:
+    """Those of forwards, of backwards and of gathers of weights."""
+    return [*runtime.forwards, *runtime.programs, *runtime.weights.programs]
+
+
 def is_proved(program: Program) -> bool:
     return any(record.name == "verify" for record in program.records)
 
@@ -58,7 +63,7 @@ def summarize(model: nn.Module) -> Summary:
     for bucket in runtime.plan.buckets:
         name = type(optimizers[bucket.optimizer].optimizer).__name__
         numel[name] = numel.get(name, 0) + sum(slot.numel for slot in bucket.slots)
-    programs = [*runtime.forwards, *runtime.programs, *runtime.weights.programs]
+    programs = schedules(runtime)
     unproved = sum(not is_proved(program) for program in programs)
     expected = {torch_private.SKIPPED} if runtime.plan.kinds else set()
     breaks = sum(n for reason, n in graph_breaks(runtime).items() if reason not in expected)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import fx
 
 from zc.engine.clock import ClockedStep
+from zc.errors import some
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMPUTE, MAIN
 from zc.schedule.cost import estimate
@@ -48,7 +49,8 @@ LOOP, IN_FLIGHT = "loop", "in flight"
 
 @dataclass(frozen=True)
 class Box:
-    """One operation on its lane, in microseconds from the start. ``node`` is None for a phase of the caller's loop."""
+    """One operation on its lane, in microseconds from the start. ``node``: of a schedule; None for a phase of the
+    caller's loop."""
 
     node: fx.Node | None
     lane: str
@@ -130,7 +132,15 @@ def measured(step: ClockedStep, programs: Iterable[Scheduled]) -> Timeline:
             _place(by_name[name], spans, free, boxes, arrows)
             moves += _moves(by_name[name].graph, spans)
     cap = max((program.plan.weight_cap for program in by_name.values()), default=0) if moves else 0
-    return Timeline(tuple(boxes), tuple(arrows), step.memory, _gathered(moves), cap, True, step.exposed)
+    return Timeline(
+        tuple(boxes),
+        tuple(arrows),
+        memory=step.memory,
+        gathered=_gathered(moves),
+        weight_cap=cap,
+        is_measured=True,
+        exposed_on_host=step.exposed,
+    )
 
 
 def _moves(
@@ -188,7 +198,7 @@ def _place(
                 boxes.append(Box(op.work, IN_FLIGHT, spans[op.work.name][0], stop, label(op.work, program.plan), text))
 
 
-def simulate(graph: fx.Graph, plan: Plan | None = None, costs: Mapping[str, float] | None = None) -> Timeline:
+def simulate(graph: fx.Graph, plan: Plan, costs: Mapping[str, float] | None = None) -> Timeline:
     """Runs the schedule by the rules of streams. ``costs``: microseconds by node name, instead of estimates."""
     cost, own = estimate(plan), dict(costs or {})
     free: dict[str, float] = {}
@@ -208,29 +218,29 @@ def simulate(graph: fx.Graph, plan: Plan | None = None, costs: Mapping[str, floa
             if source != lane:
                 arrows.append(Arrow(source, time, lane, free[lane], op.event, delayed=free[lane] <= time))
             continue
-        took = own.get(node.name, cost(node))
+        duration = own.get(node.name, cost(node))
         if isinstance(op, LaunchReduce):
             # exchanges of one group run one after another, whatever stream launched them
             start = max(now, *(b.stop for b in boxes if isinstance(b.op, LaunchReduce)), 0.0)
-            arrival[node] = start + took
-            boxes.append(Box(node, IN_FLIGHT, start, start + took, label(node, plan), detail(node, plan)))
+            arrival[node] = start + duration
+            boxes.append(Box(node, IN_FLIGHT, start, start + duration, label(node, plan), detail(node, plan)))
             continue
         if isinstance(op, WaitReduce):
             free[lane] = max(now, arrival.get(op.work, 0.0))
             continue
-        boxes.append(Box(node, lane, now, now + took, label(node, plan), detail(node, plan)))
-        free[lane] = now + took
+        boxes.append(Box(node, lane, now, now + duration, label(node, plan), detail(node, plan)))
+        free[lane] = now + duration
     return Timeline(tuple(boxes), tuple(arrows))
 
 
-_CLASSES = {Role.COMPUTE: "compute", Role.WRITE: "write", Role.DEPOSIT: "write", Role.REDUCTION: "reduction",
-            Role.WEIGHTS: "weights", Role.OFFLOAD: "offload", Role.SIGNAL: "signal"}  # fmt: skip
+_SAME_COLOR = {Role.DEPOSIT: Role.WRITE, Role.SYNC: Role.SIGNAL}
 
 
 def color_class(box: Box) -> str:
     """The CSS class of a box: the role of its operation."""
-    op = box.op
-    return "loop" if box.node is None else _CLASSES.get(op.role, "signal") if op is not None else "signal"
+    if box.op is None:
+        return "loop"
+    return _SAME_COLOR.get(box.op.role, box.op.role).value
 
 
 def lanes(timeline: Timeline) -> list[str]:
@@ -260,30 +270,26 @@ def module_of(names: list[str]) -> str:
     return ".".join(common) or " to ".join(dict.fromkeys((modules[0], modules[-1])))
 
 
-def label(node: fx.Node, plan: Plan | None) -> str:
+def label(node: fx.Node, plan: Plan) -> str:
     """A few words inside the box: a segment's module, or the operation and its bucket."""
     op = op_of(node)
     if isinstance(op, Segment):
-        names = gradients_of(node, plan) if plan is not None else []
+        names = gradients_of(node, plan)
         return module_of(names) if names else op.key.replace("segment_", "seg ")
     return f"{kind_of(node)} {node.args[0] if node.args else ''}"
 
 
-def detail(node: fx.Node, plan: Plan | None, program: Scheduled | None = None) -> str:
+def detail(node: fx.Node, plan: Plan, program: Scheduled | None = None) -> str:
     """The text for a box under the pointer."""
     op, words = op_of(node), f"{stream_of(node)}: {kind_of(node)}"
     if program is not None:
         words = f"{program.name}, {words}"
     if isinstance(op, Segment):
-        names = gradients_of(node, plan) if plan is not None else []
-        grads = f"; computes the gradients of {_some(names)}" if names else ""
+        names = gradients_of(node, plan)
+        grads = f"; computes the gradients of {some(names, 3)}" if names else ""
         return f"{words} {op.key}{grads}"
-    if isinstance(op, BucketOp) and plan is not None:
+    if isinstance(op, BucketOp):
         bucket = plan.bucket(op.bucket)
         nbytes = bucket.numel * bucket.reduce_dtype.itemsize
-        return f"{words}, bucket {op.bucket} ({nbytes / 1e6:,.1f} MB): {_some([s.name for s in bucket.slots])}"
+        return f"{words}, bucket {op.bucket} ({nbytes / 1e6:,.1f} MB): {some([s.name for s in bucket.slots], 3)}"
     return words
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
