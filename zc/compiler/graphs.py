@@ -191,7 +191,7 @@ class CompiledGraph(ABC):
     def _built(self, graph: fx.Graph, plan: Plan, passes: Sequence[Pass]) -> Program:
         runtime = self.runtime
         name, dump_dir = f"{self._kind}_{len(self.owned)}", runtime.config.dump_dir
-        return build(graph, plan, passes, runtime.bind, self._compile_segment, name=name, dump_dir=dump_dir)
+        return build(graph, plan, passes, runtime.operations(), self._compile_segment, name=name, dump_dir=dump_dir)
 
 
 def own_inputs(graph: fx.Graph, origin: Origin) -> list[int]:

@@ -1,4 +1,4 @@
-"""The operations of one schedule: the table of operations, bound to one rank's accumulators, and compiled segments."""
+"""The operations of one schedule: the functions of the table, bound to one rank's accumulators, and its segments."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ class Operations:
     ``overrides`` replace entries of the table; these functions take no accumulators.
     """
 
-    def __init__(
-        self, accs: Accumulators, segments: Mapping[str, Segment], overrides: Mapping[type[Op], Function] | None = None
-    ) -> None:
-        self._accs, self._segments = accs, segments
+    def __init__(self, accs: Accumulators, overrides: Mapping[type[Op], Function] | None = None) -> None:
+        self._accs = accs
+        self.segments: dict[str, Segment] = {}  # by key; `zc.engine.program.build` compiles them
         for kind, function in TABLE.items():
             setattr(self, TARGETS[kind].__name__, MethodType(function, accs))
         for kind, function in (overrides or {}).items():
@@ -46,7 +45,7 @@ class Operations:
         self._replaced: list[tuple[str, bool, Function]] | None = None
 
     def segment(self, key: str, args: list[Any]) -> Sequence[Any]:
-        return self._segments[key](args)
+        return self.segments[key](args)
 
     def reducing_if(self, may_reduce: MayReduce) -> Operations:
         """These operations for one run, in which ranks reduce if they agree. In stage 1 the comm stream asks before

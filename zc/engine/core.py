@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, fx, nn
@@ -73,7 +72,6 @@ class Core:
         self.unset = Unset()  # parameters of a model from meta that have no value yet
         self.sharded_grads: dict[str, Tensor] = {}  # the .grad of each of params while it has a gradient
         self.accumulators = Accumulators(plan, buffers, group)
-        self.bind = partial(Operations, self.accumulators)  # for `zc.engine.program.build`
         self.inductor_options = config.inductor_options
         self.passes = pipeline(in_place=config.write_in_place, prove=config.verify, windows=bool(plan.sharded))
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
@@ -99,9 +97,13 @@ class Core:
         overrides: Mapping[type[Op], Function] | None = None,
     ) -> Program:
         """A program that has no segments, such as an update: its graph through ``passes``, and on streams.
-        ``overrides``: operations in place of the table's (`zc.engine.binding`)."""
-        bind = partial(self.bind, overrides=overrides)
-        return build(graph, plan, scheduling(*passes, prove=self.config.verify), bind, name=name)
+        ``overrides``: functions in place of those of `zc.engine.operations`."""
+        stages = scheduling(*passes, prove=self.config.verify)
+        return build(graph, plan, stages, self.operations(overrides), name=name)
+
+    def operations(self, overrides: Mapping[type[Op], Function] | None = None) -> Operations:
+        """What one schedule calls: it works on this rank's accumulators."""
+        return Operations(self.accumulators, overrides)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 Segment = Callable[[list[Any]], Sequence[Any]]
 CompileSegment = Callable[[fx.GraphModule], Segment]
-Bind = Callable[[dict[str, Segment]], "Operations"]
 
 
 @dataclass
@@ -83,20 +82,19 @@ def build(
     graph: fx.Graph,
     plan: Plan,
     passes: Sequence[Pass],
-    bind: Bind,
+    operations: Operations,
     compile_segment: CompileSegment | None = None,
     *,
     name: str,
     dump_dir: str | Path | None = None,
 ) -> Program:
-    """Takes ``graph`` through ``passes``, compiles its segments, and generates the Python that runs it. ``bind``
-    gives the segments' schedule its operations."""
+    """Takes ``graph`` through ``passes``, compiles its segments, and generates the Python that runs it.
+    ``operations`` get the segments, and are of this program alone."""
     scheduled, records = run_passes(graph, plan, passes, dump_dir=dump_dir, name=name)
-    segments: dict[str, Segment] = {}
     for node, op in ops_in(scheduled):
         if isinstance(op, spec.Segment):
             assert compile_segment is not None
-            segments[op.key] = compile_segment(node.meta["segment"])
+            operations.segments[op.key] = compile_segment(node.meta["segment"])
     if dump_dir is not None:
         (Path(dump_dir) / name / "schedule.py").write_text(codegen.generate(scheduled))
-    return Program(name, scheduled, plan, codegen.load(scheduled), bind(segments), records)
+    return Program(name, scheduled, plan, codegen.load(scheduled), operations, records)

@@ -31,7 +31,7 @@ from zc.engine.backwards import Backwards
 from zc.engine.buffer_sync import BufferSync
 from zc.engine.buffers import Buffers
 from zc.engine.core import Core, Listener
-from zc.engine.eager_gradients import EagerGradients
+from zc.engine.deposits import Deposits
 from zc.engine.ledger import Where
 from zc.engine.overlap_gather import WeightGather
 from zc.engine.program import Program
@@ -97,7 +97,7 @@ class Runtime(Core):
             streams.wait_for = group.journal.wait_event  # a stream's thread may wait for a rank that never comes
         self.announcements = Announcements(plan, self.accumulators, group)
         self.backwards = Backwards()
-        self.eager = EagerGradients(streams, self.passes, self.bind)
+        self.deposits = Deposits(streams, self.passes, self.accumulators)
         if group.journal is not None:
             group.journal.has_raised = partial(_has_raised, weakref.ref(self.backwards))
         self.weights: WeightGather | ShardedWeights = (
@@ -169,7 +169,7 @@ class Runtime(Core):
         log.debug("%s: runs, fills %s", program.name, sorted(program.buckets))
         outputs = program(args, self.streams, self.announcements.permission(program.reductions))
         if program.plan.reduces:
-            self.eager.reduced |= program.buckets
+            self.deposits.reduced |= program.buckets
         self._flush_complete()
         return outputs
 
@@ -197,27 +197,27 @@ class Runtime(Core):
     def _deposit(self, bucket: int, slot: int, grad: Tensor) -> None:
         """Called by hooks, and by the main stream of schedules, in the thread that issues them."""
         self.accumulators.touched[bucket][slot] = True
-        self.eager.deposit(self.plan.buckets[bucket], slot, grad)
-        if bucket in self.eager.reduced:
+        self.deposits.add(self.plan.buckets[bucket], slot, grad)
+        if bucket in self.deposits.reduced:
             self.summed_by_autograd.add(self.plan.buckets[bucket].slots[slot].name)
 
     def _flush_complete(self) -> None:
-        self._flush(self.eager.complete(self.plan), reduce=self.current_plan.reduces)
+        self._flush(self.deposits.complete(self.plan), reduce=self.current_plan.reduces)
 
     def _end_backward(self) -> None:
         """Autograd's final callback. Deposits of incomplete buckets are written, with zeros where no gradient came."""
         reduces = self.plan.placement.shards_gradients
         if not reduces or self.plan.num_ranks == 1:  # stage 1 has room for a partial sum; one rank has nobody to ask
-            self._flush(sorted(self.eager.buckets), reduce=reduces)
+            self._flush(sorted(self.deposits.buckets), reduce=reduces)
         if reduces and self.announcements.differs():
             self.say_once(
                 "ranks were to reduce other buckets in one backward, or have other numbers of backwards: the gradients "
                 "of such a backward are whole to its end, or to the update, as without ZeRO-2"
             )
-        self._reduce(self.announcements.rest(self.eager.buckets), is_boundary=self.is_boundary)
-        self.eager.reduced.clear()
-        self._reduce(self.announcements.end(self.eager.buckets), is_boundary=self.is_boundary)
-        self.eager.clone()
+        self._reduce(self.announcements.rest(self.deposits.buckets), is_boundary=self.is_boundary)
+        self.deposits.reduced.clear()
+        self._reduce(self.announcements.end(self.deposits.buckets), is_boundary=self.is_boundary)
+        self.deposits.clone()
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
         self.listener.gradients_ready()
@@ -231,7 +231,7 @@ class Runtime(Core):
         self.backwards.forget_raised()
         if self.backwards.is_any_open:
             raise ZcError("a backward inside another one raised and was caught: their gradients can't be told apart")
-        self.eager.clear()
+        self.deposits.clear()
         self._cut_short()
         self._phase = Phase.FAILED
 
@@ -248,9 +248,9 @@ class Runtime(Core):
         # in stage 2 a microbatch in no_sync reduces, too; its copy to host memory waits for the boundary
         is_boundary = reduce and self.is_boundary
         for index in buckets:
-            self.eager.write(self.plan, index, is_boundary=is_boundary, may_reduce=may_reduce)
+            self.deposits.flush(self.plan, index, is_boundary=is_boundary, may_reduce=may_reduce)
             if reduce:
-                self.eager.reduced.add(index)
+                self.deposits.reduced.add(index)
 
     # --- boundaries ---
 
@@ -294,7 +294,7 @@ class Runtime(Core):
             return
         for bucket in self.plan.buckets:
             if self.accumulators.state[bucket.index] is not Acc.EMPTY and not self.accumulators.landed[bucket.index]:
-                self.eager.land(self.plan, bucket.index)
+                self.deposits.land(self.plan, bucket.index)
         self.streams.join_main()
 
     def _announce_boundary(self, by_grad: bool) -> bool:
@@ -303,7 +303,8 @@ class Runtime(Core):
         since the last boundary."""
         if self.plan.num_ranks == 1:
             return False
-        unreduced = {k for k, state in enumerate(self.accumulators.state) if state is Acc.PARTIAL} | self.eager.buckets
+        partial_sums = {bucket for bucket, state in enumerate(self.accumulators.state) if state is Acc.PARTIAL}
+        unreduced = partial_sums | self.deposits.buckets
         buckets, is_alone = self.announcements.boundary(unreduced, by_grad=by_grad)
         self._reduce(buckets, is_boundary=True)
         self.streams.join_main()
@@ -314,9 +315,9 @@ class Runtime(Core):
         those that have none; a model that was called twice may have proposed a bucket twice."""
         for index in buckets:
             if self.plan.placement.shards_gradients:
-                self.eager.write(self.plan, index, is_boundary=is_boundary, may_reduce=self.announcements.agreed)
+                self.deposits.flush(self.plan, index, is_boundary=is_boundary, may_reduce=self.announcements.agreed)
             else:
-                self.eager.reduce(self.plan, index, may_reduce=self.announcements.agreed)
+                self.deposits.reduce(self.plan, index, may_reduce=self.announcements.agreed)
 
     def _notice_cleared(self) -> None:
         """Drops gradients that the caller has dropped in a way that does not call zc: ``param.grad = None``, the stock
@@ -350,7 +351,7 @@ class Runtime(Core):
         self.wait_for_host_memory()
         self.announcements.drop(slots, set_to_none=set_to_none)
         for bucket, slot in slots:
-            self.eager.drop(bucket, slot)
+            self.deposits.drop(bucket, slot)
             self.accumulators.drop(bucket, slot, set_to_none=set_to_none)
 
     def clear(self, *, set_to_none: bool, optimizer: int | None = None) -> None:
@@ -362,10 +363,10 @@ class Runtime(Core):
         if not set_to_none:
             self.wait_for_host_memory()
         for bucket in buckets:
-            self.eager.drop(bucket.index, set_to_none=set_to_none)
+            self.deposits.drop(bucket.index, set_to_none=set_to_none)
         if len(buckets) == len(self.plan.buckets):  # with all gradients, those of a backward that raised are dropped
             self.backwards.clear()
-            self.eager.reduced.clear()
+            self.deposits.reduced.clear()
             if self._phase is Phase.FAILED:
                 self._phase = Phase.OPEN
         self._reopen()

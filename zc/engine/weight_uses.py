@@ -66,7 +66,7 @@ class WeightUses(OfCore):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._operations = core.bind({})
+        self._operations = core.operations()
         self._singles: dict[Uses, PlannedPass] = {}  # of one use each
         self._passes: dict[Uses, PlannedPass] = {}
         self._order: list[tuple[int, ...]] = []  # uses of the pass so far

@@ -81,7 +81,7 @@ def explain(model: nn.Module, *, format: str = "text", path: str | Path | None =
             sections[f"residency of weights, pass {number}"] = residency.table(planned.residency, runtime.plan)
     if runtime.plan.offload is not None:
         sections["offload"] = _offload(runtime, on_host)
-    single = [p for p in runtime.eager.programs if p.num_runs]
+    single = [p for p in runtime.deposits.programs if p.num_runs]
     if single:
         sections["schedules of gradients that came through hooks or waited for the end"] = "\n".join(
             f"{p.name}: {_verdict(p)}" for p in single
