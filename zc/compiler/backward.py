@@ -45,7 +45,7 @@ class CompiledBackward(CompiledGraph):
         runtime, every = self.runtime, frozenset(self.written)
         keeps_graph = self._has_donated and torch_private.keeps_graph()
         member = None
-        if self.inside is not None:
+        if self.block is not None:
             member = self.member_of(args)
             if member is None:
                 return self.get(None, self._variant(every, keeps_graph))
@@ -77,7 +77,7 @@ class CompiledBackward(CompiledGraph):
             for node in graph.find_nodes(op="placeholder"):
                 node.meta["donated"] = False
         plan = runtime.plan if variant.reduces else runtime.plan.microbatch()
-        return self._built(graph, plan, runtime.passes)
+        return self._run_passes(graph, plan, runtime.passes)
 
 
 def _grad_of(graph: fx.Graph, origin: Origin) -> tuple[str | None, ...]:

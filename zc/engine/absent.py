@@ -191,7 +191,7 @@ class Absent:
         self._get_bytes, self._load = weakref.WeakMethod(get_bytes), weakref.WeakMethod(load)
         self._params: list[nn.Parameter] = []
 
-    def leave(self, params: Iterable[nn.Parameter]) -> None:
+    def add(self, params: Iterable[nn.Parameter]) -> None:
         """From now on a read of these parameters is refused or gathers their bytes. Skips empty parameters."""
         for param in params:
             if type(param) is nn.Parameter and param.numel() > 0:

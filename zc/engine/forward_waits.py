@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from zc import torch_private
-from zc.engine.of_core import OfCore
+from zc.engine.part import Part
 from zc.planning.blocks import block_of, split_name
 from zc.planning.plan import MOVED, Plan
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MAX_LATE = 3  # forwards in which Dynamo compiles one frame while weights are on their way
 
-Places = Sequence[tuple[dict[str, Any], str, nn.Parameter]]
+Places = Sequence[tuple[dict[str, Any], str, nn.Parameter]]  # of parameters: a module's dict, the key in it, its value
 
 
 class GatherOrder:
@@ -63,7 +63,7 @@ class GatherOrder:
         return bucket
 
 
-class ForwardWaits(OfCore):
+class ForwardWaits(Part):
     """The forwards of one model on one rank. ``gather`` has this object."""
 
     def __init__(self, core: Core, gather: WeightGather) -> None:

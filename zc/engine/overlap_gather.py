@@ -46,7 +46,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
 from zc.engine.forward_waits import ForwardWaits
-from zc.engine.of_core import OfCore, params_in
+from zc.engine.part import Part
 from zc.engine.pending import Pending, can_be_watched
 from zc.engine.program import Program
 from zc.passes import signal_peers
@@ -92,7 +92,7 @@ def publish_graph(plan: Plan, buckets: Iterable[int]) -> fx.Graph:
     return graph
 
 
-class WeightGather(OfCore):
+class WeightGather(Part):
     """The gathers of one model on one rank, and the waits for them."""
 
     def __init__(self, core: Core) -> None:
@@ -126,7 +126,7 @@ class WeightGather(OfCore):
         masters; with ``is_exact`` they become equal."""
         core = self.core
         if core.plan.overlap_gather:  # before the gathers are launched, since they have views of their own
-            self._unseen = self._why_unseen(core)
+            self._unseen = self._why_unseen()
         for index in buckets:
             bucket = core.plan.buckets[index]
             if bucket.has_master and (is_exact or not core.plan.gather_bits):
@@ -163,18 +163,19 @@ class WeightGather(OfCore):
         core = self.core
         if self._unseen is None:
             for bucket in self._open:
-                self._pending.leave(bucket, (param for _, param in params_in(core, core.plan.buckets[bucket])))
+                self._pending.add(bucket, (param for _, param in core.params_in(core.plan.buckets[bucket])))
         else:
             core.say_once(f"overlap_gather: {self._unseen}: step() waits for the weights wherever that is so")
             self.synchronize()
 
-    def _why_unseen(self, core: Core) -> str | None:
+    def _why_unseen(self) -> str | None:
         """What may read new weights without zc noticing; None: nothing."""
-        others = sorted({type(p).__name__ for p in core.params.values() if not can_be_watched(p)})
+        params = self.core.params
+        others = sorted({type(p).__name__ for p in params.values() if not can_be_watched(p)})
         if others:
             return f"parameters of class {', '.join(others)} can't be watched"
         for name, num_sharing in self._num_sharing.items():
-            if torch_private.num_sharing(core.params[name]) > num_sharing:
+            if torch_private.num_sharing(params[name]) > num_sharing:
                 return (
                     f"something other than the parameter holds the memory of {name} (a view, p.data, p.detach() or an "
                     "array kept from before the step), and may be read unseen"

@@ -97,7 +97,7 @@ class Pending:
         self._params: dict[int, list[nn.Parameter]] = {}
         weakref.finalize(self, _make_plain, self._params).atexit = False
 
-    def leave(self, bucket: int, params: Iterable[nn.Parameter]) -> None:
+    def add(self, bucket: int, params: Iterable[nn.Parameter]) -> None:
         """Makes reads of these parameters wait from now on. All must pass `can_be_watched`."""
         if bucket in self._params:
             return

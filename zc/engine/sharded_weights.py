@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
 from zc.engine.absent import Absent
+from zc.engine.forward_waits import Places
 from zc.engine.memory_order import in_shape
 from zc.engine.model_passes import ModelPasses
-from zc.engine.of_core import OfCore, every_bucket, params_in
 from zc.engine.overlap_gather import WeightGather
 from zc.engine.owners import spread_shards
+from zc.engine.part import Part
 from zc.engine.program import Program
 from zc.engine.shard_reads import ShardReads
 from zc.engine.state_dicts import StateDicts
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from zc.engine.weight_uses import PlannedPass, WeightUses
 
 
-class ShardedWeights(OfCore):
+class ShardedWeights(Part):
     """The weights of one model on one rank. The streams that read and write them are the plan's."""
 
     def __init__(self, core: Core, uses: WeightUses) -> None:
@@ -45,7 +46,7 @@ class ShardedWeights(OfCore):
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._states = StateDicts(self)
         self.absent = Absent(self._read_by_eager_code, self._states.write, core.plan.why_sharded)
-        self._reads = ShardReads()
+        self._reads = ShardReads(core)
         self._uses = uses
         self._gather = WeightGather(core)  # of buckets whose weights all ranks keep whole
         self.whole = WholeParams(core, self._reads)
@@ -81,7 +82,7 @@ class ShardedWeights(OfCore):
         return taken
 
     @contextmanager
-    def plain(self, places: Sequence[tuple[dict[str, Any], str, nn.Parameter]]) -> Iterator[None]:
+    def plain(self, places: Places) -> Iterator[None]:
         """Inside, these parameters are of their own class: a compiled block is guarded by it."""
         lent = [param for _, _, param in places if self.absent.lend(param)]
         try:
@@ -151,7 +152,7 @@ class ShardedWeights(OfCore):
                     module.register_load_state_dict_pre_hook(self._states.begin_load),  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_post_hook(self._states.end_load),  # type: ignore[no-untyped-call]
                 ]
-        self.passes.leave(self.core)
+        self.passes.make_absent()
 
     def refuse_without_bytes(self, what: str, module: nn.Module) -> None:
         """Raises ZcError if parameters of ``module`` have no bytes."""
@@ -176,7 +177,7 @@ class ShardedWeights(OfCore):
         self.synchronize()
         before = set(self.whole.buckets)
         encoded = {index for index in before if core.plan.encodes_weights(core.plan.bucket(index))}
-        self.whole.make(every_bucket(core), is_exact=True)
+        self.whole.make(core.sharded_buckets, is_exact=True)
         self.absent.release()
         self.passes.is_exposed = True
         try:
@@ -186,7 +187,7 @@ class ShardedWeights(OfCore):
             self.synchronize()
             self.whole.write_shards(before - encoded)
             self.whole.make(encoded)  # as the forward has read them, for its backward
-            self.passes.leave(core)
+            self.passes.make_absent()
 
     # --- updates ---
 
@@ -195,13 +196,14 @@ class ShardedWeights(OfCore):
         all ranks keep whole is gathered."""
         core = self.core
         if core.plan.placement.shards_weights:
-            self._write_shards(core, buckets)
+            self._write_shards(buckets)
         else:
             self._gather.fill(buckets, is_exact=is_exact)
         self.published(buckets)
 
-    def _write_shards(self, core: Core, buckets: Sequence[int]) -> None:
+    def _write_shards(self, buckets: Sequence[int]) -> None:
         """weight <- this rank's masters of ``buckets``, cast to param_dtype."""
+        core = self.core
         for index in buckets:
             bucket, master = core.plan.buckets[index], core.buffers.master_shard[index].detach()
             if bucket.layout.owners is not None:
@@ -212,13 +214,13 @@ class ShardedWeights(OfCore):
     def published(self, buckets: Sequence[int]) -> None:
         """The shards of ``buckets`` have their new values: all ranks may gather them."""
         core = self.core
-        self._reads.open(core)
+        self._reads.open()
         self.passes.end_update()
         self.whole.end_update()
         slots = [slot for index in buckets for slot in core.plan.buckets[index].slots]
         torch.autograd.graph.increment_version([core.params[slot.name] for slot in slots])
         frozen = [bucket.index for bucket in core.plan.frozen if bucket.index in self.whole.buckets]
-        eager = [param for index in frozen for _, param in params_in(core, core.plan.bucket(index))]
+        eager = [param for index in frozen for _, param in core.params_in(core.plan.bucket(index))]
         torch.autograd.graph.increment_version(eager)
         # a backward through a forward of before fails by these versions, as in PyTorch
         self.whole.free([*buckets, *frozen])
@@ -243,11 +245,11 @@ class ShardedWeights(OfCore):
         self.synchronize()
         core.streams.join_main()
         self.whole.refuse_writes()
-        self._reads.close(core)
+        self._reads.close()
 
     def may_be_read(self) -> None:
         """The shards have their first values."""
-        self._reads.open(self.core)
+        self._reads.open()
 
     def watch(self) -> None:
         """Nothing is on its way after an update."""
@@ -262,7 +264,7 @@ class ShardedWeights(OfCore):
         core = self.core
         self.absent.release()
         for bucket in core.plan.sharded:
-            for slot, param in params_in(core, bucket):
+            for slot, param in core.params_in(bucket):
                 if param.untyped_storage().nbytes() < slot.numel * param.element_size():
                     param.untyped_storage().resize_(slot.numel * param.element_size())
                     param.data.fill_(float("nan"))

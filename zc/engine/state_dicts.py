@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from zc import torch_private
 from zc.engine.absent import AbsentView
 from zc.engine.memory_order import flattened, in_shape
-from zc.engine.of_core import params_in
 from zc.errors import ZcError
 from zc.kernels import copy_writes
 from zc.planning.layout import Slot
@@ -87,7 +86,7 @@ def _rows(weights: ShardedWeights, params: Collection[nn.Parameter]) -> Iterator
         )
     for bucket in sorted({where[name][0] for name in names}):
         flat = weights.whole.gathered_once(bucket)
-        for slot, param in params_in(core, core.plan.bucket(bucket)):
+        for slot, param in core.params_in(core.plan.bucket(bucket)):
             if slot.name in names:
                 yield param, rows_of(in_shape(flat[slot.offset : slot.stop], slot), mesh)
 

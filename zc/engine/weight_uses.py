@@ -24,7 +24,7 @@ from torch import fx
 from torch.profiler import record_function
 
 from zc import torch_private
-from zc.engine.of_core import OfCore
+from zc.engine.part import Part
 from zc.passes.weights_schedule import build_weights_schedule
 from zc.planning.plan import Plan
 from zc.planning.residency import Extent, Residency, Uses, plan_residency
@@ -61,7 +61,7 @@ class PlannedPass:
             self._named[number]({}, streams, operations, streams.clock.named(self.name))
 
 
-class WeightUses(OfCore):
+class WeightUses(Part):
     """The uses of the pass that runs, on one rank."""
 
     def __init__(self, core: Core) -> None:
