@@ -156,8 +156,8 @@ class CompiledGraph(ABC):
         return program
 
     def _moved(self, template: Program, source: str, member: str) -> Program | None:
-        """The schedule of member ``source``, moved to ``member``, with the same compiled segments. None: the places of their
-        parameters differ by more than a shift."""
+        """The schedule of member ``source``, moved to ``member``, with the same compiled segments. None: the places of
+        their parameters differ by more than a shift."""
         assert self.block is not None
         in_block = self.block.in_block
         names = {in_block(name, source): in_block(name, member) for name in self.params}

@@ -99,7 +99,7 @@ class Announcements:
     # --- a backward ---
 
     @property
-    def is_open(self) -> bool:
+    def has_proposal(self) -> bool:
         """Whether a backward that reduces runs on this rank."""
         return self._proposal is not None
 

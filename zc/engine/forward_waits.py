@@ -138,7 +138,7 @@ class ForwardWaits(Part):
         self._late.clear()
         gather.watch()  # what a load has gathered
         self._reach(self._start)
-        if not gather.is_open:
+        if not gather.is_in_flight:
             return nullcontext()
         thread = threading.get_ident()
 
@@ -162,7 +162,7 @@ class ForwardWaits(Part):
     def _before_compiling(self) -> None:
         """Dynamo compiles a frame, in which it must find plain parameters. A frame that it compiles in forward after
         forward is guarded by the class of a parameter that it does not read, such as by its dtype."""
-        if not self._gather.is_open:
+        if not self._gather.is_in_flight:
             return
         self._gather.synchronize()
         if self._num_blocks == 0:

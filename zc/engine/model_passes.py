@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zc import torch_private
 from zc.engine.absent import Absent
-from zc.engine.part import Part
+from zc.engine.part import Part, weakly
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -133,16 +133,10 @@ class ModelPasses(Part):
         """A backward through this output of the forward begins with `begin_backward`."""
         if not torch.is_grad_enabled() or self.is_exposed or not self.is_one_graph:
             return
-        reference = weakref.ref(self)
-
-        def begin(grad: Tensor) -> None:
-            alive = reference()
-            if alive is not None:
-                alive.begin_backward()
-
+        begin = weakly(self.begin_backward)
         for leaf in torch_private.tensors_in(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(begin)  # type: ignore[no-untyped-call]
+                leaf.register_hook(lambda _: begin())  # type: ignore[no-untyped-call]
 
     def begin_backward(self) -> None:
         """Code that is compiled may run again (activation checkpointing), and finds plain parameters."""

@@ -15,7 +15,6 @@ updates this rank's shard, then calls `after_update`.
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,6 +33,7 @@ from zc.engine.core import Core, Listener
 from zc.engine.deposits import Deposits
 from zc.engine.ledger import Where
 from zc.engine.overlap_gather import WeightGather
+from zc.engine.part import weakly
 from zc.engine.program import Program
 from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.streams import Streams, ThreadStreams
@@ -99,7 +99,8 @@ class Runtime(Core):
         self.backwards = Backwards()
         self.deposits = Deposits(streams, self.passes, self.accumulators)
         if group.journal is not None:
-            group.journal.has_raised = partial(_has_raised, weakref.ref(self.backwards))
+            has_raised = weakly(self.backwards.has_raised)
+            group.journal.has_raised = lambda: bool(has_raised())  # the thread of the watch asks
         self.weights: WeightGather | ShardedWeights = (
             ShardedWeights(self, WeightUses(self)) if plan.sharded else WeightGather(self)
         )
@@ -147,12 +148,12 @@ class Runtime(Core):
     def _announce(self, program: Program | None) -> None:
         """Announces a backward with its first gradient. A ``program`` that brings none announces nothing: autograd has
         to see all of its gradients, or this is torch.autograd.grad, in which other ranks may run no graph at all."""
-        if self.plan.num_ranks == 1 or not self.current_plan.reduces or self.announcements.is_open:
+        if self.plan.num_ranks == 1 or not self.current_plan.reduces or self.announcements.has_proposal:
             return
         if program is not None and not program.gradients:
             return
         # An outer backward announces an inner one: on other ranks it may have brought something before the inner one.
-        if self.backwards.defer_to_outer(partial(_begin, weakref.ref(self))):
+        if self.backwards.defer_to_outer(weakly(self.begin_backward)):
             return
         if program is None:
             self.announcements.begin("hooks", None, frozenset(), is_boundary=self.is_boundary)
@@ -173,8 +174,8 @@ class Runtime(Core):
         self._flush_complete()
         return outputs
 
-    def receive_eager(self, bucket: int, slot: int, param: nn.Parameter) -> None:
-        """The post-accumulate-grad hook: the gradient leaves ``param.grad`` for the plan."""
+    def _post_accumulate_grad(self, bucket: int, slot: int, param: nn.Parameter) -> None:
+        """The hook on a parameter: the gradient leaves ``param.grad`` for the plan."""
         grad = param.grad
         if grad is None or grad is self.sharded_grads.get(self.plan.buckets[bucket].slots[slot].name):
             return  # nothing came, or it was added to a ShardedGrad, which has called `receive`
@@ -195,7 +196,8 @@ class Runtime(Core):
         self._flush_complete()
 
     def _deposit(self, bucket: int, slot: int, grad: Tensor) -> None:
-        """Called by hooks, and by the main stream of schedules, in the thread that issues them."""
+        """Called by hooks, and by the main stream of schedules (`Accumulators.on_deposit`), in the thread that issues
+        them."""
         self.accumulators.touched[bucket][slot] = True
         self.deposits.add(self.plan.buckets[bucket], slot, grad)
         if bucket in self.deposits.reduced:
@@ -238,12 +240,12 @@ class Runtime(Core):
     def _cut_short(self) -> None:
         """Reduces what all ranks have agreed to reduce in a backward that did not end on this one: others wait."""
         journal = self.group.journal
-        if self.announcements.is_open and journal is not None and not journal.has_failed:
+        if self.announcements.has_proposal and journal is not None and not journal.has_failed:
             self.streams.join_main()  # each reduction that was issued has begun, and is counted
             self._reduce(self.announcements.cut_short(), is_boundary=self.is_boundary)
 
     def _flush(self, buckets: Sequence[int], *, reduce: bool) -> None:
-        """Writes the deposits of these buckets."""
+        """Writes the deposits of these buckets, which are complete or at the end of their backward."""
         may_reduce = self.announcements.permission(buckets) if reduce else None
         # in stage 2 a microbatch in no_sync reduces, too; its copy to host memory waits for the boundary
         is_boundary = reduce and self.is_boundary
@@ -259,7 +261,7 @@ class Runtime(Core):
         """Whether the gradients are finished, and none has come since."""
         return self._phase in (Phase.READ, Phase.FINAL)
 
-    def _reopen(self) -> None:
+    def _forget_boundary(self) -> None:
         """The gradients change: the next boundary waits for the other ranks again."""
         if self.is_finished:
             self._phase = Phase.IDLE
@@ -347,7 +349,7 @@ class Runtime(Core):
     def drop(self, slots: Sequence[Where], *, set_to_none: bool) -> None:
         """The gradients of some parameters were set to None, or become zeros. Asks no other rank: the boundary does."""
         self._join_gradients()
-        self._reopen()
+        self._forget_boundary()
         self.wait_for_host_memory()
         self.announcements.drop(slots, set_to_none=set_to_none)
         for bucket, slot in slots:
@@ -369,7 +371,7 @@ class Runtime(Core):
             self.deposits.reduced.clear()
             if self._phase is Phase.FAILED:
                 self._phase = Phase.OPEN
-        self._reopen()
+        self._forget_boundary()
         self.announcements.clear(buckets, set_to_none=set_to_none)
         if set_to_none:
             self.listener.gradients_cleared(optimizer)
@@ -377,7 +379,7 @@ class Runtime(Core):
 
     def after_update(self, optimizer: int) -> None:
         """One optimizer's step is done. The last one of an update closes it."""
-        self._reopen()
+        self._forget_boundary()
         unused = self.ledger.unused(self.programs, self.plan.of_optimizer(optimizer), self.accumulators.touched)
         if unused:
             self.say_once(unused)
@@ -404,29 +406,9 @@ class Runtime(Core):
 
     def install_hooks(self, buckets: Sequence[Bucket]) -> None:
         """Registers the hooks that bring the gradients of eager code, on the parameters of these buckets."""
+        receive = weakly(self._post_accumulate_grad)
         for bucket in buckets:
             for k, slot in enumerate(bucket.slots):
-                hook = partial(_receive, weakref.ref(self), bucket.index, k)
+                hook = partial(receive, bucket.index, k)
                 param = self.params[slot.name]
                 self.hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-
-
-def _has_raised(backwards: weakref.ref[Backwards]) -> bool:
-    """Asked by the thread of the watch."""
-    target = backwards()
-    return target is not None and target.has_raised()
-
-
-def _begin(runtime: weakref.ref[Runtime]) -> None:
-    """Called in an outer backward, after an inner one brought the first gradient."""
-    target = runtime()
-    if target is not None:
-        target.begin_backward()
-
-
-def _receive(runtime: weakref.ref[Runtime], bucket: int, slot: int, param: nn.Parameter) -> None:
-    """The hook on a parameter. It holds the runtime weakly: Python's collector does not look into a tensor's hooks, so
-    a cycle through them would keep a dropped model for ever."""
-    target = runtime()
-    if target is not None:
-        target.receive_eager(bucket, slot, param)
