@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from zc.engine import owners, wire
 from zc.engine import weight_operations as weights
-from zc.engine import wire
 from zc.engine.accumulators import Acc, Accumulators
 from zc.engine.memory_order import in_order
 from zc.engine.sums import sum_over_replicas, sum_rows
@@ -255,7 +255,7 @@ TABLE: dict[type[Op], Function] = {
     spec.StageShard: stage_shard, spec.CopyToHost: copy_to_host, spec.CopyToDevice: copy_to_device,
     spec.EncodeUpdate: wire.encode_update, spec.ExchangeUpdates: wire.exchange_updates,
     spec.ApplyUpdate: wire.apply_update,
-    spec.Spread: weights.spread, spec.SpreadShards: weights.spread_shards, spec.GatherNet: weights.gather_net,
+    spec.Spread: owners.spread, spec.SpreadShards: owners.spread_shards, spec.GatherNet: weights.gather_net,
     spec.Gather: weights.gather, spec.Publish: weights.publish,
     spec.TakeWeights: weights.take_weights, spec.GatherWeights: weights.gather_weights,
     spec.ReadWeights: weights.read_weights, spec.FreeWeights: weights.free_weights,

@@ -23,8 +23,8 @@ from zc.engine.forward_waits import Places
 from zc.engine.memory_order import in_shape
 from zc.engine.model_passes import ModelPasses
 from zc.engine.overlap_gather import WeightGather
-from zc.engine.owners import spread_shards
-from zc.engine.part import Part
+from zc.engine.owners import spread_run
+from zc.engine.part import Part, weakly
 from zc.engine.program import Program
 from zc.engine.shard_reads import ShardReads
 from zc.engine.state_dicts import StateDicts
@@ -130,17 +130,15 @@ class ShardedWeights(Part):
         self.whole.make_params([param])
         return True
 
+    def _before_module(self, module: nn.Module) -> None:
+        """A module runs eagerly."""
+        own = list(module.parameters(recurse=False))
+        if own and not self.passes.is_exposed:
+            self.whole.make_params(own)
+
     def install_hooks(self, model: nn.Module) -> None:
         """A module that runs eagerly has whole parameters first. Also for modules that came since the last call."""
-        known = weakref.ref(self)
-
-        def get_bytes(module: nn.Module) -> None:
-            weights = known()
-            own = list(module.parameters(recurse=False))
-            if weights is not None and own and not weights.passes.is_exposed:
-                weights.whole.make_params(own)
-
-        hook = torch_private.only_eager(get_bytes)
+        hook = torch_private.only_eager(weakly(self._before_module))
         end_read = partial(self._states.end_read)  # register_state_dict_post_hook marks the object that it is given
         for module in model.modules():
             if module not in self._hooked:
@@ -207,7 +205,7 @@ class ShardedWeights(Part):
         for index in buckets:
             bucket, master = core.plan.buckets[index], core.buffers.master_shard[index].detach()
             if bucket.layout.owners is not None:
-                spread_shards(core.buffers.weight[index], master.to(bucket.param_dtype), core.group.shard, bucket)
+                spread_run(core.buffers.weight[index], master.to(bucket.param_dtype), core.group.shard, bucket)
             elif bucket.has_master:
                 core.buffers.weight[index].copy_(master)
 

@@ -1,6 +1,7 @@
 """What the nodes do that bring weights together: after an update, and while a forward or backward reads them.
 
-`zc.engine.operations` has the table of all kinds of nodes, `zc.engine.wire` those whose weights are encoded.
+`zc.engine.operations` has the table of all kinds of nodes, `zc.engine.wire` those whose weights are encoded,
+`zc.engine.owners` those of whole parameters.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zc.engine import owners
 from zc.engine.accumulators import Accumulators
 from zc.engine.sums import wait
 from zc.log import log
@@ -18,16 +18,6 @@ from zc.ranks.journal import GATHER
 from zc.schedule.spec import Spans
 
 # --- after an update ---
-
-
-def spread(accs: Accumulators, bucket: int, buffer: str) -> None:
-    owners.spread(accs.buffers, accs.group, accs.plan.buckets[bucket])
-
-
-def spread_shards(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
-    record = accs.plan.buckets[bucket]
-    shard, run = accs.buffers.named(dst, record), accs.buffers.staged_run(src, record)
-    owners.spread_shards(shard, run, accs.group, record)
 
 
 def gather_net(accs: Accumulators, bucket: int, buffer: str) -> None:
