@@ -57,7 +57,7 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[...
         name_of = {id(param): name for name, param in runtime.placed.items()}  # zc.recompile may have added some
         names = [name_of.get(id(value)) for value in inputs]
         if isinstance(runtime.weights, WeightGather) and runtime.plan.overlap_gather:
-            runtime.weights.waits.is_compiled(names)
+            runtime.weights.waits.note_graph(names)
         nonlocal num_shared
         block = _one_block(blocks, names) if blocks is not None and num_shared < MAX_SHARED else None
         num_shared += block is not None
@@ -149,7 +149,7 @@ def _compile_as_schedule(origin: Origin, traced: Traced) -> Any:
         program = forward.program(args)
         outputs = program(args, runtime.streams)
         if isinstance(runtime.weights, WeightGather):
-            runtime.weights.has_run(program)
+            runtime.weights.note_forward(program)
         return outputs
 
     return torch_private.boxed(run)

@@ -1,4 +1,4 @@
-"""The state of one rank's accumulators, and counts of what the operations of schedules do.
+"""What the operations of schedules work on: one rank's tensors and ranks, and what each accumulator holds.
 
 Accumulators know whether they are empty: the first write after zero_grad overwrites, it does not add, so that nothing
 has to be zeroed. One bucket goes through these states, `Acc`::
@@ -47,7 +47,7 @@ class Acc(enum.Enum):
 
 
 class Accumulators:
-    """What `zc.engine.operations` work on: one rank's buffers and group, and the state of each bucket.
+    """The first argument of each function in `zc.engine.operations`, also of those that move weights.
 
     Threads: every operation runs on the thread of its stream. That of the main stream is the one that issues schedules:
     autograd's during a backward, the caller's otherwise.
@@ -57,7 +57,7 @@ class Accumulators:
         self.plan, self.buffers = plan, buffers
         # the ranks that have the shards of one whole; those that have the same shard
         self.group, self.replicas = group.shard, group.replicas
-        # Only the streams of communication use these two.
+        # The streams of communication use these two; the issuing thread does when it has joined them.
         self.codes: dict[tuple[str, int], Code] = {}  # of what travels encoded, by use and bucket
         self.places: dict[str, dict[int, bytes]] = {}  # by buffer: where the other ranks' is
         # The entries of one bucket belong to the operations on its accumulator, which the schedule orders. The issuing
@@ -72,9 +72,11 @@ class Accumulators:
         # The copy stream counts, and the issuing thread resets when it has joined it.
         self.nbytes_moved = {"to_host": 0, "to_device": 0}  # over the bus, by this rank, since the last update
         # Only the issuing thread uses the rest.
-        self.touched = [[False] * len(b.slots) for b in plan.buckets]  # since zero_grad: has a gradient on this rank
+        # by bucket and slot: this rank has had a gradient since zero_grad; from the boundary on, any rank has
+        self.touched = [[False] * len(b.slots) for b in plan.buckets]
+        # what `deposit` and `take_weights` call: `Runtime` and `ShardedWeights` put their own functions here
         self.on_deposit: Callable[[int, int, Tensor], None] = lambda bucket, slot, grad: None
-        self.on_take: Callable[[Sequence[tuple[int, int]]], list[Tensor]] = lambda places: []  # stage 3
+        self.on_take: Callable[[Sequence[tuple[int, int]]], list[Tensor]] = lambda places: []
 
     def grow(self, plan: Plan) -> None:
         """Takes in ``plan``, whose first buckets are the present ones."""

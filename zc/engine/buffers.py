@@ -67,7 +67,7 @@ class Buffers:
         self.flat_param: list[Tensor] = []
         self.weight: list[Tensor] = []
         self.frozen: list[Tensor] = []
-        self.arena: list[Tensor] = []
+        self.arena: list[Tensor] = []  # the issuing thread makes and drops it, when no stream uses it
         self.whole: dict[int, Tensor] = {}  # [P] each, while a sharded bucket is gathered into memory of its own
         self.master_shard: list[Tensor] = []
         self.acc: list[Tensor] = []

@@ -82,10 +82,11 @@ class Core:
         self.ledger = Ledger()
         self.notes: list[str] = []  # fallbacks, and other things worth knowing, each once
         self._unsaid: list[tuple[int, str]] = []  # on ranks above 0: with the number of the update
-        self.is_boundary = True  # False inside no_sync
+        self.is_boundary = True  # False inside no_sync: this microbatch is not the last before an update
 
     @property
     def current_plan(self) -> Plan:
+        """What schedules of the present microbatch follow."""
         return self.plan if self.is_boundary else self.plan.microbatch()
 
     def build(

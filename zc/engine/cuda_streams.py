@@ -33,6 +33,8 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.clock = device, Clock(device)
+        # Only the issuing thread changes these three. The garbage collector reads the streams in any thread
+        # (`record_streams`), by copying them in one step.
         self._sides: dict[str, torch.cuda.Stream] = {}
         self._events: dict[str, torch.cuda.Event] = {}
         self._last_main: torch.cuda.Stream | None = None

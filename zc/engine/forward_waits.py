@@ -115,14 +115,14 @@ class ForwardWaits(Part):
             self._num_blocks -= 1
         self._reach(order.before_next_block(first))
 
-    def is_compiled(self, names: Iterable[str | None]) -> None:
+    def note_graph(self, names: Iterable[str | None]) -> None:
         """Dynamo has made a graph that reads these parameters. It finds them plain when it runs again."""
         core = self.core
         first = self.order.first_of(core.placed[name] for name in names if name in core.placed)
         if self._depth > 0 and first < self._reached:
             self._begin_with(first, f"code outside of blocks reads {core.plan.buckets[first].slots[0].name} early")
 
-    def weights_are_gathered(self) -> None:
+    def note_gathers(self) -> None:
         """An update launches gathers."""
         self._reached = len(self.core.plan.buckets)
 
@@ -140,7 +140,7 @@ class ForwardWaits(Part):
         self._reach(self._start)
         if not gather.is_in_flight:
             return nullcontext()
-        thread = threading.get_ident()
+        thread = threading.get_ident()  # other threads may compile other models meanwhile
 
         def before() -> None:
             if threading.get_ident() == thread:

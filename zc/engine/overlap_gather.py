@@ -136,7 +136,7 @@ class WeightGather(Part):
         self._gather(tuple(buckets), is_exact=is_exact and core.plan.gather_bits > 0)([], core.streams)
         if core.plan.overlap_gather:
             self._in_flight.update(buckets)
-            self.waits.weights_are_gathered()
+            self.waits.note_gathers()
 
     def published(self, buckets: Sequence[int]) -> None:
         """A schedule has written the weights of ``buckets``, unseen by autograd. So their versions increase, and a
@@ -199,8 +199,8 @@ class WeightGather(Part):
         """Makes the main stream wait for all gathers."""
         self.arrive(0)
 
-    def has_run(self, forward: Program) -> None:
-        """A schedule of a forward has published every bucket of its plan. `zc.recompile` may have added more since."""
+    def note_forward(self, forward: Program) -> None:
+        """A schedule of a forward has run, and published all buckets of its plan. `zc.recompile` may have added more."""
         self._in_flight.difference_update(range(len(forward.plan.buckets)))
 
     def _read(self, params: Sequence[nn.Parameter]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zc import torch_private
 
+# of all models in this process; the thread that uses a model, or reads its parameters, changes its own entry
 _WAITING: weakref.WeakSet[Pending] = weakref.WeakSet()
 
 # functions that read no element of a parameter

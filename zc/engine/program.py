@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 from torch.profiler import record_function
 
-from zc import torch_private
 from zc.engine.streams import Streams
 from zc.passes.base import Pass
 from zc.passes.runner import PassRecord, run_passes
@@ -68,7 +67,7 @@ class Program:
         args.clear()  # the schedule frees each value at its last use; the caller's list must not keep it alive
         self.num_runs += 1
         operations = self.operations if may_reduce is None else self.operations.reducing_if(may_reduce)
-        if streams.clock.is_on or torch_private.is_profiling():
+        if streams.clock.needs_names:
             if self._named is None:
                 self._named = codegen.load(self.graph, self.plan)
             with record_function(f"zc {self.name}"):

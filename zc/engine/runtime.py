@@ -101,6 +101,7 @@ class Runtime(Core):
         if group.journal is not None:
             has_raised = weakly(self.backwards.has_raised)
             group.journal.has_raised = lambda: bool(has_raised())  # the thread of the watch asks
+        # how new weights reach those who read them; what an update calls has the same name in both classes
         self.weights: WeightGather | ShardedWeights = (
             ShardedWeights(self, WeightUses(self)) if plan.sharded else WeightGather(self)
         )

@@ -245,8 +245,8 @@ class ShardedWeights(Part):
         self.whole.refuse_writes()
         self._reads.close()
 
-    def may_be_read(self) -> None:
-        """The shards have their first values."""
+    def open_shards(self) -> None:
+        """The shards have their first values: all ranks may read them."""
         self._reads.open()
 
     def watch(self) -> None:

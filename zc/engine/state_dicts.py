@@ -172,5 +172,5 @@ class StateDicts:
             return
         self._loaded = None
         if self._is_closed and weights is not None:
-            weights.whole.were_written()
+            weights.whole.end_load()
         self._is_closed = False

@@ -157,8 +157,9 @@ class WholeParams(Part):
             torch.autograd.graph.increment_version(param)  # a backward through a forward of before fails
             core.unset.params.discard(slot.name)
 
-    def were_written(self) -> None:
-        """Shards have new values, which came from no update: other ranks may read them; what was whole is old."""
+    def end_load(self) -> None:
+        """The shards have new values, which came from no update: other ranks may read them. What was whole is freed,
+        since it is old."""
         core = self.core
         self._reads.open()
         self.free(core.sharded_buckets)
