@@ -76,7 +76,7 @@ def test_every_replica_has_the_mean_in_one_order(
         )
         buffers = Buffers(plan, index)
         buffers.add(bucket)
-        accs = Accumulators(plan, buffers, group)  # type: ignore[arg-type]
+        accs = Accumulators(buffers, group)  # type: ignore[arg-type]
         deposits = Deposits(Inline(), pipeline(in_place=False), accs)  # type: ignore[arg-type]
         for grads in updates[: 2 if stage == 2 else 1]:
             for slot, grad in enumerate(grads[rank]):

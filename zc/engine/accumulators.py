@@ -53,8 +53,8 @@ class Accumulators:
     autograd's during a backward, the caller's otherwise.
     """
 
-    def __init__(self, plan: Plan, buffers: Buffers, group: Group) -> None:
-        self.plan, self.buffers = plan, buffers
+    def __init__(self, buffers: Buffers, group: Group) -> None:
+        self.buffers, plan = buffers, buffers.plan
         # the ranks that have the shards of one whole; those that have the same shard
         self.group, self.replicas = group.shard, group.replicas
         # The streams of communication use these two; the issuing thread does when it has joined them.
@@ -78,10 +78,13 @@ class Accumulators:
         self.on_deposit: Callable[[int, int, Tensor], None] = lambda bucket, slot, grad: None
         self.on_take: Callable[[Sequence[tuple[int, int]]], list[Tensor]] = lambda places: []
 
-    def grow(self, plan: Plan) -> None:
-        """Takes in ``plan``, whose first buckets are the present ones."""
-        added = plan.buckets[len(self.plan.buckets) :]
-        self.plan = plan
+    @property
+    def plan(self) -> Plan:
+        return self.buffers.plan
+
+    def grow(self) -> None:
+        """The plan has more buckets now; the first ones are those of before."""
+        added = self.plan.buckets[len(self.state) :]
         self.state += [Acc.EMPTY] * len(added)
         self.touched += [[False] * len(b.slots) for b in added]
         self.landed += [False] * len(added)

@@ -75,8 +75,8 @@ class Announcements:
     """The protocol of one compiled model. Only the thread that issues schedules uses it: autograd's in a backward, the
     caller's between two. The comm stream sees the `Announcement` of its backward alone."""
 
-    def __init__(self, plan: Plan, accs: Accumulators, group: Group) -> None:
-        self.plan, self._accs, self._group = plan, accs, group
+    def __init__(self, accs: Accumulators, group: Group) -> None:
+        self._accs, self._group, plan = accs, group, accs.plan
         self.has_grad = [[False] * len(b.slots) for b in plan.buckets]  # by bucket and slot: some rank has a gradient
         self._reduced = [[False] * len(b.slots) for b in plan.buckets]  # those that are in every rank's sums
         self._proposal: _Proposal | None = None  # of the backward that runs; None: none that reduces
@@ -89,11 +89,14 @@ class Announcements:
         self._in_sums: dict[int, tuple[int, int]] = {}
         self._waits: Waits = {"inside": [], "at its end": [], "at the boundary": []}
 
-    def grow(self, plan: Plan) -> None:
-        """Takes in ``plan``, whose first buckets are the present ones."""
+    @property
+    def plan(self) -> Plan:
+        return self._accs.plan
+
+    def grow(self) -> None:
+        """The plan has more buckets now; the first ones are those of before."""
         for flags in (self.has_grad, self._reduced):
-            flags += [[False] * len(b.slots) for b in plan.buckets[len(self.plan.buckets) :]]
-        self.plan = plan
+            flags += [[False] * len(b.slots) for b in self.plan.buckets[len(flags) :]]
         self._last_order.clear()
 
     # --- a backward ---

@@ -52,18 +52,17 @@ class Listener:
 
 
 class Core:
-    """Made by `zc.compile`; `zc.recompile` gives it a larger plan."""
+    """Made by `zc.compile`; `zc.recompile` gives its `buffers` a larger plan."""
 
     def __init__(
         self,
         config: Config,
-        plan: Plan,
         buffers: Buffers,
         group: Group,
         streams: Streams,
         params: dict[str, nn.Parameter],
     ) -> None:
-        self.config, self.plan, self.buffers, self.group, self.streams = config, plan, buffers, group, streams
+        self.config, self.buffers, self.group, self.streams = config, buffers, group, streams
         # it refers to the tensors, so they live until the streams are recorded
         weakref.finalize(buffers, streams.record_streams, buffers.all_tensors).atexit = False
         # Parameters by name. One of `frozen` that requires a gradient later needs zc.recompile.
@@ -72,9 +71,9 @@ class Core:
         self.placed = dict(params)  # those in a bucket: `params`, and of `frozen` those whose weights are sharded
         self.unset = Unset()  # parameters of a model from meta that have no value yet
         self.sharded_grads: dict[str, Tensor] = {}  # the .grad of each of params while it has a gradient
-        self.accumulators = Accumulators(plan, buffers, group)
+        self.accumulators = Accumulators(buffers, group)
         self.inductor_options = config.inductor_options
-        self.passes = pipeline(in_place=config.write_in_place, prove=config.verify, windows=bool(plan.sharded))
+        self.passes = pipeline(in_place=config.write_in_place, prove=config.verify, windows=bool(self.plan.sharded))
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
         self.forwards: list[Program] = []  # of compiled forward graphs that are schedules
         # by canonical text: each with the check of the global state that it was compiled under
@@ -83,6 +82,10 @@ class Core:
         self.notes: list[str] = []  # fallbacks, and other things worth knowing, each once
         self._unsaid: list[tuple[int, str]] = []  # on ranks above 0: with the number of the update
         self.is_boundary = True  # False inside no_sync: this microbatch is not the last before an update
+
+    @property
+    def plan(self) -> Plan:
+        return self.buffers.plan
 
     @property
     def current_plan(self) -> Plan:

@@ -200,7 +200,7 @@ class WeightGather(Part):
         self.arrive(0)
 
     def note_forward(self, forward: Program) -> None:
-        """A schedule of a forward has run, and published all buckets of its plan. `zc.recompile` may have added more."""
+        """A schedule of a forward has published all buckets of its plan. `zc.recompile` may have added more since."""
         self._in_flight.difference_update(range(len(forward.plan.buckets)))
 
     def _read(self, params: Sequence[nn.Parameter]) -> None:

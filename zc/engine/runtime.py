@@ -77,13 +77,13 @@ class Runtime(Core):
     def __init__(
         self,
         config: Config,
-        plan: Plan,
         buffers: Buffers,
         group: Group,
         streams: Streams,
         params: dict[str, nn.Parameter],
     ) -> None:
-        super().__init__(config, plan, buffers, group, streams, params)
+        super().__init__(config, buffers, group, streams, params)
+        plan = self.plan
         self.accumulators.on_deposit = self._deposit
         if group.world_size > 1:
             group.set_plan(plan)
@@ -95,7 +95,7 @@ class Runtime(Core):
                 )
         if group.journal is not None and isinstance(streams, ThreadStreams):
             streams.wait_for = group.journal.wait_event  # a stream's thread may wait for a rank that never comes
-        self.announcements = Announcements(plan, self.accumulators, group)
+        self.announcements = Announcements(self.accumulators, group)
         self.backwards = Backwards()
         self.deposits = Deposits(streams, self.passes, self.accumulators)
         if group.journal is not None:
@@ -121,9 +121,8 @@ class Runtime(Core):
         self.weights.grow()
         added = plan.buckets[len(self.plan.buckets) :]
         self.buffers.grow(plan)
-        self.accumulators.grow(plan)
-        self.plan = plan
-        self.announcements.grow(plan)
+        self.accumulators.grow()
+        self.announcements.grow()
         self.group.set_plan(plan)
         self.params.update(params)
         self.placed.update(params)

@@ -158,8 +158,8 @@ class WholeParams(Part):
             core.unset.params.discard(slot.name)
 
     def end_load(self) -> None:
-        """The shards have new values, which came from no update: other ranks may read them. What was whole is freed,
-        since it is old."""
+        """The shards have new values, which came from no update: other ranks may read them. What was whole is old, and
+        freed."""
         core = self.core
         self._reads.open()
         self.free(core.sharded_buckets)
