@@ -92,7 +92,7 @@ def _compile(origin: Origin, traced: Traced) -> Any:
     if traced.is_backward:
         return _compile_backward(origin, traced)
     if origin.block is not None and not traced.is_inference and not _saves_own_params(origin, traced):
-        origin.guard_identity()
+        origin.guard_identity()  # its backward can't tell the block by what it gets, so the graph is of this one alone
         origin.block = None
     if runtime.plan.sharded:
         return _compile_in_windows(origin, traced)

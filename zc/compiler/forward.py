@@ -14,7 +14,7 @@ from zc.passes.pipeline import scheduling
 
 
 class CompiledForward(CompiledGraph):
-    """One program per block."""
+    """A forward graph, with one program for each member."""
 
     def __init__(self, origin: Origin, traced: Traced) -> None:
         plan = origin.runtime.plan

@@ -57,7 +57,7 @@ class Operations:
             self._replaced = [(TARGETS[kind].__name__, kind in starting, other) for kind, other in instead.items()]
         run = copy.copy(self)
         for name, starts, other in self._replaced:
-            choose = partial(_start_if, self._accs.plan) if starts else _if
+            choose = partial(_start_if_agreed, self._accs.plan) if starts else _if_agreed
             setattr(run, name, choose(may_reduce, getattr(self, name), other))
         return run
 
@@ -99,11 +99,11 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _if(may_reduce: MayReduce, operation: Function, other: Function) -> Function:
+def _if_agreed(may_reduce: MayReduce, operation: Function, other: Function) -> Function:
     return lambda *args, **kwargs: (operation if may_reduce() else other)(*args, **kwargs)
 
 
-def _start_if(plan: Plan, may_reduce: MayReduce, operation: Function, other: Function) -> Function:
+def _start_if_agreed(plan: Plan, may_reduce: MayReduce, operation: Function, other: Function) -> Function:
     def start(bucket: int, *buffers: str, among: str | None = None) -> Any:
         # a second level, a second reduction and the sending of encoded rows continue a reduction that has started
         is_first = not buffers[-1].startswith(("host_sum", "wire")) and (among is not None or not plan.sums_in_place)

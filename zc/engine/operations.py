@@ -1,6 +1,7 @@
 """The function of each kind of node, in one table. `zc.schedule.spec` says what the kinds mean.
 
 Each function runs on the stream of its node, in the order of the schedule, which alone decides what runs when.
+``accs`` is this rank's state, ``bucket`` a number, and ``record`` the plan's `Bucket` of that number.
 `zc.engine.binding` binds the table to one rank's accumulators and to the segments of one schedule.
 
 Ranks that read each other's memory learn from a signal where the other ranks' buffers lie (`zc.ranks.neighbours`):
@@ -188,13 +189,13 @@ def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
 # --- between ranks that read each other's memory ---
 
 
-def _exchange(buffer: str) -> str:
-    """The kind of exchange in which ranks read this buffer of each other."""
+def _kind_of_exchange(buffer: str) -> str:
+    """Why ranks read this buffer of each other."""
     return GATHER if Buffer.named(buffer).kind in ("flat_param", "gathered") else REDUCE
 
 
 def signal_full(accs: Accumulators, bucket: int, buffer: str) -> None:
-    record, kind = accs.plan.bucket(bucket), _exchange(buffer)
+    record, kind = accs.plan.bucket(bucket), _kind_of_exchange(buffer)
     if kind == REDUCE:
         sent = accs.buffers.named(buffer, record)
         accs.start_reduction(bucket, sent)
@@ -205,15 +206,15 @@ def signal_full(accs: Accumulators, bucket: int, buffer: str) -> None:
 
 
 def await_full(accs: Accumulators, bucket: int, buffer: str) -> None:
-    accs.places[buffer] = accs.group.await_full(_exchange(buffer), bucket)
+    accs.places[buffer] = accs.group.await_full(_kind_of_exchange(buffer), bucket)
 
 
 def signal_free(accs: Accumulators, bucket: int, buffer: str) -> None:
-    accs.group.signal_free(_exchange(buffer), bucket)
+    accs.group.signal_free(_kind_of_exchange(buffer), bucket)
 
 
 def await_free(accs: Accumulators, bucket: int, buffer: str) -> None:
-    accs.group.await_free(_exchange(buffer), bucket)
+    accs.group.await_free(_kind_of_exchange(buffer), bucket)
 
 
 # --- host memory ---

@@ -45,6 +45,7 @@ from zc.ranks.group import Group
 
 if TYPE_CHECKING:
     from zc.config import Config
+    from zc.ranks.journal import Journal
 
 
 class Phase(enum.Enum):
@@ -83,27 +84,16 @@ class Runtime(Core):
         params: dict[str, nn.Parameter],
     ) -> None:
         super().__init__(config, buffers, group, streams, params)
-        plan = self.plan
         self.accumulators.on_deposit = self._deposit
-        if group.world_size > 1:
-            group.set_plan(plan)
-            if group.journal is not None and not group.journal.watch.has_own_connection:
-                # a thread that waits for a key blocks all other threads of its client of the store
-                self.say_once(
-                    f"a {type(torch_private.default_store()).__name__} can't be connected to twice: while the program "
-                    "waits for a key of it, the watch for lost ranks waits, too"
-                )
-        if group.journal is not None and isinstance(streams, ThreadStreams):
-            streams.wait_for = group.journal.wait_event  # a stream's thread may wait for a rank that never comes
         self.announcements = Announcements(self.accumulators, group)
         self.backwards = Backwards()
         self.deposits = Deposits(streams, self.passes, self.accumulators)
+        group.set_plan(self.plan)
         if group.journal is not None:
-            has_raised = weakly(self.backwards.has_raised)
-            group.journal.has_raised = lambda: bool(has_raised())  # the thread of the watch asks
+            self._watch_ranks(group.journal)
         # how new weights reach those who read them; what an update calls has the same name in both classes
         self.weights: WeightGather | ShardedWeights = (
-            ShardedWeights(self, WeightUses(self)) if plan.sharded else WeightGather(self)
+            ShardedWeights(self, WeightUses(self)) if self.plan.sharded else WeightGather(self)
         )
         self.outside_blocks: frozenset[str] = frozenset()  # matrices that no block reads
         self.listener = Listener()  # the optimizers
@@ -113,6 +103,19 @@ class Runtime(Core):
         # parameters with a gradient that came after their bucket was reduced (tied weights in two graphs): from the
         # next backward on, graphs leave their gradients to autograd, which sums them
         self.summed_by_autograd: set[str] = set()
+
+    def _watch_ranks(self, journal: Journal) -> None:
+        """With several ranks: a wait for a rank that never comes ends with an error (`zc.ranks.watch`)."""
+        if not journal.watch.has_own_connection:
+            # a thread that waits for a key blocks all other threads of its client of the store
+            self.say_once(
+                f"a {type(torch_private.default_store()).__name__} can't be connected to twice: while the program "
+                "waits for a key of it, the watch for lost ranks waits, too"
+            )
+        if isinstance(self.streams, ThreadStreams):
+            self.streams.wait_for = journal.wait_event  # a stream's thread may wait for such a rank
+        has_raised = weakly(self.backwards.has_raised)
+        journal.has_raised = lambda: bool(has_raised())  # the thread of the watch asks
 
     def grow(self, plan: Plan, params: dict[str, nn.Parameter]) -> None:
         """Takes in ``plan``, whose first buckets are the present ones, and the parameters of the others. Schedules that
