@@ -140,9 +140,7 @@ class Deposits:
             if kind != "flush":
                 passes = [p for p in passes if p.name not in ("bucket_gradients", "reduce_buckets")]
             relaxed = [p._replace(requires=frozenset()) for p in passes]
-            self._programs[key] = build(
-                graph, plan, relaxed, Operations(self._accs), name=f"{kind}_bucket_{index}"
-            )
+            self._programs[key] = build(graph, plan, relaxed, Operations(self._accs), name=f"{kind}_bucket_{index}")
         return self._programs[key]
 
 

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from zc.engine.core import Core
 
 
-
 def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
     """Gathers these buckets in the order in which a forward reads them: the plan's last bucket first."""
     graph = fx.Graph()

@@ -59,4 +59,3 @@ class ShardReads(Part):
         group.signal_free(GATHER, buckets[0])
         group.await_free(GATHER, buckets[0])
         self._open.clear()
-

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from zc.engine.core import Core
 
 
-
 class WholeParams(Part):
     """The buckets of one model that are whole on this rank."""
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from zc.ranks.work import Work
 
 
-
 class Code(NamedTuple):
     """Where blocks lie in what this rank sends or receives of one bucket."""
 
