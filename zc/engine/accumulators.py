@@ -55,8 +55,8 @@ class Accumulators:
 
     def __init__(self, buffers: Buffers, group: Group) -> None:
         self.buffers, plan = buffers, buffers.plan
-        # the ranks that have the shards of one whole; those that have the same shard
-        self.group, self.replicas = group.shard, group.replicas
+        # the ranks that share one whole, each with its shard; those that have the same shard
+        self.sharers, self.replicas = group.shard, group.replicas
         # The streams of communication use these two; the issuing thread does when it has joined them.
         self.codes: dict[tuple[str, int], Code] = {}  # of what travels encoded, by use and bucket
         self.places: dict[str, dict[int, bytes]] = {}  # by buffer: where the other ranks' is
@@ -130,7 +130,7 @@ class Accumulators:
         """By rank, where its shard of the weights lies (stage 3). Waits until all of them may be read."""
         name = f"weight[{bucket}]"
         if name not in self.places:
-            self.places[name] = self.group.await_full(GATHER, bucket)
+            self.places[name] = self.sharers.await_full(GATHER, bucket)
         return self.places[name]
 
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
@@ -150,7 +150,7 @@ class Accumulators:
     def drop(self, bucket: int, slot: int, *, set_to_none: bool) -> None:
         """One parameter's gradient becomes zeros in the accumulators, and in what was moved aside. It still counts as a
         gradient, unless ``set_to_none``."""
-        record, rank = self.plan.buckets[bucket], self.group.rank
+        record, rank = self.plan.buckets[bucket], self.sharers.rank
         self.touched[bucket][slot] = self.touched[bucket][slot] and not set_to_none
         inside, _ = record.layout.shard_part(record.slots[slot], rank)
         accs = [tensors[bucket] for tensors in (self.buffers.host, self.buffers.acc) if tensors]

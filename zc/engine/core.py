@@ -73,7 +73,10 @@ class Core:
         self.sharded_grads: dict[str, Tensor] = {}  # the .grad of each of params while it has a gradient
         self.accumulators = Accumulators(buffers, group)
         self.inductor_options = config.inductor_options
-        self.passes = pipeline(in_place=config.write_in_place, prove=config.verify, windows=bool(self.plan.sharded))
+        # they make a schedule of a backward graph
+        self.backward_passes = pipeline(
+            in_place=config.write_in_place, prove=config.verify, windows=bool(self.plan.sharded)
+        )
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
         self.forwards: list[Program] = []  # of compiled forward graphs that are schedules
         # by canonical text: each with the check of the global state that it was compiled under

@@ -135,8 +135,8 @@ def launch_reduce(accs: Accumulators, bucket: int, dst: str, src: str, among: st
         sum_over_replicas(accs.replicas, received, sent, bucket)
         return None
     if accs.plan.reduce == "native":
-        return accs.group.reduce_scatter(received, sent, bucket)
-    return accs.group.of_level(level).all_to_all(received, sent, bucket)
+        return accs.sharers.reduce_scatter(received, sent, bucket)
+    return accs.sharers.of_level(level).all_to_all(received, sent, bucket)
 
 
 def wait_reduce(
@@ -168,7 +168,7 @@ def accumulate(accs: Accumulators, bucket: int, acc: str, src: str, among: str |
 
 
 def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
-    record, rank = accs.plan.buckets[bucket], accs.group.rank
+    record, rank = accs.plan.buckets[bucket], accs.sharers.rank
     sent, out, add = accs.buffers.named(src, record), accs.buffers.named(dst, record), accs.is_added_to(bucket)
     is_first = accs.plan.reduces_twice
     if not is_first:
@@ -180,7 +180,7 @@ def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
         else:
             add_rows(rows, out[start:stop], scale=1.0 / accs.plan.num_ranks, add=add)
 
-    accs.group.neighbours.rows(sent, *record.layout.host_range(rank), accs.places[src], use)  # one host: the shard
+    accs.sharers.neighbours.rows(sent, *record.layout.host_range(rank), accs.places[src], use)  # one host: the shard
     log.debug("bucket %d: all ranks' %s are reduced into %s", bucket, src, dst)
     if not is_first:
         accs.end_reduction(bucket, out)
@@ -201,20 +201,20 @@ def signal_full(accs: Accumulators, bucket: int, buffer: str) -> None:
         accs.start_reduction(bucket, sent)
     else:
         log.debug("bucket %d: its weights are gathered", bucket)
-        sent = accs.buffers.flat_param[bucket][slice(*record.layout.host_range(accs.group.rank))]
-    accs.group.signal_full(kind, bucket, sent)
+        sent = accs.buffers.flat_param[bucket][slice(*record.layout.host_range(accs.sharers.rank))]
+    accs.sharers.signal_full(kind, bucket, sent)
 
 
 def await_full(accs: Accumulators, bucket: int, buffer: str) -> None:
-    accs.places[buffer] = accs.group.await_full(_kind_of_exchange(buffer), bucket)
+    accs.places[buffer] = accs.sharers.await_full(_kind_of_exchange(buffer), bucket)
 
 
 def signal_free(accs: Accumulators, bucket: int, buffer: str) -> None:
-    accs.group.signal_free(_kind_of_exchange(buffer), bucket)
+    accs.sharers.signal_free(_kind_of_exchange(buffer), bucket)
 
 
 def await_free(accs: Accumulators, bucket: int, buffer: str) -> None:
-    accs.group.await_free(_kind_of_exchange(buffer), bucket)
+    accs.sharers.await_free(_kind_of_exchange(buffer), bucket)
 
 
 # --- host memory ---

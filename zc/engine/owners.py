@@ -45,7 +45,7 @@ def gather_whole(plan: Plan, buffers: Buffers, group: Group, buckets: Sequence[i
 def spread(accs: Accumulators, bucket: int, buffer: str) -> None:
     """Sends this rank's updated weights to the ranks whose shards they lie in, and receives its own shard, all in
     flat_param and on the current stream."""
-    flat, layout, group = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket].layout, accs.group
+    flat, layout, group = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket].layout, accs.sharers
     received, sent = _pieces(flat, 0, layout.of_shard(group.rank)), _pieces(flat, 0, layout.of_run(group.rank))
     group.exchange(received, sent, FROM_OWNERS, bucket).wait()
 
@@ -53,7 +53,7 @@ def spread(accs: Accumulators, bucket: int, buffer: str) -> None:
 def spread_shards(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
     """The same in stage 3 with offload."""
     record = accs.plan.buckets[bucket]
-    spread_run(accs.buffers.named(dst, record), accs.buffers.staged_run(src, record), accs.group, record)
+    spread_run(accs.buffers.named(dst, record), accs.buffers.staged_run(src, record), accs.sharers, record)
 
 
 def spread_run(shard: Tensor, run: Tensor, group: Group, bucket: Bucket) -> None:

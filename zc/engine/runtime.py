@@ -87,7 +87,7 @@ class Runtime(Core):
         self.accumulators.on_deposit = self._deposit
         self.announcements = Announcements(self.accumulators, group)
         self.backwards = Backwards()
-        self.deposits = Deposits(streams, self.passes, self.accumulators)
+        self.deposits = Deposits(streams, self.backward_passes, self.accumulators)
         group.set_plan(self.plan)
         if group.journal is not None:
             self._watch_ranks(group.journal)

@@ -37,7 +37,7 @@ class ShardReads(Part):
         core = self.core
         if not core.plan.reads_shards:
             return
-        group = core.accumulators.group
+        group = core.accumulators.sharers
         for bucket in core.buffers.filled:
             weight = core.buffers.weight_shard(bucket)
             if bucket not in self._kept:
@@ -55,7 +55,7 @@ class ShardReads(Part):
         for bucket in buckets:
             core.accumulators.weight_places(bucket)  # also of ranks whose shards this one has not read
             core.accumulators.places.pop(f"weight[{bucket}]")
-        group = core.accumulators.group
+        group = core.accumulators.sharers
         group.signal_free(GATHER, buckets[0])
         group.await_free(GATHER, buckets[0])
         self._open.clear()

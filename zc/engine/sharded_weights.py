@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -139,16 +138,18 @@ class ShardedWeights(Part):
     def install_hooks(self, model: nn.Module) -> None:
         """A module that runs eagerly has whole parameters first. Also for modules that came since the last call."""
         hook = torch_private.only_eager(weakly(self._before_module))
-        end_read = partial(self._states.end_read)  # register_state_dict_post_hook marks the object that it is given
+        states = self._states
+        begin_read, end_read = weakly(states.begin_read), weakly(states.end_read)
+        begin_load, end_load = weakly(states.begin_load), weakly(states.end_load)
         for module in model.modules():
             if module not in self._hooked:
                 self._hooked.add(module)
                 self.hooks += [
                     module.register_forward_pre_hook(hook),
-                    module.register_state_dict_pre_hook(self._states.begin_read),  # type: ignore[no-untyped-call]
+                    module.register_state_dict_pre_hook(begin_read),  # type: ignore[no-untyped-call]
                     module.register_state_dict_post_hook(end_read),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_pre_hook(self._states.begin_load),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_post_hook(self._states.end_load),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(begin_load),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_post_hook(end_load),  # type: ignore[no-untyped-call]
                 ]
         self.passes.make_absent()
 

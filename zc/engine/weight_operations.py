@@ -23,18 +23,18 @@ from zc.schedule.spec import Spans
 def gather_net(accs: Accumulators, bucket: int, buffer: str) -> None:
     log.debug("bucket %d: its weights are gathered between hosts", bucket)
     flat, record = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket]
-    host_range = flat[slice(*record.layout.host_range(accs.group.rank))]
-    accs.group.net.all_gather(host_range, accs.buffers.shard(flat, record), GATHER, bucket).wait()
+    host_range = flat[slice(*record.layout.host_range(accs.sharers.rank))]
+    accs.sharers.net.all_gather(host_range, accs.buffers.shard(flat, record), GATHER, bucket).wait()
 
 
 def gather(accs: Accumulators, bucket: int, buffer: str) -> None:
     flat, record = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket]
     if accs.plan.reads_weights:
         for peer, place in accs.places[buffer].items():
-            accs.group.neighbours.read(flat[slice(*record.layout.host_range(peer))], peer, place)
+            accs.sharers.neighbours.read(flat[slice(*record.layout.host_range(peer))], peer, place)
         return
     log.debug("bucket %d: its weights are gathered", bucket)
-    group, own = accs.group.of_level(Level.HOST if accs.plan.has_levels else Level.ALL), accs.group.rank
+    group, own = accs.sharers.of_level(Level.HOST if accs.plan.has_levels else Level.ALL), accs.sharers.rank
     wait(group.all_gather(flat, flat[slice(*record.layout.host_range(own))], GATHER, bucket))
 
 
@@ -52,12 +52,12 @@ def gather_weights(accs: Accumulators, bucket: int, dst: str, src: str, start: i
     if accs.plan.world_size == 1:
         out.copy_(shard)
     elif accs.plan.reads_shards:
-        out[slice(*layout.shard_range(accs.group.rank))] = shard
+        out[slice(*layout.shard_range(accs.sharers.rank))] = shard
         for peer, place in accs.weight_places(bucket).items():
-            accs.group.neighbours.read(out[slice(*layout.shard_range(peer))], peer, place)
+            accs.sharers.neighbours.read(out[slice(*layout.shard_range(peer))], peer, place)
     else:
         log.debug("bucket %d: its weights are gathered", bucket)
-        wait(accs.group.all_gather(out, shard, GATHER, bucket))
+        wait(accs.sharers.all_gather(out, shard, GATHER, bucket))
 
 
 def free_weights(accs: Accumulators, bucket: int, buffer: str, start: int, stop: int) -> None:
