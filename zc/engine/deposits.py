@@ -96,12 +96,13 @@ class Deposits:
         self._deposits.clear()
         self.reduced.clear()
 
-    def drop(self, bucket: int, slot: int | None = None, *, set_to_none: bool = False) -> None:
-        """Drops the gradient of one slot, or of a whole bucket. The bucket is still reduced, with zeros, unless
-        ``set_to_none``."""
-        if slot is not None:
-            self._deposits.get(bucket, {}).pop(slot, None)
-        elif set_to_none:
+    def drop(self, bucket: int, slot: int) -> None:
+        """Drops the gradient of one slot. The bucket is still reduced, with zeros."""
+        self._deposits.get(bucket, {}).pop(slot, None)
+
+    def drop_bucket(self, bucket: int, *, set_to_none: bool) -> None:
+        """Drops all gradients of a bucket. It is still reduced, with zeros, unless ``set_to_none``."""
+        if set_to_none:
             self._deposits.pop(bucket, None)
         elif bucket in self._deposits:
             self._deposits[bucket] = {}

@@ -368,7 +368,7 @@ class Runtime(Core):
         if not set_to_none:
             self.wait_for_host_memory()
         for bucket in buckets:
-            self.deposits.drop(bucket.index, set_to_none=set_to_none)
+            self.deposits.drop_bucket(bucket.index, set_to_none=set_to_none)
         if len(buckets) == len(self.plan.buckets):  # with all gradients, those of a backward that raised are dropped
             self.backwards.clear()
             self.deposits.reduced.clear()
