@@ -1,6 +1,6 @@
 """Makes reads of parameters wait while their new values may still be in flight (overlap_gather).
 
-From ``optimizer.step()`` until the main stream has waited for its bucket, a parameter has a class whose
+From ``optimizer.step()`` until the main stream has waited for its bucket, a parameter has a class of zc's. Its
 ``__torch_function__`` waits, gives the parameter its own class back, and then calls the function. So ``p.norm()``, an
 average of the weights, a clamp or a copy right after the step sees the update, as without overlap. Functions that read
 no element (``p.grad``, ``p.shape``) do not wait. torch's lazy parameters change their class in the same way.
