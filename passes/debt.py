@@ -5,7 +5,7 @@ A backward graph, with ``w`` and ``b`` in slots 0 and 1 of bucket 2::
     output (%mm, %sum, %relu, None)  grad_of=("w", "b", None, "frozen")      gradients {(2, 0), (2, 1)}
 
 An output that is None owes nothing: AOTAutograd had no gradient for it. A schedule that returns no gradient says in
-``output.meta["debt"]`` what it is for (zc/engine/eager_gradients.py), or owes nothing (forwards, gathers, updates). The
+``output.meta["debt"]`` what it is for (zc/engine/deposits.py), or owes nothing (forwards, gathers, updates). The
 runner computes the debt before the first pass and puts it on the output of each pass, so that no pass can lose it.
 
 A bucket is *whole* if the graph owes all its slots. This schedule writes it, and reduces it if the plan's backward

@@ -189,7 +189,7 @@ def _make_runtime(request: Request, ranks: Group) -> Runtime:
     if plan.has_levels:
         ranks.shard.open_levels()
     buffers, params = Buffers(plan, ranks.shard.rank), dict(request.assignment.params)
-    runtime = Runtime(request.config, plan, buffers, ranks, make_streams(device), params)
+    runtime = Runtime(request.config, buffers, ranks, make_streams(device), params)
     runtime.frozen = {n: p for n, p in request.model.named_parameters() if n not in params}
     in_buckets = plan.slot_of()
     runtime.placed.update({n: p for n, p in runtime.frozen.items() if n in in_buckets})

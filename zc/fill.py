@@ -62,7 +62,7 @@ def fill(runtime: Runtime, buckets: Sequence[Bucket], unset: Collection[str] = (
         buffers.remember_shard(bucket)
     buffers.add_staging()
     if isinstance(runtime.weights, ShardedWeights):
-        runtime.weights.may_be_read()
+        runtime.weights.open_shards()
     if buffers.note is not None:
         runtime.say_once(buffers.note)
 

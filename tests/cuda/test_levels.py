@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,7 @@ from zc.config import Config
 from zc.engine.accumulators import Accumulators
 from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
-from zc.engine.eager_gradients import EagerGradients
+from zc.engine.deposits import Deposits
 from zc.engine.overlap_gather import gather_graph
 from zc.engine.program import build
 from zc.passes import insert_events, place_on_streams, verify
@@ -133,15 +132,15 @@ def run_threads(hosts: Topology, plan: Plan, grads: list[Tensor]) -> tuple[Wires
         buffers.flat_param[0].fill_(1.0)
         columns = group_of(row, replicas, Topology(len(replicas), 1)) if len(replicas) > 1 else None
         ranks = SimpleNamespace(shard=group, replicas=columns, rank=rank)
-        bind = partial(Operations, Accumulators(plan, buffers, ranks))  # type: ignore[arg-type]
-        eager = EagerGradients(Inline(), pipeline(in_place=False), bind)  # type: ignore[arg-type]
-        eager.deposit(bucket, 0, grads[rank].to(bucket.param_dtype))
-        eager.write(plan, 0, is_boundary=True, may_reduce=None)
+        accs = Accumulators(buffers, ranks)  # type: ignore[arg-type]
+        deposits = Deposits(Inline(), pipeline(in_place=False), accs)  # type: ignore[arg-type]
+        deposits.add(bucket, 0, grads[rank].to(bucket.param_dtype))
+        deposits.flush(plan, 0, is_boundary=True, may_reduce=None)
         means[rank] = buffers.acc_shard(bucket).clone()
         own = buffers.master_shard[0] if plan.gather_bits else buffers.shard(buffers.flat_param[0], bucket)
         own.fill_(number + 2.0)
         gather = [each._replace(requires=frozenset()) for each in passes]
-        build(gather_graph(plan, [0]), plan, gather, bind, name="gather")([], Inline())  # type: ignore[arg-type]
+        build(gather_graph(plan, [0]), plan, gather, Operations(accs), name="gather")([], Inline())  # type: ignore[arg-type]
         weights[rank] = buffers.flat_param[0].clone()
 
     with pytest.MonkeyPatch.context() as patch:

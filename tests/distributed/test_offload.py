@@ -107,7 +107,7 @@ def bitwise(
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model, optimizer = zc.compile(model, optimizer, backend=backend, bucket_nbytes=5000, **choice)
         sharded = zc.registry.sharded(model)
-        sharded.runtime.streams = sharded.runtime.eager.streams = ThreadStreams(slow)
+        sharded.runtime.streams = sharded.runtime.deposits.streams = ThreadStreams(slow)
         for step in range(3):
             for m in range(2):  # not declared
                 mean_square(model, vectors(32)(rank, step, m)).backward()

@@ -124,7 +124,7 @@ def late(rank: int, world_size: int, delays: list[dict[str, float]]) -> list[str
     for slow in delays:
         net, optimizer = compiled("AdamW", {"stage": 3, "offload": "cpu", "param_dtype": torch.bfloat16})
         runtime = sharded(net).runtime
-        runtime.streams = runtime.eager.streams = ThreadStreams(slow)
+        runtime.streams = runtime.deposits.streams = ThreadStreams(slow)
         result = train(net, optimizer, rank, 4), zc.full_state_dict(net)
         first = first or list(result)
         different += [f"{slow}: {name}" for name in differing(result[1], first[1])]

@@ -35,7 +35,7 @@ class Keeper:
         self.waited: list[bool] = []
 
     def __call__(self, model: nn.Module) -> None:
-        self.waited.append(not zc.registry.sharded(model).runtime.weights.is_open)
+        self.waited.append(not zc.registry.sharded(model).runtime.weights.is_in_flight)
         if not self.kept:
             self.kept.append(next(self.kinds)(last_weight(model)))
             return
@@ -92,7 +92,7 @@ def _in_flight(rank: int, world_size: int) -> tuple[list[bool], str]:
         watch(self)
 
     def look(model: nn.Module) -> None:
-        waited.append(not zc.registry.sharded(model).runtime.weights.is_open)
+        waited.append(not zc.registry.sharded(model).runtime.weights.is_in_flight)
 
     try:
         Group.all_gather, WeightGather.watch = slow_gather, late_watch  # type: ignore[method-assign]

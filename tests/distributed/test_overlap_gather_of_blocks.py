@@ -183,7 +183,7 @@ def test_weights_that_a_failed_forward_has_not_read_are_waited_for() -> None:
     weights = zc.registry.sharded(net).runtime.weights
     for _ in range(2):
         net(torch.ones(2, DIM)).sum().backward()
-        assert not weights.is_open, "after a forward all weights may be read"
+        assert not weights.is_in_flight, "after a forward all weights may be read"
         optimizer.step()
     net.skipped = Stops()
     with pytest.raises(RuntimeError, match="stops"):

@@ -22,7 +22,7 @@ class _Model:
 def test_a_dropped_model_leaves_plain_parameters() -> None:
     param, model = nn.Parameter(torch.ones(2)), _Model()
     pending = Pending(model.wait)
-    pending.leave(0, [param])
+    pending.add(0, [param])
     assert type(param) is PendingParameter
     del pending
     assert type(param) is nn.Parameter and param.sum().item() == 2.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +13,8 @@ from torch import Tensor
 
 from zc.config import Config
 from zc.engine.accumulators import Accumulators
-from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
-from zc.engine.eager_gradients import EagerGradients
+from zc.engine.deposits import Deposits
 from zc.passes.pipeline import pipeline
 from zc.planning.packing import ParamSpec, make_plan
 from zc.planning.plan import Level
@@ -78,12 +76,12 @@ def test_every_replica_has_the_mean_in_one_order(
         )
         buffers = Buffers(plan, index)
         buffers.add(bucket)
-        bind = partial(Operations, Accumulators(plan, buffers, group))  # type: ignore[arg-type]
-        eager = EagerGradients(Inline(), pipeline(in_place=False), bind)  # type: ignore[arg-type]
+        accs = Accumulators(buffers, group)  # type: ignore[arg-type]
+        deposits = Deposits(Inline(), pipeline(in_place=False), accs)  # type: ignore[arg-type]
         for grads in updates[: 2 if stage == 2 else 1]:
             for slot, grad in enumerate(grads[rank]):
-                eager.deposit(bucket, slot, grad)
-            eager.write(plan, 0, is_boundary=True, may_reduce=None)
+                deposits.add(bucket, slot, grad)
+            deposits.flush(plan, 0, is_boundary=True, may_reduce=None)
         results[rank] = buffers.acc_shard(bucket).clone()
 
     threads = [threading.Thread(target=train, args=(rank,)) for rank in range(num_ranks)]

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zc
 from zc.config import Config
-from zc.engine import eager_gradients, program
+from zc.engine import deposits, program
 from zc.engine.runtime import Runtime
 from zc.passes.base import Pass, copy_graph
 from zc.passes.debt import Debt, debt_of
@@ -254,13 +254,13 @@ def _rest(captured: Captured, plan: Plan, passes: tuple[Pass, ...], owed: Debt) 
     for bucket in plan.buckets:
         hooks = {k: captured.hooks[s.name] for k, s in enumerate(bucket.slots) if s.name in captured.hooks}
         if bucket.index not in owed.sums and (hooks or ring):
-            graph = eager_gradients.GRAPHS["flush"](plan, bucket.index)
+            graph = deposits.GRAPHS["flush"](plan, bucket.index)
             for k, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
                 node.meta.update(kept=(bucket.index, k), given=hooks.get(k), is_none=not ring and k not in hooks)
             flushed = plan if ring else plan.microbatch()
             yield _scheduled(graph, flushed, no_segments, f"flush {bucket.index}")
         if not ring and plan.world_size > 1 and bucket.index not in owed.sums:
-            graph = eager_gradients.GRAPHS["reduce"](plan, bucket.index)
+            graph = deposits.GRAPHS["reduce"](plan, bucket.index)
             rest = tuple(p for p in no_segments if p.name not in ("bucket_gradients", "reduce_buckets"))
             yield _scheduled(graph, plan, rest, f"reduce {bucket.index}")
 

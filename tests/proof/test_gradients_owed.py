@@ -21,7 +21,7 @@ from schedules import by_messages, cases, make, offloaded, placed, schedule
 from simulation import Case, Plain, is_wrong, plan_of, replaced
 from tiers import FULL
 
-from zc.engine import eager_gradients
+from zc.engine import deposits
 from zc.engine.overlap_gather import gather_graph
 from zc.passes.base import copy_graph
 from zc.passes.debt import Debt
@@ -197,7 +197,7 @@ def test_a_flush_owes_all_that_was_deposited() -> None:
     """A deposit's debt is not paid by another deposit."""
     plan = make(1, stage=1).microbatch()
     passes = [p._replace(requires=frozenset()) for p in pipeline(in_place=True) if p.name != "outline_segments"]
-    graph, _ = run_passes(eager_gradients.GRAPHS["flush"](plan, 0), plan, passes)
+    graph, _ = run_passes(deposits.GRAPHS["flush"](plan, 0), plan, passes)
     assert graph.output_node().meta["debt"] == Debt(frozenset({(0, 0), (0, 1)}))
     (write,) = [n for n in steps(graph) if isinstance(op_of(n), AccumulateCast)]
     with graph.inserting_before(write):

@@ -79,7 +79,7 @@ def test_a_clocked_step_is_the_step(backend: str) -> None:
     inside = [sum(p.start <= s.start <= s.stop <= p.stop for s in compute) for p in backwards]
     assert inside[0] == inside[1] > 0 and len(compute) >= sum(inside)
     assert all(nbytes > 0 for _, nbytes in step.memory)
-    programs = [*runtime.programs, *runtime.eager.programs, *runtime.weights.programs]
+    programs = [*runtime.programs, *runtime.deposits.programs, *runtime.weights.programs]
     line = measured(step, programs)
     assert [b.label for b in line.boxes if b.lane == LOOP] == [p.name for p in step.phases]
     assert len([b for b in line.boxes if b.node is not None]) == len(step.spans) and line.is_measured

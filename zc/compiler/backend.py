@@ -18,7 +18,7 @@ from torch import fx
 
 from zc import torch_private
 from zc.compiler.backward import CompiledBackward
-from zc.compiler.blocks import Blocks, Member
+from zc.compiler.blocks import Block, Blocks
 from zc.compiler.forward import CompiledForward
 from zc.compiler.graphs import Hook, Origin, Traced, as_traced
 from zc.compiler.segments import interpret
@@ -57,12 +57,12 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[...
         name_of = {id(param): name for name, param in runtime.placed.items()}  # zc.recompile may have added some
         names = [name_of.get(id(value)) for value in inputs]
         if isinstance(runtime.weights, WeightGather) and runtime.plan.overlap_gather:
-            runtime.weights.waits.is_compiled(names)
+            runtime.weights.waits.note_graph(names)
         nonlocal num_shared
-        inside = _one_block(blocks, names) if blocks is not None and num_shared < MAX_SHARED else None
-        num_shared += inside is not None
-        torch_private.guard_identity(gm, [None if inside is not None and inside.path(n) else n for n in names])
-        origin = Origin(runtime, names, inside, partial(torch_private.guard_identity, gm, names))
+        block = _one_block(blocks, names) if blocks is not None and num_shared < MAX_SHARED else None
+        num_shared += block is not None
+        torch_private.guard_identity(gm, [None if block is not None and block.path(n) else n for n in names])
+        origin = Origin(runtime, names, block, partial(torch_private.guard_identity, gm, names))
         hook = partial(_compile, origin)
         options = runtime.inductor_options
         if runtime.config.backend == "aot_eager":
@@ -76,11 +76,10 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[...
     return zc_backend
 
 
-def _one_block(blocks: Blocks | None, names: Sequence[str | None]) -> Member | None:
+def _one_block(blocks: Blocks, names: Sequence[str | None]) -> Block | None:
     """The block whose parameters are among ``names``; None: there are none, or of several blocks."""
-    assert blocks is not None
     parts = {parts[0] for name in names if (parts := blocks.split(name)) is not None}
-    return Member(blocks, parts.pop()) if len(parts) == 1 else None
+    return Block(blocks, parts.pop()) if len(parts) == 1 else None
 
 
 def _inner_compiler(hook: Hook) -> Callable[..., Any]:
@@ -92,9 +91,9 @@ def _compile(origin: Origin, traced: Traced) -> Any:
     traced = _without_cuda_graphs(runtime, traced)
     if traced.is_backward:
         return _compile_backward(origin, traced)
-    if origin.inside is not None and not traced.is_inference and not _saves_own_params(origin, traced):
-        origin.guard_identity()
-        origin.inside = None
+    if origin.block is not None and not traced.is_inference and not _saves_own_params(origin, traced):
+        origin.guard_identity()  # its backward can't tell the block by what it gets, so the graph is of this one alone
+        origin.block = None
     if runtime.plan.sharded:
         return _compile_in_windows(origin, traced)
     if runtime.plan.overlap_gather:
@@ -137,7 +136,7 @@ def _compile_whole(origin: Origin, traced: Traced) -> Any:
     runtime, gm = origin.runtime, traced.gm
     if runtime.config.backend == "aot_eager":
         return interpret(gm)
-    where = "" if origin.inside is None else f"{origin.inside}: "
+    where = "" if origin.block is None else f"{origin.block}: "
     log.info("%sInductor compiles a forward graph of %d operations", where, len(gm.graph.nodes))
     inputs = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
     return torch_private.compile_inner(gm, inputs, runtime.inductor_options, **traced.kwargs)
@@ -150,7 +149,7 @@ def _compile_as_schedule(origin: Origin, traced: Traced) -> Any:
         program = forward.program(args)
         outputs = program(args, runtime.streams)
         if isinstance(runtime.weights, WeightGather):
-            runtime.weights.has_run(program)
+            runtime.weights.note_forward(program)
         return outputs
 
     return torch_private.boxed(run)
@@ -168,10 +167,10 @@ def _compile_after_gathers(origin: Origin, traced: Traced) -> Any:
             return _compile_as_schedule(origin, traced)
         if not traced.is_inference:
             runtime.say_once(f"a forward graph waits for all gathers before it starts: {why}")
-    elif origin.inside is None:
+    elif origin.block is None:
         first = weights.waits.order.first_of(runtime.placed[name] for name in origin.names if name is not None)
     whole = _compile_whole(origin, traced)
-    if origin.inside is not None:  # `ForwardWaits.block` runs around it
+    if origin.block is not None:  # `ForwardWaits.block` runs around it
         return whole
     gather = weakref.proxy(weights)  # Dynamo keeps `run`, see `make_backend`
 

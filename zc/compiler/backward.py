@@ -26,7 +26,7 @@ class _Variant(NamedTuple):
 
 
 class CompiledBackward(CompiledGraph):
-    """Its programs, by block and variant."""
+    """A backward graph, with its programs by member and variant."""
 
     def __init__(self, origin: Origin, traced: Traced) -> None:
         super().__init__(origin, traced, weights=origin.runtime.plan.sharded_names)
@@ -37,15 +37,20 @@ class CompiledBackward(CompiledGraph):
         self.get(self.traced_for, self._variant(frozenset(), keeps_graph=False))  # while Dynamo's context is open
 
     def program(self, args: Sequence[Any]) -> Program:
-        """The one for the backward that runs now. A gradient that autograd has to see or to sum leaves the graph as
-        PyTorch has it, and comes back, if at all, through the parameter's own hook. So do all of them where the block
-        can't be told, since hooks on saved tensors have put copies in place of its parameters; stage 3 reads these
-        copies. And so may any other gradient: a block has at most `MAX_PROGRAMS`, and the two last ones are for all
-        further sets."""
+        """The program for the backward that runs now.
+
+        Some gradients leave the graph as PyTorch has them, and come back, if at all, through the parameter's own hook:
+
+        - those that autograd has to see, or to sum with others of the parameter;
+        - all, where the block can't be told, since hooks on saved tensors have put copies in place of its parameters.
+          Stage 3 reads these copies;
+        - all, where the block has programs for `MAX_PROGRAMS` - 2 other sets of such gradients: the two last programs
+          are for all further sets.
+        """
         runtime, every = self.runtime, frozenset(self.written)
         keeps_graph = self._has_donated and torch_private.keeps_graph()
         member = None
-        if self.inside is not None:
+        if self.block is not None:
             member = self.member_of(args)
             if member is None:
                 return self.get(None, self._variant(every, keeps_graph))
@@ -77,7 +82,7 @@ class CompiledBackward(CompiledGraph):
             for node in graph.find_nodes(op="placeholder"):
                 node.meta["donated"] = False
         plan = runtime.plan if variant.reduces else runtime.plan.microbatch()
-        return self._built(graph, plan, runtime.passes)
+        return self._run_passes(graph, plan, runtime.backward_passes)
 
 
 def _grad_of(graph: fx.Graph, origin: Origin) -> tuple[str | None, ...]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
+from zc.engine.forward_waits import Places
 from zc.planning.blocks import BlockKind, block_of, split_name
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Member:
+class Block:
     """One block of a compiled model."""
 
     blocks: Blocks
@@ -81,7 +82,6 @@ class Member:
         return name if path is None else f"{member}.{path}"
 
 
-Places = Sequence[tuple[dict[str, Any], str, nn.Parameter]]
 Context = Callable[[Places], contextlib.AbstractContextManager[None]]
 
 

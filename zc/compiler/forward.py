@@ -14,7 +14,7 @@ from zc.passes.pipeline import scheduling
 
 
 class CompiledForward(CompiledGraph):
-    """One program per block."""
+    """A forward graph, with one program for each member."""
 
     def __init__(self, origin: Origin, traced: Traced) -> None:
         plan = origin.runtime.plan
@@ -23,11 +23,11 @@ class CompiledForward(CompiledGraph):
 
     def program(self, args: Sequence[Any]) -> Program:
         """The one for the block whose parameters are among ``args``."""
-        if self.inside is None:
+        if self.block is None:
             return self.get(None, None)
         member = self.member_of(args)
         if member is None:
-            raise ZcError(f"a forward of a block like {self.inside.name} got parameters of several blocks")
+            raise ZcError(f"a forward of a block like {self.block.name} got parameters of several blocks")
         return self.get(member, None)
 
     @property
@@ -38,4 +38,4 @@ class CompiledForward(CompiledGraph):
         plan = self.runtime.plan
         cut = window_weights.PASS if plan.sharded else cut_forward.PASS
         passes = scheduling(cut, outline_segments.PASS, prove=self.runtime.config.verify)
-        return self._built(self._copy_for(member), plan, passes)
+        return self._run_passes(self._copy_for(member), plan, passes)

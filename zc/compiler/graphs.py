@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from torch import fx
 
 from zc import torch_private
-from zc.compiler.blocks import Member
-from zc.compiler.segments import segment_compiler
+from zc.compiler.blocks import Block
+from zc.compiler.segments import compile_segment
 from zc.engine.program import Program, build
 from zc.errors import PassError
 from zc.passes import verify
@@ -59,12 +60,12 @@ def as_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: dict[st
 @dataclass
 class Origin:
     """The graph of Dynamo's that AOTAutograd has made a forward and a backward of. ``names``: of the parameters among
-    its inputs. ``inside``: the block that it was traced for; None: it belongs to the very parameters that it is guarded
+    its inputs. ``block``: the one that it was traced for; None: it belongs to the very parameters that it is guarded
     by."""
 
     runtime: Runtime
     names: Sequence[str | None]
-    inside: Member | None
+    block: Block | None
     guard_identity: Callable[[], None]
 
     def name_of(self, node: fx.Node) -> str | None:
@@ -78,7 +79,7 @@ class Origin:
 
     def is_of_block(self, node: fx.Node) -> bool:
         """Whether an input is a parameter of the block."""
-        return self.inside is not None and self.inside.path(self.name_of(node)) is not None
+        return self.block is not None and self.block.path(self.name_of(node)) is not None
 
 
 class CompiledGraph(ABC):
@@ -86,16 +87,15 @@ class CompiledGraph(ABC):
     gets that schedule, moved to its own buckets and proved again there. ``weights``: the parameters whose reads the
     schedule knows.
 
-    The runtime owns the programs, in `owned`, since Dynamo keeps this object. A *variant* is what the programs of one
-    block differ in.
+    The runtime owns the programs, in `owned`, since Dynamo keeps this object. A *member* is the name of a block of one
+    kind (`zc.planning.blocks`). A *variant* is what the programs of one member differ in.
     """
 
     def __init__(self, origin: Origin, traced: Traced, weights: Collection[str]) -> None:
-        self.runtime, self.inside = origin.runtime, origin.inside
+        self.runtime, self.block = origin.runtime, origin.block
         self._kind = "backward" if traced.is_backward else "forward"
-        self._compile_segment = segment_compiler(
-            self.runtime, traced.kwargs, self.inside, is_backward=traced.is_backward
-        )
+        kwargs = {**traced.kwargs, "is_backward": traced.is_backward}
+        self._compile_segment = partial(compile_segment, self.runtime, kwargs, self.block)
         self.graph = copy_graph(traced.gm.graph)
         self.graph.owning_module = traced.gm
         self.params = mark_weights(self.graph, origin, weights)  # that its schedules name
@@ -110,24 +110,24 @@ class CompiledGraph(ABC):
 
     @abstractmethod
     def build(self, member: str | None, variant: Any) -> Program:
-        """The program that the passes make for a block; None: for the graph as it was traced."""
+        """The program that the passes make for a member; None: for the graph as it was traced."""
 
     @property
     def traced_for(self) -> str | None:
-        """The block that the graph was traced for; None: it is of no block."""
-        return None if self.inside is None else self.inside.name
+        """The member that the graph was traced for; None: it is of no block."""
+        return None if self.block is None else self.block.name
 
     def name_in(self, member: str | None, name: str) -> str:
-        """The name of the parameter of a block that stands for one of the graph's; None: of the graph's own block."""
-        return name if self.inside is None or member is None else self.inside.in_block(name, member)
+        """The name of a member's parameter that stands for one of the graph's; None: of the graph's own block."""
+        return name if self.block is None or member is None else self.block.in_block(name, member)
 
     def member_of(self, args: Sequence[Any]) -> str | None:
-        """The block whose parameters are among ``args``; None: of none, or of several."""
-        assert self.inside is not None
-        return self.inside.blocks.member_of([args[position] for position in self._own_inputs])
+        """The member whose parameters are among ``args``; None: of none, or of several."""
+        assert self.block is not None
+        return self.block.blocks.member_of([args[position] for position in self._own_inputs])
 
     def num_variants(self, member: str | None) -> int:
-        return sum(block == member for block, _ in self._programs)
+        return sum(other == member for other, _ in self._programs)
 
     def has(self, member: str | None, variant: Hashable) -> bool:
         return (member, variant) in self._programs
@@ -139,10 +139,10 @@ class CompiledGraph(ABC):
         return program
 
     def _make(self, member: str | None, variant: Hashable) -> Program:
-        if member is None or self.inside is None:
+        if member is None or self.block is None:
             return self._add(self.build(member, variant))
-        for (block, of), template in list(self._templates.items()):
-            moved = self._moved(template, block, member) if of == variant else None
+        for (source, of), template in list(self._templates.items()):
+            moved = self._moved(template, source, member) if of == variant else None
             if moved is not None:
                 return self._add(moved)
         template = self._add(self.build(member, variant))
@@ -155,16 +155,16 @@ class CompiledGraph(ABC):
         self.owned.append(program)
         return program
 
-    def _moved(self, template: Program, block: str, member: str) -> Program | None:
-        """The schedule of ``block``, moved to ``member``, with the same compiled segments. None: the places of their
-        parameters differ by more than a shift."""
-        assert self.inside is not None
-        in_block = self.inside.in_block
-        names = {in_block(name, block): in_block(name, member) for name in self.params}
+    def _moved(self, template: Program, source: str, member: str) -> Program | None:
+        """The schedule of member ``source``, moved to ``member``, with the same compiled segments. None: the places of
+        their parameters differ by more than a shift."""
+        assert self.block is not None
+        in_block = self.block.in_block
+        names = {in_block(name, source): in_block(name, member) for name in self.params}
         moves = shifts(template.plan, names)
         if moves is None:
             return None
-        turn = self.inside.blocks.num_after(member) * template.num_writes  # buckets that pass through the ring before
+        turn = self.block.blocks.num_after(member) * template.num_writes  # buckets that pass through the ring before
         graph = rebased(template.graph, template.plan, names, moves, turn)
         if any(record.name == verify.PASS.name for record in template.records):
             verify.verify(graph, template.plan)
@@ -173,13 +173,13 @@ class CompiledGraph(ABC):
         return Program(name, graph, template.plan, run, operations, records, block=member, like=template)
 
     def _copy_for(self, member: str | None) -> fx.Graph:
-        """A copy of the graph whose inputs name the weights that a block reads: sharded ones by ``meta["weight"]``, the
-        others by ``meta["buffer"]``."""
+        """A copy of the graph whose inputs name the weights that a member reads: ``meta["weight"]`` those that are
+        sharded, ``meta["buffer"]`` the others."""
         graph, plan = copy_graph(self.graph), self.runtime.plan
         where = plan.slot_of()
         for node in graph.nodes:
             name = node.meta.pop("param", None)
-            if name is None or (self.inside is not None and member is None):
+            if name is None or (self.block is not None and member is None):
                 continue
             place = where[self.name_in(member, name)]
             if plan.is_sharded(plan.bucket(place[0])):
@@ -188,20 +188,20 @@ class CompiledGraph(ABC):
                 node.meta["buffer"] = plan.weights_buffer(place[0])
         return graph
 
-    def _built(self, graph: fx.Graph, plan: Plan, passes: Sequence[Pass]) -> Program:
+    def _run_passes(self, graph: fx.Graph, plan: Plan, passes: Sequence[Pass]) -> Program:
         runtime = self.runtime
         name, dump_dir = f"{self._kind}_{len(self.owned)}", runtime.config.dump_dir
-        return build(graph, plan, passes, runtime.bind, self._compile_segment, name=name, dump_dir=dump_dir)
+        return build(graph, plan, passes, runtime.operations(), self._compile_segment, name=name, dump_dir=dump_dir)
 
 
 def own_inputs(graph: fx.Graph, origin: Origin) -> list[int]:
     """Positions among a graph's inputs of its block's parameters in buckets."""
-    if origin.inside is None:
+    if origin.block is None:
         return []
     placeholders = graph.find_nodes(op="placeholder")
     positions = [k for k, node in enumerate(placeholders) if origin.is_of_block(node)]
     if not positions:
-        raise PassError(f"a graph of block {origin.inside.name} gets none of its parameters")
+        raise PassError(f"a graph of block {origin.block.name} gets none of its parameters")
     return positions
 
 

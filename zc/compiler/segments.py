@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +12,14 @@ from zc import torch_private
 from zc.log import log
 
 if TYPE_CHECKING:
-    from zc.compiler.blocks import Member
+    from zc.compiler.blocks import Block
     from zc.engine.core import Core
     from zc.engine.program import Segment
 
 
 def interpret(gm: fx.GraphModule) -> Segment:
+    """Runs the graph op by op."""
+
     def run(args: list[Any]) -> Any:
         inputs = list(args)
         args.clear()
@@ -28,30 +28,24 @@ def interpret(gm: fx.GraphModule) -> Segment:
     return torch_private.boxed(run)
 
 
-def segment_compiler(
-    core: Core, kwargs: dict[str, Any], inside: Member | None = None, *, is_backward: bool
-) -> Callable[[fx.GraphModule], Segment]:
-    """``inside``: the block that the graph is of, for the log."""
-    if core.config.backend == "aot_eager":
-        return interpret
-    return partial(compile_segment, core, {**kwargs, "is_backward": is_backward}, inside=inside)
-
-
-def compile_segment(core: Core, kwargs: dict[str, Any], gm: fx.GraphModule, inside: Member | None = None) -> Segment:
-    """Compiles one segment with Inductor. Layers of one shape have identical segments, which are compiled once for each
-    global state that Dynamo guards on: under another one Inductor may choose other kernels.
+def compile_segment(core: Core, kwargs: dict[str, Any], block: Block | None, gm: fx.GraphModule) -> Segment:
+    """Compiles one segment with Inductor, or with backend="aot_eager" runs it op by op. Layers of one shape have
+    identical segments, which are compiled once for each global state that Dynamo guards on: under another one Inductor
+    may choose other kernels. ``block``: that of the segment, for the log.
 
     Relies on ``compile_fx_inner(gm, example_inputs, **kwargs)``; on its returning a boxed callable; and on
     ``output.meta["user_visible_output_idxs"]`` and ``["original_output_strides"]``, by which Inductor keeps the strides
     that the next segment was traced with (2.11 to 2.15).
     """
+    if core.config.backend == "aot_eager":
+        return interpret(gm)
     key = canonical_key(gm)
     for is_same_state, segment in core.compiled_segments.get(key, ()) if key is not None else ():
         if is_same_state():
             return segment
     log.info(
         "%sInductor compiles segment %d, of %d operations (%s)",
-        "" if inside is None else f"{inside}: ",
+        "" if block is None else f"{block}: ",
         len(core.compiled_segments),
         len(gm.graph.nodes),
         "backward" if kwargs["is_backward"] else "forward",

@@ -192,7 +192,7 @@ class Absent:
         # weak: `_OWNERS` keeps this object as long as any of its parameters lives
         self._params: list[weakref.ref[nn.Parameter]] = []
 
-    def leave(self, params: Iterable[nn.Parameter]) -> None:
+    def add(self, params: Iterable[nn.Parameter]) -> None:
         """From now on a read of these parameters is refused or gathers their bytes. Skips empty parameters."""
         for param in params:
             if type(param) is nn.Parameter and param.numel() > 0:

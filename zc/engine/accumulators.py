@@ -1,4 +1,4 @@
-"""The state of one rank's accumulators, and counts of what the operations of schedules do.
+"""What the operations of schedules work on: one rank's tensors and ranks, and what each accumulator holds.
 
 Accumulators know whether they are empty: the first write after zero_grad overwrites, it does not add, so that nothing
 has to be zeroed. One bucket goes through these states, `Acc`::
@@ -47,17 +47,17 @@ class Acc(enum.Enum):
 
 
 class Accumulators:
-    """What `zc.engine.operations` work on: one rank's buffers and group, and the state of each bucket.
+    """The first argument of each function in `zc.engine.operations`, also of those that move weights.
 
     Threads: every operation runs on the thread of its stream. That of the main stream is the one that issues schedules:
     autograd's during a backward, the caller's otherwise.
     """
 
-    def __init__(self, plan: Plan, buffers: Buffers, group: Group) -> None:
-        self.plan, self.buffers = plan, buffers
-        # the ranks that have the shards of one whole; those that have the same shard
-        self.group, self.replicas = group.shard, group.replicas
-        # Only the streams of communication use these two.
+    def __init__(self, buffers: Buffers, group: Group) -> None:
+        self.buffers, plan = buffers, buffers.plan
+        # the ranks that share one whole, each with its shard; those that have the same shard
+        self.sharers, self.replicas = group.shard, group.replicas
+        # The streams of communication use these two; the issuing thread does when it has joined them.
         self.codes: dict[tuple[str, int], Code] = {}  # of what travels encoded, by use and bucket
         self.places: dict[str, dict[int, bytes]] = {}  # by buffer: where the other ranks' is
         # The entries of one bucket belong to the operations on its accumulator, which the schedule orders. The issuing
@@ -72,14 +72,19 @@ class Accumulators:
         # The copy stream counts, and the issuing thread resets when it has joined it.
         self.nbytes_moved = {"to_host": 0, "to_device": 0}  # over the bus, by this rank, since the last update
         # Only the issuing thread uses the rest.
-        self.touched = [[False] * len(b.slots) for b in plan.buckets]  # since zero_grad: has a gradient on this rank
+        # by bucket and slot: this rank has had a gradient since zero_grad; from the boundary on, any rank has
+        self.touched = [[False] * len(b.slots) for b in plan.buckets]
+        # what `deposit` and `take_weights` call: `Runtime` and `ShardedWeights` put their own functions here
         self.on_deposit: Callable[[int, int, Tensor], None] = lambda bucket, slot, grad: None
-        self.on_take: Callable[[Sequence[tuple[int, int]]], list[Tensor]] = lambda places: []  # stage 3
+        self.on_take: Callable[[Sequence[tuple[int, int]]], list[Tensor]] = lambda places: []
 
-    def grow(self, plan: Plan) -> None:
-        """Takes in ``plan``, whose first buckets are the present ones."""
-        added = plan.buckets[len(self.plan.buckets) :]
-        self.plan = plan
+    @property
+    def plan(self) -> Plan:
+        return self.buffers.plan
+
+    def grow(self) -> None:
+        """The plan has more buckets now; the first ones are those of before."""
+        added = self.plan.buckets[len(self.state) :]
         self.state += [Acc.EMPTY] * len(added)
         self.touched += [[False] * len(b.slots) for b in added]
         self.landed += [False] * len(added)
@@ -125,7 +130,7 @@ class Accumulators:
         """By rank, where its shard of the weights lies (stage 3). Waits until all of them may be read."""
         name = f"weight[{bucket}]"
         if name not in self.places:
-            self.places[name] = self.group.await_full(GATHER, bucket)
+            self.places[name] = self.sharers.await_full(GATHER, bucket)
         return self.places[name]
 
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
@@ -145,7 +150,7 @@ class Accumulators:
     def drop(self, bucket: int, slot: int, *, set_to_none: bool) -> None:
         """One parameter's gradient becomes zeros in the accumulators, and in what was moved aside. It still counts as a
         gradient, unless ``set_to_none``."""
-        record, rank = self.plan.buckets[bucket], self.group.rank
+        record, rank = self.plan.buckets[bucket], self.sharers.rank
         self.touched[bucket][slot] = self.touched[bucket][slot] and not set_to_none
         inside, _ = record.layout.shard_part(record.slots[slot], rank)
         accs = [tensors[bucket] for tensors in (self.buffers.host, self.buffers.acc) if tensors]

@@ -11,15 +11,17 @@ those of the compiled graph that begins it, or those of the last backward that b
 - *Proposals differ* (other tasks, other branches, a graph broken on one rank alone): this backward reduces nothing.
 
 Gradients beyond the agreed order are reduced later. Stage 1 adds them to the partial sum in its accumulator, which the
-boundary reduces. The ring of stage 2 has no room for a sum: whole gradients are deposited, by reference, and reduced in
-plan order at the end of the backward, or at the boundary if ranks have different numbers of backwards.
+boundary reduces. The ring of stage 2 has no room for a sum, so whole gradients are deposited, by reference. They are
+reduced in plan order at the end of the backward; if ranks have different numbers of backwards, at the boundary.
 
-**A backward ends.** A parameter that only another rank used gets its ``.grad`` too, as in DDP with
-find_unused_parameters, so that stock clipping sums the same gradients everywhere. Ranks skip this exchange if all of
-them said at the beginning that their compiled graphs bring the gradients of all parameters. Outside of no_sync a rank
-waits until all ranks are at such an end or at the boundary: they may reach it after different numbers of microbatches.
+**A backward ends.** Ranks exchange which parameters have a gradient. One that only another rank used gets its
+``.grad``, too, as in DDP with find_unused_parameters: stock clipping sums the same gradients everywhere. Ranks skip
+this exchange if all of them said at the beginning that their compiled graphs bring the gradients of all parameters.
+Outside of no_sync a rank waits until all ranks are at such an end or at the boundary: they may reach it after different
+numbers of microbatches.
 
-**The boundary** is the point before an update. A rank that is early answers the backwards that others still have.
+**The boundary** is the point before an update, at the end of its last microbatch. A rank that is early answers the
+backwards that others still have.
 
 The k-th announcement on one rank matches the k-th on every other, so between two of the user's collectives all ranks
 make equally many. An announcement is asynchronous: ranks read its answer right before the first reduction. All ranks
@@ -75,8 +77,8 @@ class Announcements:
     """The protocol of one compiled model. Only the thread that issues schedules uses it: autograd's in a backward, the
     caller's between two. The comm stream sees the `Announcement` of its backward alone."""
 
-    def __init__(self, plan: Plan, accs: Accumulators, group: Group) -> None:
-        self.plan, self._accs, self._group = plan, accs, group
+    def __init__(self, accs: Accumulators, group: Group) -> None:
+        self._accs, self._group, plan = accs, group, accs.plan
         self.has_grad = [[False] * len(b.slots) for b in plan.buckets]  # by bucket and slot: some rank has a gradient
         self._reduced = [[False] * len(b.slots) for b in plan.buckets]  # those that are in every rank's sums
         self._proposal: _Proposal | None = None  # of the backward that runs; None: none that reduces
@@ -89,17 +91,20 @@ class Announcements:
         self._in_sums: dict[int, tuple[int, int]] = {}
         self._waits: Waits = {"inside": [], "at its end": [], "at the boundary": []}
 
-    def grow(self, plan: Plan) -> None:
-        """Takes in ``plan``, whose first buckets are the present ones."""
+    @property
+    def plan(self) -> Plan:
+        return self._accs.plan
+
+    def grow(self) -> None:
+        """The plan has more buckets now; the first ones are those of before."""
         for flags in (self.has_grad, self._reduced):
-            flags += [[False] * len(b.slots) for b in plan.buckets[len(self.plan.buckets) :]]
-        self.plan = plan
+            flags += [[False] * len(b.slots) for b in self.plan.buckets[len(flags) :]]
         self._last_order.clear()
 
     # --- a backward ---
 
     @property
-    def is_open(self) -> bool:
+    def has_proposal(self) -> bool:
         """Whether a backward that reduces runs on this rank."""
         return self._proposal is not None
 

@@ -1,4 +1,4 @@
-"""The operations of one schedule: the table of operations, bound to one rank's accumulators, and compiled segments."""
+"""The operations of one schedule: the functions of the table, bound to one rank's accumulators, and its segments."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ class Operations:
     ``overrides`` replace entries of the table; these functions take no accumulators.
     """
 
-    def __init__(
-        self, accs: Accumulators, segments: Mapping[str, Segment], overrides: Mapping[type[Op], Function] | None = None
-    ) -> None:
-        self._accs, self._segments = accs, segments
+    def __init__(self, accs: Accumulators, overrides: Mapping[type[Op], Function] | None = None) -> None:
+        self._accs = accs
+        self.segments: dict[str, Segment] = {}  # by key; `zc.engine.program.build` compiles them
         for kind, function in TABLE.items():
             setattr(self, TARGETS[kind].__name__, MethodType(function, accs))
         for kind, function in (overrides or {}).items():
@@ -46,7 +45,7 @@ class Operations:
         self._replaced: list[tuple[str, bool, Function]] | None = None
 
     def segment(self, key: str, args: list[Any]) -> Sequence[Any]:
-        return self._segments[key](args)
+        return self.segments[key](args)
 
     def reducing_if(self, may_reduce: MayReduce) -> Operations:
         """These operations for one run, in which ranks reduce if they agree. In stage 1 the comm stream asks before
@@ -58,7 +57,7 @@ class Operations:
             self._replaced = [(TARGETS[kind].__name__, kind in starting, other) for kind, other in instead.items()]
         run = copy.copy(self)
         for name, starts, other in self._replaced:
-            choose = partial(_start_if, self._accs.plan) if starts else _if
+            choose = partial(_start_if_agreed, self._accs.plan) if starts else _if_agreed
             setattr(run, name, choose(may_reduce, getattr(self, name), other))
         return run
 
@@ -100,11 +99,11 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _if(may_reduce: MayReduce, operation: Function, other: Function) -> Function:
+def _if_agreed(may_reduce: MayReduce, operation: Function, other: Function) -> Function:
     return lambda *args, **kwargs: (operation if may_reduce() else other)(*args, **kwargs)
 
 
-def _start_if(plan: Plan, may_reduce: MayReduce, operation: Function, other: Function) -> Function:
+def _start_if_agreed(plan: Plan, may_reduce: MayReduce, operation: Function, other: Function) -> Function:
     def start(bucket: int, *buffers: str, among: str | None = None) -> Any:
         # a second level, a second reduction and the sending of encoded rows continue a reduction that has started
         is_first = not buffers[-1].startswith(("host_sum", "wire")) and (among is not None or not plan.sums_in_place)

@@ -7,7 +7,7 @@ values are the same, and a forward between two updates (an evaluation, perhaps o
 Rank 0 waits for other ranks at the boundary alone, until its messages have arrived: it may drop its model next, and
 gloo drops a message that the receiver has not asked for. It sends a copy, in host memory, to each of them. Its last
 message before an update is marked as the last. So ranks that call the model more often than rank 0 keep their buffers
-until the next update, and ranks that call it less often catch up at the boundary; DDP hangs in these cases. If rank 0
+until the next update. Ranks that call it less often catch up at the boundary. DDP hangs in both cases. If rank 0
 had no forward in an update, its data may have ended: then its buffers go to the ranks that have trained, and a rank
 without a forward keeps its own.
 

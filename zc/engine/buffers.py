@@ -44,7 +44,7 @@ from zc.planning.plan import FIRST_FROZEN, NUM_HOST_SUMS, Bucket, Level, Plan
 from zc.schedule.buffer import Buffer
 
 
-def fp32_shard(plan: Plan, bucket: Bucket) -> int:
+def numel_acc(plan: Plan, bucket: Bucket) -> int:
     """Elements of the accumulator of one bucket: P where gradients stay partial, S where they are sharded."""
     return bucket.layout.numel_shard if plan.placement.shards_gradients else bucket.numel
 
@@ -67,7 +67,7 @@ class Buffers:
         self.flat_param: list[Tensor] = []
         self.weight: list[Tensor] = []
         self.frozen: list[Tensor] = []
-        self.arena: list[Tensor] = []
+        self.arena: list[Tensor] = []  # the issuing thread makes and drops it, when no stream uses it
         self.whole: dict[int, Tensor] = {}  # [P] each, while a sharded bucket is gathered into memory of its own
         self.master_shard: list[Tensor] = []
         self.acc: list[Tensor] = []
@@ -153,7 +153,7 @@ class Buffers:
         if not self.ring.exists:
             self.ring.allocate()
         if self.acc and not self.acc[bucket.index].numel():
-            numel = fp32_shard(self.plan, bucket)
+            numel = numel_acc(self.plan, bucket)
             self.acc[bucket.index] = empty(numel, bucket.acc_dtype, bucket.device)
             self.cuts.pop(bucket.index, None)
 
@@ -326,7 +326,7 @@ class Buffers:
         and freed, so their sizes are computed; the others are measured."""
         own = [self.has_own_master(b) for b in self.plan.buckets]
         masters = [m for m, is_own in zip(self.master_shard, own, strict=True) if is_own]
-        acc = sum(fp32_shard(self.plan, b) * b.acc_dtype.itemsize for b in self.plan.buckets) if self.acc else 0
+        acc = sum(numel_acc(self.plan, b) * b.acc_dtype.itemsize for b in self.plan.buckets) if self.acc else 0
         flat_grad, recv, host_sum, wire = self.ring.nbytes()
         sizes = {
             "flat_param": _nbytes(self.flat_param),

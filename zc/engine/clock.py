@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import record_function
 
+from zc import torch_private
 from zc.machine import resident_nbytes
 
 SETTLE = 2  # steps after a compilation that are not clocked
@@ -53,6 +54,11 @@ class Clock:
         self._memory: list[tuple[Any, int]] = []
         self._phases: list[tuple[str, Any]] = []
         self._exposed_s: float | None = None
+
+    @property
+    def needs_names(self) -> bool:
+        """Whether schedules run with the names of their operations: for a clocked step or a profiler."""
+        return self.is_on or torch_private.is_profiling()
 
     def end_step(self, num_graphs: int, exposed_s: float | None = None) -> None:
         """Called between two updates."""

@@ -1,6 +1,7 @@
 """What all parts of a compiled model share on one rank: its plan, its memory, its streams, its ranks, and its notes.
 
-A part that needs no more than this takes a `Core`. What knows the state of a backward or an update is the `Runtime`.
+There is one object of it for each compiled model, and that is a `Runtime` (`zc.engine.runtime`), which adds the state
+of backwards and updates. Code that needs no such state takes a `Core`, so that it can't depend on it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, fx, nn
 
-from zc import torch_private
 from zc.engine.accumulators import Accumulators
 from zc.engine.binding import Operations
 from zc.engine.buffers import Buffers
@@ -23,7 +22,8 @@ from zc.engine.program import Program, build
 from zc.engine.streams import Streams
 from zc.engine.unset import Unset
 from zc.passes.pipeline import pipeline, scheduling
-from zc.planning.plan import Plan
+from zc.planning.layout import Slot
+from zc.planning.plan import MOVED, Bucket, Plan
 from zc.ranks.group import Group
 
 if TYPE_CHECKING:
@@ -52,42 +52,47 @@ class Listener:
 
 
 class Core:
-    """Made by `zc.compile`; `zc.recompile` gives it a larger plan."""
+    """Made by `zc.compile`; `zc.recompile` gives its `buffers` a larger plan."""
 
     def __init__(
         self,
         config: Config,
-        plan: Plan,
         buffers: Buffers,
         group: Group,
         streams: Streams,
         params: dict[str, nn.Parameter],
     ) -> None:
-        self.config, self.plan, self.buffers, self.group, self.streams = config, plan, buffers, group, streams
+        self.config, self.buffers, self.group, self.streams = config, buffers, group, streams
         # it refers to the tensors, so they live until the streams are recorded
         weakref.finalize(buffers, streams.record_streams, buffers.all_tensors).atexit = False
-        # parameters by name: those that train; those in a bucket, which may be frozen if their weights are sharded; and
-        # those that do not train. One of the last that requires a gradient later needs zc.recompile
-        self.params, self.placed = params, dict(params)
-        self.frozen: dict[str, nn.Parameter] = {}
+        # Parameters by name. One of `frozen` that requires a gradient later needs zc.recompile.
+        self.params = params  # those that train
+        self.frozen: dict[str, nn.Parameter] = {}  # all others
+        self.placed = dict(params)  # those in a bucket: `params`, and of `frozen` those whose weights are sharded
         self.unset = Unset()  # parameters of a model from meta that have no value yet
         self.sharded_grads: dict[str, Tensor] = {}  # the .grad of each of params while it has a gradient
-        self.accumulators = Accumulators(plan, buffers, group)
-        self.bind = partial(Operations, self.accumulators)  # for `zc.engine.program.build`
+        self.accumulators = Accumulators(buffers, group)
         self.inductor_options = config.inductor_options
-        self.passes = pipeline(in_place=config.write_in_place, prove=config.verify, windows=bool(plan.sharded))
+        # they make a schedule of a backward graph
+        self.backward_passes = pipeline(
+            in_place=config.write_in_place, prove=config.verify, windows=bool(self.plan.sharded)
+        )
         self.programs: list[Program] = []  # of compiled backward graphs, for explain
         self.forwards: list[Program] = []  # of compiled forward graphs that are schedules
         # by canonical text: each with the check of the global state that it was compiled under
         self.compiled_segments: dict[str, list[tuple[Callable[[], bool], Segment]]] = {}
         self.ledger = Ledger()
-        self.ledger.breaks_before = torch_private.graph_breaks()
         self.notes: list[str] = []  # fallbacks, and other things worth knowing, each once
         self._unsaid: list[tuple[int, str]] = []  # on ranks above 0: with the number of the update
-        self.is_boundary = True  # False inside no_sync
+        self.is_boundary = True  # False inside no_sync: this microbatch is not the last before an update
+
+    @property
+    def plan(self) -> Plan:
+        return self.buffers.plan
 
     @property
     def current_plan(self) -> Plan:
+        """What schedules of the present microbatch follow."""
         return self.plan if self.is_boundary else self.plan.microbatch()
 
     def build(
@@ -99,9 +104,24 @@ class Core:
         overrides: Mapping[type[Op], Function] | None = None,
     ) -> Program:
         """A program that has no segments, such as an update: its graph through ``passes``, and on streams.
-        ``overrides``: operations in place of the table's (`zc.engine.binding`)."""
-        bind = partial(self.bind, overrides=overrides)
-        return build(graph, plan, scheduling(*passes, prove=self.config.verify), bind, name=name)
+        ``overrides``: functions in place of those of `zc.engine.operations`."""
+        stages = scheduling(*passes, prove=self.config.verify)
+        return build(graph, plan, stages, self.operations(overrides), name=name)
+
+    @property
+    def sharded_buckets(self) -> list[int]:
+        """The buckets whose weights are sharded."""
+        return [bucket.index for bucket in self.plan.sharded]
+
+    def params_in(self, bucket: Bucket) -> Iterator[tuple[Slot, nn.Parameter]]:
+        """The parameters that lie in a bucket, without those that have moved to another one."""
+        for slot in bucket.slots:
+            if slot.name != MOVED:
+                yield slot, self.placed[slot.name]
+
+    def operations(self, overrides: Mapping[type[Op], Function] | None = None) -> Operations:
+        """What one schedule calls: it works on this rank's accumulators."""
+        return Operations(self.accumulators, overrides)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

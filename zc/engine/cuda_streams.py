@@ -21,8 +21,8 @@ class CudaStreams:
     """The main stream is the current stream where the schedule runs, for instance in autograd's device thread. Others
     are made when first used. Only comm has high priority, so that a reduction's kernels do not queue behind compute.
 
-    Side streams need no record_stream. Memory that crosses streams lives as long as the plan, or the main stream makes
-    it before others use it and drops it after it has joined them (`zc.engine.buffers`), or the schedule has a
+    Side streams need no record_stream for memory that crosses streams. It lives as long as the plan; or the main stream
+    makes it before others use it, and drops it after it has joined them (`zc.engine.buffers`); or the schedule has a
     ``release`` for it. `hand_to_main` calls record_stream when the main stream differs from the allocating one, for
     example if a forward and its backward run on different streams. There is one event object per name: a wait captures
     the record before it, so recording the event again later is safe.
@@ -33,6 +33,8 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.clock = device, Clock(device)
+        # Only the issuing thread changes these three. The garbage collector reads the streams in any thread
+        # (`record_streams`), by copying them in one step.
         self._sides: dict[str, torch.cuda.Stream] = {}
         self._events: dict[str, torch.cuda.Event] = {}
         self._last_main: torch.cuda.Stream | None = None

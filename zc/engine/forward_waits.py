@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from zc import torch_private
-from zc.engine.of_core import OfCore
+from zc.engine.part import Part
 from zc.planning.blocks import block_of, split_name
 from zc.planning.plan import MOVED, Plan
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MAX_LATE = 3  # forwards in which Dynamo compiles one frame while weights are on their way
 
-Places = Sequence[tuple[dict[str, Any], str, nn.Parameter]]
+Places = Sequence[tuple[dict[str, Any], str, nn.Parameter]]  # of parameters: a module's dict, the key in it, its value
 
 
 class GatherOrder:
@@ -63,7 +63,7 @@ class GatherOrder:
         return bucket
 
 
-class ForwardWaits(OfCore):
+class ForwardWaits(Part):
     """The forwards of one model on one rank. ``gather`` has this object."""
 
     def __init__(self, core: Core, gather: WeightGather) -> None:
@@ -115,14 +115,14 @@ class ForwardWaits(OfCore):
             self._num_blocks -= 1
         self._reach(order.before_next_block(first))
 
-    def is_compiled(self, names: Iterable[str | None]) -> None:
+    def note_graph(self, names: Iterable[str | None]) -> None:
         """Dynamo has made a graph that reads these parameters. It finds them plain when it runs again."""
         core = self.core
         first = self.order.first_of(core.placed[name] for name in names if name in core.placed)
         if self._depth > 0 and first < self._reached:
             self._begin_with(first, f"code outside of blocks reads {core.plan.buckets[first].slots[0].name} early")
 
-    def weights_are_gathered(self) -> None:
+    def note_gathers(self) -> None:
         """An update launches gathers."""
         self._reached = len(self.core.plan.buckets)
 
@@ -138,9 +138,9 @@ class ForwardWaits(OfCore):
         self._late.clear()
         gather.watch()  # what a load has gathered
         self._reach(self._start)
-        if not gather.is_open:
+        if not gather.is_in_flight:
             return nullcontext()
-        thread = threading.get_ident()
+        thread = threading.get_ident()  # other threads may compile other models meanwhile
 
         def before() -> None:
             if threading.get_ident() == thread:
@@ -162,7 +162,7 @@ class ForwardWaits(OfCore):
     def _before_compiling(self) -> None:
         """Dynamo compiles a frame, in which it must find plain parameters. A frame that it compiles in forward after
         forward is guarded by the class of a parameter that it does not read, such as by its dtype."""
-        if not self._gather.is_open:
+        if not self._gather.is_in_flight:
             return
         self._gather.synchronize()
         if self._num_blocks == 0:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from zc import torch_private
 from zc.machine import num_page_faults
 from zc.planning.plan import Bucket
 
@@ -45,7 +46,7 @@ class Ledger:
         self.num_steps = 0
         self._faults_before = num_page_faults()
         self.graphs: list[str] = []  # Dynamo's id of each compiled graph: frame / compilation
-        self.breaks_before: dict[str, int] = {}  # graph breaks in this process before this model was compiled
+        self.breaks_before = torch_private.graph_breaks()  # in this process, before this model was compiled
         self._named: set[str] = set()
         self._updated: set[int] = set()  # optimizers, in this step
 

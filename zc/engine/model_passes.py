@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zc import torch_private
 from zc.engine.absent import Absent
-from zc.engine.of_core import OfCore, every_bucket, params_in
+from zc.engine.part import Part, weakly
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MANY_EVALUATED = 32
 
 
-class ModelPasses(OfCore):
+class ModelPasses(Part):
     """The passes of one model on one rank, a pass being a forward with its backward."""
 
     def __init__(self, core: Core, absent: Absent, whole: WholeParams, reads: ShardReads, uses: WeightUses) -> None:
@@ -51,9 +51,10 @@ class ModelPasses(OfCore):
         """Whether a forward of the model runs, or a backward."""
         return self._depth > 0 or torch_private.current_graph_task() != -1
 
-    def _begin(self, core: Core) -> None:
+    def _begin(self) -> None:
+        core = self.core
         self.end()
-        self._reads.open(core)
+        self._reads.open()
         number = self._num_passes if torch.is_grad_enabled() else -1
         self._num_evaluated = 0 if torch.is_grad_enabled() else self._num_evaluated + 1
         if self._num_evaluated == MANY_EVALUATED:
@@ -77,16 +78,16 @@ class ModelPasses(OfCore):
         breaks = torch_private.graph_breaks()
         if is_outer:
             core.unset.check("a forward")
-            self._begin(core)
+            self._begin()
             if self.is_one_graph:
                 if self.may_break:
                     self._is_trial = True
-                    self._whole.make(every_bucket(core))
+                    self._whole.make(core.sharded_buckets)
                 self.absent.release()
         before, has_grad = set(self._whole.buckets), torch.is_grad_enabled()
         self._depth += 1
         try:
-            with self._watching_dynamo(core) if is_outer and self.is_one_graph else nullcontext():
+            with self._watching_dynamo() if is_outer and self.is_one_graph else nullcontext():
                 yield
         finally:
             self._depth -= 1
@@ -99,15 +100,16 @@ class ModelPasses(OfCore):
                     self.end()
                     self._whole.free(self._whole.buckets - before)
                     core.buffers.drop_arena()
-                self.leave(core)
+                self.make_absent()
 
-    def _watching_dynamo(self, core: Core) -> AbstractContextManager[None]:
+    def _watching_dynamo(self) -> AbstractContextManager[None]:
         """Inside, a frame that Dynamo compiles anew may leave code uncompiled, which reads parameters past any hook of
         ours. Ranks that read each other's memory have whole parameters first. Ranks that exchange messages must do so
         together, so they wait until Dynamo has broken the graph, as it does on all of them."""
         if self._is_trial:
             return nullcontext()
-        everything = set(every_bucket(core))
+        core = self.core
+        everything = set(core.sharded_buckets)
 
         def num_breaks() -> int:
             return sum(times for why, times in torch_private.graph_breaks().items() if why != torch_private.SKIPPED)
@@ -131,16 +133,10 @@ class ModelPasses(OfCore):
         """A backward through this output of the forward begins with `begin_backward`."""
         if not torch.is_grad_enabled() or self.is_exposed or not self.is_one_graph:
             return
-        reference = weakref.ref(self)
-
-        def begin(grad: Tensor) -> None:
-            alive = reference()
-            if alive is not None:
-                alive.begin_backward()
-
+        begin = weakly(self.begin_backward)
         for leaf in torch_private.tensors_in(output):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(begin)  # type: ignore[no-untyped-call]
+                leaf.register_hook(lambda _: begin())  # type: ignore[no-untyped-call]
 
     def begin_backward(self) -> None:
         """Code that is compiled may run again (activation checkpointing), and finds plain parameters."""
@@ -152,22 +148,22 @@ class ModelPasses(OfCore):
     def end_backward(self) -> None:
         self._task = -1
         if not self.is_exposed and self._depth == 0:
-            self.leave(self.core)
+            self.make_absent()
 
-    def leave(self, core: Core) -> None:
+    def make_absent(self) -> None:
         """No pass runs: parameters are absent."""
-        self.absent.leave(param for bucket in core.plan.sharded for _, param in params_in(core, bucket))
+        core = self.core
+        self.absent.add(param for bucket in core.plan.sharded for _, param in core.params_in(bucket))
 
     @contextmanager
     def named_plainly(self) -> Iterator[None]:
         """Inside, parameters are of their own class, for code that asks them for no element."""
-        core = self.core
         self.absent.release()
         try:
             yield
         finally:
             if not self.is_exposed and self._depth == 0:
-                self.leave(core)
+                self.make_absent()
 
     def end_update(self) -> None:
         """The weights are new."""

@@ -1,6 +1,7 @@
 """The function of each kind of node, in one table. `zc.schedule.spec` says what the kinds mean.
 
 Each function runs on the stream of its node, in the order of the schedule, which alone decides what runs when.
+``accs`` is this rank's state, ``bucket`` a number, and ``record`` the plan's `Bucket` of that number.
 `zc.engine.binding` binds the table to one rank's accumulators and to the segments of one schedule.
 
 Ranks that read each other's memory learn from a signal where the other ranks' buffers lie (`zc.ranks.neighbours`):
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from zc.engine import owners, wire
 from zc.engine import weight_operations as weights
-from zc.engine import wire
 from zc.engine.accumulators import Acc, Accumulators
 from zc.engine.memory_order import in_order
 from zc.engine.sums import sum_over_replicas, sum_rows
@@ -134,8 +135,8 @@ def launch_reduce(accs: Accumulators, bucket: int, dst: str, src: str, among: st
         sum_over_replicas(accs.replicas, received, sent, bucket)
         return None
     if accs.plan.reduce == "native":
-        return accs.group.reduce_scatter(received, sent, bucket)
-    return accs.group.of_level(level).all_to_all(received, sent, bucket)
+        return accs.sharers.reduce_scatter(received, sent, bucket)
+    return accs.sharers.of_level(level).all_to_all(received, sent, bucket)
 
 
 def wait_reduce(
@@ -167,7 +168,7 @@ def accumulate(accs: Accumulators, bucket: int, acc: str, src: str, among: str |
 
 
 def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
-    record, rank = accs.plan.buckets[bucket], accs.group.rank
+    record, rank = accs.plan.buckets[bucket], accs.sharers.rank
     sent, out, add = accs.buffers.named(src, record), accs.buffers.named(dst, record), accs.is_added_to(bucket)
     is_first = accs.plan.reduces_twice
     if not is_first:
@@ -179,7 +180,7 @@ def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
         else:
             add_rows(rows, out[start:stop], scale=1.0 / accs.plan.num_ranks, add=add)
 
-    accs.group.neighbours.rows(sent, *record.layout.host_range(rank), accs.places[src], use)  # one host: the shard
+    accs.sharers.neighbours.rows(sent, *record.layout.host_range(rank), accs.places[src], use)  # one host: the shard
     log.debug("bucket %d: all ranks' %s are reduced into %s", bucket, src, dst)
     if not is_first:
         accs.end_reduction(bucket, out)
@@ -188,32 +189,32 @@ def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
 # --- between ranks that read each other's memory ---
 
 
-def _exchange(buffer: str) -> str:
-    """The kind of exchange in which ranks read this buffer of each other."""
+def _kind_of_exchange(buffer: str) -> str:
+    """Why ranks read this buffer of each other."""
     return GATHER if Buffer.named(buffer).kind in ("flat_param", "gathered") else REDUCE
 
 
 def signal_full(accs: Accumulators, bucket: int, buffer: str) -> None:
-    record, kind = accs.plan.bucket(bucket), _exchange(buffer)
+    record, kind = accs.plan.bucket(bucket), _kind_of_exchange(buffer)
     if kind == REDUCE:
         sent = accs.buffers.named(buffer, record)
         accs.start_reduction(bucket, sent)
     else:
         log.debug("bucket %d: its weights are gathered", bucket)
-        sent = accs.buffers.flat_param[bucket][slice(*record.layout.host_range(accs.group.rank))]
-    accs.group.signal_full(kind, bucket, sent)
+        sent = accs.buffers.flat_param[bucket][slice(*record.layout.host_range(accs.sharers.rank))]
+    accs.sharers.signal_full(kind, bucket, sent)
 
 
 def await_full(accs: Accumulators, bucket: int, buffer: str) -> None:
-    accs.places[buffer] = accs.group.await_full(_exchange(buffer), bucket)
+    accs.places[buffer] = accs.sharers.await_full(_kind_of_exchange(buffer), bucket)
 
 
 def signal_free(accs: Accumulators, bucket: int, buffer: str) -> None:
-    accs.group.signal_free(_exchange(buffer), bucket)
+    accs.sharers.signal_free(_kind_of_exchange(buffer), bucket)
 
 
 def await_free(accs: Accumulators, bucket: int, buffer: str) -> None:
-    accs.group.await_free(_exchange(buffer), bucket)
+    accs.sharers.await_free(_kind_of_exchange(buffer), bucket)
 
 
 # --- host memory ---
@@ -255,7 +256,7 @@ TABLE: dict[type[Op], Function] = {
     spec.StageShard: stage_shard, spec.CopyToHost: copy_to_host, spec.CopyToDevice: copy_to_device,
     spec.EncodeUpdate: wire.encode_update, spec.ExchangeUpdates: wire.exchange_updates,
     spec.ApplyUpdate: wire.apply_update,
-    spec.Spread: weights.spread, spec.SpreadShards: weights.spread_shards, spec.GatherNet: weights.gather_net,
+    spec.Spread: owners.spread, spec.SpreadShards: owners.spread_shards, spec.GatherNet: weights.gather_net,
     spec.Gather: weights.gather, spec.Publish: weights.publish,
     spec.TakeWeights: weights.take_weights, spec.GatherWeights: weights.gather_weights,
     spec.ReadWeights: weights.read_weights, spec.FreeWeights: weights.free_weights,

@@ -36,7 +36,6 @@ weights may be read. Before it, any read waits for the buckets of the parameters
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,7 +45,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
 from zc.engine.forward_waits import ForwardWaits
-from zc.engine.of_core import OfCore, params_in
+from zc.engine.part import Part, weakly
 from zc.engine.pending import Pending, can_be_watched
 from zc.engine.program import Program
 from zc.passes import signal_peers
@@ -57,7 +56,6 @@ from zc.schedule.spec import ApplyUpdate, EncodeUpdate, ExchangeUpdates, Gather,
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
-
 
 
 def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
@@ -92,13 +90,14 @@ def publish_graph(plan: Plan, buckets: Iterable[int]) -> fx.Graph:
     return graph
 
 
-class WeightGather(OfCore):
+class WeightGather(Part):
     """The gathers of one model on one rank, and the waits for them."""
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._programs: dict[tuple[int, ...], Program] = {}
-        self._open: set[int] = set()  # buckets whose gathers may be in flight: the main stream has not waited for them
+        # by kind, "gather" or "publish", buckets, and whether it is an exact gather
+        self._programs: dict[tuple[str, tuple[int, ...], bool], Program] = {}
+        self._in_flight: set[int] = set()  # buckets for whose gathers the main stream has not waited
         self._pending = Pending(self._read)
         self.waits = ForwardWaits(core, self)
         self._num_sharing: dict[str, int] = {}  # by parameter: tensors that share its storage, when its bucket was made
@@ -111,12 +110,12 @@ class WeightGather(OfCore):
         return list(self._programs.values())
 
     @property
-    def is_open(self) -> bool:
+    def is_in_flight(self) -> bool:
         """Whether a gather may be in flight for which the main stream has not waited."""
-        return bool(self._open)
+        return bool(self._in_flight)
 
     def publish(self, buckets: Sequence[int], *, is_exact: bool = False) -> None:
-        """`fill`; a backward through a forward of before this fails."""
+        """Brings the new weights of ``buckets`` to all ranks (`fill`), and notes that (`published`)."""
         self.fill(buckets, is_exact=is_exact)
         self.published(buckets)
 
@@ -126,21 +125,21 @@ class WeightGather(OfCore):
         masters; with ``is_exact`` they become equal."""
         core = self.core
         if core.plan.overlap_gather:  # before the gathers are launched, since they have views of their own
-            self._unseen = self._why_unseen(core)
+            self._unseen = self._why_unseen()
         for index in buckets:
             bucket = core.plan.buckets[index]
             if bucket.has_master and (is_exact or not core.plan.gather_bits):
                 shard = core.buffers.owned(core.buffers.flat_param[index], bucket)
                 shard.copy_(core.buffers.master_shard[index].detach())
                 core.buffers.remember_shard(bucket)
-        self._gathers(tuple(buckets), is_exact=is_exact and core.plan.gather_bits > 0)([], core.streams)
+        self._gather(tuple(buckets), is_exact=is_exact and core.plan.gather_bits > 0)([], core.streams)
         if core.plan.overlap_gather:
-            self._open.update(buckets)
-            self.waits.weights_are_gathered()
+            self._in_flight.update(buckets)
+            self.waits.note_gathers()
 
     def published(self, buckets: Sequence[int]) -> None:
-        """A schedule has written the weights of ``buckets``, unseen by autograd. A backward through a forward from
-        before this step must fail, as in PyTorch."""
+        """A schedule has written the weights of ``buckets``, unseen by autograd. So their versions increase, and a
+        backward through a forward from before this step fails, as in PyTorch."""
         core = self.core
         slots = (slot for index in buckets for slot in core.plan.buckets[index].slots)
         torch.autograd.graph.increment_version([core.params[slot.name] for slot in slots])
@@ -158,23 +157,24 @@ class WeightGather(OfCore):
     def watch(self) -> None:
         """Called at the end of a step. From then on a read of a parameter waits for its gather. If zc could miss such a
         read, the step waits itself, and says so once."""
-        if not self._open:
+        if not self._in_flight:
             return
         core = self.core
         if self._unseen is None:
-            for bucket in self._open:
-                self._pending.leave(bucket, (param for _, param in params_in(core, core.plan.buckets[bucket])))
+            for bucket in self._in_flight:
+                self._pending.add(bucket, (param for _, param in core.params_in(core.plan.buckets[bucket])))
         else:
             core.say_once(f"overlap_gather: {self._unseen}: step() waits for the weights wherever that is so")
             self.synchronize()
 
-    def _why_unseen(self, core: Core) -> str | None:
+    def _why_unseen(self) -> str | None:
         """What may read new weights without zc noticing; None: nothing."""
-        others = sorted({type(p).__name__ for p in core.params.values() if not can_be_watched(p)})
+        params = self.core.params
+        others = sorted({type(p).__name__ for p in params.values() if not can_be_watched(p)})
         if others:
             return f"parameters of class {', '.join(others)} can't be watched"
         for name, num_sharing in self._num_sharing.items():
-            if torch_private.num_sharing(core.params[name]) > num_sharing:
+            if torch_private.num_sharing(params[name]) > num_sharing:
                 return (
                     f"something other than the parameter holds the memory of {name} (a view, p.data, p.detach() or an "
                     "array kept from before the step), and may be read unseen"
@@ -188,19 +188,19 @@ class WeightGather(OfCore):
     def arrive(self, first: int) -> None:
         """Makes the main stream wait for the gathers of bucket ``first`` and all later ones, which come before it. On
         CUDA the host does not wait."""
-        buckets = tuple(sorted((bucket for bucket in self._open if bucket >= first), reverse=True))
+        buckets = tuple(sorted((bucket for bucket in self._in_flight if bucket >= first), reverse=True))
         if buckets:
-            self._publishes(buckets)([], self.core.streams)
-            self._open.difference_update(buckets)
+            self._publish(buckets)([], self.core.streams)
+            self._in_flight.difference_update(buckets)
         self._pending.release(first)
 
     def synchronize(self) -> None:
         """Makes the main stream wait for all gathers."""
         self.arrive(0)
 
-    def has_run(self, forward: Program) -> None:
-        """A schedule of a forward has published every bucket of its plan. `zc.recompile` may have added more since."""
-        self._open.difference_update(range(len(forward.plan.buckets)))
+    def note_forward(self, forward: Program) -> None:
+        """A schedule of a forward has published all buckets of its plan. `zc.recompile` may have added more since."""
+        self._in_flight.difference_update(range(len(forward.plan.buckets)))
 
     def _read(self, params: Sequence[nn.Parameter]) -> None:
         """Somebody reads these parameters; without any, nobody knows which."""
@@ -215,14 +215,8 @@ class WeightGather(OfCore):
         """Installs hooks that wait before parameters are read outside of a compiled forward: by state_dict and
         load_state_dict of the model or of a submodule, and by modules that run eagerly. In a model with blocks these
         have no hook: Dynamo would compile each of them, which it leaves alone without overlap_gather."""
-        gather = weakref.ref(self)
-
-        def synchronize(*_: object) -> None:
-            alive = gather()
-            if alive is not None:
-                alive.synchronize()
-
-        wait = torch_private.only_eager(synchronize)
+        synchronize = weakly(self.synchronize)
+        wait = torch_private.only_eager(lambda *_: synchronize())
         for module in model.modules():
             if not self.core.plan.kinds:
                 self.hooks.append(module.register_forward_pre_hook(wait))
@@ -231,23 +225,23 @@ class WeightGather(OfCore):
                 module.register_load_state_dict_pre_hook(wait),  # type: ignore[no-untyped-call]
             ]
 
-    def _gathers(self, buckets: tuple[int, ...], *, is_exact: bool) -> Program:
+    def _gather(self, buckets: tuple[int, ...], *, is_exact: bool) -> Program:
         """The schedule that gathers these buckets."""
-        key = (*buckets, *((-2,) if is_exact else ()))
+        key = ("gather", buckets, is_exact)
         if key not in self._programs:
             plan = self.core.plan.exact_gathers() if is_exact else self.core.plan
-            self._programs[key] = self._built("gather", plan, gather_graph(plan, buckets))
+            self._programs[key] = self._build("gather", plan, gather_graph(plan, buckets))
         return self._programs[key]
 
-    def _publishes(self, buckets: tuple[int, ...]) -> Program:
+    def _publish(self, buckets: tuple[int, ...]) -> Program:
         """The schedule that waits for these buckets. They are all alike, and explain shows the first one."""
-        key = (-1, *buckets)
+        key = ("publish", buckets, False)
         if key not in self._programs:
-            first = next((program for k, program in self._programs.items() if k[:1] == (-1,)), None)
-            program = self._built("publish", self.core.plan, publish_graph(self.core.plan, buckets))
-            program.like, program.block = first, f"bucket{'s' * (len(buckets) > 1)} {', '.join(map(str, buckets))}"
+            program = self._build("publish", self.core.plan, publish_graph(self.core.plan, buckets))
+            program.like = next((first for (kind, *_), first in self._programs.items() if kind == "publish"), None)
+            program.block = f"bucket{'s' * (len(buckets) > 1)} {', '.join(map(str, buckets))}"
             self._programs[key] = program
         return self._programs[key]
 
-    def _built(self, kind: str, plan: Plan, graph: fx.Graph) -> Program:
+    def _build(self, kind: str, plan: Plan, graph: fx.Graph) -> Program:
         return self.core.build(graph, plan, signal_peers.PASS, name=f"{kind}_{len(self._programs)}")

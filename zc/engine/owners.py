@@ -14,6 +14,7 @@ from torch import Tensor
 from zc.ranks.journal import FROM_OWNERS, TO_OWNERS
 
 if TYPE_CHECKING:
+    from zc.engine.accumulators import Accumulators
     from zc.engine.buffers import Buffers
     from zc.planning.plan import Bucket, Plan
     from zc.ranks.group import Group
@@ -41,17 +42,23 @@ def gather_whole(plan: Plan, buffers: Buffers, group: Group, buckets: Sequence[i
     return {index: whole.cpu() if on_host else whole for index, whole in whole_grads.items()}
 
 
-def spread(buffers: Buffers, group: Group, bucket: Bucket) -> None:
+def spread(accs: Accumulators, bucket: int, buffer: str) -> None:
     """Sends this rank's updated weights to the ranks whose shards they lie in, and receives its own shard, all in
     flat_param and on the current stream."""
-    flat, layout = buffers.flat_param[bucket.index], bucket.layout
+    flat, layout, group = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket].layout, accs.sharers
     received, sent = _pieces(flat, 0, layout.of_shard(group.rank)), _pieces(flat, 0, layout.of_run(group.rank))
-    group.exchange(received, sent, FROM_OWNERS, bucket.index).wait()
+    group.exchange(received, sent, FROM_OWNERS, bucket).wait()
 
 
-def spread_shards(shard: Tensor, run: Tensor, group: Group, bucket: Bucket) -> None:
-    """The same in stage 3, where no rank has whole weights: from ``run``, what this rank has updated, into all ranks'
-    shards, its own being ``shard``."""
+def spread_shards(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
+    """The same in stage 3 with offload."""
+    record = accs.plan.buckets[bucket]
+    spread_run(accs.buffers.named(dst, record), accs.buffers.staged_run(src, record), accs.sharers, record)
+
+
+def spread_run(shard: Tensor, run: Tensor, group: Group, bucket: Bucket) -> None:
+    """In stage 3, where no rank has whole weights: from ``run``, the parameters that this rank has updated, into all
+    ranks' shards, its own being ``shard``."""
     layout = bucket.layout
     if group.world_size == 1:
         shard[: run.numel()] = run

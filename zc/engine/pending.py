@@ -1,6 +1,6 @@
 """Makes reads of parameters wait while their new values may still be in flight (overlap_gather).
 
-From ``optimizer.step()`` until the main stream has waited for its bucket, a parameter has a class whose
+From ``optimizer.step()`` until the main stream has waited for its bucket, a parameter has a class of zc's. Its
 ``__torch_function__`` waits, gives the parameter its own class back, and then calls the function. So ``p.norm()``, an
 average of the weights, a clamp or a copy right after the step sees the update, as without overlap. Functions that read
 no element (``p.grad``, ``p.shape``) do not wait. torch's lazy parameters change their class in the same way.
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zc import torch_private
 
+# of all models in this process; the thread that uses a model, or reads its parameters, changes its own entry
 _WAITING: weakref.WeakSet[Pending] = weakref.WeakSet()
 
 # functions that read no element of a parameter
@@ -97,7 +98,7 @@ class Pending:
         self._params: dict[int, list[nn.Parameter]] = {}
         weakref.finalize(self, _make_plain, self._params).atexit = False
 
-    def leave(self, bucket: int, params: Iterable[nn.Parameter]) -> None:
+    def add(self, bucket: int, params: Iterable[nn.Parameter]) -> None:
         """Makes reads of these parameters wait from now on. All must pass `can_be_watched`."""
         if bucket in self._params:
             return

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 from torch.profiler import record_function
 
-from zc import torch_private
 from zc.engine.streams import Streams
 from zc.passes.base import Pass
 from zc.passes.runner import PassRecord, run_passes
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 Segment = Callable[[list[Any]], Sequence[Any]]
 CompileSegment = Callable[[fx.GraphModule], Segment]
-Bind = Callable[[dict[str, Segment]], "Operations"]
 
 
 @dataclass
@@ -69,7 +67,7 @@ class Program:
         args.clear()  # the schedule frees each value at its last use; the caller's list must not keep it alive
         self.num_runs += 1
         operations = self.operations if may_reduce is None else self.operations.reducing_if(may_reduce)
-        if streams.clock.is_on or torch_private.is_profiling():
+        if streams.clock.needs_names:
             if self._named is None:
                 self._named = codegen.load(self.graph, self.plan)
             with record_function(f"zc {self.name}"):
@@ -83,20 +81,19 @@ def build(
     graph: fx.Graph,
     plan: Plan,
     passes: Sequence[Pass],
-    bind: Bind,
+    operations: Operations,
     compile_segment: CompileSegment | None = None,
     *,
     name: str,
     dump_dir: str | Path | None = None,
 ) -> Program:
-    """Takes ``graph`` through ``passes``, compiles its segments, and generates the Python that runs it. ``bind``
-    gives the segments' schedule its operations."""
+    """Takes ``graph`` through ``passes``, compiles its segments, and generates the Python that runs it.
+    ``operations`` get the segments, and are of this program alone."""
     scheduled, records = run_passes(graph, plan, passes, dump_dir=dump_dir, name=name)
-    segments: dict[str, Segment] = {}
     for node, op in ops_in(scheduled):
         if isinstance(op, spec.Segment):
             assert compile_segment is not None
-            segments[op.key] = compile_segment(node.meta["segment"])
+            operations.segments[op.key] = compile_segment(node.meta["segment"])
     if dump_dir is not None:
         (Path(dump_dir) / name / "schedule.py").write_text(codegen.generate(scheduled))
-    return Program(name, scheduled, plan, codegen.load(scheduled), bind(segments), records)
+    return Program(name, scheduled, plan, codegen.load(scheduled), operations, records)

@@ -15,7 +15,6 @@ updates this rank's shard, then calls `after_update`.
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,9 +30,10 @@ from zc.engine.backwards import Backwards
 from zc.engine.buffer_sync import BufferSync
 from zc.engine.buffers import Buffers
 from zc.engine.core import Core, Listener
-from zc.engine.eager_gradients import EagerGradients
+from zc.engine.deposits import Deposits
 from zc.engine.ledger import Where
 from zc.engine.overlap_gather import WeightGather
+from zc.engine.part import weakly
 from zc.engine.program import Program
 from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.streams import Streams, ThreadStreams
@@ -45,6 +45,7 @@ from zc.ranks.group import Group
 
 if TYPE_CHECKING:
     from zc.config import Config
+    from zc.ranks.journal import Journal
 
 
 class Phase(enum.Enum):
@@ -77,31 +78,22 @@ class Runtime(Core):
     def __init__(
         self,
         config: Config,
-        plan: Plan,
         buffers: Buffers,
         group: Group,
         streams: Streams,
         params: dict[str, nn.Parameter],
     ) -> None:
-        super().__init__(config, plan, buffers, group, streams, params)
+        super().__init__(config, buffers, group, streams, params)
         self.accumulators.on_deposit = self._deposit
-        if group.world_size > 1:
-            group.set_plan(plan)
-            if group.journal is not None and not group.journal.watch.has_own_connection:
-                # a thread that waits for a key blocks all other threads of its client of the store
-                self.say_once(
-                    f"a {type(torch_private.default_store()).__name__} can't be connected to twice: while the program "
-                    "waits for a key of it, the watch for lost ranks waits, too"
-                )
-        if group.journal is not None and isinstance(streams, ThreadStreams):
-            streams.wait_for = group.journal.wait_event  # a stream's thread may wait for a rank that never comes
-        self.announcements = Announcements(plan, self.accumulators, group)
+        self.announcements = Announcements(self.accumulators, group)
         self.backwards = Backwards()
-        self.eager = EagerGradients(streams, self.passes, self.bind)
+        self.deposits = Deposits(streams, self.backward_passes, self.accumulators)
+        group.set_plan(self.plan)
         if group.journal is not None:
-            group.journal.has_raised = partial(_has_raised, weakref.ref(self.backwards))
+            self._watch_ranks(group.journal)
+        # how new weights reach those who read them; what an update calls has the same name in both classes
         self.weights: WeightGather | ShardedWeights = (
-            ShardedWeights(self, WeightUses(self)) if plan.sharded else WeightGather(self)
+            ShardedWeights(self, WeightUses(self)) if self.plan.sharded else WeightGather(self)
         )
         self.outside_blocks: frozenset[str] = frozenset()  # matrices that no block reads
         self.listener = Listener()  # the optimizers
@@ -112,6 +104,19 @@ class Runtime(Core):
         # next backward on, graphs leave their gradients to autograd, which sums them
         self.summed_by_autograd: set[str] = set()
 
+    def _watch_ranks(self, journal: Journal) -> None:
+        """With several ranks: a wait for a rank that never comes ends with an error (`zc.ranks.watch`)."""
+        if not journal.watch.has_own_connection:
+            # a thread that waits for a key blocks all other threads of its client of the store
+            self.say_once(
+                f"a {type(torch_private.default_store()).__name__} can't be connected to twice: while the program "
+                "waits for a key of it, the watch for lost ranks waits, too"
+            )
+        if isinstance(self.streams, ThreadStreams):
+            self.streams.wait_for = journal.wait_event  # a stream's thread may wait for such a rank
+        has_raised = weakly(self.backwards.has_raised)
+        journal.has_raised = lambda: bool(has_raised())  # the thread of the watch asks
+
     def grow(self, plan: Plan, params: dict[str, nn.Parameter]) -> None:
         """Takes in ``plan``, whose first buckets are the present ones, and the parameters of the others. Schedules that
         were compiled before stay as they are: their buckets keep their places."""
@@ -119,9 +124,8 @@ class Runtime(Core):
         self.weights.grow()
         added = plan.buckets[len(self.plan.buckets) :]
         self.buffers.grow(plan)
-        self.accumulators.grow(plan)
-        self.plan = plan
-        self.announcements.grow(plan)
+        self.accumulators.grow()
+        self.announcements.grow()
         self.group.set_plan(plan)
         self.params.update(params)
         self.placed.update(params)
@@ -147,12 +151,12 @@ class Runtime(Core):
     def _announce(self, program: Program | None) -> None:
         """Announces a backward with its first gradient. A ``program`` that brings none announces nothing: autograd has
         to see all of its gradients, or this is torch.autograd.grad, in which other ranks may run no graph at all."""
-        if self.plan.num_ranks == 1 or not self.current_plan.reduces or self.announcements.is_open:
+        if self.plan.num_ranks == 1 or not self.current_plan.reduces or self.announcements.has_proposal:
             return
         if program is not None and not program.gradients:
             return
         # An outer backward announces an inner one: on other ranks it may have brought something before the inner one.
-        if self.backwards.defer_to_outer(partial(_begin, weakref.ref(self))):
+        if self.backwards.defer_to_outer(weakly(self.begin_backward)):
             return
         if program is None:
             self.announcements.begin("hooks", None, frozenset(), is_boundary=self.is_boundary)
@@ -169,12 +173,12 @@ class Runtime(Core):
         log.debug("%s: runs, fills %s", program.name, sorted(program.buckets))
         outputs = program(args, self.streams, self.announcements.permission(program.reductions))
         if program.plan.reduces:
-            self.eager.reduced |= program.buckets
+            self.deposits.reduced |= program.buckets
         self._flush_complete()
         return outputs
 
-    def receive_eager(self, bucket: int, slot: int, param: nn.Parameter) -> None:
-        """The post-accumulate-grad hook: the gradient leaves ``param.grad`` for the plan."""
+    def _post_accumulate_grad(self, bucket: int, slot: int, param: nn.Parameter) -> None:
+        """The hook on a parameter: the gradient leaves ``param.grad`` for the plan."""
         grad = param.grad
         if grad is None or grad is self.sharded_grads.get(self.plan.buckets[bucket].slots[slot].name):
             return  # nothing came, or it was added to a ShardedGrad, which has called `receive`
@@ -195,29 +199,30 @@ class Runtime(Core):
         self._flush_complete()
 
     def _deposit(self, bucket: int, slot: int, grad: Tensor) -> None:
-        """Called by hooks, and by the main stream of schedules, in the thread that issues them."""
+        """Called by hooks, and by the main stream of schedules (`Accumulators.on_deposit`), in the thread that issues
+        them."""
         self.accumulators.touched[bucket][slot] = True
-        self.eager.deposit(self.plan.buckets[bucket], slot, grad)
-        if bucket in self.eager.reduced:
+        self.deposits.add(self.plan.buckets[bucket], slot, grad)
+        if bucket in self.deposits.reduced:
             self.summed_by_autograd.add(self.plan.buckets[bucket].slots[slot].name)
 
     def _flush_complete(self) -> None:
-        self._flush(self.eager.complete(self.plan), reduce=self.current_plan.reduces)
+        self._flush(self.deposits.complete(self.plan), reduce=self.current_plan.reduces)
 
     def _end_backward(self) -> None:
         """Autograd's final callback. Deposits of incomplete buckets are written, with zeros where no gradient came."""
         reduces = self.plan.placement.shards_gradients
         if not reduces or self.plan.num_ranks == 1:  # stage 1 has room for a partial sum; one rank has nobody to ask
-            self._flush(sorted(self.eager.buckets), reduce=reduces)
+            self._flush(sorted(self.deposits.buckets), reduce=reduces)
         if reduces and self.announcements.differs():
             self.say_once(
                 "ranks were to reduce other buckets in one backward, or have other numbers of backwards: the gradients "
                 "of such a backward are whole to its end, or to the update, as without ZeRO-2"
             )
-        self._reduce(self.announcements.rest(self.eager.buckets), is_boundary=self.is_boundary)
-        self.eager.reduced.clear()
-        self._reduce(self.announcements.end(self.eager.buckets), is_boundary=self.is_boundary)
-        self.eager.clone()
+        self._reduce(self.announcements.rest(self.deposits.buckets), is_boundary=self.is_boundary)
+        self.deposits.reduced.clear()
+        self._reduce(self.announcements.end(self.deposits.buckets), is_boundary=self.is_boundary)
+        self.deposits.clone()
         if self.config.backend != "eager" and not self.programs:
             self.say_once("nothing of the model was compiled: every gradient came in through its parameter's hook")
         self.listener.gradients_ready()
@@ -231,26 +236,26 @@ class Runtime(Core):
         self.backwards.forget_raised()
         if self.backwards.is_any_open:
             raise ZcError("a backward inside another one raised and was caught: their gradients can't be told apart")
-        self.eager.clear()
+        self.deposits.clear()
         self._cut_short()
         self._phase = Phase.FAILED
 
     def _cut_short(self) -> None:
         """Reduces what all ranks have agreed to reduce in a backward that did not end on this one: others wait."""
         journal = self.group.journal
-        if self.announcements.is_open and journal is not None and not journal.has_failed:
+        if self.announcements.has_proposal and journal is not None and not journal.has_failed:
             self.streams.join_main()  # each reduction that was issued has begun, and is counted
             self._reduce(self.announcements.cut_short(), is_boundary=self.is_boundary)
 
     def _flush(self, buckets: Sequence[int], *, reduce: bool) -> None:
-        """Writes the deposits of these buckets."""
+        """Writes the deposits of these buckets, which are complete or at the end of their backward."""
         may_reduce = self.announcements.permission(buckets) if reduce else None
         # in stage 2 a microbatch in no_sync reduces, too; its copy to host memory waits for the boundary
         is_boundary = reduce and self.is_boundary
         for index in buckets:
-            self.eager.write(self.plan, index, is_boundary=is_boundary, may_reduce=may_reduce)
+            self.deposits.flush(self.plan, index, is_boundary=is_boundary, may_reduce=may_reduce)
             if reduce:
-                self.eager.reduced.add(index)
+                self.deposits.reduced.add(index)
 
     # --- boundaries ---
 
@@ -259,7 +264,7 @@ class Runtime(Core):
         """Whether the gradients are finished, and none has come since."""
         return self._phase in (Phase.READ, Phase.FINAL)
 
-    def _reopen(self) -> None:
+    def _forget_boundary(self) -> None:
         """The gradients change: the next boundary waits for the other ranks again."""
         if self.is_finished:
             self._phase = Phase.IDLE
@@ -294,7 +299,7 @@ class Runtime(Core):
             return
         for bucket in self.plan.buckets:
             if self.accumulators.state[bucket.index] is not Acc.EMPTY and not self.accumulators.landed[bucket.index]:
-                self.eager.land(self.plan, bucket.index)
+                self.deposits.land(self.plan, bucket.index)
         self.streams.join_main()
 
     def _announce_boundary(self, by_grad: bool) -> bool:
@@ -303,7 +308,8 @@ class Runtime(Core):
         since the last boundary."""
         if self.plan.num_ranks == 1:
             return False
-        unreduced = {k for k, state in enumerate(self.accumulators.state) if state is Acc.PARTIAL} | self.eager.buckets
+        partial_sums = {bucket for bucket, state in enumerate(self.accumulators.state) if state is Acc.PARTIAL}
+        unreduced = partial_sums | self.deposits.buckets
         buckets, is_alone = self.announcements.boundary(unreduced, by_grad=by_grad)
         self._reduce(buckets, is_boundary=True)
         self.streams.join_main()
@@ -314,9 +320,9 @@ class Runtime(Core):
         those that have none; a model that was called twice may have proposed a bucket twice."""
         for index in buckets:
             if self.plan.placement.shards_gradients:
-                self.eager.write(self.plan, index, is_boundary=is_boundary, may_reduce=self.announcements.agreed)
+                self.deposits.flush(self.plan, index, is_boundary=is_boundary, may_reduce=self.announcements.agreed)
             else:
-                self.eager.reduce(self.plan, index, may_reduce=self.announcements.agreed)
+                self.deposits.reduce(self.plan, index, may_reduce=self.announcements.agreed)
 
     def _notice_cleared(self) -> None:
         """Drops gradients that the caller has dropped in a way that does not call zc: ``param.grad = None``, the stock
@@ -346,11 +352,11 @@ class Runtime(Core):
     def drop(self, slots: Sequence[Where], *, set_to_none: bool) -> None:
         """The gradients of some parameters were set to None, or become zeros. Asks no other rank: the boundary does."""
         self._join_gradients()
-        self._reopen()
+        self._forget_boundary()
         self.wait_for_host_memory()
         self.announcements.drop(slots, set_to_none=set_to_none)
         for bucket, slot in slots:
-            self.eager.drop(bucket, slot)
+            self.deposits.drop(bucket, slot)
             self.accumulators.drop(bucket, slot, set_to_none=set_to_none)
 
     def clear(self, *, set_to_none: bool, optimizer: int | None = None) -> None:
@@ -362,13 +368,13 @@ class Runtime(Core):
         if not set_to_none:
             self.wait_for_host_memory()
         for bucket in buckets:
-            self.eager.drop(bucket.index, set_to_none=set_to_none)
+            self.deposits.drop_bucket(bucket.index, set_to_none=set_to_none)
         if len(buckets) == len(self.plan.buckets):  # with all gradients, those of a backward that raised are dropped
             self.backwards.clear()
-            self.eager.reduced.clear()
+            self.deposits.reduced.clear()
             if self._phase is Phase.FAILED:
                 self._phase = Phase.OPEN
-        self._reopen()
+        self._forget_boundary()
         self.announcements.clear(buckets, set_to_none=set_to_none)
         if set_to_none:
             self.listener.gradients_cleared(optimizer)
@@ -376,7 +382,7 @@ class Runtime(Core):
 
     def after_update(self, optimizer: int) -> None:
         """One optimizer's step is done. The last one of an update closes it."""
-        self._reopen()
+        self._forget_boundary()
         unused = self.ledger.unused(self.programs, self.plan.of_optimizer(optimizer), self.accumulators.touched)
         if unused:
             self.say_once(unused)
@@ -403,29 +409,9 @@ class Runtime(Core):
 
     def install_hooks(self, buckets: Sequence[Bucket]) -> None:
         """Registers the hooks that bring the gradients of eager code, on the parameters of these buckets."""
+        receive = weakly(self._post_accumulate_grad)
         for bucket in buckets:
             for k, slot in enumerate(bucket.slots):
-                hook = partial(_receive, weakref.ref(self), bucket.index, k)
+                hook = partial(receive, bucket.index, k)
                 param = self.params[slot.name]
                 self.hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-
-
-def _has_raised(backwards: weakref.ref[Backwards]) -> bool:
-    """Asked by the thread of the watch."""
-    target = backwards()
-    return target is not None and target.has_raised()
-
-
-def _begin(runtime: weakref.ref[Runtime]) -> None:
-    """Called in an outer backward, after an inner one brought the first gradient."""
-    target = runtime()
-    if target is not None:
-        target.begin_backward()
-
-
-def _receive(runtime: weakref.ref[Runtime], bucket: int, slot: int, param: nn.Parameter) -> None:
-    """The hook on a parameter. It holds the runtime weakly: Python's collector does not look into a tensor's hooks, so
-    a cycle through them would keep a dropped model for ever."""
-    target = runtime()
-    if target is not None:
-        target.receive_eager(bucket, slot, param)

@@ -17,24 +17,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from zc.engine.part import Part
 from zc.ranks.journal import GATHER
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
 
 
-class ShardReads:
+class ShardReads(Part):
     """The shards of one model on one rank. All ranks open and close the same buckets in the same order."""
 
-    def __init__(self) -> None:
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
         self._open: set[int] = set()
         self._kept: set[int] = set()  # until all ranks have dropped the model
 
-    def open(self, core: Core) -> None:
+    def open(self) -> None:
         """The others may read all shards, from here to `close`."""
+        core = self.core
         if not core.plan.reads_shards:
             return
-        group = core.accumulators.group
+        group = core.accumulators.sharers
         for bucket in core.buffers.filled:
             weight = core.buffers.weight_shard(bucket)
             if bucket not in self._kept:
@@ -44,16 +47,15 @@ class ShardReads:
                 group.signal_full(GATHER, bucket, weight)
                 self._open.add(bucket)
 
-    def close(self, core: Core) -> None:
+    def close(self) -> None:
         """Returns when no rank reads a shard any more, so that all of them may be written."""
         if not self._open:
             return
-        buckets = sorted(self._open)
+        core, buckets = self.core, sorted(self._open)
         for bucket in buckets:
             core.accumulators.weight_places(bucket)  # also of ranks whose shards this one has not read
             core.accumulators.places.pop(f"weight[{bucket}]")
-        group = core.accumulators.group
+        group = core.accumulators.sharers
         group.signal_free(GATHER, buckets[0])
         group.await_free(GATHER, buckets[0])
         self._open.clear()
-

@@ -10,8 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
 from zc.engine.absent import Absent
+from zc.engine.forward_waits import Places
 from zc.engine.memory_order import in_shape
 from zc.engine.model_passes import ModelPasses
-from zc.engine.of_core import OfCore, every_bucket, params_in
 from zc.engine.overlap_gather import WeightGather
-from zc.engine.owners import spread_shards
+from zc.engine.owners import spread_run
+from zc.engine.part import Part, weakly
 from zc.engine.program import Program
 from zc.engine.shard_reads import ShardReads
 from zc.engine.state_dicts import StateDicts
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from zc.engine.weight_uses import PlannedPass, WeightUses
 
 
-class ShardedWeights(OfCore):
+class ShardedWeights(Part):
     """The weights of one model on one rank. The streams that read and write them are the plan's."""
 
     def __init__(self, core: Core, uses: WeightUses) -> None:
@@ -45,7 +45,7 @@ class ShardedWeights(OfCore):
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._states = StateDicts(self)
         self.absent = Absent(self._read_by_eager_code, self._states.write, core.plan.why_sharded)
-        self._reads = ShardReads()
+        self._reads = ShardReads(core)
         self._uses = uses
         self._gather = WeightGather(core)  # of buckets whose weights all ranks keep whole
         self.whole = WholeParams(core, self._reads)
@@ -81,7 +81,7 @@ class ShardedWeights(OfCore):
         return taken
 
     @contextmanager
-    def plain(self, places: Sequence[tuple[dict[str, Any], str, nn.Parameter]]) -> Iterator[None]:
+    def plain(self, places: Places) -> Iterator[None]:
         """Inside, these parameters are of their own class: a compiled block is guarded by it."""
         lent = [param for _, _, param in places if self.absent.lend(param)]
         try:
@@ -129,29 +129,29 @@ class ShardedWeights(OfCore):
         self.whole.make_params([param])
         return True
 
+    def _before_module(self, module: nn.Module) -> None:
+        """A module runs eagerly."""
+        own = list(module.parameters(recurse=False))
+        if own and not self.passes.is_exposed:
+            self.whole.make_params(own)
+
     def install_hooks(self, model: nn.Module) -> None:
         """A module that runs eagerly has whole parameters first. Also for modules that came since the last call."""
-        known = weakref.ref(self)
-
-        def get_bytes(module: nn.Module) -> None:
-            weights = known()
-            own = list(module.parameters(recurse=False))
-            if weights is not None and own and not weights.passes.is_exposed:
-                weights.whole.make_params(own)
-
-        hook = torch_private.only_eager(get_bytes)
-        end_read = partial(self._states.end_read)  # register_state_dict_post_hook marks the object that it is given
+        hook = torch_private.only_eager(weakly(self._before_module))
+        states = self._states
+        begin_read, end_read = weakly(states.begin_read), weakly(states.end_read)
+        begin_load, end_load = weakly(states.begin_load), weakly(states.end_load)
         for module in model.modules():
             if module not in self._hooked:
                 self._hooked.add(module)
                 self.hooks += [
                     module.register_forward_pre_hook(hook),
-                    module.register_state_dict_pre_hook(self._states.begin_read),  # type: ignore[no-untyped-call]
+                    module.register_state_dict_pre_hook(begin_read),  # type: ignore[no-untyped-call]
                     module.register_state_dict_post_hook(end_read),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_pre_hook(self._states.begin_load),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_post_hook(self._states.end_load),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(begin_load),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_post_hook(end_load),  # type: ignore[no-untyped-call]
                 ]
-        self.passes.leave(self.core)
+        self.passes.make_absent()
 
     def refuse_without_bytes(self, what: str, module: nn.Module) -> None:
         """Raises ZcError if parameters of ``module`` have no bytes."""
@@ -176,7 +176,7 @@ class ShardedWeights(OfCore):
         self.synchronize()
         before = set(self.whole.buckets)
         encoded = {index for index in before if core.plan.encodes_weights(core.plan.bucket(index))}
-        self.whole.make(every_bucket(core), is_exact=True)
+        self.whole.make(core.sharded_buckets, is_exact=True)
         self.absent.release()
         self.passes.is_exposed = True
         try:
@@ -186,7 +186,7 @@ class ShardedWeights(OfCore):
             self.synchronize()
             self.whole.write_shards(before - encoded)
             self.whole.make(encoded)  # as the forward has read them, for its backward
-            self.passes.leave(core)
+            self.passes.make_absent()
 
     # --- updates ---
 
@@ -195,30 +195,31 @@ class ShardedWeights(OfCore):
         all ranks keep whole is gathered."""
         core = self.core
         if core.plan.placement.shards_weights:
-            self._write_shards(core, buckets)
+            self._write_shards(buckets)
         else:
             self._gather.fill(buckets, is_exact=is_exact)
         self.published(buckets)
 
-    def _write_shards(self, core: Core, buckets: Sequence[int]) -> None:
+    def _write_shards(self, buckets: Sequence[int]) -> None:
         """weight <- this rank's masters of ``buckets``, cast to param_dtype."""
+        core = self.core
         for index in buckets:
             bucket, master = core.plan.buckets[index], core.buffers.master_shard[index].detach()
             if bucket.layout.owners is not None:
-                spread_shards(core.buffers.weight[index], master.to(bucket.param_dtype), core.group.shard, bucket)
+                spread_run(core.buffers.weight[index], master.to(bucket.param_dtype), core.group.shard, bucket)
             elif bucket.has_master:
                 core.buffers.weight[index].copy_(master)
 
     def published(self, buckets: Sequence[int]) -> None:
         """The shards of ``buckets`` have their new values: all ranks may gather them."""
         core = self.core
-        self._reads.open(core)
+        self._reads.open()
         self.passes.end_update()
         self.whole.end_update()
         slots = [slot for index in buckets for slot in core.plan.buckets[index].slots]
         torch.autograd.graph.increment_version([core.params[slot.name] for slot in slots])
         frozen = [bucket.index for bucket in core.plan.frozen if bucket.index in self.whole.buckets]
-        eager = [param for index in frozen for _, param in params_in(core, core.plan.bucket(index))]
+        eager = [param for index in frozen for _, param in core.params_in(core.plan.bucket(index))]
         torch.autograd.graph.increment_version(eager)
         # a backward through a forward of before fails by these versions, as in PyTorch
         self.whole.free([*buckets, *frozen])
@@ -243,11 +244,11 @@ class ShardedWeights(OfCore):
         self.synchronize()
         core.streams.join_main()
         self.whole.refuse_writes()
-        self._reads.close(core)
+        self._reads.close()
 
-    def may_be_read(self) -> None:
-        """The shards have their first values."""
-        self._reads.open(self.core)
+    def open_shards(self) -> None:
+        """The shards have their first values: all ranks may read them."""
+        self._reads.open()
 
     def watch(self) -> None:
         """Nothing is on its way after an update."""
@@ -262,7 +263,7 @@ class ShardedWeights(OfCore):
         core = self.core
         self.absent.release()
         for bucket in core.plan.sharded:
-            for slot, param in params_in(core, bucket):
+            for slot, param in core.params_in(bucket):
                 if param.untyped_storage().nbytes() < slot.numel * param.element_size():
                     param.untyped_storage().resize_(slot.numel * param.element_size())
                     param.data.fill_(float("nan"))

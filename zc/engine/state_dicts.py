@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from zc import torch_private
 from zc.engine.absent import AbsentView
 from zc.engine.memory_order import flattened, in_shape
-from zc.engine.of_core import params_in
 from zc.errors import ZcError
 from zc.kernels import copy_writes
 from zc.planning.layout import Slot
@@ -87,16 +86,16 @@ def _rows(weights: ShardedWeights, params: Collection[nn.Parameter]) -> Iterator
         )
     for bucket in sorted({where[name][0] for name in names}):
         flat = weights.whole.gathered_once(bucket)
-        for slot, param in params_in(core, core.plan.bucket(bucket)):
+        for slot, param in core.params_in(core.plan.bucket(bucket)):
             if slot.name in names:
                 yield param, rows_of(in_shape(flat[slot.offset : slot.stop], slot), mesh)
 
 
 class StateDicts:
-    """Calls of ``state_dict`` and ``load_state_dict`` of one model, on one rank."""
+    """Calls of ``state_dict`` and ``load_state_dict`` of one model, on one rank. ``weights`` has this object."""
 
     def __init__(self, weights: ShardedWeights) -> None:
-        self._weights = weakref.ref(weights)
+        self._weights: ShardedWeights = weakref.proxy(weights)
         self._read: weakref.ref[nn.Module] | None = None  # whose state_dict runs
         self._loaded: weakref.ref[nn.Module] | None = None  # whose load_state_dict runs
         self._is_closed = False  # this rank's shards, since the first value of that
@@ -110,8 +109,8 @@ class StateDicts:
 
     def begin_read(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """The hook before a module brings its own part. With ``keep_vars`` the caller gets the parameters."""
-        weights = self._weights()
-        if weights is None or weights.passes.is_exposed or keep_vars:
+        weights = self._weights
+        if weights.passes.is_exposed or keep_vars:
             return
         if not weights.whole.any_sharded(module.parameters()):
             return
@@ -124,8 +123,7 @@ class StateDicts:
 
     def end_read(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """The hook after a module and all inside it. All ranks gather the same buckets in one order."""
-        weights = self._weights()
-        if weights is None or self._read is None or self._read() is not module:
+        if self._read is None or self._read() is not module:
             return
         self._read = None
         keys: dict[nn.Parameter, list[str]] = {}  # a tied parameter has several
@@ -133,15 +131,15 @@ class StateDicts:
             if isinstance(value, AbsentView):
                 keys.setdefault(value.param, []).append(key)
         with torch.no_grad():
-            for param, rows in _rows(weights, keys):
+            for param, rows in _rows(self._weights, keys):
                 state.update(dict.fromkeys(keys[param], rows))
 
     # --- load_state_dict ---
 
     def begin_load(self, module: nn.Module, state: Mapping[str, Any], prefix: str, local: Any, *_: Any) -> None:
         """The hook before a module loads its own part of ``state``."""
-        weights = self._weights()
-        if weights is None or weights.passes.is_exposed:
+        weights = self._weights
+        if weights.passes.is_exposed:
             return
         here = ((name, param) for name, param in module.named_parameters(recurse=False) if prefix + name in state)
         own = [name for name, param in here if weights.whole.any_sharded([param])]
@@ -155,23 +153,21 @@ class StateDicts:
 
     def write(self, param: nn.Parameter, value: Tensor) -> bool:
         """Somebody copies into a parameter without bytes. False: it is no load_state_dict."""
-        weights = self._weights()
-        if weights is None or self._loaded is None:
+        if self._loaded is None:
             return False
         if not self._is_closed:
-            weights.before_writes()
+            self._weights.before_writes()
             self._is_closed = True
         if hasattr(value, "full_tensor"):  # a DTensor, such as those of `state_dict`
             value = value.full_tensor()
-        weights.whole.load(param, value)
+        self._weights.whole.load(param, value)
         return True
 
     def end_load(self, module: nn.Module, _: Any) -> None:
         """The hook after a module and all inside it."""
-        weights = self._weights()
         if self._loaded is None or self._loaded() is not module:
             return
         self._loaded = None
-        if self._is_closed and weights is not None:
-            weights.whole.were_written()
+        if self._is_closed:
+            self._weights.whole.end_load()
         self._is_closed = False

@@ -122,6 +122,7 @@ class ThreadStreams:
     def __init__(self, delays: Mapping[str, float] | None = None) -> None:
         self.clock = Clock(torch.device("cpu"))
         self._delays = dict(delays or {})
+        # Only the issuing thread uses these two. A lane gets its tasks, and nothing else.
         self._lanes: dict[str, Lane] = {}
         self._fences: dict[str, tuple[str, _Fence]] = {}  # event -> stream and latest record
         self.wait_for: Callable[[threading.Event], object] = threading.Event.wait  # how the main stream waits

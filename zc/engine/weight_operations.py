@@ -1,6 +1,7 @@
 """What the nodes do that bring weights together: after an update, and while a forward or backward reads them.
 
-`zc.engine.operations` has the table of all kinds of nodes, `zc.engine.wire` those whose weights are encoded.
+`zc.engine.operations` has the table of all kinds of nodes, `zc.engine.wire` those whose weights are encoded,
+`zc.engine.owners` those of whole parameters.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zc.engine import owners
 from zc.engine.accumulators import Accumulators
 from zc.engine.sums import wait
 from zc.log import log
@@ -20,31 +20,21 @@ from zc.schedule.spec import Spans
 # --- after an update ---
 
 
-def spread(accs: Accumulators, bucket: int, buffer: str) -> None:
-    owners.spread(accs.buffers, accs.group, accs.plan.buckets[bucket])
-
-
-def spread_shards(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
-    record = accs.plan.buckets[bucket]
-    shard, run = accs.buffers.named(dst, record), accs.buffers.staged_run(src, record)
-    owners.spread_shards(shard, run, accs.group, record)
-
-
 def gather_net(accs: Accumulators, bucket: int, buffer: str) -> None:
     log.debug("bucket %d: its weights are gathered between hosts", bucket)
     flat, record = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket]
-    host_range = flat[slice(*record.layout.host_range(accs.group.rank))]
-    accs.group.net.all_gather(host_range, accs.buffers.shard(flat, record), GATHER, bucket).wait()
+    host_range = flat[slice(*record.layout.host_range(accs.sharers.rank))]
+    accs.sharers.net.all_gather(host_range, accs.buffers.shard(flat, record), GATHER, bucket).wait()
 
 
 def gather(accs: Accumulators, bucket: int, buffer: str) -> None:
     flat, record = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket]
     if accs.plan.reads_weights:
         for peer, place in accs.places[buffer].items():
-            accs.group.neighbours.read(flat[slice(*record.layout.host_range(peer))], peer, place)
+            accs.sharers.neighbours.read(flat[slice(*record.layout.host_range(peer))], peer, place)
         return
     log.debug("bucket %d: its weights are gathered", bucket)
-    group, own = accs.group.of_level(Level.HOST if accs.plan.has_levels else Level.ALL), accs.group.rank
+    group, own = accs.sharers.of_level(Level.HOST if accs.plan.has_levels else Level.ALL), accs.sharers.rank
     wait(group.all_gather(flat, flat[slice(*record.layout.host_range(own))], GATHER, bucket))
 
 
@@ -62,12 +52,12 @@ def gather_weights(accs: Accumulators, bucket: int, dst: str, src: str, start: i
     if accs.plan.world_size == 1:
         out.copy_(shard)
     elif accs.plan.reads_shards:
-        out[slice(*layout.shard_range(accs.group.rank))] = shard
+        out[slice(*layout.shard_range(accs.sharers.rank))] = shard
         for peer, place in accs.weight_places(bucket).items():
-            accs.group.neighbours.read(out[slice(*layout.shard_range(peer))], peer, place)
+            accs.sharers.neighbours.read(out[slice(*layout.shard_range(peer))], peer, place)
     else:
         log.debug("bucket %d: its weights are gathered", bucket)
-        wait(accs.group.all_gather(out, shard, GATHER, bucket))
+        wait(accs.sharers.all_gather(out, shard, GATHER, bucket))
 
 
 def free_weights(accs: Accumulators, bucket: int, buffer: str, start: int, stop: int) -> None:

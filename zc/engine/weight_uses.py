@@ -23,8 +23,7 @@ import torch
 from torch import fx
 from torch.profiler import record_function
 
-from zc import torch_private
-from zc.engine.of_core import OfCore
+from zc.engine.part import Part
 from zc.passes.weights_schedule import build_weights_schedule
 from zc.planning.plan import Plan
 from zc.planning.residency import Extent, Residency, Uses, plan_residency
@@ -52,7 +51,7 @@ class PlannedPass:
 
     def run(self, number: int, streams: Streams, operations: Operations) -> None:
         """Runs one piece."""
-        if not (streams.clock.is_on or torch_private.is_profiling()):
+        if not streams.clock.needs_names:
             self.pieces[number]({}, streams, operations)
             return
         if self._named is None:
@@ -61,19 +60,19 @@ class PlannedPass:
             self._named[number]({}, streams, operations, streams.clock.named(self.name))
 
 
-class WeightUses(OfCore):
+class WeightUses(Part):
     """The uses of the pass that runs, on one rank."""
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        self._operations = core.bind({})
+        self._operations = core.operations()
         self._singles: dict[Uses, PlannedPass] = {}  # of one use each
         self._passes: dict[Uses, PlannedPass] = {}
         self._order: list[tuple[int, ...]] = []  # uses of the pass so far
         self._expected: dict[int, Uses] = {}  # by the number of the pass in its update; -1: without gradients
         self._number = 0  # of the pass that runs
-        self._plan: PlannedPass | None = None
-        self._position = 0
+        self._planned: PlannedPass | None = None  # the pass that runs
+        self._position = 0  # in its uses
 
     @property
     def planned(self) -> list[PlannedPass]:
@@ -94,22 +93,21 @@ class WeightUses(OfCore):
 
     def next(self, buckets: tuple[int, ...]) -> Sequence[Extent]:
         """The next use: runs the piece before it, and returns where it reads."""
-        core = self.core
-        plan = self._plan
-        if plan is None or self._position >= len(plan.uses) or plan.uses[self._position] != buckets:
-            if plan is not None and plan.uses in self._passes and self._position < len(plan.uses):
+        core, planned = self.core, self._planned
+        if planned is None or self._position >= len(planned.uses) or planned.uses[self._position] != buckets:
+            if planned is not None and planned.uses in self._passes and self._position < len(planned.uses):
                 core.say_once(
                     f"{core.plan.why_sharded}: a forward or backward read other weights than the one before it, or in "
                     "another order: there it gathers each bucket when it is read, not ahead"
                 )
             self._close()
-            plan = self._start((buckets,), self._singles)
-        plan.run(self._position, core.streams, self._operations)
-        reads = plan.residency.pieces[self._position].reads
+            planned = self._start((buckets,), self._singles)
+        planned.run(self._position, core.streams, self._operations)
+        reads = planned.residency.pieces[self._position].reads
         self._order.append(buckets)
         self._position += 1
-        if self._position == len(plan.uses) > 1 and not buckets:
-            self._free_all(plan)
+        if self._position == len(planned.uses) > 1 and not buckets:
+            self._free_all(planned)
         return reads
 
     def end(self, *, is_order_kept: bool) -> None:
@@ -134,22 +132,22 @@ class WeightUses(OfCore):
             graph = build_weights_schedule(plan, residency, verify=core.config.verify)
             name = f"weights_{len(self._singles) + len(self._passes)}"
             known[uses] = PlannedPass(name, uses, plan, residency, graph, load_pieces(graph))
-        self._plan, self._position = known[uses], 0
+        self._planned, self._position = known[uses], 0
         with torch.inference_mode(False):
-            core.buffers.make_arena(self._plan.residency.nbytes)
-        return self._plan
+            core.buffers.make_arena(self._planned.residency.nbytes)
+        return self._planned
 
-    def _free_all(self, plan: PlannedPass) -> None:
-        """The last piece."""
-        plan.run(-1, self.core.streams, self._operations)
-        self._plan = None
+    def _free_all(self, planned: PlannedPass) -> None:
+        """Runs the last piece."""
+        planned.run(-1, self.core.streams, self._operations)
+        self._planned = None
 
     def _close(self) -> None:
-        """No use follows in this order. A plan that is left in the middle has gathers on their way."""
-        plan, self._plan = self._plan, None
-        if plan is None:
+        """No use follows in this order. A pass that is left in the middle has gathers on their way."""
+        planned, self._planned = self._planned, None
+        if planned is None:
             return
-        if self._position == len(plan.uses):
-            self._free_all(plan)
+        if self._position == len(planned.uses):
+            self._free_all(planned)
         else:
             self.core.streams.join_main()

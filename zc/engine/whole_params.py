@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from zc import torch_private
 from zc.engine.memory_order import in_shape
-from zc.engine.of_core import OfCore, every_bucket, params_in
+from zc.engine.part import Part
 from zc.engine.program import Program
 from zc.engine.shard_reads import ShardReads
 from zc.engine.state_dicts import write_value
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from zc.engine.core import Core
 
 
-
-class WholeParams(OfCore):
+class WholeParams(Part):
     """The buckets of one model that are whole on this rank."""
 
     def __init__(self, core: Core, reads: ShardReads) -> None:
@@ -56,7 +55,7 @@ class WholeParams(OfCore):
         for index in sorted(buckets - self.buckets):
             flat = self.gathered_once(index, is_exact=is_exact)
             with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
-                for slot, param in params_in(core, core.plan.bucket(index)):
+                for slot, param in core.params_in(core.plan.bucket(index)):
                     param.untyped_storage().resize_(slot.numel * param.element_size())
                     param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
                     self._versions[slot.name] = torch_private.version(param)
@@ -88,7 +87,7 @@ class WholeParams(OfCore):
         for reason in self._reasons.keys() - self._said:
             buckets = self._reasons[reason]
             nbytes = sum(core.plan.bucket(b).nbytes for b in buckets)
-            first = next(slot.name for slot, _ in params_in(core, core.plan.bucket(min(buckets))))
+            first = next(slot.name for slot, _ in core.params_in(core.plan.bucket(min(buckets))))
             core.say_once(
                 f"{core.plan.why_sharded}: {reason} {first} or its neighbors: {len(buckets)} of "
                 f"{len(core.plan.sharded)} buckets, {nbytes:,} bytes, are whole on every rank from there to the "
@@ -101,20 +100,20 @@ class WholeParams(OfCore):
         """[P]: the whole weights of one bucket, in memory of their own. All ranks call it. Without ``is_exact`` they
         travel encoded where those of a forward do."""
         core = self.core
-        self._reads.open(core)
+        self._reads.open()
         bucket = core.plan.bucket(index)
         with torch.inference_mode(False), torch.no_grad():
             core.buffers.whole[index] = torch.empty(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
-            self._program(core, index, is_exact)([], core.streams)
+            self._program(index, is_exact=is_exact)([], core.streams)
         return core.buffers.whole.pop(index)
 
     def refuse_writes(self) -> None:
         """Before an update: raises ZcError for a whole parameter that the program has written. Nothing has changed."""
         core = self.core
         for index in sorted(self.buckets):
-            for slot, param in params_in(core, core.plan.bucket(index)):
+            for slot, param in core.params_in(core.plan.bucket(index)):
                 if torch_private.version(param) != self._versions[slot.name]:
-                    self.free(every_bucket(core))
+                    self.free(core.sharded_buckets)
                     raise ZcError(
                         f"parameter {slot.name} was written in place, and with {core.plan.why_sharded} such a "
                         "write reaches no shard. Write inside `with zc.whole_parameters(model):` on all ranks, or "
@@ -125,7 +124,7 @@ class WholeParams(OfCore):
         """The parameters of those of ``buckets`` that are whole have no bytes any more."""
         core = self.core
         for index in self.buckets.intersection(buckets):
-            for _, param in params_in(core, core.plan.bucket(index)):
+            for _, param in core.params_in(core.plan.bucket(index)):
                 with torch_private.without_torch_function():
                     param.untyped_storage().resize_(0)
             self.buckets.discard(index)
@@ -138,37 +137,39 @@ class WholeParams(OfCore):
         """The shards, and the masters of the elements that were written, from the whole parameters of all buckets. No
         rank reads a shard meanwhile. ``read_before``: the buckets that stay whole, since a backward may read them."""
         core = self.core
-        self._reads.close(core)
+        self._reads.close()
         for bucket in core.plan.sharded:
-            for slot, param in params_in(core, bucket):
+            for slot, param in core.params_in(bucket):
                 write_value(core, bucket, slot, param)
                 if slot.name in core.unset.params and not param.isnan().any():  # its first value
                     core.unset.params.discard(slot.name)
                 self._versions[slot.name] = torch_private.version(param)
-        self._reads.open(core)
-        self.free(set(every_bucket(core)).difference(read_before))
+        self._reads.open()
+        self.free(set(core.sharded_buckets).difference(read_before))
 
     def load(self, param: nn.Parameter, value: Tensor) -> None:
         """This rank's elements of one parameter get their part of ``value``. No rank reads a shard meanwhile."""
         core = self.core
         for bucket in map(core.plan.bucket, self._buckets_of([param])):
-            slot = next(slot for slot, other in params_in(core, bucket) if other is param)
+            slot = next(slot for slot, other in core.params_in(bucket) if other is param)
             write_value(core, bucket, slot, value)
             torch.autograd.graph.increment_version(param)  # a backward through a forward of before fails
             core.unset.params.discard(slot.name)
 
-    def were_written(self) -> None:
-        """Shards have new values, which came from no update: other ranks may read them; what was whole is old."""
+    def end_load(self) -> None:
+        """The shards have new values, which came from no update: other ranks may read them. What was whole is old, and
+        freed."""
         core = self.core
-        self._reads.open(core)
-        self.free(every_bucket(core))
+        self._reads.open()
+        self.free(core.sharded_buckets)
 
     def grow(self) -> None:
         """The plan is about to get more buckets."""
         self._programs.clear()
         self._bucket_of.clear()
 
-    def _program(self, core: Core, index: int, is_exact: bool) -> Program:
+    def _program(self, index: int, *, is_exact: bool) -> Program:
+        core = self.core
         plan = core.plan.exact_gathers() if is_exact else core.plan
         key = index, plan.encodes_weights(plan.bucket(index))
         if key not in self._programs:
@@ -183,6 +184,6 @@ class WholeParams(OfCore):
     def _buckets_of(self, params: Iterable[nn.Parameter]) -> set[int]:
         core = self.core
         if not self._bucket_of:
-            items = ((bucket.index, param) for bucket in core.plan.sharded for _, param in params_in(core, bucket))
+            items = ((bucket.index, param) for bucket in core.plan.sharded for _, param in core.params_in(bucket))
             self._bucket_of = {id(param): index for index, param in items}
         return {self._bucket_of[id(param)] for param in params if id(param) in self._bucket_of}

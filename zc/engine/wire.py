@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from zc.ranks.work import Work
 
 
-
 class Code(NamedTuple):
     """Where blocks lie in what this rank sends or receives of one bucket."""
 
@@ -39,22 +38,22 @@ class Code(NamedTuple):
 
 def _sent(accs: Accumulators, bucket: int) -> Code:
     """The rows of all ranks that get a part of this rank's gradients."""
-    return _code(accs, "sent", bucket, lambda record: rows_to_reduce(accs.plan, record, accs.group.rank))
+    return _code(accs, "sent", bucket, lambda record: rows_to_reduce(accs.plan, record, accs.sharers.rank))
 
 
 def _received(accs: Accumulators, bucket: int) -> Code:
     """One row, as each rank sends it to this one."""
-    return _code(accs, "received", bucket, lambda record: row_of(accs.plan, record, accs.group.rank))
+    return _code(accs, "received", bucket, lambda record: row_of(accs.plan, record, accs.sharers.rank))
 
 
 def _differences(accs: Accumulators, bucket: int) -> Code:
     """The rows of differences of all ranks that share the weights."""
-    return _code(accs, "differences", bucket, lambda record: rows_to_gather(accs.plan, record, accs.group.rank))
+    return _code(accs, "differences", bucket, lambda record: rows_to_gather(accs.plan, record, accs.sharers.rank))
 
 
 def _own_difference(accs: Accumulators, bucket: int) -> Code:
     """The row among them that this rank sends, on its own."""
-    return _code(accs, "own", bucket, lambda record: own_row_to_gather(accs.plan, record, accs.group.rank))
+    return _code(accs, "own", bucket, lambda record: own_row_to_gather(accs.plan, record, accs.sharers.rank))
 
 
 def _code(accs: Accumulators, use: str, bucket: int, rows_of: Callable[[Bucket], Rows]) -> Code:
@@ -83,7 +82,7 @@ def launch_encoded(accs: Accumulators, bucket: int, dst: str, src: str) -> Work:
     """Sends each rank its row."""
     sent = _rows(accs.buffers.raw(src), _sent(accs, bucket).rows)
     received = list(_received_rows(accs, bucket, dst))
-    return accs.group.net.exchange(list(enumerate(received)), list(enumerate(sent)), REDUCE, bucket)
+    return accs.sharers.net.exchange(list(enumerate(received)), list(enumerate(sent)), REDUCE, bucket)
 
 
 def _received_rows(accs: Accumulators, bucket: int, buffer: str) -> Tensor:
@@ -114,13 +113,13 @@ def _difference_rows(accs: Accumulators, bucket: int, buffer: str) -> list[Tenso
 
 def _place(accs: Accumulators, bucket: int) -> int:
     """The number of this rank's row."""
-    return place_of(accs.plan, accs.plan.buckets[bucket], accs.group.rank)
+    return place_of(accs.plan, accs.plan.buckets[bucket], accs.sharers.rank)
 
 
 def exchange_updates(accs: Accumulators, bucket: int, buffer: str) -> None:
     rows = _difference_rows(accs, bucket, buffer)
     log.debug("bucket %d: the differences of its weights are gathered", bucket)
-    accs.group.net.gather_rows(rows, GATHER, bucket).wait()
+    accs.sharers.net.gather_rows(rows, GATHER, bucket).wait()
 
 
 def gather_encoded(accs: Accumulators, bucket: int, dst: str, src: str, start: int, stop: int, via: str) -> None:
@@ -130,16 +129,16 @@ def gather_encoded(accs: Accumulators, bucket: int, dst: str, src: str, start: i
     encode_blocks(accs.buffers.weight_shard(bucket), own, _own_difference(accs, bucket).blocks)
     exchange_updates(accs, bucket, via)
     out = accs.buffers.gathered(dst, record, start)
-    part = out[slice(*record.layout.host_range(accs.group.rank))] if accs.plan.has_levels else out
+    part = out[slice(*record.layout.host_range(accs.sharers.rank))] if accs.plan.has_levels else out
     add_blocks(accs.buffers.raw(via)[: code.rows.nbytes], part.zero_(), code.blocks)
     if accs.plan.has_levels:
-        wait(accs.group.of_level(Level.HOST).all_gather(out, part, GATHER, bucket))
+        wait(accs.sharers.of_level(Level.HOST).all_gather(out, part, GATHER, bucket))
 
 
 def apply_update(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
     record, code = accs.plan.buckets[bucket], _differences(accs, bucket)
     flat = accs.buffers.flat_param[bucket]
     if accs.plan.has_levels:
-        flat = flat[slice(*record.layout.host_range(accs.group.rank))]
+        flat = flat[slice(*record.layout.host_range(accs.sharers.rank))]
     add_blocks(accs.buffers.raw(src)[: code.rows.nbytes], flat, code.blocks)
     accs.buffers.remember_shard(record)

@@ -130,7 +130,7 @@ def _printed(model: nn.Module) -> list[Program]:
 
 def _schedules_of_buckets(runtime: Runtime) -> list[Program]:
     """The schedules that ran for one bucket each, of gradients that came through hooks."""
-    return [program for program in runtime.eager.programs if program.num_runs]
+    return [program for program in runtime.deposits.programs if program.num_runs]
 
 
 def _folded(name: str, body: str) -> str:

@@ -1,12 +1,12 @@
-"""Collects gradients from outside of compiled graphs until their bucket is complete, then writes the bucket.
+"""Keeps gradients until all slots of their bucket have one, and then flushes the bucket: writes and reduces it.
 
-Hooks bring the gradients of eager code one by one; so do compiled graphs, where ranks do not reduce a bucket in this
-backward. Each is deposited, by reference, until all slots of its bucket have one. A slot that gets two has their sum.
-Hooks may run on several streams, since eager branches run their backward on the stream of their forward. So each
-deposit has a mark of its stream, and the schedule that reads it waits for that mark first.
+A *deposit* is a gradient, kept by reference. Hooks deposit the gradients of eager code one by one. A compiled graph
+deposits those of a bucket that it does not fill, and those of a bucket that ranks do not reduce in this backward. A
+slot that gets two gradients has their sum. Hooks may run on several streams, since eager branches run their backward on
+the stream of their forward. So each deposit has a mark of its stream, and a flush waits for that mark first.
 
-Each bucket has small schedules of its own, which write it, reduce it or copy it to host memory. The usual passes make
-them when they are first needed, and verify proves them.
+Each bucket has small schedules of its own, which flush it, reduce its partial sum or copy it to host memory. The usual
+passes make them when they are first needed, and verify proves them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from zc.engine.program import Bind, Program, build
+from zc.engine.binding import Operations
+from zc.engine.program import Program, build
 from zc.engine.streams import Streams
 from zc.passes import offload_gradients, reduce_buckets
 from zc.passes.base import Pass
@@ -28,6 +29,7 @@ from zc.schedule.nodes import put
 from zc.schedule.spec import AccumulateCast
 
 if TYPE_CHECKING:
+    from zc.engine.accumulators import Accumulators
     from zc.engine.binding import MayReduce
 
 
@@ -36,16 +38,16 @@ class _Deposit(NamedTuple):
     mark: object  # `Streams.mark` of the stream that made it
 
 
-class EagerGradients:
-    """The deposits of one model, and the schedules that write them. Only the thread that issues schedules uses it:
+class Deposits:
+    """The deposits of one model, and the schedules of single buckets. Only the thread that issues schedules uses it:
     autograd's during a backward, the caller's otherwise.
 
-    A deposit lives until its bucket is reduced, or written into a partial sum, at the end of the backward. If ranks
-    differ, it lives until the boundary at the latest (zc/engine/announcements.py).
+    A deposit lives until its bucket is flushed, at the end of the backward at the latest. If ranks differ, it lives
+    until the boundary at the latest (zc/engine/announcements.py).
     """
 
-    def __init__(self, streams: Streams, passes: Sequence[Pass], bind: Bind) -> None:
-        self.streams, self._passes, self._bind = streams, passes, bind
+    def __init__(self, streams: Streams, passes: Sequence[Pass], accs: Accumulators) -> None:
+        self.streams, self._passes, self._accs = streams, passes, accs
         self._deposits: dict[int, dict[int, _Deposit]] = {}  # by bucket and slot
         self._programs: dict[tuple[str, int, bool], Program] = {}
         self.reduced: set[int] = set()  # buckets that this backward has reduced, compiled graphs included
@@ -57,7 +59,7 @@ class EagerGradients:
         """The buckets that have a deposit."""
         return set(self._deposits)
 
-    def deposit(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
+    def add(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """Called on the stream that made ``grad``."""
         deposits = self._deposits.setdefault(bucket.index, {})
         grad = grad.detach()
@@ -94,41 +96,43 @@ class EagerGradients:
         self._deposits.clear()
         self.reduced.clear()
 
-    def drop(self, bucket: int, slot: int | None = None, *, set_to_none: bool = False) -> None:
-        """Drops the gradient of one slot, or of a whole bucket. The bucket is still reduced, with zeros, unless
-        ``set_to_none``."""
-        if slot is not None:
-            self._deposits.get(bucket, {}).pop(slot, None)
-        elif set_to_none:
+    def drop(self, bucket: int, slot: int) -> None:
+        """Drops the gradient of one slot. The bucket is still reduced, with zeros."""
+        self._deposits.get(bucket, {}).pop(slot, None)
+
+    def drop_bucket(self, bucket: int, *, set_to_none: bool) -> None:
+        """Drops all gradients of a bucket. It is still reduced, with zeros, unless ``set_to_none``."""
+        if set_to_none:
             self._deposits.pop(bucket, None)
         elif bucket in self._deposits:
             self._deposits[bucket] = {}
 
-    # --- schedules of one bucket ---
+    # --- schedules of single buckets ---
 
     @property
     def programs(self) -> list[Program]:
         """The schedules needed so far, for explain."""
         return list(self._programs.values())
 
-    def write(self, plan: Plan, index: int, *, is_boundary: bool, may_reduce: MayReduce | None) -> None:
-        """Runs the schedule of one bucket with its gradients, one per slot; None for a slot without one."""
+    def flush(self, plan: Plan, index: int, *, is_boundary: bool, may_reduce: MayReduce | None) -> None:
+        """Writes the deposits of one bucket, and reduces it where ``may_reduce`` agrees. A slot without a deposit gets
+        zeros. ``is_boundary``: this may be the last microbatch before an update."""
         bucket, deposits = plan.buckets[index], self._deposits.pop(index, {})
         self._wait_for(*deposits.values())
         grads = [deposits[slot].grad if slot in deposits else None for slot in range(len(bucket.slots))]
         del deposits  # the schedule frees each gradient at its last use
-        self._program("flush", plan, index, is_boundary)(grads, self.streams, may_reduce)
+        self._program("flush", plan, index, is_boundary=is_boundary)(grads, self.streams, may_reduce)
 
     def reduce(self, plan: Plan, index: int, *, may_reduce: MayReduce | None) -> None:
-        """Reduces the partial sum in acc_flat."""
-        self._program("reduce", plan, index, True)([], self.streams, may_reduce)
+        """Reduces the partial sum in acc_flat (stage 1)."""
+        self._program("reduce", plan, index)([], self.streams, may_reduce)
 
     def land(self, plan: Plan, index: int) -> None:
         """Copies a reduced gradient to host memory."""
-        self._program("land", plan, index, True)([], self.streams)
+        self._program("land", plan, index)([], self.streams)
 
-    def _program(self, kind: str, plan: Plan, index: int, is_boundary: bool) -> Program:
-        """The schedule. ``is_boundary`` is False for a microbatch that is not the last."""
+    def _program(self, kind: str, plan: Plan, index: int, *, is_boundary: bool = True) -> Program:
+        """The schedule. ``kind``: one of `GRAPHS`."""
         key = (kind, index, is_boundary)
         if key not in self._programs:
             plan = plan if is_boundary else plan.microbatch()
@@ -137,7 +141,7 @@ class EagerGradients:
             if kind != "flush":
                 passes = [p for p in passes if p.name not in ("bucket_gradients", "reduce_buckets")]
             relaxed = [p._replace(requires=frozenset()) for p in passes]
-            self._programs[key] = build(graph, plan, relaxed, self._bind, name=f"{kind}_bucket_{index}")
+            self._programs[key] = build(graph, plan, relaxed, Operations(self._accs), name=f"{kind}_bucket_{index}")
         return self._programs[key]
 
 
