@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import fx
@@ -46,31 +46,25 @@ class _Touch:
     node: fx.Node | None
 
 
-@dataclass
 class Order:
-    """The schedule's nodes in the order of issue, with their records, clocks and obligations. The last one is the
+    """A schedule's nodes in the order of issue, with their records, clocks and obligations. The last node is the
     output: the end of the main stream."""
 
-    nodes: Sequence[fx.Node]
-    shared: frozenset[Buffer]
-    streams: list[str] = field(init=False)
-    clocks: list[Clock] = field(init=False)
-    obligations: list[list[Obligation]] = field(init=False)
-    futures: list[tuple[Buffer, Obligation]] = field(init=False)  # of later schedules, towards its carrier
-    unrecorded: list[tuple[fx.Node, str]] = field(init=False)  # waits for events that nobody has recorded or carries
-
-    def __post_init__(self) -> None:
-        carriers = {buffer.carrier for buffer in self.shared}
-        self.ops = [op_of(node) for node in self.nodes]
-        self.streams = sorted({stream_of(n) for n in self.nodes} | {MAIN} | carriers)
+    def __init__(self, nodes: Sequence[fx.Node], shared: frozenset[Buffer]) -> None:
+        carriers = {buffer.carrier for buffer in shared}
+        self.nodes, self.shared = nodes, shared
+        self.ops = [op_of(node) for node in nodes]
+        self.streams = sorted({stream_of(n) for n in nodes} | {MAIN} | carriers)
         self._id = {name: k for k, name in enumerate(self.streams)}
-        self._bits = {carried_event(buffer): _ISSUED << k for k, buffer in enumerate(sorted(self.shared), start=1)}
+        self._bits = {carried_event(buffer): _ISSUED << k for k, buffer in enumerate(sorted(shared), start=1)}
         self._carriers = {self._id[name] for name in carriers}
-        self.unrecorded = []
+        self.unrecorded: list[tuple[fx.Node, str]] = []  # waits for events that nobody has recorded or carries
         self._link()
-        self.clocks = []
-        for k in range(len(self.nodes)):
+        self.clocks: list[Clock] = []
+        for k in range(len(nodes)):
             self.clocks.append(self._clock(k, {}, skip=-1))
+        self.obligations: list[list[Obligation]] = [[] for _ in nodes]
+        self.futures: list[tuple[Buffer, Obligation]] = []  # of later schedules, towards the buffer's carrier
         self._find_obligations()
 
     # --- clocks ---
@@ -171,7 +165,6 @@ class Order:
     # --- obligations ---
 
     def _find_obligations(self) -> None:
-        self.obligations = [[] for _ in self.nodes]
         touches: dict[Place, list[_Touch]] = {}
         for node in (n for step in self.nodes for n in step.all_input_nodes if n.op == "placeholder"):
             touches[value(node).buffer] = [_Touch(value(node), True, self._id[MAIN], 0, 0, None)]

@@ -20,7 +20,7 @@ from torch import fx
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
-from zc.schedule.nodes import op_of, ops, put
+from zc.schedule.nodes import op_of, ops, put_after
 from zc.schedule.spec import AccumulateCast, Cast, Deposit, FlattenCast
 
 
@@ -40,8 +40,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
             if slots != tuple(range(len(plan.buckets[bucket].slots))):
                 continue
             write = FlattenCast(bucket, Buffer("flat_grad", len(writes) % plan.num_buffers), slots, grads)
-        with new.inserting_after(deposits[-1][0]):
-            writes.append(put(new, write))
+        writes.append(put_after(new, deposits[-1][0], write))
         for node, _ in deposits:
             new.erase_node(node)
     _sink_deposits(new, set(writes))

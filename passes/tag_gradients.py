@@ -23,7 +23,7 @@ from torch import fx
 
 from zc.errors import PassError
 from zc.passes.base import Pass, copy_graph, returned_by
-from zc.schedule.nodes import put
+from zc.schedule.nodes import put_after
 from zc.schedule.spec import Deposit
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
         expected, shape = plan.buckets[bucket].slots[slot].shape, tuple(grad.meta["val"].shape)
         if expected != shape:
             raise PassError(f"gradient of {name}: the plan has shape {expected}, the graph {shape}")
-        with new.inserting_after(_last_placeholder(new) if grad.op == "placeholder" else grad):
-            put(new, Deposit(bucket, slot, grad))
+        put_after(new, _last_placeholder(new) if grad.op == "placeholder" else grad, Deposit(bucket, slot, grad))
         grad.meta["gradient_of"] = (*grad.meta.get("gradient_of", ()), (bucket, slot))
         returned[i] = None
     output.args = (tuple(returned),)
