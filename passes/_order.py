@@ -2,10 +2,11 @@
 
 It shares nothing with insert_events but the records of the nodes: a check by the same code would find no fault of it.
 
-A clock is one position per stream, counted from 1 (0: the stream's past at entry, -1: nothing), and a set of carried
-events, as bits, that were waited for before any record of theirs in this schedule. An *obligation* of a node is a point
-that its clock must reach. There are obligations between nearest conflicting accesses only: if all of them hold, all
-conflicts are ordered, since each other conflict is a chain of these.
+A clock has a position for each stream, counted from 1; 0 is the stream's past at entry, -1 nothing. It also has a set
+of carried events, as bits: those that were waited for before this schedule has recorded them.
+
+An *obligation* of a node is a point that its clock must reach. Obligations stand between nearest conflicting accesses
+only. Every other conflict is a chain of these, so if all obligations hold, all conflicts are ordered.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Obligation(NamedTuple):
 
 @dataclass
 class _Touch:
+    """An access, and where it ends. ``node`` None: before the schedule; ``bit``: as of an `Obligation`."""
+
     access: Access
     writes: bool
     stream: int
@@ -54,6 +57,7 @@ class Order:
         carriers = {buffer.carrier for buffer in shared}
         self.nodes, self.shared = nodes, shared
         self.ops = [op_of(node) for node in nodes]
+        self.accesses = [accesses(node) for node in nodes]  # reads and writes
         self.streams = sorted({stream_of(n) for n in nodes} | {MAIN} | carriers)
         self._id = {name: k for k, name in enumerate(self.streams)}
         self._bits = {carried_event(buffer): _ISSUED << k for k, buffer in enumerate(sorted(shared), start=1)}
@@ -170,7 +174,7 @@ class Order:
             touches[value(node).buffer] = [_Touch(value(node), True, self._id[MAIN], 0, 0, None)]
         for k, node in enumerate(self.nodes):
             stream, position = self._until(k)
-            reads, writes = accesses(node)
+            reads, writes = self.accesses[k]
             if node.op == "output":
                 reads, writes = (), reads  # the caller may write or free it
             mine = [(a, True) for a in writes] + [(a, False) for a in reads]

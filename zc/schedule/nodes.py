@@ -131,6 +131,7 @@ def item_of(value: fx.Node) -> int:
 
 
 def value(node: fx.Node) -> Access:
+    """The access to all of the value that a node returns."""
     return Access(f"%{node.name}")
 
 
