@@ -26,11 +26,12 @@ from zc.schedule.spec import AccumulateCast, Cast, Deposit, FlattenCast
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new = copy_graph(graph)
-    by_bucket: dict[int, list[tuple[fx.Node, Deposit]]] = {}  # bucket -> deposits in program order
+    by_bucket: dict[int, list[tuple[fx.Node, Deposit]]] = {}  # in the order of the buckets' last deposits
     for node, op in ops(new):
         if isinstance(op, Deposit):
-            # buckets in the order of their last deposits
-            by_bucket[op.bucket] = [*by_bucket.pop(op.bucket, []), (node, op)]
+            deposits = by_bucket.pop(op.bucket, [])
+            deposits.append((node, op))
+            by_bucket[op.bucket] = deposits
     writes: list[fx.Node] = []
     for bucket, deposits in by_bucket.items():
         by_slot = sorted((op for _, op in deposits), key=lambda op: op.slot)
