@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -108,7 +107,7 @@ class Plan:
         """The ranks that train: gradients are the mean over them."""
         return self.world_size * self.num_replicas
 
-    def slot_of(self) -> Mapping[str, tuple[int, int]]:
+    def slot_of(self) -> dict[str, tuple[int, int]]:
         """Parameter name -> (bucket, index of its slot)."""
         return self._slot_of
 
