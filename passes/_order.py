@@ -2,17 +2,18 @@
 
 It shares nothing with insert_events but the records of the nodes: a check by the same code would find no fault of it.
 
-A clock is one position per stream, counted from 1 (0: the stream's past at entry, -1: nothing), and a set of carried
-events, as bits, that were waited for before any record of theirs in this schedule. An *obligation* of a node is a point
-that its clock must reach. There are obligations between nearest conflicting accesses only: if all of them hold, all
-conflicts are ordered, since each other conflict is a chain of these.
+A clock has a position for each stream, counted from 1; 0 is the stream's past at entry, -1 nothing. It also has a set
+of carried events, as bits: those that were waited for before this schedule has recorded them.
+
+An *obligation* of a node is a point that its clock must reach. Obligations stand between nearest conflicting accesses
+only. Every other conflict is a chain of these, so if all obligations hold, all conflicts are ordered.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import fx
@@ -38,6 +39,8 @@ class Obligation(NamedTuple):
 
 @dataclass
 class _Touch:
+    """An access, and where it ends. ``node`` None: before the schedule; ``bit``: as of an `Obligation`."""
+
     access: Access
     writes: bool
     stream: int
@@ -46,31 +49,26 @@ class _Touch:
     node: fx.Node | None
 
 
-@dataclass
 class Order:
-    """The schedule's nodes in the order of issue, with their records, clocks and obligations. The last one is the
+    """A schedule's nodes in the order of issue, with their records, clocks and obligations. The last node is the
     output: the end of the main stream."""
 
-    nodes: Sequence[fx.Node]
-    shared: frozenset[Buffer]
-    streams: list[str] = field(init=False)
-    clocks: list[Clock] = field(init=False)
-    obligations: list[list[Obligation]] = field(init=False)
-    futures: list[tuple[Buffer, Obligation]] = field(init=False)  # of later schedules, towards its carrier
-    unrecorded: list[tuple[fx.Node, str]] = field(init=False)  # waits for events that nobody has recorded or carries
-
-    def __post_init__(self) -> None:
-        carriers = {buffer.carrier for buffer in self.shared}
-        self.ops = [op_of(node) for node in self.nodes]
-        self.streams = sorted({stream_of(n) for n in self.nodes} | {MAIN} | carriers)
+    def __init__(self, nodes: Sequence[fx.Node], shared: frozenset[Buffer]) -> None:
+        carriers = {buffer.carrier for buffer in shared}
+        self.nodes, self.shared = nodes, shared
+        self.ops = [op_of(node) for node in nodes]
+        self.accesses = [accesses(node) for node in nodes]  # reads and writes
+        self.streams = sorted({stream_of(n) for n in nodes} | {MAIN} | carriers)
         self._id = {name: k for k, name in enumerate(self.streams)}
-        self._bits = {carried_event(buffer): _ISSUED << k for k, buffer in enumerate(sorted(self.shared), start=1)}
+        self._bits = {carried_event(buffer): _ISSUED << k for k, buffer in enumerate(sorted(shared), start=1)}
         self._carriers = {self._id[name] for name in carriers}
-        self.unrecorded = []
+        self.unrecorded: list[tuple[fx.Node, str]] = []  # waits for events that nobody has recorded or carries
         self._link()
-        self.clocks = []
-        for k in range(len(self.nodes)):
+        self.clocks: list[Clock] = []
+        for k in range(len(nodes)):
             self.clocks.append(self._clock(k, {}, skip=-1))
+        self.obligations: list[list[Obligation]] = [[] for _ in nodes]
+        self.futures: list[tuple[Buffer, Obligation]] = []  # of later schedules, towards the buffer's carrier
         self._find_obligations()
 
     # --- clocks ---
@@ -171,13 +169,12 @@ class Order:
     # --- obligations ---
 
     def _find_obligations(self) -> None:
-        self.obligations = [[] for _ in self.nodes]
         touches: dict[Place, list[_Touch]] = {}
         for node in (n for step in self.nodes for n in step.all_input_nodes if n.op == "placeholder"):
             touches[value(node).buffer] = [_Touch(value(node), True, self._id[MAIN], 0, 0, None)]
         for k, node in enumerate(self.nodes):
             stream, position = self._until(k)
-            reads, writes = accesses(node)
+            reads, writes = self.accesses[k]
             if node.op == "output":
                 reads, writes = (), reads  # the caller may write or free it
             mine = [(a, True) for a in writes] + [(a, False) for a in reads]

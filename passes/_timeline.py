@@ -22,6 +22,8 @@ Clock = dict[str, int]
 
 @dataclass
 class _Touch:
+    """An access, and the point of its node."""
+
     access: Access
     point: Point
     writes: bool
@@ -64,6 +66,8 @@ class Timeline:
         return self.unknown(stream, latest)
 
     def unknown(self, stream: str, latest: dict[str, int]) -> list[Point]:
+        """The points, one a stream, that the next node on ``stream`` is not ordered after, without those that another
+        one implies."""
         clock = self.clocks.setdefault(stream, {})
         points = [p for p in sorted(latest.items()) if not self._knows(clock, stream, p)]
         implied = {p for p in points for q in points if q != p and self._knows(self._snapshots.get(q, {}), q[0], p)}
@@ -95,6 +99,7 @@ class Timeline:
             self._last[access.buffer, stream] = point
 
     def length(self, stream: str) -> int:
+        """How many nodes stand on the stream so far."""
         return self.clocks.get(stream, {}).get(stream, 0)
 
     def last_touch(self, buffer: Place, stream: str) -> Point | None:
@@ -115,6 +120,7 @@ class Timeline:
         return users
 
     def is_after(self, node: fx.Node, points: list[Point]) -> bool:
+        """Whether a node that has been visited is ordered after all ``points``."""
         snapshot = self._snapshots[self._points[node]]
         return all(snapshot.get(stream, -1) >= position for stream, position in points)
 

@@ -27,7 +27,7 @@ from torch import fx
 
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer, Place
-from zc.schedule.nodes import accesses, kind_of, read_of_peers
+from zc.schedule.nodes import kind_of, read_of_peers
 from zc.schedule.spec import AwaitFree, AwaitFull, Op, Signal, SignalFree, SignalFull
 
 if TYPE_CHECKING:
@@ -104,15 +104,15 @@ def _buckets(order: Order, nodes: list[int]) -> list[int]:
 def _writes(order: Order) -> dict[Place, list[int]]:
     """The nodes that write each buffer, as positions in the order of issue."""
     writes: dict[Place, list[int]] = {}
-    for k, node in enumerate(order.nodes):
-        for place in {access.buffer for access in accesses(node)[1]} if node.op != "output" else ():
+    for k, (_, written) in enumerate(order.accesses):
+        for place in {access.buffer for access in written}:
             writes.setdefault(place, []).append(k)
     return writes
 
 
 def _before(order: Order, one: int, other: int) -> bool:
     """Whether node ``one`` happens before node ``other`` on one rank. Part (a) has shown that writes before and after
-    the schedule are ordered with each node that accesses the buffer here."""
+    the schedule are ordered with each node that accesses the buffer: of the signals, these two kinds do."""
     if one == _PAST or other == _FUTURE:
         op = order.ops[other if one == _PAST else one]
         return isinstance(op, SignalFull | AwaitFree)

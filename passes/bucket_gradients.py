@@ -20,17 +20,18 @@ from torch import fx
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
-from zc.schedule.nodes import op_of, ops, put
+from zc.schedule.nodes import op_of, ops, put_after
 from zc.schedule.spec import AccumulateCast, Cast, Deposit, FlattenCast
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new = copy_graph(graph)
-    by_bucket: dict[int, list[tuple[fx.Node, Deposit]]] = {}  # bucket -> deposits in program order
+    by_bucket: dict[int, list[tuple[fx.Node, Deposit]]] = {}  # in the order of the buckets' last deposits
     for node, op in ops(new):
         if isinstance(op, Deposit):
-            # buckets in the order of their last deposits
-            by_bucket[op.bucket] = [*by_bucket.pop(op.bucket, []), (node, op)]
+            deposits = by_bucket.pop(op.bucket, [])
+            deposits.append((node, op))
+            by_bucket[op.bucket] = deposits
     writes: list[fx.Node] = []
     for bucket, deposits in by_bucket.items():
         by_slot = sorted((op for _, op in deposits), key=lambda op: op.slot)
@@ -40,8 +41,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
             if slots != tuple(range(len(plan.buckets[bucket].slots))):
                 continue
             write = FlattenCast(bucket, Buffer("flat_grad", len(writes) % plan.num_buffers), slots, grads)
-        with new.inserting_after(deposits[-1][0]):
-            writes.append(put(new, write))
+        writes.append(put_after(new, deposits[-1][0], write))
         for node, _ in deposits:
             new.erase_node(node)
     _sink_deposits(new, set(writes))

@@ -9,8 +9,8 @@ An output that is None owes nothing: AOTAutograd had no gradient for it. A sched
 runner computes the debt before the first pass and puts it on the output of each pass, so that no pass can lose it.
 
 A bucket is *whole* if the graph owes all its slots. This schedule writes it, and reduces it if the plan's backward
-reduces. The other gradients of any other bucket come from other graphs or hooks. This schedule deposits its own ones,
-or in stage 1 adds them to the partial sum; the flush or the boundary owes the reduction.
+reduces. Of any other bucket the graph owes only some slots, and other graphs or hooks bring the rest. This schedule
+deposits its gradients, or in stage 1 adds them to the partial sum. The flush or the boundary then owes the reduction.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from zc.passes._order import Order
 
 
-def check(order: Order, plan: Plan | None, debt: Debt | None = None) -> list[str]:
+def check(order: Order, plan: Plan | None, debt: Debt | None) -> list[str]:
     """The faults, as texts that name the bucket and the nodes."""
     ledger = _Ledger(plan, debt)
     for node, op in zip(order.nodes, order.ops, strict=True):

@@ -24,7 +24,6 @@ other waits there order. Later waits order later nodes only. Vector clocks: Matt
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
 
 from torch import fx
 
@@ -51,7 +50,8 @@ def run(graph: fx.Graph, plan: Plan, prefix: str = "e") -> fx.Graph:
         timeline.visit(node)
     sides = sorted({stream_of(node) for node, _ in nodes} - {MAIN})
     lasting = {b.carrier for b in timeline.touches if isinstance(b, Buffer)}
-    values = {s: [v for v in _crossing(new) if _owner_of(v) == s] for s in (MAIN, *sides)}
+    crossing = _crossing(new)
+    values = {s: [v for v in crossing if _owner_of(v) == s] for s in (MAIN, *sides)}
     early: dict[fx.Node, list[fx.Node]] = {}
     late = _release_early(values[MAIN], MAIN, timeline, early)
     _join_main(new, [s for s in sides if s not in lasting], late, _uncovered(timeline, lasting, shared), timeline)
@@ -87,18 +87,13 @@ def _users(value: fx.Node) -> list[fx.Node]:
     return [user for user in value.users if is_schedule_node(user)]
 
 
-def _values(graph: fx.Graph) -> Iterable[fx.Node]:
-    for node in graph.nodes:
-        if node.op == "placeholder" or is_schedule_node(node):
-            yield from results(node)
-
-
 def _crossing(graph: fx.Graph) -> list[fx.Node]:
     """Values used on another stream than their own, whose allocator would reuse the storage too early. A value that the
     output returns is not among them: the caller frees it on the main stream, after the join."""
     return [
         v
-        for v in _values(graph)
+        for node in graph.nodes
+        for v in results(node)
         if any(stream_of(u) != _owner_of(v) for u in _users(v)) and not any(u.op == "output" for u in v.users)
     ]
 

@@ -31,7 +31,7 @@ from zc.passes.base import Pass, copy_graph
 from zc.passes.reduce_buckets import is_complete
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
-from zc.schedule.nodes import change, ops, put
+from zc.schedule.nodes import change, ops, put, put_after
 from zc.schedule.spec import (
     BucketOp,
     CopyToDevice,
@@ -88,17 +88,14 @@ def _visit(graph: fx.Graph, plan: Plan, chain: _Chain, k: int, before: _Chain | 
         place = graph.inserting_before(chain[0][0])
     with place:
         put(graph, CopyToDevice(bucket, staging, host))
-    with graph.inserting_after(chain[-1][0]):
-        put(graph, CopyToHost(bucket, host, staging))
+    put_after(graph, chain[-1][0], CopyToHost(bucket, host, staging))
 
 
 def insert_landing(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, k: int) -> None:
     """Copies the reduced gradient of one bucket to host memory, after the node ``after``."""
     staging = Buffer("staging", k % plan.num_staging)
-    with graph.inserting_after(after):
-        snapshot = put(graph, StageShard(bucket, staging, Buffer("acc", bucket)))
-    with graph.inserting_after(snapshot):
-        put(graph, CopyToHost(bucket, Buffer("host", bucket), staging))
+    snapshot = StageShard(bucket, staging, Buffer("acc", bucket))
+    put_after(graph, after, snapshot, CopyToHost(bucket, Buffer("host", bucket), staging))
 
 
 PASS = Pass("offload_gradients", run, requires=frozenset({"reductions"}), provides=frozenset({"copies"}))

@@ -53,13 +53,12 @@ from torch import fx
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import NUM_HOST_SUMS, Plan
 from zc.schedule.buffer import Buffer
-from zc.schedule.nodes import op_of, ops, put
+from zc.schedule.nodes import op_of, ops, put_after
 from zc.schedule.spec import (
     WITHIN_HOST,
     Accumulate,
     AccumulateQuantised,
     LaunchReduce,
-    Op,
     Quantise,
     ReduceRows,
     Role,
@@ -97,13 +96,13 @@ def insert_reduction(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, t
     src = Buffer("flat_grad", turn % plan.num_buffers) if plan.placement.shards_gradients else acc
     if plan.num_ranks == 1:
         if src != acc:
-            _insert(graph, after, Accumulate(bucket, acc, src))
+            put_after(graph, after, Accumulate(bucket, acc, src))
         return
     if plan.sums_in_place:
         after = _exchange(graph, plan, after, bucket, src, src, WITHIN_HOST)
     first = host_sum if plan.reduces_twice else acc
     if plan.reads_rows:
-        after = _insert(graph, after, ReduceRows(bucket, first, src))
+        after = put_after(graph, after, ReduceRows(bucket, first, src))
     else:
         after = _exchange(graph, plan, after, bucket, first, src)
     if plan.reduces_twice:
@@ -118,16 +117,10 @@ def _exchange(
     recv, is_encoded = Buffer("recv", 0), plan.reduce_bits > 0 and among is None
     if is_encoded:
         wire = Buffer("wire", 0)
-        after, src = _insert(graph, after, Quantise(bucket, wire, src)), wire
-    work = _insert(graph, after, LaunchReduce(bucket, recv, src, among))
-    done = _insert(graph, work, WaitReduce(bucket, work, recv, src, among))
-    is_sum = AccumulateQuantised(bucket, dst, recv) if is_encoded else Accumulate(bucket, dst, recv, among)
-    return _insert(graph, done, is_sum)
-
-
-def _insert(graph: fx.Graph, after: fx.Node, op: Op) -> fx.Node:
-    with graph.inserting_after(after):
-        return put(graph, op)
+        after, src = put_after(graph, after, Quantise(bucket, wire, src)), wire
+    work = put_after(graph, after, LaunchReduce(bucket, recv, src, among))
+    add = AccumulateQuantised(bucket, dst, recv) if is_encoded else Accumulate(bucket, dst, recv, among)
+    return put_after(graph, work, WaitReduce(bucket, work, recv, src, among), add)
 
 
 def _is_reduced(write: fx.Node) -> bool:

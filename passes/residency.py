@@ -23,32 +23,36 @@ A value that shares storage with a parameter (``meta["storage"]``) has to stay i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import fx
 
 from zc.planning.layout import ALIGN_NBYTES
 from zc.planning.plan import MOVED, Plan
 from zc.schedule.buffer import MAIN, Buffer
-from zc.schedule.nodes import is_schedule_node, item_of, op_of, ops, results, stream_of
-from zc.schedule.spec import Cast, Deposit, FreeWeights, GatherShards, ReadWeights, Segment, TakeWeights
+from zc.schedule.nodes import item_of, results, stream_of
+from zc.schedule.spec import Cast, Deposit, FreeWeights, GatherShards, Op, ReadWeights, Segment, TakeWeights
+
+if TYPE_CHECKING:
+    from zc.passes._order import Order
 
 
-def check(graph: fx.Graph, plan: Plan | None) -> list[str]:
+def check(order: Order, plan: Plan | None) -> list[str]:
     """The faults, as texts that name the bucket, the use and the extents."""
-    return _Arena(graph, plan).faults + _Windows(graph, plan).faults
+    return _Arena(order, plan).faults + _Windows(order, plan).faults
 
 
 class _Arena:
     """The buckets that are alive in an arena, gather by gather."""
 
-    def __init__(self, graph: fx.Graph, plan: Plan | None) -> None:
+    def __init__(self, order: Order, plan: Plan | None) -> None:
         self.plan = plan
         self.faults: list[str] = []
         self._alive: dict[tuple[Buffer, int], tuple[str, int, int]] = {}  # buffer, bucket -> gather, start, stop
         self._freed: dict[tuple[Buffer, int], str] = {}
         self._num_uses = 0
-        self._uses: tuple[tuple[int, ...], ...] | None = graph.output_node().meta.get("uses")
-        for node, op in ops(graph):
+        self._uses: tuple[tuple[int, ...], ...] | None = order.nodes[-1].meta.get("uses")
+        for node, op in zip(order.nodes, order.ops, strict=True):
             if isinstance(op, GatherShards) and op.dst.kind == "arena":
                 self._gather(node, op)
             elif isinstance(op, ReadWeights):
@@ -117,21 +121,22 @@ def _range(start: int, stop: int) -> str:
 class _Windows:
     """Which window each value of a graph belongs to."""
 
-    def __init__(self, graph: fx.Graph, plan: Plan | None) -> None:
+    def __init__(self, order: Order, plan: Plan | None) -> None:
         self.faults: list[str] = []
         self._window: fx.Node | None = None  # the take of the present one
         self._of: dict[fx.Node, fx.Node] = {}  # a parameter, or what shares storage with one -> the take of its window
-        takes = {node: op for node, op in ops(graph) if isinstance(op, TakeWeights)}
-        params = {n: n.meta["weight"] for n in graph.nodes if n.op == "placeholder" and "weight" in n.meta}
+        steps = list(zip(order.nodes, order.ops, strict=True))
+        takes = {node: op for node, op in steps if isinstance(op, TakeWeights)}
+        placeholders = order.nodes[-1].graph.find_nodes(op="placeholder")
+        params = {n: n.meta["weight"] for n in placeholders if "weight" in n.meta}
         self._places = {item: op.places[item_of(item)] for take, op in takes.items() for item in results(take)
                        if item_of(item) < len(op.places)}  # fmt: skip
         storages = {n.meta.get("storage") for n in (*params, *self._places)} - {None}
-        for node in graph.nodes:
-            if node in takes:
-                self._open(node, takes[node], plan)
-            if is_schedule_node(node) or node.op == "output":
-                self._check_inputs(node, params)
-            if is_schedule_node(node) and self._window is not None:
+        for node, op in steps:
+            if isinstance(op, TakeWeights):
+                self._open(node, op, plan)
+            self._check_inputs(node, op, params)
+            if op is not None and self._window is not None:
                 for value in results(node):
                     if node is self._window or value.meta.get("storage") in storages:
                         self._of[value] = self._window
@@ -152,8 +157,7 @@ class _Windows:
             if not (bucket in names and 0 <= slot < len(names[bucket]) and names[bucket][slot] != MOVED):
                 self.faults.append(f"{node.name} takes bucket {bucket}, slot {slot}: the plan has no such parameter")
 
-    def _check_inputs(self, node: fx.Node, params: dict[fx.Node, tuple[int, int]]) -> None:
-        op = op_of(node)
+    def _check_inputs(self, node: fx.Node, op: Op | None, params: dict[fx.Node, tuple[int, int]]) -> None:
         for used in node.all_input_nodes:
             if used in params and op is not None:
                 text = f"{node.name} reads %{used.name} ({_slot(params[used])}), which has no bytes outside of windows"

@@ -6,9 +6,8 @@ import collections
 import difflib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import fx
 
@@ -20,14 +19,11 @@ if TYPE_CHECKING:
     from zc.planning.plan import Plan
 
 
-@dataclass(frozen=True)
-class PassRecord:
-    """One run of a pass: its seconds, and the number of nodes before and after."""
+class PassRecord(NamedTuple):
+    """One run of a pass, and how many seconds it took."""
 
     name: str
     seconds: float
-    num_nodes_before: int
-    num_nodes_after: int
 
 
 def run_passes(
@@ -61,9 +57,8 @@ def run_passes(
             raise
         except Exception as error:
             raise PassError(f"pass {step.name} failed on {name}: {type(error).__name__}: {error}") from error
-        seconds = time.perf_counter() - start
+        records.append(PassRecord(step.name, time.perf_counter() - start))
         provided |= step.provides
-        records.append(PassRecord(step.name, seconds, len(graph.nodes), len(new.nodes)))
         if folder is not None:
             _dump(folder, number, step.name, graph, new)
         graph = new

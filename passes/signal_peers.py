@@ -22,7 +22,7 @@ from torch import fx
 
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
-from zc.schedule.nodes import op_of, ops, put, read_of_peers
+from zc.schedule.nodes import op_of, ops, put, put_after, read_of_peers
 from zc.schedule.spec import AwaitFree, AwaitFull, BucketOp, SignalFree, SignalFull
 
 
@@ -37,10 +37,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
         with new.inserting_before(node):
             put(new, SignalFull(bucket, buffer))
             put(new, AwaitFull(bucket, buffer))
-        with new.inserting_after(node):
-            put(new, AwaitFree(bucket, buffer))
-        with new.inserting_after(node):
-            put(new, SignalFree(bucket, buffer))
+        put_after(new, node, SignalFree(bucket, buffer), AwaitFree(bucket, buffer))
     return new
 
 

@@ -23,7 +23,7 @@ from torch import fx
 
 from zc.errors import PassError
 from zc.passes.base import Pass, copy_graph, returned_by
-from zc.schedule.nodes import put
+from zc.schedule.nodes import put_after
 from zc.schedule.spec import Deposit
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     where = plan.slot_of()
     returned = returned_by(new)
     names = output.meta.get("grad_of", ())
+    placeholders = new.find_nodes(op="placeholder")
     for i, name in enumerate(names):
         grad = returned[i]
         if name is None or not isinstance(grad, fx.Node):
@@ -44,18 +45,12 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
         expected, shape = plan.buckets[bucket].slots[slot].shape, tuple(grad.meta["val"].shape)
         if expected != shape:
             raise PassError(f"gradient of {name}: the plan has shape {expected}, the graph {shape}")
-        with new.inserting_after(_last_placeholder(new) if grad.op == "placeholder" else grad):
-            put(new, Deposit(bucket, slot, grad))
+        put_after(new, placeholders[-1] if grad.op == "placeholder" else grad, Deposit(bucket, slot, grad))
         grad.meta["gradient_of"] = (*grad.meta.get("gradient_of", ()), (bucket, slot))
         returned[i] = None
     output.args = (tuple(returned),)
     output.meta = {key: item for key, item in output.meta.items() if key != "grad_of"}
     return new
-
-
-def _last_placeholder(graph: fx.Graph) -> fx.Node:
-    placeholders: list[fx.Node] = [node for node in graph.nodes if node.op == "placeholder"]
-    return placeholders[-1]
 
 
 PASS = Pass("tag_gradients", run, provides=frozenset({"deposits"}))

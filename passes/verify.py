@@ -91,7 +91,7 @@ def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
     faults = [f"{stream_of(n)} waits for {event}, which no node before records" for n, event in order.unrecorded]
     races += _carried(order)
     faults += exactly_once.check(order, plan, output.meta.get("debt")) + _released(order) + _misplaced(order)
-    faults += residency.check(graph, plan)
+    faults += residency.check(order, plan)
     between, redundant = across_ranks.check(order, plan)
     races += between
     if races:

@@ -16,12 +16,10 @@ other names.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import fx
 
-from zc.passes import insert_events, place_on_streams, verify
-from zc.passes.base import Pass
+from zc.passes import insert_events, place_on_streams
+from zc.passes import verify as proof
 from zc.passes.runner import run_passes
 from zc.planning.plan import Plan
 from zc.planning.residency import Residency
@@ -30,7 +28,7 @@ from zc.schedule.nodes import put
 from zc.schedule.spec import FreeWeights, ReadWeights, gather_node
 
 ARENA = Buffer("arena", 0)
-_PASSES = (place_on_streams.PASS, insert_events.with_prefix("w"), verify.PASS)
+_PASSES = (place_on_streams.PASS, insert_events.with_prefix("w"))
 
 
 def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
@@ -49,9 +47,7 @@ def weights_graph(plan: Plan, residency: Residency) -> fx.Graph:
     return graph
 
 
-def build_weights_schedule(
-    plan: Plan, residency: Residency, *, verify: bool, dump_dir: str | Path | None = None, name: str = "weights"
-) -> fx.Graph:
+def build_weights_schedule(plan: Plan, residency: Residency, *, verify: bool) -> fx.Graph:
     """The finished schedule, with its streams and events. `zc.schedule.codegen.load_pieces` loads it."""
-    chosen: list[Pass] = [p for p in _PASSES if verify or p.name != "verify"]
-    return run_passes(weights_graph(plan, residency), plan, chosen, dump_dir=dump_dir, name=name)[0]
+    passes = (*_PASSES, proof.PASS) if verify else _PASSES
+    return run_passes(weights_graph(plan, residency), plan, passes, name="weights")[0]

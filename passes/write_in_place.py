@@ -40,7 +40,7 @@ from torch import fx
 from zc.passes.base import Pass, copy_graph
 from zc.planning.layout import outside
 from zc.planning.plan import Bucket, Plan
-from zc.schedule.nodes import change, ops, put
+from zc.schedule.nodes import change, ops, put_after
 from zc.schedule.spec import AccumulateCast, Cast, Deposit, FlattenCast, WgradInto, Write
 
 _aten = torch.ops.aten
@@ -79,8 +79,8 @@ def _split(graph: fx.Graph, plan: Plan, write: fx.Node, op: Cast) -> None:
     last = write
     for slot, maker in makers.items():
         at = bucket.slots[slot]
-        with graph.inserting_after(last):
-            last = put(graph, WgradInto(op.bucket, op.buffer, slot, at.offset, at.stop, maker.inputs, maker.how))
+        wgrad = WgradInto(op.bucket, op.buffer, slot, at.offset, at.stop, maker.inputs, maker.how)
+        last = put_after(graph, last, wgrad)
         last.meta["gradient_of"] = maker.chain[0].meta.get("gradient_of", ())
     copied = [(s, g) for s, g in zip(op.slots, op.grads, strict=True) if s not in makers]
     spans = outside(((bucket.slots[k].offset, bucket.slots[k].stop) for k in makers), bucket.numel)

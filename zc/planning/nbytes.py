@@ -24,43 +24,39 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
     counts with the shard's padding, although it has none. If ranks own unequal parts (whole parameters), the largest
     counts. ``num_states``: how many tensors of a parameter's size each optimizer keeps."""
 
-    def total(numel_of: str, dtype_of: str) -> int:
-        sizes = {"P": [b.numel for b in plan.buckets], "S": [b.layout.numel_shard for b in plan.buckets]}[numel_of]
-        return sum(n * getattr(b, dtype_of).itemsize for n, b in zip(sizes, plan.buckets, strict=True))
-
-    in_shards = plan.placement.shards_weights
+    shards_weights = plan.placement.shards_weights
     cast = tuple(b for b in plan.buckets if b.has_master)
     # masters with memory of their own. Without offload, a shard that is not cast is the master, unless its parameters
     # are updated whole
-    apart = tuple(b for b in plan.buckets if b.has_master or (in_shards and b.layout.owners is not None))
+    apart = tuple(b for b in plan.buckets if b.has_master or (shards_weights and b.layout.owners is not None))
     ragged = tuple(b for b in plan.buckets if b.layout.owners is not None)
     whole = max(b.numel * b.reduce_dtype.itemsize for b in plan.buckets)
     host_sum = max(plan.numel_host_sum(b) * b.net_dtype.itemsize for b in plan.buckets)
     in_ring, ring = plan.placement.shards_gradients, min(plan.num_buffers, len(plan.buckets))
-    acc = total("S" if in_ring else "P", "acc_dtype")
+    acc = in_shards(plan.buckets, "acc_dtype") if in_ring else sum(b.numel * b.acc_dtype.itemsize for b in plan.buckets)
     state = heaviest(plan.buckets, lambda b: num_states[b.optimizer] * b.acc_dtype.itemsize)
     in_pieces = plan.world_size > 1 and (in_ring or plan.offload is not None)
     device = {
-        "flat_param": 0 if in_shards else total("P", "param_dtype"),
+        "flat_param": 0 if shards_weights else sum(b.nbytes for b in plan.buckets),
         "master_shard": heaviest(apart, lambda b: b.acc_dtype.itemsize) if plan.offload is None else 0,
         "acc": 0 if plan.offload is not None and plan.offload.accumulates_on_host else acc,
         "flat_grad": ring * whole if in_ring else 0,
         "recv": max(map(plan.nbytes_recv, plan.buckets)),
         "optimizer_state": state if plan.offload is None else 0,
     }
-    if in_shards:
-        device["weight"] = total("S", "param_dtype")
+    if shards_weights:
+        device["weight"] = in_shards(plan.buckets, "param_dtype")
     if plan.sharded:
         device["arena"] = plan.weight_cap
     if plan.frozen:
-        device["frozen"] = sum(b.layout.numel_shard * b.param_dtype.itemsize for b in plan.frozen)
+        device["frozen"] = in_shards(plan.frozen, "param_dtype")
     if host_sum:
         device["host_sum"] = NUM_HOST_SUMS * host_sum
     wire, update = (max(map(nbytes, plan.buckets)) for nbytes in (plan.nbytes_wire, plan.nbytes_update))
     if wire:
         device["wire"] = wire
     if update:
-        device.update(update=update, published=total("S", "param_dtype"))
+        device.update(update=update, published=in_shards(plan.buckets, "param_dtype"))
     if ragged and in_pieces:  # during an update
         device["whole_grad"] = heaviest(ragged, lambda b: b.acc_dtype.itemsize)
     if plan.offload is None:
@@ -73,13 +69,13 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
         "param": plan.num_staging * casts,
         "optimizer_state": 0 if plan.offload.state_on_disk else state,
     }
-    disk = {"optimizer_state": state, "master_shard": total_of(cast)}
+    disk = {"optimizer_state": state, "master_shard": in_shards(cast, "acc_dtype")}
     return device, host, disk if plan.offload.state_on_disk else {}
 
 
-def total_of(buckets: Sequence[Bucket]) -> int:
-    """Bytes of the masters of one shard of each of these buckets."""
-    return sum(b.layout.numel_shard * b.acc_dtype.itemsize for b in buckets)
+def in_shards(buckets: Iterable[Bucket], dtype_of: str) -> int:
+    """Bytes of one shard of each bucket, in its dtype of that name, such as "param_dtype"."""
+    return sum(b.layout.numel_shard * getattr(b, dtype_of).itemsize for b in buckets)
 
 
 def heaviest(buckets: Sequence[Bucket], nbytes: Callable[[Bucket], int]) -> int:
@@ -125,29 +121,29 @@ def sent(plan: Plan, microbatches: int) -> dict[str, int]:
     and weights of whole parameters travel to their owners and back.
     """
     num = microbatches if plan.placement.shards_gradients else 1
-    others, world_size, hosts = plan.world_size - 1, plan.world_size, plan.topology
-    inside, between = hosts.ranks_per_host - 1, hosts.num_hosts - 1
-    reduced = sum(b.numel // world_size * others * b.reduce_dtype.itemsize for b in plan.buckets)
-    if plan.has_levels:
-        reduced = sum(b.numel // hosts.ranks_per_host * inside * b.reduce_dtype.itemsize for b in plan.buckets)
-        reduced += sum(b.layout.numel_shard * between * b.net_dtype.itemsize for b in plan.buckets)
-    reduced += sum(sent_to_replicas(plan, b) for b in plan.buckets)
-    whole, gathered = plan.sharded, gathered_nbytes(_after_update(plan), others)
+    others, between = plan.world_size - 1, plan.topology.num_hosts - 1
+    to_its_host = plan.topology.num_hosts * (plan.topology.ranks_per_host - 1) if plan.has_levels else 0
+    shards = in_shards(plan.buckets, "reduce_dtype")
     if plan.reduce_bits:
-        inside_a_host = plan.has_levels * inside
-        reduced = sum(b.numel // hosts.ranks_per_host * inside_a_host * b.reduce_dtype.itemsize for b in plan.buckets)
-        reduced += sum(most_encoded(plan, b, plan.reduce_bits)[0] for b in plan.buckets)
+        reduced = to_its_host * shards + sum(most_encoded(plan, b, plan.reduce_bits)[0] for b in plan.buckets)
+    else:
+        reduced = others * shards
+        if plan.has_levels:
+            reduced = to_its_host * shards + between * in_shards(plan.buckets, "net_dtype")
+        reduced += sum(sent_to_replicas(plan, b) for b in plan.buckets)
+    whole, gathered = plan.sharded, others * in_shards(_after_update(plan), "param_dtype")
     encoded = 0
     if plan.gather_bits:
         read = others - between if plan.has_levels else 0
-        encoded = sum(b.layout.numel_shard * read * b.param_dtype.itemsize for b in plan.buckets)
+        encoded = read * in_shards(plan.buckets, "param_dtype")
         encoded += sum(most_encoded(plan, b, plan.gather_bits)[1] for b in plan.buckets)
         whole = tuple(b for b in whole if not plan.encodes_weights(b))
         gathered = 0
     # an upper bound for buckets that are gathered while they are read: some stay until the backward
     return {
         "gradients": num * reduced + moved(plan, "acc_dtype")[0],
-        "parameters": gathered + _times_read(plan, microbatches, encoded, gathered_nbytes(whole, others))
+        "parameters": gathered
+        + _times_read(plan, microbatches, encoded, others * in_shards(whole, "param_dtype"))
         + moved(plan, "param_dtype")[1],
     }
 
@@ -162,11 +158,6 @@ def _times_read(plan: Plan, microbatches: int, encoded: int, whole: int) -> int:
 def _after_update(plan: Plan) -> list[Bucket]:
     """The buckets that are gathered once per update, since all ranks keep them whole."""
     return [bucket for bucket in plan.buckets if not plan.is_sharded(bucket)]
-
-
-def gathered_nbytes(buckets: Iterable[Bucket], num_shards: int) -> int:
-    """Bytes of ``num_shards`` shards of the weights of each bucket."""
-    return sum(b.layout.numel_shard * num_shards * b.param_dtype.itemsize for b in buckets)
 
 
 def most_encoded(plan: Plan, bucket: Bucket, bits: int) -> tuple[int, int]:
@@ -190,18 +181,17 @@ def sent_between_hosts(plan: Plan, microbatches: int, ranks_per_host: int) -> di
     others, copies = _pairs_between_hosts(plan, ranks_per_host)
     if plan.has_levels:
         others = ranks_per_host * (plan.topology.num_hosts - 1)
-    wires = [b.net_dtype if plan.has_levels else b.reduce_dtype for b in plan.buckets]
-    reduced = others * sum(b.layout.numel_shard * wire.itemsize for b, wire in zip(plan.buckets, wires, strict=True))
+    reduced = others * in_shards(plan.buckets, "net_dtype" if plan.has_levels else "reduce_dtype")
     if copies:
         reduced += copies * sum(sent_to_replicas(plan, b) for b in plan.buckets) // (plan.num_replicas - 1)
-    gathered = gathered_nbytes(_after_update(plan), others)
+    gathered = others * in_shards(_after_update(plan), "param_dtype")
     if plan.reduce_bits:
         reduced = sum(_encoded_between_hosts(plan, b, plan.reduce_bits, others) for b in plan.buckets)
     whole, encoded = plan.sharded, 0
     if plan.gather_bits:
         encoded = sum(_encoded_between_hosts(plan, b, plan.gather_bits, others) for b in plan.buckets)
         whole, gathered = tuple(b for b in whole if not plan.encodes_weights(b)), 0
-    gathered += _times_read(plan, microbatches, encoded, gathered_nbytes(whole, others))
+    gathered += _times_read(plan, microbatches, encoded, others * in_shards(whole, "param_dtype"))
     return {"gradients": num * reduced, "parameters": gathered}
 
 
@@ -227,7 +217,7 @@ def copied(plan: Plan, microbatches: int) -> dict[str, int]:
     if plan.offload is None:
         return {"to host": 0, "to device": 0}
     up = heaviest(plan.buckets, lambda b: b.param_dtype.itemsize)
-    shard = sum(b.layout.numel_shard * b.acc_dtype.itemsize for b in plan.buckets)
+    shard = in_shards(plan.buckets, "acc_dtype")
     if not plan.offload.accumulates_on_host:
         return {"to host": shard, "to device": up}
     visit = sum(plan.numel_on_host(b) * b.acc_dtype.itemsize for b in plan.buckets)

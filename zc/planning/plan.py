@@ -109,6 +109,10 @@ class Plan:
 
     def slot_of(self) -> dict[str, tuple[int, int]]:
         """Parameter name -> (bucket, index of its slot)."""
+        return self._slot_of
+
+    @cached_property  # every block's schedule asks for it, and it grows with the number of blocks
+    def _slot_of(self) -> dict[str, tuple[int, int]]:
         return {slot.name: (bucket.index, k) for bucket in self.with_weights for k, slot in enumerate(bucket.slots)}
 
     @property

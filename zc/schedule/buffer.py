@@ -26,10 +26,15 @@ MAIN = COMPUTE  # the stream on which autograd calls the schedule; its program o
 
 
 class Kind(NamedTuple):
-    """``holds``: in words. ``carrier``: the one side stream on which such a buffer may still be in use after the end of
-    a schedule; MAIN: none. ``on_host``: the processor reads or writes it itself, and main's waits, which are the
-    device's, don't order it. ``is_shared``, and ``shared`` in words: under which plans other schedules may use bucket
-    ``index``'s on the carrier and elsewhere, so that it needs a carried event whatever this schedule does."""
+    """What is true of all buffers of one kind.
+
+    ``holds``: what lies there, in words.
+    ``carrier``: the one side stream on which such a buffer may still be in use when a schedule has ended; MAIN: none.
+    ``on_host``: the processor itself reads or writes it. A wait of the main stream is the device's, and does not order
+    it.
+    ``is_shared``: under which plans other schedules may use the buffer number ``index`` on its carrier and elsewhere.
+    It then needs a carried event, whatever this schedule does. ``shared`` says the same in words.
+    """
 
     holds: str
     carrier: str

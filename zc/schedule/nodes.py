@@ -86,6 +86,14 @@ def put(graph: fx.Graph, op: Op, *, name: str | None = None, stream: str | None 
     return node
 
 
+def put_after(graph: fx.Graph, node: fx.Node, *new: Op) -> fx.Node:
+    """Puts one new node or more behind ``node``, in this order. Returns the last one."""
+    for op in new:
+        with graph.inserting_after(node):
+            node = put(graph, op)
+    return node
+
+
 def change(node: fx.Node, op: Op) -> None:
     """The node becomes ``op``, of the same kind."""
     assert TARGETS[type(op)] is node.target
@@ -123,6 +131,7 @@ def item_of(value: fx.Node) -> int:
 
 
 def value(node: fx.Node) -> Access:
+    """The access to all of the value that a node returns."""
     return Access(f"%{node.name}")
 
 

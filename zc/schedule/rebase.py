@@ -70,9 +70,7 @@ def _dtypes(bucket: Bucket) -> tuple[Any, ...]:
     return bucket.param_dtype, bucket.reduce_dtype, bucket.acc_dtype, bucket.net_dtype, bucket.device
 
 
-def rebased(
-    graph: fx.Graph, plan: Plan, names: Mapping[str, str], moves: Mapping[int, Shift], turn: int
-) -> fx.Graph:
+def rebased(graph: fx.Graph, plan: Plan, names: Mapping[str, str], moves: Mapping[int, Shift], turn: int) -> fx.Graph:
     """A copy of a finished schedule, for the parameters that ``names`` maps its own to. Its nodes go where ``moves``
     says, and its rings turn by ``turn`` writes. Its debt follows from ``names`` alone, so `verify` would refuse a
     gradient that has moved to another place."""

@@ -77,7 +77,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class Op:
-    """What a node is. Of all nodes of a kind:
+    """The record of one node. These are true of all nodes of a kind:
 
     ``stream``: where they run under a plan with overlap (`zc.passes.place_on_streams`).
     ``reads``, ``writes``: the fields whose buffers they access; every node also reads its inputs and writes its results
@@ -145,7 +145,7 @@ class Deposit(BucketOp, role=Role.DEPOSIT):
 
 @dataclass(frozen=True)
 class Cast(BucketOp, role=Role.WRITE, writes=("buffer",)):
-    """With ``spans``: only into these elements of the buffer."""
+    """Writes gradients of a bucket into one buffer, cast to its dtype. ``spans``: only into these elements of it."""
 
     buffer: Buffer
     slots: tuple[int, ...]
