@@ -1,7 +1,7 @@
 """Training loops as people write them: each row of the table is right, or refused with the error that it names.
 
 By default each row but those of the full tier runs once, with the stages in turn: two of three rows by aot_eager, the
-others eager, as are those that differ behind the backward alone. Stage 3 does the same with overlap_gather or
+others eager, as are those that differ after the backward alone. Stage 3 does the same with overlap_gather or
 shard_frozen as without: such rows have stages 1 and 2. Two rows also run by Inductor. ZC_TESTS=full runs all cells.
 docs/compatibility.md is made from all cells: ``python tests/compatibility/generate.py``.
 """

@@ -11,17 +11,15 @@ those of the compiled graph that begins it, or those of the last backward that b
 - *Proposals differ* (other tasks, other branches, a graph broken on one rank alone): this backward reduces nothing.
 
 Gradients beyond the agreed order are reduced later. Stage 1 adds them to the partial sum in its accumulator, which the
-boundary reduces. The ring of stage 2 has no room for a sum, so whole gradients are deposited, by reference. They are
-reduced in plan order at the end of the backward; if ranks have different numbers of backwards, at the boundary.
+boundary reduces. Stage 2 deposits whole gradients, by reference, and reduces them in plan order at the end of the
+backward; if ranks have different numbers of backwards, at the boundary.
 
 **A backward ends.** Ranks exchange which parameters have a gradient. One that only another rank used gets its
-``.grad``, too, as in DDP with find_unused_parameters: stock clipping sums the same gradients everywhere. Ranks skip
-this exchange if all of them said at the beginning that their compiled graphs bring the gradients of all parameters.
-Outside of no_sync a rank waits until all ranks are at such an end or at the boundary: they may reach it after different
-numbers of microbatches.
+``.grad``, too, as in DDP with find_unused_parameters. Ranks skip this if all of them said at the beginning that their
+compiled graphs bring all gradients. Outside of no_sync a rank waits until all ranks are at such an end or at the
+boundary: they may reach it after different numbers of microbatches.
 
-**The boundary** is the point before an update, at the end of its last microbatch. A rank that is early answers the
-backwards that others still have.
+**The boundary** is the point before an update. A rank that is early answers the backwards that others still have.
 
 The k-th announcement on one rank matches the k-th on every other, so between two of the user's collectives all ranks
 make equally many. An announcement is asynchronous: ranks read its answer right before the first reduction. All ranks
