@@ -111,7 +111,7 @@ def seen_in_blocks() -> Iterator[list[list[int]]]:
     @contextlib.contextmanager
     def block(self: ForwardWaits, places: Any) -> Iterator[None]:
         with plain_block(self, places):
-            seen.append(sorted(self._gather._open))
+            seen.append(sorted(self._gather._in_flight))
             yield
 
     ForwardWaits.block = block  # type: ignore[method-assign, assignment]
@@ -189,7 +189,7 @@ def test_weights_that_a_failed_forward_has_not_read_are_waited_for() -> None:
     with pytest.raises(RuntimeError, match="stops"):
         net(torch.ones(2, DIM))
     bucket = zc.registry.sharded(net).runtime.plan.slot_of()["last.weight"][0]
-    assert bucket in weights._open and type(net.last.weight) is not nn.Parameter
+    assert bucket in weights._in_flight and type(net.last.weight) is not nn.Parameter
     net.last.weight.sum()
-    assert bucket not in weights._open and type(net.last.weight) is nn.Parameter
+    assert bucket not in weights._in_flight and type(net.last.weight) is nn.Parameter
     zc.close(net)
