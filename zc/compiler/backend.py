@@ -52,7 +52,7 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[...
     def zc_backend(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         param_grads.refuse_compiled_autograd()
         if not runtime.ledger.graphs and runtime.config.backend == "inductor" and runtime.group.rank == 0:
-            tell("compiles in the first step; ZC_LOG=info in the environment says what, ZC_LOG=error nothing")
+            tell("compiles in the first step; ZC_LOG=info shows what is compiled, ZC_LOG=error hides this line")
         runtime.ledger.graphs.append(torch_private.compile_id())
         name_of = {id(param): name for name, param in runtime.placed.items()}  # zc.recompile may have added some
         names = [name_of.get(id(value)) for value in inputs]

@@ -262,7 +262,8 @@ def _compilation(runtime: Runtime) -> str:
     graphs = runtime.ledger.graphs
     again = [graph for graph in graphs if not graph.endswith("/0")]
     rows = [f"graphs: {len(graphs)} ({', '.join(graphs) or 'none'}: frame/compilation)"]
-    rows.append(f"recompiles (other shapes, another module of the same class, other guards): {len(again)}")
+    causes = "an evaluation under no_grad, other shapes, another module of the same class, other guards"
+    rows.append(f"recompiles ({causes}): {len(again)}")
     rows.append("graph breaks and skipped frames in this process since zc.compile:")
     breaks = summary.graph_breaks(runtime)
     rows += [f"    {n} x {' '.join(reason.split())[:300]}" for reason, n in breaks.items()] or ["    none"]
