@@ -31,7 +31,7 @@ def _run(rank: int, world_size: int, script: str, argv: list[str]) -> None:
 
 def _end(folder: Path) -> dict[str, Tensor]:
     """The weights at the end, without the keys' bias. A softmax does not see that, so its gradient is 0 but for
-    rounding, which Adam turns into steps of the learning rate: in another direction where a norm is rounded otherwise."""
+    rounding. Adam turns that into steps of the learning rate, in other directions where a norm is rounded otherwise."""
     saved = torch.load(folder / "end.pt", weights_only=True)["model"]
     weights = {name: value.float() for name, value in saved.items()}
     for name, value in weights.items():
