@@ -40,7 +40,7 @@ def _raise() -> None:
 
 
 def test_a_backward_ends() -> None:
-    backwards, events = Backwards(), list[str]()
+    backwards, events = Backwards(lambda: None), list[str]()
 
     def begin() -> None:
         assert not backwards.has_begun()
@@ -53,7 +53,7 @@ def test_a_backward_ends() -> None:
 
 
 def test_a_backward_raises() -> None:
-    backwards, ended = Backwards(), list[int]()
+    backwards, ended = Backwards(lambda: None), list[int]()
     with pytest.raises(FloatingPointError):
         _backward(lambda: backwards.begin(lambda: ended.append(1)), _raise)
     assert backwards.is_any_open and backwards.has_raised()
@@ -63,7 +63,7 @@ def test_a_backward_raises() -> None:
 
 def test_the_outermost_backward_ends_last() -> None:
     """An inner one announces nothing itself: the outer one does, once, as soon as the inner one has ended."""
-    backwards, events = Backwards(), list[str]()
+    backwards, events = Backwards(lambda: None), list[str]()
 
     def begin(name: str) -> None:
         backwards.begin(lambda: events.append(f"end with {name}"))
@@ -82,7 +82,7 @@ def test_the_outermost_backward_ends_last() -> None:
 
 
 def test_an_inner_backward_raises_and_is_caught() -> None:
-    backwards, seen = Backwards(), list[tuple[bool, bool]]()
+    backwards, seen = Backwards(lambda: None), list[tuple[bool, bool]]()
 
     def inner() -> None:
         with pytest.raises(FloatingPointError):

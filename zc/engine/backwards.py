@@ -12,17 +12,24 @@ checkpointing): the outermost one ends last. No state is stored, each follows fr
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from functools import partial
 
 from zc import torch_private
 
+_OF_ALL_MODELS: weakref.WeakValueDictionary[int, Backwards] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()  # in the order of zc.compile, which is that of all ranks
+
 
 class Backwards:
-    """Only the thread that issues schedules changes it: autograd's during a backward, the caller's otherwise."""
+    """Only the thread that issues schedules changes it: autograd's during a backward, the caller's otherwise.
+    ``drop_failed`` drops the gradients of a backward that raised, and reduces what other ranks wait for."""
 
-    def __init__(self) -> None:
+    def __init__(self, drop_failed: Callable[[], object]) -> None:
+        self._drop_failed = drop_failed
+        _OF_ALL_MODELS[next(_NUMBERS)] = self
         # by autograd's number of the backward; the thread of the watch reads a copy (`has_raised`)
         self._callbacks: dict[int, weakref.ref[Callable[[], None]]] = {}
         self._last_deferred: int | None = None  # the last backward that left its announcement to the one around it
@@ -71,3 +78,11 @@ class Backwards:
         self._last_deferred = number
         torch_private.call_before_followers(outer, callback)
         return True
+
+
+def drop_failed() -> None:
+    """Called before a backward and an update: drops the gradients of backwards that raised, in any model of this
+    process. A rank that had begun to reduce in such a model waits there for this one, and comes nowhere else."""
+    for backwards in list(_OF_ALL_MODELS.values()):
+        if backwards.has_raised():
+            backwards._drop_failed()

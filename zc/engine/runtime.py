@@ -26,7 +26,7 @@ from zc import torch_private
 from zc.engine import param_grads
 from zc.engine.accumulators import Acc
 from zc.engine.announcements import Announcements
-from zc.engine.backwards import Backwards
+from zc.engine.backwards import Backwards, drop_failed
 from zc.engine.buffer_sync import BufferSync
 from zc.engine.buffers import Buffers
 from zc.engine.core import Core, Listener
@@ -86,7 +86,7 @@ class Runtime(Core):
         super().__init__(config, buffers, group, streams, params)
         self.accumulators.on_deposit = self._deposit
         self.announcements = Announcements(self.accumulators, group)
-        self.backwards = Backwards()
+        self.backwards = Backwards(weakly(self._drop_failed))
         self.deposits = Deposits(streams, self.backward_passes, self.accumulators)
         group.set_plan(self.plan)
         if group.journal is not None:
@@ -142,7 +142,7 @@ class Runtime(Core):
         if not self.backwards.has_begun():
             self.streams.clock.phase("backward")
             param_grads.refuse_accumulate_hooks(self.params)
-            self._drop_failed()
+            drop_failed()
             if not self.backwards.is_any_open:  # a backward around this one has not shown its own gradients yet
                 self._notice_cleared()
             self.backwards.begin(self._end_backward)
@@ -231,8 +231,6 @@ class Runtime(Core):
     def _drop_failed(self) -> None:
         """After a backward that raised, whose end never came: drops its deposits. `_notice_cleared` refuses what it has
         left in the accumulators."""
-        if not self.backwards.has_raised():
-            return
         self.backwards.forget_raised()
         if self.backwards.is_any_open:
             raise ZcError("a backward inside another one raised and was caught: their gradients can't be told apart")
@@ -278,7 +276,7 @@ class Runtime(Core):
         self.streams.clock.phase("update")
         self.weights.synchronize()
         param_grads.check(self.params, self.frozen, self.sharded_grads)
-        self._drop_failed()
+        drop_failed()
         self._notice_cleared()
         if self._phase is Phase.FINAL or (by_grad and self.is_finished):
             return
