@@ -229,6 +229,8 @@ def test_a_run_holds_and_moves_what_was_planned() -> None:
         ({"optimizer": {"bias": "SGD"}}, r"parameter 0.weight fits none of the patterns bias: add \"\*\" as the last"),
         ({"bus_bandwidth": 0.0}, r"bus_bandwidth must be above 0, got 0.0"),
         ({"disk_bandwidth": -1.0}, r"disk_bandwidth must be above 0, got -1.0"),
+        ({"stage": 1, "reduce_dtype": torch.bfloat16}, r"stage 1 reduces sums in torch.float32"),
+        ({"stage": 3, "offload": "disk"}, r"stage=3 and offload='disk'"),
         ({"offload": "tape"}, r"offload must be one of .* got 'tape'"),
         ({"offload_accumulate": "disk"}, r"offload_accumulate must be one of 'cpu', 'device', got 'disk'"),
     ],
@@ -238,7 +240,18 @@ def test_bad_input_is_named(wrong: dict[str, Any], says: str) -> None:
         zc.plan(meta_linear(8), **{"world_size": 2, **wrong})
 
 
+def test_a_stage_that_compile_refuses_is_no_alternative() -> None:
+    options = [{"reduce_dtype": torch.bfloat16}, {"reduce_dtype": torch.int8}, {"offload": "disk"}]
+    stages = [
+        [name for name in zc.plan(meta_linear(8), world_size=2, stage=2, **each).peers if "zc" in name]
+        for each in options
+    ]
+    assert stages == [["zc, stage 3"], ["zc, stage 1", "zc, stage 3"], ["zc, stage 1"]]
+
+
 def test_what_is_no_module_or_has_nothing_to_train() -> None:
+    with pytest.raises(TypeError, match=r'optimizer must be a name of a class, "AdamW".* got <class'):
+        zc.plan(meta_linear(8), world_size=2, optimizer=torch.optim.AdamW)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got int"):
         zc.plan(3, world_size=2)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="no trainable parameter"):

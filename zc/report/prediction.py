@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ from zc.checks import shardable, trainable
 from zc.config import Config, check_count
 from zc.engine.sharded_weights import named_plainly
 from zc.errors import PlanError
-from zc.plan_checks import check_replicas
+from zc.plan_checks import check_plan, check_replicas
 from zc.planning.blocks import find_kinds
 from zc.planning.layout import Rule
 from zc.planning.nbytes import STATES
@@ -86,7 +87,8 @@ def plan(
         disk_bandwidth: bytes/s, read and written together, of a rank's share of the disk (offload="disk").
 
     Raises:
-        PlanError (a ValueError): an option, a bandwidth or the world size is out of range. TypeError: no module.
+        PlanError (a ValueError): an option, a bandwidth or the world size is out of range, or `zc.compile` refuses the
+            plan. TypeError: ``model`` is no module, ``optimizer`` neither a name nor a dict.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -136,10 +138,13 @@ def plan(
     kinds = find_kinds(model)
 
     def of_stage(number: int) -> Plan:
+        """Raises PlanError where `zc.compile` refuses this stage."""
         is_gathered = PLACEMENTS[number].shards_weights or config.shard_frozen
         weight_nbytes = config.weight_nbytes if is_gathered else None
         its_config = replace(config, stage=number, overlap=True, overlap_gather=False, weight_nbytes=weight_nbytes)
-        return plan_for(its_config, specs, rules, topology, num_replicas, kinds, in_shards if is_gathered else {})
+        plan = plan_for(its_config, specs, rules, topology, num_replicas, kinds, in_shards if is_gathered else {})
+        check_plan(plan)
+        return plan
 
     def estimate_of(stage_plan: Plan) -> Estimate:
         return estimate(stage_plan, classes, microbatches, config.offload, rates, hosts, frozen)
@@ -147,12 +152,11 @@ def plan(
     chosen_plan = of_stage(config.stage)
     chosen = estimate_of(chosen_plan)
     others: dict[str, Peer] = {}
-    for number, placement in PLACEMENTS.items():
-        # zc.compile refuses these with stage 3
-        refused = placement.shards_weights and (config.offload == "disk" or config.encodings)
-        if number != config.stage and not refused:
-            other = estimate_of(of_stage(number))
-            others[f"zc, stage {number}"] = Peer(other.device_nbytes, sum(other.wire.values()))
+    for number in PLACEMENTS:
+        if number != config.stage:
+            with contextlib.suppress(PlanError):  # a stage that zc.compile refuses is no alternative
+                other = estimate_of(of_stage(number))
+                others[f"zc, stage {number}"] = Peer(other.device_nbytes, sum(other.wire.values()))
     residency = expected_table(chosen_plan) if chosen_plan.sharded else ""
     return replace(chosen, peers={**others, **chosen.peers}, residency=residency)
 
@@ -185,6 +189,10 @@ def _optimizers(
     params: Mapping[str, nn.Parameter], optimizer: str | Mapping[str, str]
 ) -> tuple[list[str], dict[str, int]]:
     """The class names, and which of them each parameter has."""
+    if not isinstance(optimizer, (str, Mapping)):
+        raise TypeError(
+            f'optimizer must be a name of a class, "AdamW", or a dict of such by patterns of names, got {optimizer!r}'
+        )
     by_pattern = {"*": optimizer} if isinstance(optimizer, str) else dict(optimizer)
     for name in by_pattern.values():
         if name not in STATES:
