@@ -3,7 +3,7 @@
     python -m bench.demo --out out/demo [--stage 3]
 
 Prints what each system costs and why they differ, and writes demo.png; ends with an error where the losses are not what
-they must be. Further flags go to bench.train.
+they must be. It trains in bf16, or in fp32 on a processor that is slow in bf16. Further flags go to bench.train.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -30,15 +31,14 @@ from bench.report.progress import Progress
 Run = dict[str, Any]
 
 LARGEST_LOSS = 5.2  # nats per token, held out: below what the tokens' frequencies alone give (about 5.7)
-LARGEST_DIFFERENCE = 0.04  # nats per token between any two of them: bf16, rounded at different places
+LARGEST_DIFFERENCE = {"bf16": 0.04, "fp32": 0.004}  # nats per token between any two: rounded at different places
 NUM_SKIPPED = 5  # first steps, which compile
 STEPS_PER_TURN = 5
 # A microbatch has 1,024 tokens: with few, the work per parameter (accumulation in fp32, the update) hides what
 # compiling gains per token (docs/decisions.md). A token is a pair of bytes, one of 4,096.
-MODEL = (
-    "--model qwen3-6m --vocab 4096 --seq 128 --batch 8 --accum 4 --compute-dtype bfloat16 --lr 1e-3 --warmup 10 "
-    "--eval-batches 8"
-)
+MODEL = "--model qwen3-6m --vocab 4096 --seq 128 --batch 8 --lr 1e-3 --warmup 10 --eval-batches 8"
+DTYPES = {"bf16": "--compute-dtype bfloat16 --accum 4", "fp32": "--accum 2"}  # within 5 minutes on 2 cores with AVX2
+SLOW = 3.0  # times fp32's; with AVX2 alone a matmul in bf16 takes 3 to 50 times as long, by its layout
 WARNINGS = "ignore:Mismatch dtype between input and weight"  # autocast leaves a norm's weight in fp32
 DDP, EAGER, COMPILED = "DDP, op by op", "zc, op by op", "zc, compiled"
 FLAGS = {  # in the order of their turns: what compiles for half a minute says so first
@@ -63,15 +63,30 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     return parser.parse_known_args(argv)
 
 
-def train_all(args: argparse.Namespace, train_flags: list[str]) -> dict[str, Run]:
+def matmul_s(dtype: torch.dtype) -> float:
+    a = torch.ones(256, 256, dtype=dtype)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        a @ a
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def fast_dtype(seconds: Callable[[torch.dtype], float] = matmul_s) -> str:
+    """bf16, or fp32 where a matmul in bf16 takes ``SLOW`` times as long here. ``seconds``: of a matmul."""
+    return "bf16" if seconds(torch.bfloat16) < SLOW * seconds(torch.float32) else "fp32"
+
+
+def train_all(args: argparse.Namespace, dtype: str, train_flags: list[str]) -> dict[str, Run]:
     """Each system in processes of its own, in turn; their records by name."""
     store, jobs = new_store(), []
-    common = [*MODEL.split(), "--stage", str(args.stage), "--steps", str(args.steps), *train_flags]
+    common = f"{MODEL} {DTYPES[dtype]} --stage {args.stage} --steps {args.steps}".split()
     folders = {name: args.out / name.replace(", ", "-").replace(" ", "-") for name in FLAGS}
     with Progress(len(FLAGS) * args.steps, "demo", shown=True) as progress:
         for job, (name, flags) in enumerate(FLAGS.items()):
             seat = Seat(store.port, job, len(FLAGS), STEPS_PER_TURN)
-            own = [*flags, *common, "--baton", str(seat), "--out", str(folders[name])]
+            own = [*flags, *common, *train_flags, "--baton", str(seat), "--out", str(folders[name])]
             jobs.append(start("bench.train", own, ranks=args.ranks, env={"PYTHONWARNINGS": WARNINGS}))
         wait_for(jobs, store, progress)
     return {name: json.loads((folders[name] / "run.json").read_text()) for name in NAMES}
@@ -137,10 +152,10 @@ def mean_losses(run: Run) -> list[float]:
 # --- what is printed ---
 
 
-def table(runs: dict[str, Run], stage: int) -> Table:
+def table(runs: dict[str, Run], stage: int, dtype: str) -> Table:
     first = next(iter(runs.values()))
     size = f"{first['world_size']} ranks, {first['ranks'][0]['num_params']:,} parameters"
-    result = Table(title=f"Qwen3-like decoder, bf16, {size}, zc stage {stage}")
+    result = Table(title=f"Qwen3-like decoder, {dtype}, {size}, zc stage {stage}")
     for name in ("", *NAMES, "/ DDP", "/ zc"):
         result.add_column(name.replace(", ", ",\n"), justify="right" if name else "left")
 
@@ -168,7 +183,7 @@ def _kind_mb(run: Run, kind: str) -> float:
     return held_by_kind(run)[kind] / 1e6
 
 
-def causes(runs: dict[str, Run]) -> list[str]:
+def causes(runs: dict[str, Run], dtype: str) -> list[str]:
     """One line on each difference, from what was measured."""
     ddp, eager, compiled = (runs[name] for name in NAMES)
     ranks = compiled["world_size"]
@@ -181,7 +196,9 @@ def causes(runs: dict[str, Run]) -> list[str]:
         why = f"{speedup:.2f} of zc op by op in {cpu:.2f} of its CPU time: other programs took the processor"
     else:
         why = f"{speedup:.2f} of zc op by op: compiling gained nothing in this run"
-    cast = f"DDP casts fp32 weights to bf16 in each forward, and each rank updates all of them instead of 1/{ranks}"
+    cast = "casts fp32 weights to bf16 in each forward, and " if dtype == "bf16" else "is op by op, and "
+    slower = f"DDP {cast}each rank updates all weights instead of 1/{ranks}"
+    rounded = "they round to bf16 at different places" if dtype == "bf16" else "fused code rounds at different places"
     num_params = compiled["ranks"][0]["num_params"]
 
     def per_param(run: Run) -> str:
@@ -190,8 +207,8 @@ def causes(runs: dict[str, Run]) -> list[str]:
 
     added = ", ".join(f"{name} {peak_mb(run) - held_mb(run):,.0f}" for name, run in runs.items())
     return [
-        f"tokens/s: {why}. {against_ddp:.2f} of DDP{f': {cast}' if against_ddp > 1 else ''}",
-        "loss: all three add gradients up and update in fp32; they round to bf16 at different places",
+        f"tokens/s: {why}. {against_ddp:.2f} of DDP{f': {slower}' if against_ddp > 1 else ''}",
+        f"loss: all three add gradients up and update in fp32; {rounded}",
         f"held: bytes per parameter are, with DDP, {per_param(ddp)}; with zc, {per_param(compiled)}: each rank has "
         f"1/{ranks} of masters and optimizer state, and gradients only until they are cleared",
         f"peak: a step adds MB: {added}; activations, gradients and casts. Fused code saves fewer activations",
@@ -236,7 +253,7 @@ def draw(runs: dict[str, Run], path: Path) -> None:
     pyplot.close(figure)
 
 
-def problems(runs: dict[str, Run]) -> list[str]:
+def problems(runs: dict[str, Run], dtype: str) -> list[str]:
     """What the runs fail to show, a line each; empty where all is well. NaN fails."""
     losses = {name: held_out_loss(run) for name, run in runs.items()}
     lines = [
@@ -246,8 +263,8 @@ def problems(runs: dict[str, Run]) -> list[str]:
     ]
     for name in (DDP, EAGER):
         difference = abs(losses[name] - losses[COMPILED])
-        if not difference <= LARGEST_DIFFERENCE:
-            lines.append(f"{COMPILED} and {name}: losses differ by {difference:.5f}, more than {LARGEST_DIFFERENCE}")
+        if not difference <= (largest := LARGEST_DIFFERENCE[dtype]):
+            lines.append(f"{COMPILED} and {name}: losses differ by {difference:.5f}, more than {largest}")
     return lines
 
 
@@ -271,19 +288,24 @@ def main(argv: list[str] | None = None) -> None:
     console = Console()
     end_on_sigterm()
     started = time.perf_counter()
+    dtype = fast_dtype()
+    if dtype == "fp32":
+        console.print(f"in fp32: a matmul in bf16 takes more than {SLOW:.0f} times as long on this processor")
     console.print(f"{' | '.join(NAMES)}: {args.ranks} ranks each, one thread per rank, {STEPS_PER_TURN} steps per turn")
     try:
-        runs = train_all(args, train_flags)
+        runs = train_all(args, dtype, train_flags)
     except subprocess.CalledProcessError as error:
         sys.exit(f"a run failed with status {error.returncode}; its own error is above")
     picture = args.out / "demo.png"
     draw(runs, picture)
-    console.print(table(runs, args.stage))
-    for line in causes(runs):
+    console.print(table(runs, args.stage, dtype))
+    for line in causes(runs, dtype):
         console.print(line, soft_wrap=True)
-    console.print(f"held-out losses may differ by {LARGEST_DIFFERENCE}; load of the machine: {os.getloadavg()[0]:.1f}")
+    console.print(
+        f"held-out losses may differ by {LARGEST_DIFFERENCE[dtype]}; load of the machine: {os.getloadavg()[0]:.1f}"
+    )
     console.print(f"all of it took {time.perf_counter() - started:.0f} s")
-    failed = problems(runs)
+    failed = problems(runs, dtype)
     for problem in failed:
         console.print(f"[red]failed:[/red] {problem}")
     console.print(f"\npictures: {picture}", soft_wrap=True)

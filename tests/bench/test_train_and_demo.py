@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from bench import baton, demo, train
@@ -72,9 +73,21 @@ MOST = demo.LARGEST_LOSS
     ],
 )
 def test_demo_fails_where_it_must(ddp: float, eager: float, compiled: float, words: list[str]) -> None:
-    lines = demo.problems({name: fake_run(loss) for name, loss in zip(demo.NAMES, (ddp, eager, compiled), strict=True)})
+    runs = {name: fake_run(loss) for name, loss in zip(demo.NAMES, (ddp, eager, compiled), strict=True)}
+    lines = demo.problems(runs, "bf16")
     assert len(lines) == len(words)
     assert all(word in line for word, line in zip(words, lines, strict=True))
+
+
+def test_the_demo_trains_in_the_fast_dtype() -> None:
+    """In fp32 where a matmul in bf16 has no instructions of its own; losses may differ by less there."""
+    bf16_s, losses = 1.0, dict(zip(demo.NAMES, (4.40, 4.41, 4.41), strict=True))
+    for fp32_s, expected in ((1.5, "bf16"), (0.5, "bf16"), (0.02, "fp32")):
+        assert demo.fast_dtype(lambda dtype, s=fp32_s: bf16_s if dtype == torch.bfloat16 else s) == expected
+    assert demo.fast_dtype() in demo.DTYPES
+    runs = {name: fake_run(loss) for name, loss in losses.items()}
+    assert demo.problems(runs, "bf16") == [] != demo.problems(runs, "fp32")
+    assert "casts" in demo.causes(fake_runs(), "bf16")[0] and "casts" not in demo.causes(fake_runs(), "fp32")[0]
 
 
 def fake_runs() -> dict[str, dict]:
@@ -91,7 +104,7 @@ def fake_runs() -> dict[str, dict]:
 def test_the_demo_s_table(tmp_path: Path) -> None:
     """Ratios are those of turns; gradients that were cleared are not held; a peak is what is held and what is added."""
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(demo.table(fake_runs(), 3))
+    console.print(demo.table(fake_runs(), 3, "bf16"))
     text = console.export_text()
     assert "zc stage 3" in text and max(map(len, text.splitlines())) <= 80
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
@@ -102,7 +115,7 @@ def test_the_demo_s_table(tmp_path: Path) -> None:
     assert cells["peak of a step, MB"] == ["167.0", "87.0", "87.0", "0.52", "1.00"]
     assert cells["first step, s"] == ["2.0", "3.0", "30.0", "15.00", "10.00"]
     assert cells["held-out loss, nats"][-2:] == ["+0.0100", "+0.0100"]
-    speed, _, memory, *_ = demo.causes(fake_runs())
+    speed, _, memory, *_ = demo.causes(fake_runs(), "bf16")
     assert "1.10 of zc op by op: Inductor fuses" in speed and "1.20 of DDP" in speed
     words = "with DDP, 4 weights + 8 optimizer state + 4 gradients; with zc, 2 weights + 2 fp32 masters + 4 opt"
     assert words in memory
@@ -113,10 +126,10 @@ def test_the_demo_s_table(tmp_path: Path) -> None:
 def test_a_run_that_gains_nothing_is_not_praised() -> None:
     runs = fake_runs()
     runs[demo.COMPILED], runs[demo.EAGER] = runs[demo.EAGER], runs[demo.COMPILED]
-    assert "0.91 of zc op by op: compiling gained nothing" in demo.causes(runs)[0]
+    assert "0.91 of zc op by op: compiling gained nothing" in demo.causes(runs, "bf16")[0]
     for rank in runs[demo.COMPILED]["ranks"]:  # it took longer, but not of the processor
         rank["cpu_s"] = [0.5 * seconds for seconds in rank["cpu_s"]]
-    assert "0.91 of zc op by op in 0.55 of its CPU time: other programs" in demo.causes(runs)[0]
+    assert "0.91 of zc op by op in 0.55 of its CPU time: other programs" in demo.causes(runs, "bf16")[0]
 
 
 # --- jobs in turn ---
