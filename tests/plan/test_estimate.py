@@ -37,11 +37,11 @@ def test_bytes_of_a_model_without_padding() -> None:
     assert not plain.host and plain.device_nbytes == 10 * numel
     assert dict(plain.wire) == {"gradients": 2 * numel * 3 // 4, "parameters": 2 * numel * 3 // 4}
     assert sum(plain.bus.values()) == 0 and plain.update_nbytes == 28 * numel // 4
-    # stage 1: full-size fp32 gradients and recv, no ring; stage 3: a shard of the weights, an arena for two buckets,
+    # stage 1: full-size fp32 gradients and recv, no ring; stage 3: a shard of the weights, an arena for the one bucket,
     # and a gather for the forward and for the backward
     assert plain.peers == {
         "zc, stage 1": (13 * numel, 4 * numel * 3 // 4 + 2 * numel * 3 // 4),
-        "zc, stage 3": (numel // 2 + plain.device_nbytes - 2 * numel + 4 * numel, 3 * 2 * numel * 3 // 4),
+        "zc, stage 3": (numel // 2 + plain.device_nbytes - 2 * numel + 2 * numel, 3 * 2 * numel * 3 // 4),
         "DDP, fp32": (16 * numel, 6 * numel),
         "FSDP2": (4 * numel, 6 * numel * 3 // 4),
     }
@@ -82,19 +82,21 @@ def test_frozen_parameters_are_shards_in_stage_3_and_with_shard_frozen() -> None
         model = nn.Sequential(backbone, nn.Linear(1024, 4, bias=False))
     plan = zc.plan(model, world_size=8, stage=3)
     assert plan.device["frozen"] == 2 * 1024**2 // 8 and plan.device["weight"] == 4 * 4096 // 8
-    assert plan.device["arena"] == 2 * 2 * 1024**2  # the frozen bucket, and the next one as large
+    assert plan.device["arena"] == 2 * 1024**2 + 4 * 4096  # both buckets: all of them are less than twice the largest
     assert plan.wire["parameters"] == 2 * (7 * 2 * 1024**2 // 8 + 7 * 4 * 4096 // 8)
     for stage in (1, 2):  # the adapter stays as it is, and the backbone is whole, or in shards
         whole, sharded = (zc.plan(model, world_size=8, stage=stage, shard_frozen=flag) for flag in (False, True))
         assert whole.device["frozen"] == 2 * 1024**2 and sharded.device["frozen"] == 2 * 1024**2 // 8
         others = {kind: nbytes for kind, nbytes in whole.device.items() if kind != "frozen"}
-        assert sharded.device == {**others, "frozen": 2 * 1024**2 // 8, "arena": 2 * 2 * 1024**2}
+        assert sharded.device == {**others, "frozen": 2 * 1024**2 // 8, "arena": 2 * 1024**2}
         assert sharded.wire["parameters"] == whole.wire["parameters"] + 2 * (7 * 2 * 1024**2 // 8)
         assert whole.peers["DDP, fp32"].held == 2 * 1024**2 + 16 * 4096 and not whole.residency and sharded.residency
     with pytest.raises(zc.PlanError, match=r"weight_nbytes=.* only stage=3 and shard_frozen=True gather"):
         zc.plan(model, world_size=8, stage=2, weight_nbytes=2**22)
-    capped = zc.plan(model, world_size=8, stage=2, shard_frozen=True, weight_nbytes=2**22 + 128)
-    assert capped.device["arena"] == 2**22 + 128
+    capped = zc.plan(model, world_size=8, stage=3, weight_nbytes=2**21 + 128)
+    assert capped.device["arena"] == 2**21 + 128
+    roomy = zc.plan(model, world_size=8, stage=2, shard_frozen=True, weight_nbytes=2**22)
+    assert roomy.device["arena"] == 2**21  # all that is sharded
 
 
 def test_state_on_a_disk() -> None:
@@ -122,13 +124,13 @@ def test_stage_3_with_offload_leaves_shards_and_what_is_gathered_on_the_device()
     mi = 2**20
     plan = zc.plan(meta_linear(), world_size=4, stage=3, param_dtype=BF16, offload="cpu", microbatches=2)
     assert {kind: nbytes for kind, nbytes in plan.device.items() if nbytes} == {
-        "weight": 2 * mi, "staging": 4 * mi, "arena": 16 * mi, "flat_grad": 8 * mi, "recv": 8 * mi,
+        "weight": 2 * mi, "staging": 4 * mi, "arena": 8 * mi, "flat_grad": 8 * mi, "recv": 8 * mi,
     }  # fmt: skip
     assert dict(plan.host) == {"master_shard": 4 * mi, "host": 4 * mi, "param": 2 * mi, "optimizer_state": 8 * mi}
     assert dict(plan.bus) == {"to host": 8 * mi, "to device": 4 * mi + 2 * mi}
-    assert str(plan).startswith("4 ranks, stage 3, 2 microbatches, offload to cpu: 39.8 MB per rank")
+    assert str(plan).startswith("4 ranks, stage 3, 2 microbatches, offload to cpu: 31.5 MB per rank")
     stage_2 = zc.plan(meta_linear(), world_size=4, stage=2, param_dtype=BF16, offload="cpu", microbatches=2)
-    assert stage_2.peers["zc, stage 3"].held == plan.device_nbytes == 38 * mi
+    assert stage_2.peers["zc, stage 3"].held == plan.device_nbytes == 30 * mi
     assert "zc, stage 3" not in zc.plan(meta_linear(), world_size=4, offload="disk").peers
 
 

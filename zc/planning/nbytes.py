@@ -47,7 +47,7 @@ def resident(plan: Plan, num_states: Sequence[int]) -> tuple[dict[str, int], dic
     if shards_weights:
         device["weight"] = in_shards(plan.buckets, "param_dtype")
     if plan.sharded:
-        device["arena"] = plan.weight_cap
+        device["arena"] = plan.nbytes_arena
     if plan.frozen:
         device["frozen"] = in_shards(plan.frozen, "param_dtype")
     if host_sum:

@@ -237,6 +237,11 @@ class Plan:
             return self.weight_nbytes
         return 2 * max((align_up(b.nbytes, ALIGN_NBYTES) for b in self.sharded), default=0)
 
+    @property
+    def nbytes_arena(self) -> int:
+        """The most bytes that the buffer of gathered weights has: `weight_cap`, or room for all sharded buckets."""
+        return min(self.weight_cap, sum(align_up(b.nbytes, ALIGN_NBYTES) for b in self.sharded))
+
     def microbatch(self) -> Plan:
         return replace(self, is_boundary=False)
 
