@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import re
@@ -18,6 +19,7 @@ from torch import nn
 import zc
 from zc.engine.clock import Clock
 from zc.registry import sharded
+from zc.report.html import _cards
 from zc.report.last_step import text_of_sources
 from zc.report.timeline import LOOP, measured, module_of
 
@@ -214,6 +216,13 @@ def test_the_step_is_drawn_and_an_estimate_only_where_nothing_ran(tmp_path: Path
         assert str(report).splitlines()[2] == f"The page is {report.path}"
         assert html.escape(str(report.summary)) in page
     assert "No step was clocked yet" in page
+
+
+@pytest.mark.parametrize(("nbytes", "is_marked"), [(100, False), (101, True)])
+def test_more_memory_than_ddp_s_is_marked(nbytes: int, is_marked: bool) -> None:
+    summary = dataclasses.replace(zc.explain(trained(1)).summary, nbytes=nbytes, ddp_nbytes=100)
+    card, *_ = re.findall(r'<div class="([^"]*)">memory of this rank', _cards(summary, None))
+    assert card == "card" + " look" * is_marked
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium: apt-get install chromium")

@@ -109,8 +109,8 @@ def _card(label: str, value: str, said: str, look: bool = False) -> str:
 
 def _cards(summary: Summary, step: Timeline | None) -> str:
     share = summary.nbytes / summary.ddp_nbytes if summary.ddp_nbytes else 0.0
-    cards = [_card("memory of this rank", megabytes(summary.nbytes),
-                   f"{share:.2f} of the {megabytes(summary.ddp_nbytes)} that DDP takes in fp32")]  # fmt: skip
+    of_ddp = f"{share:.2f} of the {megabytes(summary.ddp_nbytes)} that DDP takes in fp32"
+    cards = [_card("memory of this rank", megabytes(summary.nbytes), of_ddp, look=share > 1)]
     if step is not None and step.memory:
         least, most = (f(n for _, n in step.memory) for f in (min, max))
         cards.append(_card("peak of the step", f"+{megabytes(most - least)}", f"to {megabytes(most)} of this process"))
