@@ -98,7 +98,7 @@ def plain(path: Path, nbytes: int) -> dict[str, float]:
         for _ in range(pieces):
             file.write(piece)
         os.fsync(file.fileno())
-    found = {"write_s": time.perf_counter() - start}
+    seconds = {"write_s": time.perf_counter() - start}
     for name, numel in (("read_s", len(piece)), ("read_keep_s", pieces * len(piece))):
         drop_cache(path)
         start = time.perf_counter()
@@ -107,10 +107,10 @@ def plain(path: Path, nbytes: int) -> dict[str, float]:
             for k in range(pieces):
                 first = k * len(piece) % numel
                 file.readinto(memory[first : first + len(piece)])
-        found[name] = time.perf_counter() - start
+        seconds[name] = time.perf_counter() - start
         del memory
     path.unlink()
-    return found
+    return seconds
 
 
 def drop_cache(path: Path) -> None:
@@ -147,8 +147,8 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
     if args.csv is not None:
         base = {"session": now(), "device": device_name(torch.device("cpu")), "ranks": RANKS, **versions()}
         for row in rounds:
-            shown = base | {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
-            append(args.csv, shown, [*base, *rounds[0]])  # what is measured takes turns, and so do the keys
+            cells = base | {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()}
+            append(args.csv, cells, [*base, *rounds[0]])  # what is measured takes turns, and so do the keys
     return {k: statistics.median(row[k] for row in rounds) for k in rounds[0] if k != "round"}
 
 

@@ -122,11 +122,11 @@ def kill(args: argparse.Namespace) -> dict[str, Any]:
             for process in ranks:
                 process.join()
             unfinished += any(folder.glob(".*.partial")) if folder.exists() else False
-            found = int(in_child(context, partial(check, folder)))
-            if found < newest:
-                raise SystemExit(f"the newest checkpoint is of step {found}, step {newest} was complete before")
-            saves += found - newest
-            newest = found
+            step = int(in_child(context, partial(check, folder)))
+            if step < newest:
+                raise SystemExit(f"the newest checkpoint is of step {step}, step {newest} was complete before")
+            saves += step - newest
+            newest = step
             progress.tick(f"newest: step {newest}  killed inside a save: {unfinished}")
     return {"kills": args.kills, "inside_a_save": unfinished, "saves": saves, "newest_loaded": args.kills}
 
@@ -146,11 +146,11 @@ def in_child(context: Any, ask: Callable[[], Any]) -> Any:
     process.start()
     if not mine.poll(120):
         raise SystemExit("the load did not end within 120 s")
-    found = mine.recv()
+    answer = mine.recv()
     process.join()
-    if isinstance(found, str):
-        raise SystemExit(found)
-    return found
+    if isinstance(answer, str):
+        raise SystemExit(answer)
+    return answer
 
 
 # --- two jobs ---
@@ -208,10 +208,10 @@ def jobs(args: argparse.Namespace) -> dict[str, Any]:
                 refusals = ["" if not text else "exists" if "exists" in text else text for text in texts]
                 if refusals not in (["exists"] * RANKS + [""] * RANKS, [""] * RANKS + ["exists"] * RANKS):
                     raise SystemExit(f"run {number}, step_{step}: not one job was refused, by name: {texts}")
-            found = in_child(context, partial(check_all, folder))
+            contents = in_child(context, partial(check_all, folder))
             wanted = {f"step_{step}": int(said[0][step] != "") for step in range(NAMES)[-2:]}
-            if found != wanted:  # and nothing unfinished is left
-                raise SystemExit(f"run {number}: the folder has {found}, the jobs saved {wanted}")
+            if contents != wanted:  # and nothing unfinished is left
+                raise SystemExit(f"run {number}: the folder has {contents}, the jobs saved {wanted}")
             refused += NAMES
             progress.tick(f"refused: {refused}")
     return {"runs": args.runs, "names": args.runs * NAMES, "refused": refused}

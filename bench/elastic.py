@@ -94,12 +94,12 @@ def run(args: argparse.Namespace, folder: Path, kills: list[tuple[int, str]]) ->
                 if time.monotonic() > end:
                     log = (folder / "agent_0.log").read_text()[-3000:]
                     raise SystemExit(f"{folder.name}: not done after {args.limit_s:.0f} s\n{log}")
-                found = rows(folder)
-                while shown <= max((row["step"] for row in found), default=-1):
-                    progress.tick(f"loss {found[-1]['loss']:.3f}  {found[-1]['world_size']} ranks")
+                written = rows(folder)
+                while shown <= max((row["step"] for row in written), default=-1):
+                    progress.tick(f"loss {written[-1]['loss']:.3f}  {written[-1]['world_size']} ranks")
                     shown += 1
                 # the step is reached by processes that came up after the last kill
-                if waiting and len(found) > seen and found[-1]["step"] >= waiting[0][0]:
+                if waiting and len(written) > seen and written[-1]["step"] >= waiting[0][0]:
                     time.sleep(generator.uniform(0, 0.05))  # somewhere in a step
                     _, what = waiting.pop(0)
                     if what == "rank":
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace, folder: Path, kills: list[tuple[int, str]]) ->
                         for victim in victims:
                             os.kill(victim, signal.SIGKILL)
                     if not args.quiet:
-                        print(f"killed the second agent's {what} at step {found[-1]['step']}", flush=True)
+                        print(f"killed the second agent's {what} at step {written[-1]['step']}", flush=True)
                     seen = len(rows(folder)) + 1
                 time.sleep(0.02)
         if agents[0].returncode != 0:

@@ -147,14 +147,14 @@ def main(argv: list[str] | None = None) -> int:
         session = "dry-" + session
         path.unlink(missing_ok=True)
         print("dry run: the kernels need a GPU and are left out", flush=True)
-    known = [r for r in rows.read(path) if r["session"] == session]
-    if not args.dry_run and args.only in (None, "kernels") and not any(r["case"].startswith("kernel ") for r in known):
+    done = [r for r in rows.read(path) if r["session"] == session]
+    if not args.dry_run and args.only in (None, "kernels") and not any(r["case"].startswith("kernel ") for r in done):
         for row in kernel_rows():
             write(path, session, row, device)
             if time.monotonic() > deadline - SHORTEST_RUN_S:
                 print("no time left for the other kernels", flush=True)
                 break
-    if args.only in (None, "pace") and not any(r["case"] == "pace" for r in known):
+    if args.only in (None, "pace") and not any(r["case"] == "pace" for r in done):
         from bench.scale import pace_points
 
         for point in pace_points(device):

@@ -8,7 +8,7 @@ those bytes at the best rate that any plain in-place kernel reaches on this thre
 interleaved, on the same numbers, and there is no time for one whose weights are not those of torch's single-tensor
 form.
 ``--folder``: the moments in memory-mapped files there, as offload="disk" has them; warm (in the page cache) and cold
-(dropped from it before each update, and waited for on the disk behind it), beside what reading and writing those bytes
+(dropped from it before each update, and waited for on the disk after it), beside what reading and writing those bytes
 takes without an update. Rows: bench/results/host_adamw.csv.
 
 DeepSpeed is an extra (``DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install deepspeed``, and a C++ compiler).

@@ -122,8 +122,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else argv
-    args, reason = parse(given), why_not()
+    arguments = sys.argv[1:] if argv is None else argv
+    args, reason = parse(arguments), why_not()
     if reason is not None:
         sys.exit(f"bench.hosts: {reason}")
     missing = [p for p in args.providers if version_of(PROVIDERS[p]) is None]
@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
             records = json.loads(out.read_text())
         about = {"session": session, "time": rows.now(), "network": "shaped link", **versions(), "hosts": args.hosts,
                  "ranks_per_host": args.ranks, "rate": args.rate,
-                 "command": shlex.join(["python", "-m", "bench.hosts", *given])}  # fmt: skip
+                 "command": shlex.join(["python", "-m", "bench.hosts", *arguments])}  # fmt: skip
         for row in turns.made_rows(name, args.providers, records, expected):
             row |= host_bytes(row, records, row["num_params"] * (2 if "bf16" in name else 4))
             rows.append(args.csv, row | about, COLUMNS)

@@ -39,9 +39,9 @@ COLUMNS = (
 
 
 def kilobytes(what: str) -> int:
-    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1])
+    match = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1])
 
 
 def work(args: argparse.Namespace) -> None:
@@ -105,8 +105,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else argv
-    args = parse(given)
+    arguments = sys.argv[1:] if argv is None else argv
+    args = parse(arguments)
     if "RANK" in os.environ:
         work(args)
         return 0
@@ -114,13 +114,13 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
             try:
-                launch("bench.memory_limit", [*given, "--stages", str(stage), "--out", str(out)], ranks=args.ranks)
+                launch("bench.memory_limit", [*arguments, "--stages", str(stage), "--out", str(out)], ranks=args.ranks)
             except subprocess.CalledProcessError as error:
                 print(f"stage {stage}: {error}")
             record = json.loads(out.read_text()) if out.exists() else {"status": "no rank said how it ended"}
         row = {"time": rows.now(), "model": args.model, "stage": stage, "share": args.share, "seq": args.seq}
         row |= {"ranks": args.ranks, "device": device_name(torch.device("cpu")), **versions(), **record}
-        row["command"] = shlex.join(["python", "-m", "bench.memory_limit", *given])
+        row["command"] = shlex.join(["python", "-m", "bench.memory_limit", *arguments])
         rows.append(args.csv, row, COLUMNS)
         print(f"stage {stage}: {record}")
         time.sleep(1)

@@ -62,7 +62,7 @@ def probe_loss(model: nn.Module, batch: Batch, tasks: tuple[int, ...]) -> Tensor
 @dataclass(frozen=True)
 class Loop:
     """One loop of a report. ``backwards``: the tasks of each backward of an update, whose losses are averaged.
-    ``step_each``: DeepSpeed's documented loop calls engine.step() behind each backward, the reports' own once."""
+    ``step_each``: DeepSpeed's documented loop calls engine.step() after each backward, the reports' own once."""
 
     report: str
     name: str

@@ -67,13 +67,13 @@ def _masters(model: nn.Module, _zc: Any) -> dict[str, Tensor]:
     from zc.registry import sharded
 
     runtime = sharded(model).runtime
-    found = weights_of(model)
+    weights = weights_of(model)
     for bucket in runtime.plan.buckets:
         if bucket.has_master:
             whole = torch.empty(bucket.numel)
             dist.all_gather_into_tensor(whole, runtime.buffers.master_shard[bucket.index].contiguous())
-            found.update({s.name: whole[s.offset : s.stop].view(s.shape).double() for s in bucket.slots})
-    return found
+            weights.update({s.name: whole[s.offset : s.stop].view(s.shape).double() for s in bucket.slots})
+    return weights
 
 
 def deepspeed(loop: Loop, rank: int) -> Outcome:
@@ -113,8 +113,8 @@ def deepspeed(loop: Loop, rank: int) -> Outcome:
         if not loop.step_each:
             engine.step()
     norm = engine.get_global_grad_norm()
-    found = {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
-    weights = {name: param.detach().double().clone() for name, param in found.items()}
+    masters = {name: safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+    weights = {name: param.detach().double().clone() for name, param in masters.items()}
     return Outcome(weights, float("nan") if norm is None else float(norm))
 
 
@@ -206,8 +206,8 @@ def main() -> None:
             print(f"{system} is not installed: its rows stay as they are")
             continue
         with tempfile.TemporaryDirectory() as built:
-            made = [r for k in track(range(len(LOOPS)), system) for r in measured(system, k, args.timeout, built)]
-        rows = [r for r in rows if r["system"] != system] + made
+            new_rows = [r for k in track(range(len(LOOPS)), system) for r in measured(system, k, args.timeout, built)]
+        rows = [r for r in rows if r["system"] != system] + new_rows
     with RESULTS.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
@@ -225,7 +225,7 @@ one process in float64: 1 is right, 0 means that the part never moved. *off by*:
 TEXTS = {
     "deepspeed#7579":
         "Several tasks an iteration, a trunk and a head each. With DeepSpeed's documented loop (engine.step() "
-    "behind each backward) a head that only an earlier backward of an iteration uses must still be updated. The "
+    "after each backward) a head that only an earlier backward of an iteration uses must still be updated. The "
     "report's own loop calls step() once an iteration; DeepSpeed counts microbatches by its calls, so three iterations "
     "are one update there. Each runs with overlap (DeepSpeed: overlap_comm, contiguous_gradients, buckets of 50 M "
     "elements, as reported) but for the row that says so.",

@@ -29,12 +29,12 @@ class Resume:
 
     def first_step(self) -> int:
         """The step to go on with. Rank 0 says which checkpoint, lest two ranks see two folders."""
-        found: list[Path | None] = [zc.latest(self.folder)]
+        checkpoints: list[Path | None] = [zc.latest(self.folder)]
         if dist.is_initialized():
-            dist.broadcast_object_list(found, src=0)
-        if found[0] is None:
+            dist.broadcast_object_list(checkpoints, src=0)
+        if checkpoints[0] is None:
             return 0
-        extra = zc.load(found[0], self.model, self.optimizer)
+        extra = zc.load(checkpoints[0], self.model, self.optimizer)
         self.scheduler.load_state_dict(extra["scheduler"])
         return int(extra["step"])
 

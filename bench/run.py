@@ -97,8 +97,8 @@ def run_once(run: Run, session: str, expected: list[float] | None, args: argpars
     (out / "run.json").unlink(missing_ok=True)
     flags = flags_of(run, args.world, args.extra)
     ranks = 1 if run.network else args.ranks or case.ranks
-    shown = torchrun_command("bench.train", [*flags, "--out", "OUT"], ranks, python="python")
-    row: dict[str, Any] = {"start": start, "version": version_of(provider) or "", "command": shlex.join(shown)}
+    command = torchrun_command("bench.train", [*flags, "--out", "OUT"], ranks, python="python")
+    row: dict[str, Any] = {"start": start, "version": version_of(provider) or "", "command": shlex.join(command)}
     row["network"] = run.network
     if version_of(provider) is None:
         return row | {"status": f"not measured: {provider.package} is not installed"}
@@ -177,16 +177,16 @@ def main(argv: list[str] | None = None) -> int:
             if row["status"].startswith(("failed", "not measured")):
                 failed.add((run.case, run.provider))
             if not console.is_terminal:
-                shown = f"{row['p50_ms']} ms" if row["status"] == "ok" else row["status"]
-                console.print(f"{about}: {row['start']}, {shown}", soft_wrap=True)
+                outcome = f"{row['p50_ms']} ms" if row["status"] == "ok" else row["status"]
+                console.print(f"{about}: {row['start']}, {outcome}", soft_wrap=True)
     from bench.report.charts import draw
     from bench.report.tables import rich_table
 
     if args.paced:  # a table by network: bench.report.tables
         return 0
-    known = rows.read(args.csv)
+    table = rows.read(args.csv)
     for case in args.cases:
-        chosen = [r for r in known if r["session"] == args.session and r["case"] == case]
+        chosen = [r for r in table if r["session"] == args.session and r["case"] == case]
         if chosen:
             console.print(rich_table(case, chosen))
             draw(case, chosen, WORK / args.session / f"{case}.png")

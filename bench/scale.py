@@ -102,7 +102,7 @@ def pace_points(device: torch.device) -> Iterator[Point]:
         shards = [torch.zeros(numel // 8, dtype=torch.bfloat16, device=device) for numel in sizes]
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         expected = sum(network.seconds("all_gather", f.nbytes, 8) for f in flats)
-        found = []
+        seconds = []
         for _ in range(4):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -112,9 +112,9 @@ def pace_points(device: torch.device) -> Iterator[Point]:
                 work.wait()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            found.append(time.perf_counter() - started)
+            seconds.append(time.perf_counter() - started)
         dist.destroy_process_group()
-        yield Point("paced group against its model", network.name, 8, 100 * (min(found[1:]) / expected - 1), "%")
+        yield Point("paced group against its model", network.name, 8, 100 * (min(seconds[1:]) / expected - 1), "%")
 
 
 def train_once(
@@ -127,11 +127,11 @@ def train_once(
         ended = launch_quietly(
             "bench.train", line, ranks=ranks, env=env, log=Path(out) / "log.txt", timeout_s=timeout_s
         )
-        found = Path(out) / "run.json"
-        if not found.exists():
+        record_path = Path(out) / "run.json"
+        if not record_path.exists():
             print(ended.tail, file=sys.stderr, flush=True)
             return ended.reason
-        record: dict[str, object] = json.loads(found.read_text())["ranks"][0]
+        record: dict[str, object] = json.loads(record_path.read_text())["ranks"][0]
         return record
 
 
@@ -244,8 +244,8 @@ def draw(path: Path, folder: Path) -> None:
         if max(len(points) for points in series.values()) > 1:
             x = {"first step, cold": "layers", "host time of a step": "buckets"}.get(kind, "ranks")
             slug = "".join(c if c.isalnum() else "-" for c in kind)
-            shown = {name: list(points.items()) for name, points in series.items()}
-            lines(kind, shown, folder / f"scale-{slug}.png", x=x, y=unit, log=x != "layers")
+            points_of = {name: list(points.items()) for name, points in series.items()}
+            lines(kind, points_of, folder / f"scale-{slug}.png", x=x, y=unit, log=x != "layers")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -267,8 +267,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     end_on_sigterm()
     session = rows.fingerprint()
-    known = {(r["kind"], r["series"], int(r["x"])) for r in rows.read(args.csv) if r["session"] == session}
-    done: Done = lambda *point: point in known  # noqa: E731
+    measured = {(r["kind"], r["series"], int(r["x"])) for r in rows.read(args.csv) if r["session"] == session}
+    done: Done = lambda *point: point in measured  # noqa: E731
     failed: list[str] = []
     makers: dict[str, Callable[[], Iterator[Point]]] = {
         "plan": lambda: plan_points(args.model, args.worlds),

@@ -4,7 +4,7 @@
     python -m bench.turns --paced ethernet --world 8 --cases gpt30m-fp32
 
 Between two fresh processes this machine's speed may change by some 5 % (bench/run.py has times and memory of processes
-of their own). Here all systems of a case live in one set of processes and train in turn, A B C, C B A, each behind a
+of their own). Here all systems of a case live in one set of processes and train in turn, A B C, C B A, each after a
 barrier. A turn is one step that is not timed and then ``--steps`` that are: a gather that is still on its way when a
 step ends falls into the system's own next step, not into another's. Its time is the slowest rank's, a step. *ratio*: to
 the first provider's time in the same turn, the median over turns. The losses pass the same gate as there, but on a
@@ -53,8 +53,8 @@ DEFAULT = ("zc stage 2", "zc stage 2, overlap_gather", "DDP + compile", "compile
 def sent_nbytes() -> int:
     """Sent so far through this host's interface to the others, by all of its ranks; 0 where it has none of its own."""
     name = os.environ.get(INTERFACE, "")
-    found = Path("/sys/class/net", name, "statistics/tx_bytes")
-    return int(found.read_text()) if name else 0
+    counter = Path("/sys/class/net", name, "statistics/tx_bytes")
+    return int(counter.read_text()) if name else 0
 
 
 def with_own_code(model: nn.Module) -> nn.Module:
@@ -199,8 +199,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else argv
-    args = parse(given)
+    arguments = sys.argv[1:] if argv is None else argv
+    args = parse(arguments)
     if "RANK" in os.environ:
         work(args)
         return 0
@@ -214,13 +214,13 @@ def main(argv: list[str] | None = None) -> int:
         expected = None if args.paced else reference(case)
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
-            flags = [*given, "--cases", name, "--out", str(out)]  # of two options alike the later one counts
+            flags = [*arguments, "--cases", name, "--out", str(out)]  # of two options alike the later one counts
             launch("bench.turns", flags, ranks=1 if args.paced else case.ranks)
             records = json.loads(out.read_text())
         about = {"session": session, "time": rows.now(), "network": args.paced or "", **versions()}
         if args.paced:
             about["ranks"] = args.world
-        about["command"] = shlex.join(["python", "-m", "bench.turns", *given])
+        about["command"] = shlex.join(["python", "-m", "bench.turns", *arguments])
         for row in made_rows(name, args.providers, records, expected):
             rows.append(args.csv, row | about, COLUMNS)
             times = f"{row['p50_ms']} ms, {row['ratio']} of {row['base']}" if row["status"] == "ok" else row["status"]

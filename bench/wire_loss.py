@@ -64,9 +64,9 @@ def train(args: argparse.Namespace, corpus: Any, name: str, seed: int) -> dict[s
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses.append(float(mean) / dist.get_world_size())
-    held = data.held_out_batches(corpus.held_out, batch=8, seq=128, num_batches=16)
+    batches = data.held_out_batches(corpus.held_out, batch=8, seq=128, num_batches=16)
     with torch.no_grad():
-        held_out = statistics.fmean(float(model(x, y)) for x, y in held)
+        held_out = statistics.fmean(float(model(x, y)) for x, y in batches)
     return {"held_out": held_out, "losses": losses, "numel": sum(p.numel() for p in model.parameters())}
 
 

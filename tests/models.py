@@ -147,7 +147,7 @@ class InsideAndOutside(nn.Module):
 
 
 class ManyGraphs(nn.Module):
-    """Twelve blocks of one class with a graph break behind each: one compiled graph could serve them all."""
+    """Twelve blocks of one class with a graph break after each: one compiled graph could serve them all."""
 
     def __init__(self, dim: int = 16, num: int = 12) -> None:
         super().__init__()

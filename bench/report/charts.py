@@ -36,10 +36,10 @@ def draw(title: str, rows: Sequence[Row], path: Path) -> None:
     colours = [colour_of(n) for n in names]
     left.barh(names, [p50[n] for n in names], xerr=[low, high], color=colours)
     left.set_xlabel("step, ms (p50; p20 to p80)")
-    held = [median_of(own[n], "held_mb") or 0.0 for n in names]
+    held_mb = [median_of(own[n], "held_mb") or 0.0 for n in names]
     peak = [median_of(own[n], "peak_steady_mb") or 0.0 for n in names]
     right.barh(names, peak, color=colours, alpha=0.35, label="peak of the process")
-    right.barh(names, held, color=colours, label="tensors held between steps")
+    right.barh(names, held_mb, color=colours, label="tensors held between steps")
     right.set_xlabel("memory of a rank, MB")
     right.legend()
     figure.suptitle(title)

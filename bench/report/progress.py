@@ -51,7 +51,7 @@ class Progress:
         return self
 
     def say(self, what: str) -> None:
-        """What is going on: with the seconds while the first step has not ended, at once behind it."""
+        """What is going on: with the seconds while the first step has not ended, at once after it."""
         self._said = what
         if self._first_step_ended.is_set() and self.bar is not None:
             self.bar.update(self.task, status=what, refresh=True)

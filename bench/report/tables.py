@@ -116,9 +116,9 @@ def _caption(rows: list[Row]) -> str:
     if whole is None:
         return f"Session {rows[0]['session']}: no run ended."
     repeats = Counter((r["provider"], r["network"]) for r in rows).values()
-    shown = f"{min(repeats)} to {max(repeats)}" if len(set(repeats)) > 1 else str(max(repeats))
+    num_runs = f"{min(repeats)} to {max(repeats)}" if len(set(repeats)) > 1 else str(max(repeats))
     return (
-        f"{whole['case']}: {int(whole['num_params']):,} parameters, {whole['ranks']} ranks; medians of {shown} "
+        f"{whole['case']}: {int(whole['num_params']):,} parameters, {whole['ranks']} ranks; medians of {num_runs} "
         f"interleaved runs of {whole['steps']} steps. {whole['device']}, torch {whole['torch']}, commit "
         f"{whole['commit']}, {whole['time'][:10]}."
     )
@@ -130,8 +130,8 @@ def scale(path: Path, chosen: Mapping[str, str]) -> str:
     if not rows:
         return f"No rows yet in {path.name} with {dict(chosen)}."
     series = list(dict.fromkeys(r["series"] for r in rows))
-    found = {(int(r["x"]), r["series"]): float(r["value"]) for r in rows}  # of a point measured twice the later one
-    lines = [[f"{x:,}", *(_show(found.get((x, s)), ",.4g") for s in series)] for x in sorted({x for x, _ in found})]
+    values = {(int(r["x"]), r["series"]): float(r["value"]) for r in rows}  # of a point measured twice the later one
+    lines = [[f"{x:,}", *(_show(values.get((x, s)), ",.4g") for s in series)] for x in sorted({x for x, _ in values})]
     last = rows[-1]
     about = f"{last['kind']}, {last['unit']}. {last['device']}, torch {last['torch']}, commit {last['commit']}, "
     return f"{markdown(['', *series], lines)}\n\n{about}{last['time'][:10]}."
@@ -166,8 +166,8 @@ def paced(path: Path, chosen: Mapping[str, str]) -> str:
 
 
 def _exposed(rows: list[Row], provider: str, network: str) -> float | None:
-    found = {(r["network"], r["repeat"]): float(r["p50_ms"]) for r in rows if r["provider"] == provider and r["p50_ms"]}
-    pairs = [(ms, found.get(("zero", repeat))) for (name, repeat), ms in found.items() if name == network]
+    times = {(r["network"], r["repeat"]): float(r["p50_ms"]) for r in rows if r["provider"] == provider and r["p50_ms"]}
+    pairs = [(ms, times.get(("zero", repeat))) for (name, repeat), ms in times.items() if name == network]
     more = [ms - zero for ms, zero in pairs if zero is not None]
     return statistics.median(more) if more else None
 

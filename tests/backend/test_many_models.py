@@ -13,7 +13,7 @@ import zc
 
 
 class Net(nn.Module):
-    """``apart``: Dynamo compiles forward itself, whose code all models of the class share, behind a graph break."""
+    """``apart``: Dynamo compiles forward itself, whose code all models of the class share, after a graph break."""
 
     def __init__(self, width: int = 4, apart: bool = False) -> None:
         super().__init__()

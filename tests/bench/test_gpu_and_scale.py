@@ -20,12 +20,12 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path, monkeypatch
 
 def test_every_kernel_is_timed_and_one_that_is_wrong_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU; a GPU runs the same cases with more rivals."""
-    found = list(kernels.rows([1], 2, torch.device("cpu")))
-    names = {str(row["case"]).split()[0] for row in found}
+    results = list(kernels.rows([1], 2, torch.device("cpu")))
+    names = {str(row["case"]).split()[0] for row in results}
     assert names == {"flatten_cast", "accumulate_cast", "reduce_rows", "sums_of_squares"}
-    assert all(row["note"] == "" and float(str(row["p50_ms"])) > 0 for row in found)
-    made = [gpu.as_row(row) for row in found]
-    assert {row["status"] for row in made} == {"ok"} and set(made[0]) <= set(rows.COLUMNS)
+    assert all(row["note"] == "" and float(str(row["p50_ms"])) > 0 for row in results)
+    written = [gpu.as_row(row) for row in results]
+    assert {row["status"] for row in written} == {"ok"} and set(written[0]) <= set(rows.COLUMNS)
     monkeypatch.setattr(kernels.kernels, "reduce_rows", lambda *args, **options: None)
     with pytest.raises(SystemExit, match=r"reduce_rows .* gives a wrong result: no number"):
         list(kernels.rows([1], 2, torch.device("cpu"), only="reduce_rows"))

@@ -118,7 +118,7 @@ def _whole(rank: int, world_size: int, make: Any, options: dict[str, Any], path:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1.0)
     model.load_state_dict(plain.module.state_dict())
     optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
-    taken = parts(model, optimizer)
+    state = parts(model, optimizer)
     wanted: dict[str, Tensor] = {}
     for name, param in plain.module.named_parameters():
         for key, value in its.state[param].items():
@@ -135,7 +135,7 @@ def _whole(rank: int, world_size: int, make: Any, options: dict[str, Any], path:
     job.steps(model, optimizer, 3, 5)
     ends = [dict(m.named_parameters()) for m in (model, plain.module)]
     apart = max(float((ends[0][n] - ends[1][n]).detach().abs().max()) for n in ends[0])
-    return {"taken": taken, "again": again, "wanted": wanted, "lr": lr, "apart": apart}
+    return {"taken": state, "again": again, "wanted": wanted, "lr": lr, "apart": apart}
 
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {

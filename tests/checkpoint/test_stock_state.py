@@ -126,9 +126,9 @@ def _whole(rank: int, world_size: int) -> None:
     plain_steps(plain, other, "mlp", 0, 2)
     _, states = get_state_dict(plain, other)
     set_optimizer_state_dict(model, optimizer, states)
-    taken = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     for name in names:
-        assert torch.equal(taken["state"][name]["exp_avg"], states["state"][name]["exp_avg"])
+        assert torch.equal(state["state"][name]["exp_avg"], states["state"][name]["exp_avg"])
     set_optimizer_state_dict(plain, other, states)
 
 

@@ -145,10 +145,10 @@ def _from_ddp(rank: int, world_size: int, case: str) -> dict[str, Any]:
         for key, value in its.state[param].items():
             whole = value.shape == param.shape
             wanted[f"{name}/{key}"] = value.reshape(-1).clone() if whole else value.reshape(-1).double()
-    taken = parts(model, optimizer)
+    saved = parts(model, optimizer)
     refused = message_of(lambda: zc.load_state_dict(model, optimizer, {"model": {"foreign": torch.zeros(1)}}))
     losses = plain_steps(plain, its, case, 3, 6), job.steps(model, optimizer, 3, 6)
-    return {"taken": taken, "wanted": wanted, "losses": losses, "refused": refused}
+    return {"taken": saved, "wanted": wanted, "losses": losses, "refused": refused}
 
 
 def test_from_ddp(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Late(ThreadStreams):
         super().run_on(stream, task)
 
     def record(self, event: str, stream: str) -> None:
-        self._is_next = self._is_next or event.startswith("done/")  # behind a bucket's last task
+        self._is_next = self._is_next or event.startswith("done/")  # after a bucket's last task
         super().record(event, stream)
 
 

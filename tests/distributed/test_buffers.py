@@ -40,7 +40,7 @@ class Codebook(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        # nothing behind it that a backward would compute again from the changed buffer, as torch 2.13 does
+        # nothing after it that a backward would compute again from the changed buffer, as torch 2.13 does
         y = self.last(F.gelu(x)) + 0.1 * (self.mean + self.replaced.sum() + self.wide.mean().float())
         if self.training:
             detached = x.detach()
@@ -137,7 +137,7 @@ def _differently(rank: int, world_size: int) -> list[Any]:
     results: list[Any] = []
     for more in range(world_size):  # the one with more forwards between two updates
         with _compiled(stage=1) as (model, optimizer):
-            for step in range(4):  # behind the last one all have caught up
+            for step in range(4):  # after the last one all have caught up
                 for m in range(3 if rank == more and step < 3 else 1):
                     x, y = _batch(rank, step, m)
                     F.mse_loss(model(x), y).backward()

@@ -182,7 +182,7 @@ def test_ddp_s_losses_and_weights(
 
 
 def resumed(rank: int, world_size: int, loop: Loop, folder: str, loads: str | None) -> dict[str, Any]:
-    """Job: two updates and a save, or a load and two more; what the functions around state give behind it."""
+    """Job: two updates and a save, or a load and two more; what the functions around state give after it."""
     model, optimizers = made(loop)
     compiled(loop, model, optimizers)
     extra = zc.load(loads, model, optimizers) if loads is not None else None

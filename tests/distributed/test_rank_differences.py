@@ -78,7 +78,7 @@ def differ(rank: int, world_size: int, what: str, stage: int, backend: str, opti
             if other:
                 dist.barrier()  # this rank is done; the others will never come here
             train_step(model, optimizer, 0)
-        elif what == "a backward behind the boundary":  # which the other rank has passed
+        elif what == "a backward after the boundary":  # which the other rank has passed
             task_loss(model, 0).backward()
             zc.clip_grad_norm_(model, 1.0)
             if not other:
@@ -111,7 +111,7 @@ DIFFERENCES = [
     ("a backward that raises", 1, "eager", {}, ["some rank has cleared its gradients"]),
     ("a backward that raises", 2, "eager", {}, ["some rank has cleared its gradients"]),
     ("a batch less", 2, "eager", {}, ["torch.distributed.barrier", "test_rank_differences.py", "zc.join"]),
-    ("a backward behind the boundary", 1, "eager", {}, ["reduce buckets", "norms of gradients"]),
+    ("a backward after the boundary", 1, "eager", {}, ["reduce buckets", "norms of gradients"]),
     ("no clipping", 1, "eager", {}, ["the sum over ranks of", "norms", "gather weights", "clip_grad_norm_, reads of"]),
     ("another model", 2, "eager", {}, ["(of model 1)", "(of model 2)", "the same backwards and updates, in one order"]),
     ("another norm", 2, "eager", {}, ["the largest over ranks of", "the sum over ranks of"]),

@@ -124,7 +124,7 @@ LOOPS = {
 class Seen:
     weights: dict[str, Tensor] = field(default_factory=dict)
     num_kept: list[int] = field(default_factory=list)  # runs of a step that wrote nothing into the ring
-    num_whole: list[int] = field(default_factory=list)  # buckets that are not reduced behind a step's first backward
+    num_whole: list[int] = field(default_factory=list)  # buckets that are not reduced after a step's first backward
     notes: list[str] = field(default_factory=list)
 
 

@@ -127,7 +127,7 @@ def _buffers(rank: int, world_size: int, counts: tuple[int, ...]) -> tuple[Tenso
 
 
 def test_buffers_stay_those_of_rank_0() -> None:
-    """On all ranks those of rank 0's last forward, also where another rank has forwards behind it."""
+    """On all ranks those of rank 0's last forward, also where another rank has forwards after it."""
     for (counts,), ((first, own), (other, _)) in run_cases(_buffers, 2, [((1, 4),), ((4, 1),), ((0, 3),)]):
         assert torch.equal(first, own) and torch.equal(other, own), counts
         assert torch.equal(own, torch.zeros(4)) == (counts[0] == 0)

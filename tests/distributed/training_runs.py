@@ -121,7 +121,7 @@ def against_ddp(world_size: int, run: Run, timeout: float = 120.0) -> DIFFERS_MO
 
 @contextlib.contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """These variables inside, and what was there before behind it."""
+    """These variables inside, and after it what was there before."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

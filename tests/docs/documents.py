@@ -17,7 +17,7 @@ _BLOCK = re.compile(r"(?:^<!-- run(?:: (\w+))? -->\n)?^( *)```python\n(.*?)^\2``
 
 
 class Block(NamedTuple):
-    """``run``: None: it only has to compile; "" beside what `zc.compile` takes; "compiled" behind it; "alone"; "prints"
+    """``run``: None: it only has to compile; "" beside what `zc.compile` takes; "compiled" after it; "alone"; "prints"
     what the next block of the page has."""
 
     page: Path

@@ -23,7 +23,7 @@ def content(file: StateFile) -> list[float]:
 
 
 def life(folder: Path, snapshot: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run with two updates and a flush behind each; ``snapshot()`` wherever the process could be killed: after each
+    """A run with two updates and a flush after each; ``snapshot()`` wherever the process could be killed: after each
     write, and before and after each call that changes a file or waits for the disk."""
     for name in ("fsync", "replace"):
         real = getattr(os, name)

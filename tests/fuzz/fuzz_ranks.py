@@ -1,7 +1,7 @@
 """Many programs in one job of the rank processes.
 
 Each rank puts what it found into a file a program, so that a rank that hangs or dies costs one program: the driver
-reads the files, and starts the next job behind it.
+reads the files, and starts the next job after it.
 """
 
 from __future__ import annotations

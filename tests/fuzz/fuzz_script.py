@@ -1,4 +1,4 @@
-"""A program as Python: what the ranks run and, behind a head of its own, a script for torchrun."""
+"""A program as Python: what the ranks run and, after a head of its own, a script for torchrun."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _write(args: dict[str, Any]) -> str:
 HEAD = '''"""{title}
 
 {run}
-With "ddp" behind it: DistributedDataParallel(find_unused_parameters=True) in place of zc.
+With "ddp" after it: DistributedDataParallel(find_unused_parameters=True) in place of zc.
 """
 
 import os

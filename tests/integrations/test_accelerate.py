@@ -38,7 +38,7 @@ def _train(
     folder: str = "",
     resume_at: int = 0,
 ) -> Found:
-    """Six updates of two microbatches; ``options`` of zc.compile, None for DDP. Saves behind the third one into
+    """Six updates of two microbatches; ``options`` of zc.compile, None for DDP. Saves after the third one into
     ``folder``, or goes on from there at ``resume_at``."""
     with torchrun(rank, world_size):
         accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
@@ -118,7 +118,7 @@ def test_the_loop_is_ddp_s(tmp_path: Path, options: dict[str, Any], precision: s
 
 
 def _masters(rank: int, world_size: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """fp32 masters of bf16 parameters before a save and behind the load, in another number of ranks' plan."""
+    """fp32 masters of bf16 parameters before a save and after the load, in another number of ranks' plan."""
     with torchrun(rank, world_size):
         accelerator = Accelerator(cpu=True)
         model = mlp()

@@ -47,7 +47,7 @@ def guarded(numel: int, dtype: torch.dtype, device: str, shift: int = 0) -> tupl
 def assert_guards(storage: Tensor, view: Tensor) -> None:
     first = view.storage_offset()
     assert bool((storage[:first] == SENTINEL).all()), "wrote before the output"
-    assert bool((storage[first + view.numel() :] == SENTINEL).all()), "wrote behind the output"
+    assert bool((storage[first + view.numel() :] == SENTINEL).all()), "wrote past the output"
 
 
 def assert_bits(actual: Tensor, expected: Tensor) -> None:

@@ -27,7 +27,7 @@ LAYOUTS = {  # True: an exact block
 
 
 def blocks_of(kinds: Sequence[bool], bits: int) -> tuple[Blocks, int]:
-    """Runs with a gap after each, all scales behind them; and the bytes of a row."""
+    """Runs with a gap after each, all scales after them; and the bytes of a row."""
     runs, at = [], 128
     starts = [k for k in range(len(kinds)) if k == 0 or kinds[k] != kinds[k - 1]]
     for first, stop in zip(starts, [*starts[1:], len(kinds)][: len(starts)], strict=True):

@@ -47,7 +47,7 @@ def test_tag_gradients_makes_gradients_deposits_and_leaves_other_outputs() -> No
     assert deposits == [(0, 0), (0, 1), (1, 0)]
     for node in new.nodes:
         if isinstance(op_of(node), Deposit):
-            assert node.prev is node.args[2], "a deposit stands right behind the gradient it takes"
+            assert node.prev is node.args[2], "a deposit stands right after the gradient it takes"
 
 
 def test_tag_gradients_names_a_shape_that_differs() -> None:

@@ -55,7 +55,7 @@ def test_a_bare_operator_is_refused(name: str) -> None:
 
 
 def test_one_inside_control_deps_is_refused() -> None:
-    """As AOTAutograd has it: what goes on behind the wait goes through it."""
+    """As AOTAutograd has it: what goes on after the wait goes through it."""
     from torch._inductor.fx_passes.control_dependencies import control_deps
 
     graph, names, middle = some_layers()

@@ -247,7 +247,7 @@ def _scheduled(graph: fx.Graph, plan: Plan, passes: tuple[Pass, ...], name: str)
 
 
 def _rest(captured: Captured, plan: Plan, passes: tuple[Pass, ...], owed: Debt) -> Iterator[fx.Graph]:
-    """What the runtime does behind the backwards: flushes of what was deposited or came through hooks, and in stage 1
+    """What the runtime does after the backwards: flushes of what was deposited or came through hooks, and in stage 1
     the reductions of partial sums."""
     no_segments = tuple(p for p in passes if p.name != "outline_segments")
     ring = plan.placement.shards_gradients

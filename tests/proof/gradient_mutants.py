@@ -39,8 +39,8 @@ def _changed(node: fx.Node, **changes: Any) -> Mutant:
     """``node`` with other fields; values are those of the intact graph."""
 
     def edit(g: fx.Graph, where: dict[fx.Node, fx.Node]) -> None:
-        taken = {key: fx.map_arg(item, lambda n: where[n]) for key, item in changes.items()}
-        change(where[node], replace(op_of(where[node]), **taken))
+        changed = {key: fx.map_arg(item, lambda n: where[n]) for key, item in changes.items()}
+        change(where[node], replace(op_of(where[node]), **changed))
 
     return f"{node.name} with {changes}", edit
 
@@ -54,7 +54,7 @@ def _erased(*nodes: fx.Node) -> Mutant:
 
 
 def _doubled(*nodes: fx.Node) -> Mutant:
-    """The nodes once more, behind the last of them."""
+    """The nodes once more, after the last of them."""
 
     def edit(g: fx.Graph, where: dict[fx.Node, fx.Node]) -> None:
         last = where[nodes[-1]]

@@ -245,13 +245,13 @@ class Bound:
         body = self._bodies[key]
         if body is None:
             return self._sim.segment(key, args)
-        taken = list(args)
+        inputs = list(args)
         args.clear()
         self._sim.num_done += 1
-        outputs = [m.clone() if any(m is a for a in taken) else m for m in body(*taken)]
+        outputs = [m.clone() if any(m is a for a in inputs) else m for m in body(*inputs)]
         for k in body.meta["donated"]:  # Inductor may have written its results there
-            if taken[k].is_floating_point():
-                taken[k].fill_(NAN)
+            if inputs[k].is_floating_point():
+                inputs[k].fill_(NAN)
         return outputs
 
 

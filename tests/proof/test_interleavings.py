@@ -42,7 +42,7 @@ def test_all_orders_of_small_schedules() -> None:
 
 
 def test_all_orders_are_counted_right() -> None:
-    """Two streams of two tasks, one of them behind the other's first: 3 orders, not 6."""
+    """Two streams of two tasks, one of them after the other's first: 3 orders, not 6."""
 
     def run(choose: adversary.Chooser) -> tuple[str, ...]:
         streams, seen = adversary.AdversarialStreams(choose), []

@@ -83,9 +83,9 @@ class Traced:
 
         def run(args: list[Any]) -> Any:
             self.arguments.append((type(args), len(args)))
-            taken = list(args)
+            inputs = list(args)
             args.clear()
-            return gm.forward(*taken)
+            return gm.forward(*inputs)
 
         return torch_private.boxed(run)
 
