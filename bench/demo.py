@@ -31,7 +31,9 @@ from bench.report.progress import Progress
 Run = dict[str, Any]
 
 LARGEST_LOSS = 5.2  # nats per token, held out: below what the tokens' frequencies alone give (about 5.7)
-LARGEST_DIFFERENCE = {"bf16": 0.04, "fp32": 0.004}  # nats per token between any two: rounded at different places
+# Nats per token between any two, which round at different places. In bf16 twice what was seen, 0.037 on a processor
+# with bf16 instructions: DDP under autocast has fp32 weights, zc has bf16 ones.
+LARGEST_DIFFERENCE = {"bf16": 0.08, "fp32": 0.004}
 NUM_SKIPPED = 5  # first steps, which compile
 STEPS_PER_TURN = 5
 # A microbatch has 1,024 tokens: with few, the work per parameter (accumulation in fp32, the update) hides what
