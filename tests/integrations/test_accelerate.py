@@ -164,6 +164,39 @@ def _with_teacher(rank: int, world_size: int) -> tuple[type, bool]:
         return type(prepared), isinstance(accelerator.unwrap_model(prepared), nn.Sequential)
 
 
+def _saved_with_a_teacher(rank: int, world_size: int, folder: str, order: str) -> list[bool]:
+    """Job: whether each of two modules, the last one frozen, has its own weights after save_state and load_state."""
+    with torchrun(rank, world_size):
+        accelerator = Accelerator(cpu=True)
+        model, teacher = mlp(), mlp().requires_grad_(False)
+        with torch.no_grad():
+            teacher[0].weight.add_(1.0)
+        before = [whole_values(model), whole_values(teacher)]
+        optimizer = SGD(model.parameters(), lr=0.1)
+        if order == "teacher first":
+            accelerator.prepare_model(teacher, evaluation_mode=True)
+        rest = (teacher,) if order == "student first" else ()
+        prepare(accelerator, model, optimizer, *rest, stage=3, backend="eager")
+        accelerator.save_state(folder)
+        with zc.whole_parameters(model), torch.no_grad():
+            for param in (*model.parameters(), *teacher.parameters()):
+                param.zero_()
+        accelerator.load_state(folder)
+        with zc.whole_parameters(model):
+            after = [whole_values(model), whole_values(teacher)]
+        return [torch.equal(a, b) for a, b in zip(after, before, strict=True)]
+
+
+def whole_values(model: nn.Module) -> Tensor:
+    return torch.cat([param.detach().flatten().clone() for param in model.parameters()])
+
+
+@pytest.mark.parametrize("order", ["student first", "teacher first"])
+def test_in_stage_3_each_module_finds_its_own_weights(order: str, tmp_path: Path) -> None:
+    """Accelerate numbers the files by the position of a model, also of those that have their weights already."""
+    assert run_ranks(_saved_with_a_teacher, 2, str(tmp_path / "state"), order) == [[True, True]] * 2
+
+
 def test_a_frozen_module_stays_without_ddp() -> None:
     assert run_ranks(_with_teacher, 2) == [(nn.Sequential, True)] * 2
 

@@ -123,6 +123,20 @@ def _weights_in(folder: Path, number: int) -> Any:
     return accelerate.utils.load_state_dict(str(file))
 
 
+class _Loaded:
+    """Stands in ``load_state`` for a model that has its weights already. (safetensors' ``load_model`` and accelerate
+    call nothing else of a model.)"""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], *_: Any, **__: Any) -> tuple[list[str], list[str]]:
+        return [], []
+
+
+_LOADED = _Loaded()
+
+
 def _register_hooks(accelerator: Any, model: nn.Module, optimizer: Container, pointers: list[StatePointer]) -> None:
     """Registers hooks for ``save_state`` and ``load_state``. The accelerator keeps them as long as it lives, and the
     model may be dropped before (``free_memory``)."""
@@ -148,7 +162,10 @@ def _register_hooks(accelerator: Any, model: nn.Module, optimizer: Container, po
             return
         if not is_loaded:  # a program without zc wrote the folder
             load_state_dict(model, optimizer, {"model": _weights_in(Path(input_dir), models.index(model))})
-        models.remove(model)
+        # the others keep their numbers, by which accelerate finds their files
+        models[models.index(model)] = _LOADED
+        while models and models[-1] is _LOADED:
+            models.pop()
 
     plain = accelerator.get_state_dict
 

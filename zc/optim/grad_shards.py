@@ -153,12 +153,14 @@ class GradShards:
         self.runtime.wait_for_host_memory()
         self.drop_norms()
         copies = self.copies(name)
-        if isinstance(factor, Tensor) and factor.numel() > 1:
+        if isinstance(factor, Tensor) and factor.numel() != 1:
             bucket, k = self._where[name]
             slot, rank = self.runtime.plan.buckets[bucket].slots[k], self.runtime.group.shard.rank
             _, elements = self.runtime.plan.buckets[bucket].layout.shard_part(slot, rank)
             whole = flattened(factor.expand(slot.shape), slot)
             factor = in_shape(whole[elements], slot) if copies else whole
+        elif isinstance(factor, Tensor):
+            factor = factor.reshape(())  # a shard may have fewer dimensions
         for shard in copies:
             shard.mul_(factor.to(device=shard.device, dtype=shard.dtype) if isinstance(factor, Tensor) else factor)
 

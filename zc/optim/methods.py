@@ -25,8 +25,11 @@ def replace(model: nn.Module, sharded: ShardedOptimizer) -> None:
         owner.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(param_group: dict[str, Any]) -> None:
-        params = param_group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
+        items = param_group["params"]
+        if isinstance(items, set):
+            add(optimizer, param_group)  # which refuses it: its order differs from rank to rank
+        items = [items] if isinstance(items, Tensor) else list(items)
+        params = [item[1] if isinstance(item, tuple) else item for item in items]  # of named_parameters()
         trained = of_model()
         names = {id(p): name for name, p in trained.named_parameters()} if trained is not None else {}
         for param in params:
@@ -39,7 +42,7 @@ def replace(model: nn.Module, sharded: ShardedOptimizer) -> None:
                     "zc.recompile(model) afterwards"
                 )
                 raise PlanError(f"add_param_group was given {what}")
-        add(optimizer, {**param_group, "params": params})
+        add(optimizer, {**param_group, "params": items})
         owner.runtime.frozen.update({names[id(param)]: param for param in params})
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -147,8 +147,20 @@ def _refusal(what: Any, name: str) -> str:
     return f"{what} does not work on the gradient of {name}, which is sharded over ranks: {advice}"
 
 
-def _norm(grad: ShardedGrad, order: float = 2, *_: Any, **__: Any) -> Tensor:
-    return grad.owner.grad_norm(grad.param_name, float(order))
+def _norm(
+    grad: ShardedGrad,
+    order: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Of all elements. Refuses norms of rows, which are cut over ranks."""
+    if dim and grad.dim() and len({d % grad.dim() for d in dim}) < grad.dim():
+        raise ZcError(_refusal(f"norm(dim={list(dim)})", grad.param_name))
+    norm: Tensor = grad.owner.grad_norm(grad.param_name, float(order))
+    norm = norm if dtype is None else norm.to(dtype)
+    return norm.reshape([1] * grad.dim()) if keepdim else norm
 
 
 def _mul(grad: ShardedGrad, factor: Tensor | float) -> ShardedGrad:

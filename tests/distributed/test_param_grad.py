@@ -1,0 +1,90 @@
+"""What a ShardedGrad answers, against the gradient that one process has for the data of both ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import Tensor, nn
+from training_runs import message_of
+
+import zc
+
+
+def one_row_model() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(200, 1, bias=False)
+
+
+def _norms(rank: int, world_size: int) -> dict[str, object]:
+    model = one_row_model()
+    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager", stage=2)
+    model(torch.full((2, 200), 1.0 + rank)).sum().backward()
+    grad = model.weight.grad
+    assert grad is not None
+    return {
+        "all": grad.norm(),
+        "all dims": grad.norm(dim=(0, 1)),
+        "kept": grad.norm(dim=(0, 1), keepdim=True),
+        "float64": torch.linalg.vector_norm(grad, dtype=torch.float64),
+        "rows": message_of(lambda: grad.norm(dim=1, keepdim=True)),
+        "last": message_of(lambda: grad.norm(dim=-1)),
+    }
+
+
+def test_a_norm_is_of_all_elements_or_refused() -> None:
+    """A norm of rows was that of the whole gradient, so row-wise clipping trained wrong numbers."""
+    whole = torch.full((1, 200), 2 * 1.5)  # mean over ranks of the sum over two samples
+    for norms in run_ranks(_norms, 2):
+        for name, shape in (("all", ()), ("all dims", ()), ("kept", (1, 1)), ("float64", ())):
+            value = norms[name]
+            assert isinstance(value, Tensor) and tuple(value.shape) == shape
+            torch.testing.assert_close(value.float().reshape(()), whole.norm())
+        assert norms["float64"].dtype == torch.float64
+        for name, dim in (("rows", 1), ("last", -1)):
+            kind, text = norms[name]
+            assert kind == "ZcError" and f"norm(dim=[{dim}])" in text and ".full_tensor()" in text
+
+
+def _scaled(rank: int, world_size: int, how: str) -> Tensor:
+    model = one_row_model()
+    zc.compile(model, torch.optim.SGD(model.parameters(), lr=0.1), backend="eager", stage=2)
+    model(torch.full((2, 200), 1.0 + rank)).sum().backward()
+    grad = model.weight.grad
+    assert grad is not None
+    factor = torch.full((1, 1), 0.5)
+    if how == "mul_":
+        grad.mul_(factor)
+    else:
+        grad.div_(1 / factor)
+    return grad.full_tensor()
+
+
+@pytest.mark.parametrize("how", ["mul_", "div_"])
+def test_a_factor_of_one_element_has_any_number_of_dimensions(how: str) -> None:
+    """A shard of a row that is cut over ranks is 1-D: a factor [1, 1] raised there."""
+    for grad in run_ranks(_scaled, 2, how):
+        torch.testing.assert_close(grad, torch.full((1, 200), 1.5))
+
+
+def _added(rank: int, world_size: int) -> tuple[list[float], tuple[str, str]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[0].named_parameters(), lr=0.1)
+    zc.compile(model, optimizer, backend="eager")
+    model[1].requires_grad_(True)
+    refused = message_of(lambda: optimizer.add_param_group({"params": set(model[1].parameters())}))
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.add_param_group({"params": model[1].named_parameters()})
+    zc.recompile(model)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    moved = [float((a - b).abs().max()) for a, b in zip(before, model.parameters(), strict=True)]
+    return moved, refused
+
+
+def test_named_parameters_are_added_and_a_set_is_refused() -> None:
+    for moved, (kind, text) in run_ranks(_added, 2):
+        assert all(distance > 0 for distance in moved), moved
+        assert kind == "TypeError" and "set" in text
