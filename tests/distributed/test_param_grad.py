@@ -1,4 +1,4 @@
-"""What a ShardedGrad answers, against the gradient that one process has for the data of both ranks."""
+"""What a ShardedGrad answers, and what the optimizer holds, against plain values."""
 
 from __future__ import annotations
 
@@ -65,6 +65,33 @@ def test_a_factor_of_one_element_has_any_number_of_dimensions(how: str) -> None:
     """A shard of a row that is cut over ranks is 1-D: a factor [1, 1] raised there."""
     for grad in run_ranks(_scaled, 2, how):
         torch.testing.assert_close(grad, torch.full((1, 200), 1.5))
+
+
+@zc.elementwise
+class Rebinds(torch.optim.SGD):
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param.data - 0.1 * param.grad
+
+
+def _rebound(rank: int, world_size: int, who: str) -> tuple[str, str]:
+    model = one_row_model()
+    optimizer = (Rebinds if who == "optimizer" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, backend="eager")
+    model(torch.ones(2, 200)).sum().backward()
+    if who == "caller":
+        for param in optimizer.param_groups[0]["params"]:
+            param.data = param.data * 0.5
+    return message_of(optimizer.step)
+
+
+@pytest.mark.parametrize("who", ["caller", "optimizer"])
+def test_slices_that_are_bound_to_other_memory_are_named(who: str) -> None:
+    """Their updates reached nobody, and the model never trained again, without a word."""
+    for kind, text in run_ranks(_rebound, 2, who):
+        assert kind == "ZcError" and "was set to another tensor" in text and "weight" in text, (kind, text)
 
 
 def _added(rank: int, world_size: int) -> tuple[list[float], tuple[str, str]]:

@@ -52,9 +52,15 @@ class Backwards:
         torch_private.queue_callback(callback)
 
     def _end_one(self, number: int, end: Callable[[], None]) -> None:
-        self._callbacks.pop(number, None)
-        if not self._callbacks:
+        raised = self._callbacks.pop(number, None)
+        if self._callbacks:
+            return
+        try:
             end()
+        except BaseException:  # out of memory in the last flush, say: autograd drops the callback, as after any raise
+            if raised is not None:
+                self._callbacks[number] = raised
+            raise
 
     def has_raised(self) -> bool:
         """Whether one has raised. The thread of the watch asks, too."""

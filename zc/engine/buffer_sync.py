@@ -100,7 +100,7 @@ class BufferSync:
         group, by_device = runtime.group, self._by_device()
         nbytes = sum(b.nbytes for buffers in by_device.values() for b in buffers)
         for_whom = _EVERY_RANK if self._is_due else _NOBODY if self._has_trained else _WHO_HAS_TRAINED
-        head = torch.tensor([is_last, for_whom, nbytes])
+        head = torch.tensor([is_last, for_whom, nbytes], device="cpu")
         if group.rank == 0:
             packs = [_pack(buffers).cpu() for buffers in self._in_message(by_device, head)]
             self._sent.append((group.send_to_all([head, *packs], "sending its buffers"), [head, *packs]))
@@ -119,7 +119,7 @@ class BufferSync:
                 "zc.compile(broadcast_buffers=False)",
             )
         for buffers in self._in_message(by_device, head):
-            packed = torch.empty(sum(b.nbytes for b in buffers), dtype=torch.uint8)
+            packed = torch.empty(sum(b.nbytes for b in buffers), dtype=torch.uint8, device="cpu")
             group.receive(packed, _WHAT)
             self._take(packed, buffers)
 

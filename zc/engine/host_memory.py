@@ -40,7 +40,7 @@ class HostMemory:
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel] of zeros, page-locked if the device is a GPU and its driver agrees; `note` says why it does not."""
         if self._device.type != "cuda" or not numel:
-            return torch.zeros(numel, dtype=dtype)
+            return torch.zeros(numel, dtype=dtype, device="cpu")
         tensor = _pages(numel, dtype)
         if self.note is None:
             with torch.cuda.device(self._device):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,9 +144,15 @@ class ModelPasses(Part):
         if not self.is_exposed and self._depth == 0 and self._task != torch_private.current_graph_task():
             self._task = torch_private.current_graph_task()
             self.absent.release()
-            torch_private.queue_callback(self.end_backward)
+            callback = partial(self.end_backward, self._task)
+            torch_private.queue_callback(callback)
+            # after a backward that raised, autograd drops the callback without a call
+            weakref.finalize(callback, weakly(self.end_backward), self._task).atexit = False
 
-    def end_backward(self) -> None:
+    def end_backward(self, task: int) -> None:
+        """The backward with this number has ended, or raised."""
+        if self._task != task:
+            return
         self._task = -1
         if not self.is_exposed and self._depth == 0:
             self.make_absent()

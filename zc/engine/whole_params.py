@@ -84,6 +84,7 @@ class WholeParams(Part):
     def say_reasons(self) -> None:
         """Once per reason, with the bytes of the first pass that had it."""
         core = self.core
+        is_eager = core.config.backend == "eager"  # compiles nothing, so that is no fault of the model
         for reason in self._reasons.keys() - self._said:
             buckets = self._reasons[reason]
             nbytes = sum(core.plan.bucket(b).nbytes for b in buckets)
@@ -92,6 +93,7 @@ class WholeParams(Part):
                 f"{core.plan.why_sharded}: {reason} {first} or its neighbors: {len(buckets)} of "
                 f"{len(core.plan.sharded)} buckets, {nbytes:,} bytes, are whole on every rank from there to the "
                 "update, beside weight_nbytes"
+                + ("; the default backend gathers each bucket while it is read" if is_eager else "")
             )
         self._said.update(self._reasons)
         self._reasons.clear()

@@ -50,6 +50,7 @@ class ShardedOptimizer:
     ) -> None:
         self.number, self.runtime, self.optimizer, self.rule = number, runtime, optimizer, rule
         self.slices: dict[str, nn.Parameter] = {}
+        self._places: dict[str, int] = {}  # addresses of the slices
         self._slice_grads: dict[str, SliceGrad] = {}
         self._grads: dict[str, Tensor | None] = {}  # the .grad of each slice, as zc has set it
         self.grad_shards, self._writes = grad_shards, writes
@@ -126,6 +127,18 @@ class ShardedOptimizer:
         master = buffers.master_shard[bucket.index][slice(0) if is_empty else inside]
         if is_empty or master.numel():
             self.slices[name] = nn.Parameter(in_shape(master, slot))
+            self._places[name] = self.slices[name].data_ptr()
+
+    def _check_places(self, when: str) -> None:
+        """Raises ZcError where a slice has left its master: updates would go to memory that nobody reads."""
+        if self.offload is not None:  # it moves slices itself
+            return
+        for name, own_slice in self.slices.items():
+            if own_slice.data_ptr() != self._places[name]:
+                raise ZcError(
+                    f"{when} the .data of the optimizer's {name} was set to another tensor, and zc reads the one that "
+                    "it gave: write weights in place, through model.parameters(); an optimizer has to update in place"
+                )
 
     def _slice_state(self, bucket: Bucket, slot: Slot, state: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's state of a parameter, cut like the parameter."""
@@ -222,6 +235,7 @@ class ShardedOptimizer:
         if torch_private.is_nested_step(optimizer):
             return None
         self._was_unscaled = False
+        self._check_places("before step()")
         arguments = self._closures.run(args, kwargs)
         if self._zeroed:
             name = next(name for name in self.slices if name not in self._zeroed)
@@ -244,6 +258,7 @@ class ShardedOptimizer:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch_private.is_nested_step(optimizer):
             return
+        self._check_places("in step()")
         if self.offload is not None:
             self.offload.after(self._changed())
             self.runtime.weights.published(self._changed())

@@ -71,7 +71,8 @@ class ParamWrites:
             if param.data_ptr() != address:
                 so = (
                     "Was the model moved, cast or given other tensors (model.to, .half, param.data = ...) after "
-                    "zc.compile? Do that before, and write values in place (param.copy_, load_state_dict)"
+                    "zc.compile? Move it before. For bf16 weights don't cast it: param_dtype=torch.bfloat16 keeps fp32 "
+                    "masters. Write values in place (param.copy_, load_state_dict)"
                 )
                 if _is_shared(param):
                     so = (

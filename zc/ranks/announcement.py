@@ -95,7 +95,7 @@ class Announcement:
         rows = (self._rows[at : at + size] for at in range(0, len(self._rows), size))
         counts = [row[_IS_END] == 2 or row[start:stop] == self._row[start:stop] for row in rows]
         flags = torch.frombuffer(self._rows, dtype=torch.uint8).view(-1, size)[:, _HEAD.size :]
-        largest: list[int] = flags[torch.tensor(counts)].amax(dim=0).tolist()
+        largest: list[int] = flags[torch.tensor(counts, device="cpu")].amax(dim=0).tolist()
         return largest
 
     def all_flags(self, count: int) -> bool:

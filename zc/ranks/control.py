@@ -91,7 +91,7 @@ class Control(Exchanges):
                 self.journal = Journal(Watch.of_this_process(), ranks, number, patience(self.timeout))
             self.journal.on_failure.append(self._process_groups.abandon)
             if backend_of(group, "cpu") == "gloo":
-                self._pairs(torch.zeros(1, dtype=torch.uint8), self.callers_group, _FIRST_TAG)
+                self._pairs(torch.zeros(1, dtype=torch.uint8, device="cpu"), self.callers_group, _FIRST_TAG)
             self.control = self.new_group()
             self._process_groups.close_dropped(self._gather_by_pairs)
             self.topology = flat(self.world_size)
@@ -232,7 +232,7 @@ class Control(Exchanges):
         in errors."""
         if self.world_size == 1:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         neighbours = self._all_on_this_host
         if neighbours is not None:
             steps = neighbours.reduce_(2, tensor, torch.maximum)

@@ -111,7 +111,7 @@ def _connect(
     try:
         links = Links(listener.connect(rank, addresses))
         for peer, address in addresses.items() if reads_memory else ():
-            token = torch.zeros(_TOKEN_NBYTES, dtype=torch.uint8)
+            token = torch.zeros(_TOKEN_NBYTES, dtype=torch.uint8, device="cpu")
             reader.read(token, address.pid, others[peer].token_address)
             if bytes(token.numpy()) != others[peer].token:
                 raise OSError(f"process {address.pid} is not rank {peer} (another PID namespace)")

@@ -115,7 +115,7 @@ class Neighbours:
         rank's. Calls ``use(rows [ranks of the host, n], at, at + n)`` with ``at`` counted from ``start``."""
         size, count = local.element_size(), len(self.ranks)
         step = max(1024, _CHUNK_NBYTES // (size * count))
-        scratch = torch.empty(min(step, stop - start) * count, dtype=local.dtype)
+        scratch = torch.empty(min(step, stop - start) * count, dtype=local.dtype, device="cpu")
         for at in range(start, stop, step):
             end = min(stop, at + step)
             rows = scratch[: (end - at) * count].view(count, -1)

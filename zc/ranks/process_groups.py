@@ -118,7 +118,7 @@ class ProcessGroups:
         """Closes the groups whose models all ranks have dropped; with ``and_own`` also the groups of this model.
         ``gather`` collects a row [n] of every rank as [W, n]."""
         unused = {**self._of_ranks.dropped, **(self._open if and_own else {})}
-        is_used = torch.ones(self._of_ranks.count, dtype=torch.uint8)
+        is_used = torch.ones(self._of_ranks.count, dtype=torch.uint8, device="cpu")
         for number, dropped in unused.items():
             is_used[number - 1] = not all(work.is_completed() for work in dropped.works)
         if len(is_used) > 1:  # otherwise the only group is the one that would carry this exchange

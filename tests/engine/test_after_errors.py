@@ -1,0 +1,82 @@
+"""What a caught error leaves behind: nothing that the next step would meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import Tensor, nn
+from training_runs import weights
+
+import zc
+from zc.engine.runtime import Runtime
+
+
+def fail(_: Tensor) -> None:
+    raise RuntimeError("in the middle of a backward")
+
+
+def test_in_stage_3_parameters_are_absent_after_a_backward_that_raised() -> None:
+    """They stayed plain parameters over storages of 0 bytes: a read of one ended the process, and state_dict() was
+    empty without a word."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zc.compile(model, optimizer, stage=3, backend="aot_eager")
+    for _ in range(2):
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    output = model(torch.ones(4, 16))
+    output.register_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        output.sum().backward()
+    assert type(model[0].weight) is not nn.Parameter
+    with pytest.raises(zc.ZcError, match="that has no bytes"):
+        model[0].weight.norm()
+    assert model.state_dict()["0.weight"].untyped_storage().nbytes() > 0
+
+
+def test_an_error_at_the_end_of_a_backward_is_that_backward_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory in the last flush, then model.zero_grad(): the next gradient was added to the failed one."""
+    torch._dynamo.reset()
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])  # the second one is unused
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
+    zc.compile(model, optimizer, backend="eager", bucket_nbytes=16)
+    at_end = Runtime._end_backward
+
+    def out_of_memory(runtime: Any) -> None:
+        monkeypatch.setattr(Runtime, "_end_backward", at_end)
+        raise torch.OutOfMemoryError("in the last flush")
+
+    monkeypatch.setattr(Runtime, "_end_backward", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(torch.ones(2, 4)).sum().backward()
+    model.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    assert zc.full_grad(model)["0.bias"].tolist() == [2.0] * 4
+
+
+def _with_a_default_device(rank: int, world_size: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(4, 8) * torch.arange(4.0)[:, None]
+    try:
+        torch.set_default_device("meta")  # stands in for a GPU: what lies there can't be sent from the host
+        zc.compile(model, optimizer, backend="eager")
+        model(x).square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    finally:
+        torch.set_default_device(None)
+    return weights(model)
+
+
+def test_exchanges_between_hosts_ignore_the_default_device() -> None:
+    first, second = run_ranks(_with_a_default_device, 2)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]) and bool(value.isfinite().all())
