@@ -229,17 +229,17 @@ class Announcements:
         compare_pasts(self._group, announcement)
         if not announcement.has_same_sums():
             raise_sums_differ(self._group, [sums for _, sums in sorted(self._in_sums.items())])
+        flags = announcement.flags()
+        touched, buckets, is_by_grad = self._split(flags)
+        if is_by_grad and not announcement.shows_same_grads():  # on all ranks, and nothing has changed
+            raise ZcError(param_grads.grads_differ(self.plan, own_grads, self._grads_in(flags)))
         self._num_cleared = 0
         is_alone = announcement.number == self._last_boundary + 1
         self._last_boundary = announcement.number
-        flags = announcement.flags()
-        touched, buckets, is_by_grad = self._split(flags)
         if buckets:
             self._add_to_sums(announcement)
         self.has_grad = [[False] * len(slots) for slots in own_grads]  # the ranks' flags are complete here
         self._add_grads(flags, is_complete=True)
-        if is_by_grad and not announcement.shows_same_grads():
-            raise ZcError(param_grads.grads_differ(self.plan, own_grads, self.has_grad))
         self._accs.set_touched(touched)
         return buckets, is_alone
 
@@ -284,13 +284,16 @@ class Announcements:
 
     def _add_grads(self, flags: Sequence[int], *, is_complete: bool) -> None:
         """``is_complete``: all ranks have the same ``flags``, and the sums hold the gradients that they name."""
-        items = iter(flags)
-        grads = [[bool(next(items)) for _ in slots] for slots in self.has_grad]
+        grads = self._grads_in(flags)
         if is_complete:
             self._reduced = grads
         self.has_grad = [
             [a or b for a, b in zip(*pair, strict=True)] for pair in zip(grads, self.has_grad, strict=True)
         ]
+
+    def _grads_in(self, flags: Sequence[int]) -> list[list[bool]]:
+        items = iter(flags)
+        return [[bool(next(items)) for _ in slots] for slots in self.has_grad]
 
     def _add_to_sums(self, announcement: Announcement) -> None:
         """What this announcement reduced is in the sums."""

@@ -38,7 +38,7 @@ from zc.engine.program import Program
 from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.streams import Streams, ThreadStreams
 from zc.engine.weight_uses import WeightUses
-from zc.errors import UncoveredGradientError, ZcError
+from zc.errors import RankMismatchError, UncoveredGradientError, ZcError
 from zc.log import log
 from zc.planning.plan import Bucket, Plan
 from zc.ranks.group import Group
@@ -283,7 +283,14 @@ class Runtime(Core):
         if self.buffer_sync is not None:
             self.buffer_sync.send_last()
         self.streams.join_main()
-        is_alone = self._announce_boundary(by_grad)
+        try:
+            is_alone = self._announce_boundary(by_grad)
+        except RankMismatchError:
+            raise
+        except ZcError:  # on all ranks: this boundary was none, and the next one sends buffers again
+            if self.buffer_sync is not None:
+                self.buffer_sync.receive_all()
+            raise
         if self.buffer_sync is not None:
             self.buffer_sync.receive_all()
         self._land()
