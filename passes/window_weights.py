@@ -67,10 +67,16 @@ class _Reads:
             if torch_private.mutates(node.target) and node.args[0] in self.of_params:
                 raise PassError(f"{node.name} of a compiled graph writes to a parameter: stage 3 has no bytes of it")
             is_made_of_params = all(n in self.of_params or _is_size(n) for n in node.all_input_nodes)
-            if is_made_of_params and not is_schedule_node(node) and node not in returned:
+            is_kept = is_schedule_node(node) or node in returned or _is_random(node)
+            if is_made_of_params and not is_kept:
                 self.of_params[node] = tuple(dict.fromkeys(sources))
             else:
                 self.by_node[node] = [source.meta["weight"] for source in dict.fromkeys(sources)]
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether a second run gives other values: made anew in each window, a dropped weight would have two masks."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _is_size(node: fx.Node) -> bool:
