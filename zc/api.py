@@ -253,10 +253,12 @@ def _compile_blocks(model: nn.Module, runtime: Runtime) -> None:
     elif runtime.plan.overlap_gather:
         context = runtime.weights.waits.block
     make_backend = partial(compiler.make_backend, runtime, Blocks(weakref.proxy(runtime), kinds))
-    compile_blocks(model, kinds, make_backend, guards.install_call, dynamic, context)
+    places = compile_blocks(model, kinds, make_backend, guards.install_call, dynamic, context)
     runtime.outside_blocks = matrices_around(model, kinds)
     singles = find_singles(model, kinds) if runtime.plan.sharded else []
-    compile_blocks(model, singles, partial(compiler.make_backend, runtime), guards.install_call, dynamic, context)
+    make_backend = partial(compiler.make_backend, runtime)
+    places += compile_blocks(model, singles, make_backend, guards.install_call, dynamic, context)
+    runtime.block_places = places
 
 
 @contextlib.contextmanager

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zc import torch_private
 from zc.engine.absent import without_bytes
@@ -21,13 +21,18 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def broadcast_rest(model: nn.Module, params: Mapping[str, nn.Parameter], ranks: Group) -> None:
-    """Gives all ranks rank 0's buffers, and its parameters that are not among ``params``, which have buckets."""
-    in_buckets = {id(p) for p in params.values()}
-    for tensor in [*(p for p in model.parameters() if id(p) not in in_buckets), *model.buffers()]:
+def broadcast(tensors: Iterable[Tensor], ranks: Group) -> None:
+    """Gives all ranks rank 0's values of these tensors."""
+    for tensor in tensors:
         values = tensor.detach().contiguous()
         ranks.broadcast_(values)
         tensor.copy_(values)
+
+
+def broadcast_rest(model: nn.Module, params: Mapping[str, nn.Parameter], ranks: Group) -> None:
+    """Gives all ranks rank 0's buffers, and its parameters that are not among ``params``, which have buckets."""
+    in_buckets = {id(p) for p in params.values()}
+    broadcast([*(p for p in model.parameters() if id(p) not in in_buckets), *model.buffers()], ranks)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zc import torch_private
+from zc.engine.names import Names
 from zc.engine.sharded_weights import ShardedWeights
 from zc.errors import PlanError, ZcError
 from zc.optim.sharded_grad import ShardedGrad
@@ -40,7 +41,10 @@ _TEXT = (
 
 
 class _Mark:
-    """Marks a compiled model, in its ``__dict__``."""
+    """Marks a compiled model, in its ``__dict__``, and lives as long as the model."""
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -92,7 +96,7 @@ class NoSync:
 
 def install(model: nn.Module, runtime: Runtime) -> None:
     """Installs the guards; `remove` removes them."""
-    setattr(model, _NAME, _Mark())
+    remember_names(model, runtime)
     of_runtime = weakref.ref(runtime)
     torch_private.set_apply(model, Instead(model, "_apply", partial(_apply, weakref.ref(model), of_runtime)))
     torch_private.tell_ddp(model, NotForDDP())
@@ -107,6 +111,13 @@ def install(model: nn.Module, runtime: Runtime) -> None:
         if isinstance(module, nn.RNNBase):
             call: Any = torch.compiler.disable(partial(_skip_flattening, of_runtime, name))  # type: ignore[no-untyped-call]
             vars(module)["flatten_parameters"] = Instead(module, "flatten_parameters", call)
+
+
+def remember_names(model: nn.Module, runtime: Runtime) -> None:
+    """From now on a boundary refuses parameters that have replaced the present ones."""
+    names = Names(model, runtime.placed)
+    setattr(model, _NAME, _Mark(names))
+    runtime.names = weakref.ref(names)
 
 
 def remove(model: nn.Module) -> None:

@@ -457,6 +457,14 @@ def places_of_params(module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Pa
     ]
 
 
+def registered_in(model: nn.Module) -> list[dict[str, Any]]:
+    """The dicts in which a module and its children have children and parameters by name, without empty ones.
+    (``Module._modules`` and ``Module._parameters``, each one object for the module's life; 1.0 to 2.15. Those of a
+    ScriptModule are no dicts, and left out.)"""
+    dicts = (part for module in model.modules() for part in (module._modules, module._parameters))
+    return [part for part in dicts if part and isinstance(part, dict)]
+
+
 def call_after(before: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls ``before``, which is not compiled, and then ``call``."""
     ahead = torch.compiler.disable(before)  # type: ignore[no-untyped-call]

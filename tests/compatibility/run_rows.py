@@ -21,6 +21,7 @@ import rows_overlap
 import rows_param_grad
 import rows_params
 import rows_precision
+import rows_replaced
 import rows_several
 import rows_several_models
 import rows_shard_frozen
@@ -44,7 +45,7 @@ from zc.registry import COMPILED
 
 TABLE = (
     rows_tasks, rows_updates, rows_clearing, rows_backward, rows_structure, rows_several_models, rows_conv,
-    rows_params, rows_unfreezing, rows_precision, rows_checkpointing, rows_param_grad, rows_optimizers,
+    rows_params, rows_replaced, rows_unfreezing, rows_precision, rows_checkpointing, rows_param_grad, rows_optimizers,
     rows_dropped_gradients, rows_unequal_ranks, rows_overlap, rows_several, rows_unforeseen, rows_shard_frozen,
 )  # fmt: skip
 

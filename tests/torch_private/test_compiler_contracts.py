@@ -131,6 +131,17 @@ def test_a_block_is_left_out_of_the_graph_around_it_and_one_graph_serves_all_blo
     assert seen[0] is other and own[name] is weight
 
 
+@contract("registered_in", "Module._modules and _parameters, each one dict for the module's life")
+def test_a_replaced_child_or_parameter_shows_in_the_dicts_of_before() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    children, weights = torch_private.registered_in(model)
+    model[0].weight = weight = nn.Parameter(torch.zeros(2, 2))
+    model.append(nn.ReLU())
+    assert weights["weight"] is weight and list(children.values()) == list(model)
+    model[0] = child = nn.Linear(2, 2)
+    assert children["0"] is child
+
+
 @contract("compiled_call call_after call_inside plain_call call_instead", "Module._compiled_call_impl or _call_impl")
 def test_a_module_calls_what_was_compiled(traced: Traced) -> None:
     model, seen = Net(), []

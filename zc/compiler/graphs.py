@@ -102,6 +102,7 @@ class CompiledGraph(ABC):
         self._own_inputs = own_inputs(self.graph, origin)
         self._programs: WeakValueDictionary[tuple[str | None, Hashable], Program] = WeakValueDictionary()
         self._templates: WeakValueDictionary[tuple[str, Hashable], Program] = WeakValueDictionary()
+        self._num_left = self.runtime.num_left  # when the programs were made
 
     @property
     @abstractmethod
@@ -133,6 +134,10 @@ class CompiledGraph(ABC):
         return (member, variant) in self._programs
 
     def get(self, member: str | None, variant: Hashable) -> Program:
+        if self._num_left != self.runtime.num_left:  # a slot that they name may have lost its parameter
+            self._programs.clear()
+            self._templates.clear()
+            self._num_left = self.runtime.num_left
         program = self._programs.get((member, variant))
         if program is None:
             self._programs[member, variant] = program = self._make(member, variant)

@@ -218,7 +218,8 @@ def _store_groups(
     """Replaces ``callback._store``, which BaseFinetuning calls at the start of each epoch, after it has unfrozen
     layers. The callback saves names of the module's parameters, but the optimizer's groups contain slices."""
     sharded_model, params = sharded(module), dict(module.named_parameters())
-    if any(param.requires_grad and name not in sharded_model.runtime.params for name, param in params.items()):
+    known = sharded_model.runtime.params
+    if any(param.requires_grad and known.get(name) is not param for name, param in params.items()):
         recompile(module)
     whole = [
         {**group, "params": [params[member] if isinstance(member, str) else member for member in members]}

@@ -10,7 +10,7 @@ the buckets of one optimizer. Gradients that another optimizer has not used yet 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -57,6 +57,12 @@ class ShardedModel(Listener):
             optimizer.adopt([b for b in buckets if b.optimizer == optimizer.number])
         self._writes.adopt(buckets)
 
+    def leave(self, params: Mapping[str, nn.Parameter]) -> None:
+        """These parameters have left the plan. Their optimizers keep nothing of them."""
+        for optimizer in self.optimizers:
+            optimizer.leave(params)
+        self._writes.leave(params)
+
     @property
     def disk(self) -> DiskState | None:
         """The state on disk, with offload="disk"."""
@@ -85,6 +91,8 @@ class ShardedModel(Listener):
         self._writes.check_places()
         for bucket in self.runtime.plan.buckets:
             for slot, has_grad in zip(bucket.slots, self.runtime.announcements.has_grad[bucket.index], strict=True):
+                if slot.is_left:
+                    continue
                 param = self.runtime.params[slot.name]
                 if has_grad and param.grad is None:
                     param.grad = self.runtime.sharded_grads[slot.name]
@@ -95,10 +103,10 @@ class ShardedModel(Listener):
         """Inside a backward, autograd may be adding to a ``param.grad``, so there they are cleared at its end."""
         self.grad_shards.drop_norms()
         chosen = self.optimizers if optimizer is None else [self.optimizers[optimizer]]
-        slots = [slot for bucket in self.runtime.plan.of_optimizer(optimizer) for slot in bucket.slots]
         params: list[nn.Parameter] = []
         if torch_private.current_graph_task() == -1:
-            params = [self.runtime.params[slot.name] for slot in slots]
+            buckets = self.runtime.plan.of_optimizer(optimizer)
+            params = [param for bucket in buckets for _, param in self.runtime.params_in(bucket)]
         with torch_private.without_torch_function():  # faster: parameters may be watched (engine/pending.py)
             for each in chosen:
                 each.forget_grads()
@@ -122,6 +130,7 @@ class ShardedModel(Listener):
     def take_over_writes(self) -> None:
         """Copies into the masters what the caller has written into parameters since the last update. See
         `ParamWrites`."""
+        self.runtime.check_names()
         self._writes.take_over()
         self._writes.remember()
 

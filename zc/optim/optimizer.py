@@ -8,7 +8,7 @@ the updated masters are cast into flat_param and gathered (ZeRO, arXiv:1910.0205
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,6 +109,21 @@ class ShardedOptimizer:
                     self.optimizer.state[self.slices[name]] = self._slice_state(*slots[name], state)
             group["params"] = params
         self._slice_grads.update({n: SliceGrad(self, n, self.slices[n]) for n in slots if n in self.slices})
+
+    def leave(self, params: Mapping[str, nn.Parameter]) -> None:
+        """These parameters have left the plan: their slices and states go."""
+        lost = {id(param) for param in params.values()}
+        for name in params:
+            own_slice = self.slices.pop(name, None)
+            for by_name in (self._places, self._slice_grads, self._grads):
+                by_name.pop(name, None)
+            self._zeroed.discard(name)
+            if own_slice is not None:
+                self.optimizer.state.pop(own_slice, None)
+                lost.add(id(own_slice))
+        for group in self.optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if id(param) not in lost]
+        self.members = [[m for m in members if m not in params and id(m) not in lost] for members in self.members]
 
     def _try(self, groups: Sequence[dict[str, Any]]) -> None:
         """Tries how an unknown optimizer treats these groups, while they still have their parameters."""

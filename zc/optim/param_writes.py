@@ -10,7 +10,7 @@ copy of what the last update has left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -57,6 +57,12 @@ class ParamWrites:
                 if slot.numel > 0:
                     self._places[slot.name] = flat.data_ptr() + slot.offset * flat.element_size(), bucket
         self.remember()
+
+    def leave(self, names: Iterable[str]) -> None:
+        """These parameters have left their buckets."""
+        for name in names:
+            self._places.pop(name, None)
+            self._versions.pop(name, None)
 
     def remember(self) -> None:
         """Records that parameters and masters agree now."""
@@ -106,4 +112,5 @@ class ParamWrites:
     def _is_counted(self, bucket: Bucket) -> bool:
         """Whether autograd has seen a write since `remember`."""
         params = self._core.params
-        return any(torch_private.version(params[slot.name]) != self._versions[slot.name] for slot in bucket.slots)
+        names = (slot.name for slot in bucket.slots if not slot.is_left)
+        return any(torch_private.version(params[name]) != self._versions[name] for name in names)
