@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def broadcast(tensors: Iterable[Tensor], ranks: Group) -> None:
     """Gives all ranks rank 0's values of these tensors."""
     for tensor in tensors:
-        values = tensor.detach().contiguous()
+        # what travels are bytes, and those of a conjugate or negative view are others
+        values = tensor.detach().resolve_conj().resolve_neg().contiguous()
         ranks.broadcast_(values)
         tensor.copy_(values)
 

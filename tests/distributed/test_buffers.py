@@ -27,7 +27,7 @@ import zc
 
 class Codebook(nn.Module):
     """Buffers that a forward reads and updates: an average, a bool and an int64, one that is not saved, one that is
-    replaced by a new tensor."""
+    replaced by a new tensor, complex ones, a lazily conjugated view and a lazily negated one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,11 +37,15 @@ class Codebook(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("wide", torch.zeros(5, dtype=torch.float64), persistent=False)
         self.register_buffer("replaced", torch.zeros(7))
+        self.register_buffer("complex", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("conjugate", torch.zeros(2, dtype=torch.complex64).conj())
+        self.register_buffer("negative", torch.zeros(2, dtype=torch.complex64).conj().imag)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         # nothing after it that a backward would compute again from the changed buffer, as torch 2.13 does
         y = self.last(F.gelu(x)) + 0.1 * (self.mean + self.replaced.sum() + self.wide.mean().float())
+        y = y + 0.1 * (self.complex.imag.sum() - self.conjugate.imag.sum() + self.negative.sum())
         if self.training:
             detached = x.detach()
             self.mean.mul_(0.5).add_(detached.mean(0))
@@ -49,6 +53,9 @@ class Codebook(nn.Module):
             self.calls.add_(1)
             self.wide.add_(detached.mean())
             self.replaced = self.replaced + 0.01 * detached.mean()
+            for turned in (self.complex, self.conjugate):
+                turned.add_(torch.complex(detached.mean(), detached.std()))
+            self.negative.add_(detached.std())
         return y
 
 

@@ -142,8 +142,10 @@ class BufferSync:
 
 
 def _pack(buffers: list[Tensor]) -> Tensor:
-    """The bytes of all buffers, concatenated as uint8, since gloo has no bool."""
-    return torch.cat([b.detach().contiguous().view(-1).view(torch.uint8) for b in buffers])
+    """The bytes of all buffers, concatenated as uint8, since gloo has no bool. Those of a conjugate or negative view are
+    computed first."""
+    plain = (b.detach().resolve_conj().resolve_neg().contiguous() for b in buffers)
+    return torch.cat([b.view(-1).view(torch.uint8) for b in plain])
 
 
 def _unpack(packed: Tensor, buffers: list[Tensor]) -> None:
