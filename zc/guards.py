@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -68,7 +68,11 @@ class Instead:
 
 
 class NotForDDP:
-    """Raises when DistributedDataParallel reads it, which it does first. Copies of the model may go into DDP."""
+    """Raises when DistributedDataParallel reads it, which it does first. Copies of the model may go into DDP.
+    ``names``: what DDP is told to leave to each rank."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
 
     def __iter__(self) -> Iterator[NoReturn]:
         raise PlanError(
@@ -77,7 +81,7 @@ class NotForDDP:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return frozenset, ()
+        return frozenset, (self.names,)
 
 
 class NoSync:
@@ -99,7 +103,7 @@ def install(model: nn.Module, runtime: Runtime) -> None:
     remember_names(model, runtime)
     of_runtime = weakref.ref(runtime)
     torch_private.set_apply(model, Instead(model, "_apply", partial(_apply, weakref.ref(model), of_runtime)))
-    torch_private.tell_ddp(model, NotForDDP())
+    torch_private.tell_ddp(model, NotForDDP(torch_private.told_ddp(model)))
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = NoSync(runtime)
     weights = runtime.weights
@@ -122,9 +126,12 @@ def remember_names(model: nn.Module, runtime: Runtime) -> None:
 
 def remove(model: nn.Module) -> None:
     """Removes everything that `install` and `install_call` added to the model."""
+    told = torch_private.told_ddp(model)
     for module in model.modules():
         for name in [n for n, value in vars(module).items() if isinstance(value, (_Mark, Instead, NoSync, NotForDDP))]:
             del vars(module)[name]
+    if isinstance(told, NotForDDP) and told.names:
+        torch_private.tell_ddp(model, told.names)
 
 
 def install_call(block: nn.Module, call: Callable[..., Any]) -> None:

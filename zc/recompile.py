@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from zc import guards
-from zc.checks import check_added, owners_of, trainable
+from zc.checks import check_added, check_shared, left_to_ranks, owners_of, trainable
 from zc.compiler.blocks import find_again
 from zc.engine.sharded_weights import ShardedWeights, named_plainly
 from zc.errors import PlanError
@@ -59,6 +59,7 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
         known = {id(param) for param in runtime.params.values()}
         params = {n: p for n, p in trainable(model).items() if id(p) not in known}
         optimizers = tuple(sharded_optimizer.optimizer for sharded_optimizer in compiled.optimizers)
+        check_shared(model, params)
         check_added(params, optimizers, runtime.plan.buckets[0].device)
         rules = tuple(sharded_optimizer.rule for sharded_optimizer in compiled.optimizers)
         added = Assignment(compiled.container, optimizers, rules, params, owners_of(params, optimizers))
@@ -87,7 +88,8 @@ def _recompile(model: nn.Module, compiled: ShardedModel) -> None:
         runtime.weights.count_sharing()
     frozen = {n: p for n, p in model.named_parameters() if runtime.params.get(n) is not p}
     known = {id(param) for param in runtime.frozen.values()}
-    broadcast({n: p for n, p in frozen.items() if id(p) not in known}.values(), ranks)
+    own = left_to_ranks(model)
+    broadcast([p for n, p in frozen.items() if id(p) not in known and n not in own], ranks)
     runtime.frozen.clear()
     runtime.frozen.update(frozen)
     guards.remember_names(model, runtime)

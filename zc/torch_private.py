@@ -564,6 +564,12 @@ def tell_ddp(module: nn.Module, names: Iterable[str]) -> None:
     vars(module)["_ddp_params_and_buffers_to_ignore"] = names
 
 
+def told_ddp(module: nn.Module) -> Iterable[str]:
+    """What `tell_ddp` or the program has told it; empty for nothing."""
+    names: Iterable[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return names
+
+
 def guard_identity(gm: fx.GraphModule, names: Sequence[str | None]) -> None:
     """Without it one compiled graph may serve several module instances. Ours belongs to the very parameters in
     ``names``, and so do the modules through which the compiled function reaches them.
