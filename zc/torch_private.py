@@ -682,6 +682,13 @@ def written_inputs() -> list[int]:
     return [] if metadata is None else [k for k, info in enumerate(metadata.input_info) if info.mutates_data]
 
 
+def num_forward_outputs() -> int | None:
+    """How many outputs of a forward graph come before those that its backward gets, inside an inner compiler.
+    (``TracingContext.fw_metadata.num_forward``, 2.11 to 2.15.)"""
+    metadata = forward_metadata()
+    return None if metadata is None else int(metadata.num_forward)
+
+
 @contextlib.contextmanager
 def apart_from_the_whole(donated: Sequence[int]) -> Iterator[None]:
     """Inductor reads from the tracing context which inputs it may overwrite, by position in the *whole* backward. For a

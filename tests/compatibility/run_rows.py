@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import rows_backward
+import rows_buffers_written
 import rows_checkpointing
 import rows_clearing
 import rows_conv
@@ -44,7 +45,7 @@ import zc
 from zc.registry import COMPILED
 
 TABLE = (
-    rows_tasks, rows_updates, rows_clearing, rows_backward, rows_structure, rows_several_models, rows_conv,
+    rows_tasks, rows_updates, rows_clearing, rows_buffers_written, rows_backward, rows_structure, rows_several_models, rows_conv,
     rows_params, rows_replaced, rows_unfreezing, rows_precision, rows_checkpointing, rows_param_grad, rows_optimizers,
     rows_dropped_gradients, rows_unequal_ranks, rows_overlap, rows_several, rows_unforeseen, rows_shard_frozen,
 )  # fmt: skip

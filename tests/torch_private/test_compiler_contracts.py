@@ -278,6 +278,29 @@ def test_a_backend_s_own_error_is_not_wrapped(error: type[Exception], comes_as: 
         torch_private.compiled_block_call(backend)(nn.Linear(2, 2), torch.ones(1, 2))
 
 
+@contract("written_inputs num_forward_outputs", "fw_metadata.input_info[i].mutates_data or num_forward")
+def test_which_inputs_a_forward_writes_and_which_outputs_its_backward_gets() -> None:
+    seen: list[Any] = []
+
+    def hook(gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
+        if not kwargs.get("is_backward"):
+            seen.append((torch_private.written_inputs(), torch_private.num_forward_outputs(), gm.graph.output_node()))
+        return torch_private.boxed(lambda args: gm(*args))
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        return torch_private.compile_graph(gm, inputs, hook, {})
+
+    def forward(x: Tensor, state: Tensor) -> Tensor:
+        y = x * (state + 1)
+        state.add_(1)
+        return y
+
+    torch._dynamo.reset()
+    torch.compile(forward, backend=backend)(torch.ones(3, requires_grad=True), torch.ones(3))
+    ((written, first, output),) = seen
+    assert len(written) == 1 and len(output.args[0][first:]) == 1, "it writes the state, and saves one factor"
+
+
 @contract("keeps_graph", "torch._C._autograd._get_current_graph_task_keep_graph")
 def test_whether_a_backward_keeps_its_graph() -> None:
     seen: list[bool] = []

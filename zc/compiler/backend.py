@@ -20,7 +20,7 @@ from zc import torch_private
 from zc.compiler.backward import CompiledBackward
 from zc.compiler.blocks import Block, Blocks
 from zc.compiler.forward import CompiledForward
-from zc.compiler.graphs import Hook, Origin, Traced, as_traced
+from zc.compiler.graphs import Hook, Origin, Traced, as_traced, keep_from_writes
 from zc.compiler.segments import interpret
 from zc.engine import param_grads
 from zc.engine.overlap_gather import WeightGather
@@ -91,6 +91,8 @@ def _compile(origin: Origin, traced: Traced) -> Any:
     traced = _without_cuda_graphs(runtime, traced)
     if traced.is_backward:
         return _compile_backward(origin, traced)
+    if not traced.is_inference:
+        traced = keep_from_writes(traced)
     if origin.block is not None and not traced.is_inference and not _saves_own_params(origin, traced):
         origin.guard_identity()  # its backward can't tell the block by what it gets, so the graph is of this one alone
         origin.block = None
