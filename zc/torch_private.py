@@ -650,6 +650,20 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def before_double_backward(call: Callable[[], None]) -> None:
+    """Calls ``call`` before autograd differentiates the compiled backward that runs now, which AOTAutograd refuses. To
+    be called inside it, if it keeps its graph.
+
+    Relies on AOTAutograd running a backward with ``create_graph`` in the forward of an autograd function, whose node is
+    its local variable ``double_ctx`` (2.11 to 2.15).
+    """
+    frame = inspect.currentframe()
+    while frame is not None and (frame.f_code.co_name != "forward" or "double_ctx" not in frame.f_code.co_varnames):
+        frame = frame.f_back
+    if frame is not None:
+        frame.f_locals["double_ctx"].register_prehook(lambda _: call())
+
+
 def forward_metadata() -> Any:
     """AOTAutograd's metadata of the forward that is compiled, or None. (``TracingContext.fw_metadata``, 2.11 to
     2.15.)"""

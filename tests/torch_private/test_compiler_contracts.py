@@ -278,6 +278,28 @@ def test_a_backend_s_own_error_is_not_wrapped(error: type[Exception], comes_as: 
         torch_private.compiled_block_call(backend)(nn.Linear(2, 2), torch.ones(1, 2))
 
 
+@contract("before_double_backward", "double_ctx of the function in which AOTAutograd runs a backward with create_graph")
+def test_a_call_comes_before_the_backward_of_a_compiled_backward() -> None:
+    def refuse() -> None:
+        raise ValueError("none")
+
+    def hook(gm: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
+        def run(args: list[Any]) -> Any:
+            if kwargs.get("is_backward"):
+                torch_private.before_double_backward(refuse)
+            return gm(*args)
+
+        return torch_private.boxed(run)
+
+    torch._dynamo.reset()
+    x = torch.ones(3, requires_grad=True)
+    compiled = torch.compile(torch.sin, backend=lambda gm, inputs: torch_private.compile_graph(gm, inputs, hook, {}))
+    compiled(x).sum().backward(retain_graph=True)
+    (grad,) = torch.autograd.grad(compiled(x).sum(), [x], create_graph=True)
+    with pytest.raises(ValueError, match="none"):
+        grad.sum().backward()
+
+
 @contract("written_inputs num_forward_outputs", "fw_metadata.input_info[i].mutates_data or num_forward")
 def test_which_inputs_a_forward_writes_and_which_outputs_its_backward_gets() -> None:
     seen: list[Any] = []

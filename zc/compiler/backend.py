@@ -113,9 +113,18 @@ def _compile_backward(origin: Origin, traced: Traced) -> Any:
             raise ZcError(
                 "backward() through a model that is gone: keep the model or its optimizer until the last backward"
             ) from None
+        if torch_private.keeps_graph():
+            torch_private.before_double_backward(_refuse_double_backward)
         return runtime.run_program(program, args)
 
     return torch_private.boxed(run)
+
+
+def _refuse_double_backward() -> None:
+    raise ZcError(
+        "the backward of this model is differentiated (create_graph=True: a gradient penalty, forces, MAML), and "
+        'torch.compile makes no graph for that: zc.compile(..., backend="eager") trains it'
+    )
 
 
 def _without_cuda_graphs(runtime: Runtime, traced: Traced) -> Traced:
