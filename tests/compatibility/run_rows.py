@@ -45,7 +45,8 @@ import zc
 from zc.registry import COMPILED
 
 TABLE = (
-    rows_tasks, rows_updates, rows_clearing, rows_buffers_written, rows_backward, rows_structure, rows_several_models, rows_conv,
+    rows_tasks, rows_updates, rows_clearing, rows_backward, rows_structure, rows_several_models, rows_conv,
+    rows_buffers_written,
     rows_params, rows_replaced, rows_unfreezing, rows_precision, rows_checkpointing, rows_param_grad, rows_optimizers,
     rows_dropped_gradients, rows_unequal_ranks, rows_overlap, rows_several, rows_unforeseen, rows_shard_frozen,
 )  # fmt: skip

@@ -42,8 +42,8 @@ def has_buffers(model: nn.Module, own: Collection[str]) -> bool:
 
 
 class BufferSync:
-    """For one model on one rank. Create it when all ranks have the same buffers; the runtime keeps it. ``own``: names of
-    those that each rank keeps."""
+    """For one model on one rank. Create it when all ranks have the same buffers; the runtime keeps it. ``own``: names
+    of those that each rank keeps."""
 
     def __init__(self, model: nn.Module, runtime: Runtime, own: Collection[str]) -> None:
         self._own = own
@@ -147,8 +147,8 @@ class BufferSync:
 
 
 def _pack(buffers: list[Tensor]) -> Tensor:
-    """The bytes of all buffers, concatenated as uint8, since gloo has no bool. Those of a conjugate or negative view are
-    computed first."""
+    """The bytes of all buffers, concatenated as uint8, since gloo has no bool. A conjugate or negative view is computed
+    first."""
     plain = (b.detach().resolve_conj().resolve_neg().contiguous() for b in buffers)
     return torch.cat([b.view(-1).view(torch.uint8) for b in plain])
 
