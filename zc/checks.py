@@ -200,9 +200,10 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
                 f"the optimizer holds a parameter of shape {tuple(param.shape)} (its number {k}) that the model lacks: "
                 "make the optimizer from model.parameters(), after the model has been moved and cast"
             )
-    if not all(_is_fresh(state) for state in optimizer.state.values()):
+    by_param = [state for key, state in optimizer.state.items() if not isinstance(key, str)]
+    if not all(map(_is_fresh, by_param)):
         raise PlanError(
-            f"the {type(optimizer).__name__} has state for {len(optimizer.state)} parameters already, of steps without "
+            f"the {type(optimizer).__name__} has state for {len(by_param)} parameters already, of steps without "
             "zc (DDP's, say): give zc.compile a fresh optimizer, then load the state of the old one by "
             'zc.load_state_dict(model, optimizer, {"model": model.state_dict(), "optimizer": old.state_dict()})'
         )

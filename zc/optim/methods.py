@@ -44,6 +44,8 @@ def replace(model: nn.Module, sharded: ShardedOptimizer) -> None:
                 raise PlanError(f"add_param_group was given {what}")
         add(optimizer, {**param_group, "params": items})
         owner.runtime.frozen.update({names[id(param)]: param for param in params})
+        if not any(param.requires_grad for param in params):
+            owner.adopt(())  # checkpoints have the group from now on; zc.recompile gives its parameters places
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
