@@ -152,13 +152,26 @@ def _runs(node: Any) -> bool:
         return False
 
 
-def make_wrapper(cls: type[_T], like: torch.Tensor) -> _T:
-    """A tensor subclass's instance with the sizes, dtype and device of ``like`` and no storage. (DTensor is made this
-    way.)"""
+def make_wrapper(
+    cls: type[_T], like: torch.Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> _T:
+    """A tensor subclass's instance with the sizes of ``like``, its dtype and device unless others are given, and no
+    storage. (DTensor is made this way.)"""
     wrapper: _T = torch.Tensor._make_wrapper_subclass(
-        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
     )
     return wrapper
+
+
+@functools.cache
+def schema_of(func: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The arguments of an overload of aten in their order, with their defaults, and those that it writes.
+
+    Relies on ``OpOverload._schema`` (2.11 to 2.15), which torch's own dispatch modes read.
+    """
+    arguments = func._schema.arguments
+    written = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return {a.name: a.default_value for a in arguments}, written
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[None]:

@@ -76,9 +76,10 @@ def total_norm(s: Script) -> None:
 
 
 USES: dict[str, Callable[[Script, nn.Parameter], Any]] = {
-    "noise added in place": lambda s, p: p.grad.add_(torch.randn_like(p)),
     "NumPy": lambda s, p: p.grad.numpy(),
-    "clip_grad_value_": lambda s, p: torch.nn.utils.clip_grad_value_(s.model.parameters(), 0.1),
+    "one row": lambda s, p: p.grad[0],
+    "the mean of each row": lambda s, p: p.grad.mean(dim=1, keepdim=True),
+    "a product of matrices": lambda s, p: p.grad @ torch.ones_like(p.grad).t(),
     "all_reduce": lambda s, p: torch.distributed.all_reduce(p.grad),
 }
 

@@ -75,6 +75,15 @@ def test_wrapper_without_storage() -> None:
     assert type(wrapper) is _Wrapper
     assert (wrapper.shape, wrapper.stride()) == (like.shape, like.stride())
     assert (wrapper.dtype, wrapper.device) == (like.dtype, like.device)
+    assert torch_private.make_wrapper(_Wrapper, like, torch.bool).dtype == torch.bool
+
+
+@contract("schema_of", "OpOverload._schema")
+def test_the_arguments_of_a_function_of_aten() -> None:
+    defaults, written = torch_private.schema_of(torch.ops.aten.addcmul_.default)
+    assert defaults == {"self": None, "tensor1": None, "tensor2": None, "value": 1} and written == ("self",)
+    assert torch_private.schema_of(torch.ops.aten.add.out)[1] == ("out",)
+    assert torch_private.schema_of(torch.ops.aten.sum.default)[1] == ()
 
 
 @contract("without_torch_function", "torch._C.DisableTorchFunctionSubclass")

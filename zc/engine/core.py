@@ -46,6 +46,17 @@ class Listener:
     def gradients_cleared(self, optimizer: int | None) -> None:
         """One optimizer, by its number, has no gradient any more, or all have none: nobody may hold a view of one."""
 
+    def gradients_change(self) -> None:
+        """A backward begins."""
+
+    def is_value(self, name: str, grad: Tensor) -> bool:
+        """Whether ``grad`` is a sharded value that the caller may assign to ``.grad`` of this parameter."""
+        return False
+
+    def take_value(self, name: str, grad: Tensor) -> Tensor:
+        """[n]: the elements of such a value that lie in this rank's shard. The accumulator gets them."""
+        raise NotImplementedError
+
     def cleared_optimizers(self) -> list[int]:
         """Numbers of the optimizers on whose own tensors the caller has set ``.grad`` to None."""
         return []

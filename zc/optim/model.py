@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from zc import torch_private
 from zc.engine.core import Listener
@@ -24,6 +24,7 @@ from zc.optim.grad_shards import GradShards
 from zc.optim.optimizer import ShardedOptimizer
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_grad import ShardedGrad
+from zc.optim.sharded_value import ShardedValue
 from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class ShardedModel(Listener):
             ShardedOptimizer(k, runtime, optimizer, rule, self.grad_shards, self._writes)
             for k, (optimizer, rule) in enumerate(zip(assignment.optimizers, assignment.rules, strict=True))
         ]
+        self.grad_shards.optimizers = [each.optimizer for each in self.optimizers]
         self.adopt(runtime.plan.buckets)
         runtime.listener = self
         for optimizer in self.optimizers:
@@ -51,8 +53,7 @@ class ShardedModel(Listener):
         """Gives the parameters in these buckets their ShardedGrads, and their optimizers slices of them."""
         self.grad_shards.adopt(buckets)
         for slot in (slot for bucket in buckets for slot in bucket.slots):
-            grad = ShardedGrad(self.grad_shards, slot.name, self.runtime.params[slot.name])
-            self.runtime.sharded_grads[slot.name] = grad
+            self.runtime.sharded_grads[slot.name] = ShardedGrad(self.grad_shards, slot.name)
         for optimizer in self.optimizers:
             optimizer.adopt([b for b in buckets if b.optimizer == optimizer.number])
         self._writes.adopt(buckets)
@@ -81,21 +82,34 @@ class ShardedModel(Listener):
         """Sets ``param.grad`` of every parameter with a gradient to its ShardedGrad, and ``.grad`` of the slices."""
         for optimizer in self.optimizers:
             optimizer.stand_in()
-        self.grad_shards.drop_norms()
+        self.grad_shards.forget_numbers()
         self._writes.check_places()
         for bucket in self.runtime.plan.buckets:
             for slot, has_grad in zip(bucket.slots, self.runtime.announcements.has_grad[bucket.index], strict=True):
                 param = self.runtime.params[slot.name]
-                if has_grad and param.grad is None:
+                if has_grad and (param.grad is None or self.is_value(slot.name, param.grad)):
                     param.grad = self.runtime.sharded_grads[slot.name]
                 elif not has_grad and param.grad is self.runtime.sharded_grads[slot.name]:
                     param.grad = None  # its gradient was dropped after this backward had begun
 
+    def gradients_change(self) -> None:
+        self.grad_shards.drop_norms()
+
+    def is_value(self, name: str, grad: Tensor) -> bool:
+        return isinstance(grad, ShardedValue) and not grad.is_live and grad.part == self.grad_shards.part(name)
+
+    def take_value(self, name: str, grad: Tensor) -> Tensor:
+        assert isinstance(grad, ShardedValue)
+        local = self.grad_shards.take(name, grad)
+        self.runtime.sharded_grads[name] = ShardedGrad(self.grad_shards, name)  # handles of the one before are gone
+        return local
+
     def gradients_cleared(self, optimizer: int | None) -> None:
         """Inside a backward, autograd may be adding to a ``param.grad``, so there they are cleared at its end."""
-        self.grad_shards.drop_norms()
         chosen = self.optimizers if optimizer is None else [self.optimizers[optimizer]]
         slots = [slot for bucket in self.runtime.plan.of_optimizer(optimizer) for slot in bucket.slots]
+        self.grad_shards.forget_taken(slot.name for slot in slots)
+        self.grad_shards.forget_numbers()
         params: list[nn.Parameter] = []
         if torch_private.current_graph_task() == -1:
             params = [self.runtime.params[slot.name] for slot in slots]
@@ -127,5 +141,4 @@ class ShardedModel(Listener):
 
     def zero_grad(self) -> None:
         """Clears the gradients of all parameters."""
-        self.grad_shards.drop_norms()
         self.runtime.clear(set_to_none=True)

@@ -277,7 +277,8 @@ class ShardedOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears its shards: the optimizer's own zero_grad."""
         self._say_if_skipped()
-        self.grad_shards.drop_norms()
+        if not set_to_none:
+            self.grad_shards.drop_norms()
         self.runtime.clear(set_to_none=set_to_none, optimizer=self.number)
 
     def let_go(self) -> None:
