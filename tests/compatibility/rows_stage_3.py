@@ -32,6 +32,7 @@ _ERRORS = {
 }  # fmt: skip
 # In eager code what the forward has read stays whole to the update
 _COMPILED = (
+    "clipping by parameter (AGC) over param_groups",
     "a norm read before a GradScaler's step that one rank's overflow skips",
     "losses weighted by learned scalars in the loop",
 )

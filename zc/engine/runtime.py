@@ -335,11 +335,8 @@ class Runtime(Core):
 
     def _notice_changes(self) -> None:
         """Drops gradients that the caller has dropped in a way that does not call zc: ``param.grad = None``, the stock
-        model.zero_grad(), the zero_grad of the optimizer's class, its own tensors' ``.grad``. Takes over sharded values
-        that were assigned to ``param.grad``. Raises ZcError if some of the others may hold a part of a backward that
-        raised."""
-        for optimizer in self.listener.cleared_optimizers():
-            self.clear(set_to_none=True, optimizer=optimizer)
+        model.zero_grad(), the zero_grad of the optimizer's class. Takes over sharded values that were assigned to
+        ``param.grad``. Raises ZcError if some of the others may hold a part of a backward that raised."""
         flags = self.announcements.has_grad
         cleared, assigned = param_grads.changes(self.plan, flags, self.params, self.sharded_grads)
         num_others = sum(map(sum, flags)) - len(cleared) + sum(not flags[bucket][slot] for bucket, slot in assigned)
