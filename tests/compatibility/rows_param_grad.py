@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from models import Heads
-from rows import Row, Script, add, row
+from rows import STEPS, Row, Script, add, row
 from torch import nn
 
 
