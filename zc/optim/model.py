@@ -10,6 +10,7 @@ the buckets of one optimizer. Gradients that another optimizer has not used yet 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,9 @@ from zc.planning.plan import Bucket
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
     from zc.offload.disk_file import StateFile
+
+
+_ALONE = sys.getrefcount({0: object()}[0])  # of an object that a dictionary alone holds
 
 
 class ShardedModel(Listener):
@@ -108,8 +112,6 @@ class ShardedModel(Listener):
         """Inside a backward, autograd may be adding to a ``param.grad``, so there they are cleared at its end."""
         chosen = self.optimizers if optimizer is None else [self.optimizers[optimizer]]
         slots = [slot for bucket in self.runtime.plan.of_optimizer(optimizer) for slot in bucket.slots]
-        self.grad_shards.forget_taken(slot.name for slot in slots)
-        self.grad_shards.forget_numbers()
         params: list[nn.Parameter] = []
         if torch_private.current_graph_task() == -1:
             params = [self.runtime.params[slot.name] for slot in slots]
@@ -120,6 +122,17 @@ class ShardedModel(Listener):
                     own_slice.grad = None
             for param in params:
                 param.grad = None
+        self.gradients_dropped([slot.name for slot in slots])
+
+    def gradients_dropped(self, names: Sequence[str]) -> None:
+        """Also makes a new ShardedGrad in place of one that the caller still holds, or that has a history of autograd:
+        the old one must not show the next gradient."""
+        self.grad_shards.forget_taken(names)
+        self.grad_shards.forget_numbers()
+        grads = self.runtime.sharded_grads
+        for name in names:
+            if sys.getrefcount(grads[name]) > _ALONE and self.runtime.params[name].grad is not grads[name]:
+                grads[name] = ShardedGrad(self.grad_shards, name)
 
     def publish_all(self) -> None:
         """Publishes all weights again after the masters were loaded, and waits, so that the caller may read them."""
