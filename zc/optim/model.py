@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from zc.offload.disk_file import StateFile
 
 
-_ALONE = sys.getrefcount({0: object()}[0])  # of an object that a dictionary alone holds
+_KEPT = {0: object()}
+_ALONE = sys.getrefcount(_KEPT[0])  # of an object that a dictionary alone holds
 
 
 class ShardedModel(Listener):
