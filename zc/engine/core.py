@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,9 @@ class Listener:
 
     def gradients_cleared(self, optimizer: int | None) -> None:
         """One optimizer, by its number, has no gradient any more, or all have none: nobody may hold a view of one."""
+
+    def gradients_dropped(self, names: Sequence[str]) -> None:
+        """These parameters have no gradient any more: their ``.grad`` was set to None."""
 
     def gradients_change(self) -> None:
         """A backward begins."""

@@ -391,6 +391,8 @@ class Runtime(Core):
         for bucket, slot in slots:
             self.deposits.drop(bucket, slot)
             self.accumulators.drop(bucket, slot, set_to_none=set_to_none)
+        if set_to_none:
+            self.listener.gradients_dropped([self.plan.buckets[bucket].slots[slot].name for bucket, slot in slots])
 
     def clear(self, *, set_to_none: bool, optimizer: int | None = None) -> None:
         """zero_grad of the module (None) or of one optimizer."""

@@ -10,6 +10,7 @@ the buckets of one optimizer. Gradients that another optimizer has not used yet 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,10 @@ from zc.planning.plan import Bucket
 if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
     from zc.offload.disk_file import StateFile
+
+
+_KEPT = {0: object()}
+_ALONE = sys.getrefcount(_KEPT[0])  # of an object that a dictionary alone holds
 
 
 class ShardedModel(Listener):
@@ -98,8 +103,6 @@ class ShardedModel(Listener):
     def gradients_cleared(self, optimizer: int | None) -> None:
         """Inside a backward, autograd may be adding to a ``param.grad``, so there they are cleared at its end."""
         slots = [slot for bucket in self.runtime.plan.of_optimizer(optimizer) for slot in bucket.slots]
-        self.grad_shards.forget_taken(slot.name for slot in slots)
-        self.grad_shards.forget_numbers()
         params: list[nn.Parameter] = []
         if torch_private.current_graph_task() == -1:
             params = [self.runtime.params[slot.name] for slot in slots]
@@ -108,6 +111,17 @@ class ShardedModel(Listener):
         with torch_private.without_torch_function():  # faster: parameters may be watched (engine/pending.py)
             for param in params:
                 param.grad = None
+        self.gradients_dropped([slot.name for slot in slots])
+
+    def gradients_dropped(self, names: Sequence[str]) -> None:
+        """Also makes a new ShardedGrad in place of one that the caller still holds, or that has a history of autograd:
+        the old one must not show the next gradient."""
+        self.grad_shards.forget_taken(names)
+        self.grad_shards.forget_numbers()
+        grads = self.runtime.sharded_grads
+        for name in names:
+            if sys.getrefcount(grads[name]) > _ALONE and self.runtime.params[name].grad is not grads[name]:
+                grads[name] = ShardedGrad(self.grad_shards, name)
 
     def publish_all(self) -> None:
         """Publishes all weights again after the masters were loaded, and waits, so that the caller may read them."""

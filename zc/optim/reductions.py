@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +21,7 @@ NAMES = frozenset((
 ))  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Formula:
+class Formula(NamedTuple):
     """An elementwise function of one gradient and numbers, to be called on other gradients, too."""
 
     func: Any  # None: the gradient itself
@@ -43,8 +41,7 @@ class Formula:
 GRADIENT = Formula(None)
 
 
-@dataclass(frozen=True)
-class Reduction:
+class Reduction(NamedTuple):
     """``kind``: sum, mean, var, std with a ``correction``, norm of an ``order``, max, min, any or all."""
 
     kind: str

@@ -279,16 +279,15 @@ def _by_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if not isinstance(tensor, ShardedValue):
             return _into_whole(func, args, kwargs, values[0])
     first: ShardedValue = written[0] if written else values[0]
-    kwargs = {name: item for name, item in kwargs.items() if name != "memory_format"}  # the parameter's own
+    if "memory_format" in kwargs:  # values have the parameter's
+        kwargs = {name: item for name, item in kwargs.items() if name != "memory_format"}
     copies = first.copies()  # finishes gradients
     formula = None if written else _formula(func, args, kwargs, values)
     results = []
     for k in range(len(copies) if written else 1):
         place = copies[k].device
-        results.append(func(
-            *(_operand(a, first, k, place) for a in args),
-            **{name: _operand(a, first, k, place) for name, a in kwargs.items()},
-        ))  # fmt: skip
+        own = [copies[k] if a is first else _operand(a, first, k, place) for a in args]
+        results.append(func(*own, **{name: _operand(a, first, k, place) for name, a in kwargs.items()}))
     if written:
         for value in written:
             value.changed()
@@ -315,7 +314,7 @@ def _operand(item: Any, first: ShardedValue, k: int, place: torch.device) -> Any
             )
         item = item.full_tensor()  # the rank that updates an element is not the one that reduces its gradient
     if item.dim() == 0 and part.slot.shape:
-        return item if item.device.type == "cpu" else item.to(place)
+        return item.to(place)
     return part.cut(item).to(place)
 
 
