@@ -96,7 +96,7 @@ class WeightGather(Part):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        # by kind: "gather" and "gather exactly" of all buckets, each "publish" of one. None is made for a set of buckets:
+        # by kind: "gather" and "gather exactly" of all buckets, "publish" of one. None is made for a set of buckets:
         # with layer drop, or a head for each task, nearly every update would have another one
         self._programs: dict[tuple[str, int | None], Program] = {}
         self._in_flight: set[int] = set()  # buckets for whose gathers the main stream has not waited
