@@ -105,9 +105,9 @@ class WholeParams(Part):
         self._reads.open()
         bucket = core.plan.bucket(index)
         with torch.inference_mode(False), torch.no_grad():
-            core.buffers.whole[index] = torch.empty(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
+            core.buffers.whole[:] = [torch.empty(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)]
             self._program(index, is_exact=is_exact)([], core.streams)
-        return core.buffers.whole.pop(index)
+        return core.buffers.whole.pop()
 
     def refuse_writes(self) -> None:
         """Before an update: raises ZcError for a whole parameter that the program has written. Nothing has changed."""
