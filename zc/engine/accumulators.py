@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from zc.engine.ring import empty
 from zc.log import log
 from zc.ranks.journal import GATHER
 
@@ -116,11 +115,9 @@ class Accumulators:
     def move_aside(self, bucket: int, reduced: Tensor) -> Tensor:
         """Copies a reduced gradient, where microbatches were not declared (stage 1). Lifetime of the copy: the plan's,
         since the comm stream still reads it when the next backward has begun."""
-        spill = self.buffers.spill
-        if not spill[bucket].numel():
-            spill[bucket] = empty(reduced.numel(), reduced.dtype, self.plan.buckets[bucket].device)
+        self.buffers.allocate_spill(self.plan.buckets[bucket], reduced.numel())
         self._spilled.add(bucket)
-        return spill[bucket].copy_(reduced, non_blocking=True)
+        return self.buffers.spill[bucket].copy_(reduced, non_blocking=True)
 
     def move(self, out: Tensor, tensor: Tensor, way: str) -> None:
         """Copies over the bus, on the current stream. The host does not wait: both tensors live as long as the plan."""

@@ -172,6 +172,11 @@ class Buffers:
             self.acc[bucket.index] = empty(numel, bucket.acc_dtype, bucket.device)
             self.cuts.pop(bucket.index, None)
 
+    def allocate_spill(self, bucket: Bucket, numel: int) -> None:
+        """Allocates what a reduced gradient of ``numel`` elements is moved to, if it does not exist."""
+        if not self.spill[bucket.index].numel():
+            self.spill[bucket.index] = empty(numel, bucket.acc_dtype, bucket.device)
+
     def free(self, buckets: Sequence[Bucket]) -> None:
         """Frees the accumulators of ``buckets``, and the ring if no accumulator is left. They contain no gradient, and
         no stream uses them. A view that somebody still has keeps its memory. `acc` keeps empty tensors of their dtype
