@@ -48,7 +48,6 @@ class GradShards:
         self.optimizers: list[Optimizer] = []  # the caller's
         # values that were assigned to param.grad, by name, until that gradient changes or is cleared
         self._taken: dict[str, weakref.ref[ShardedValue]] = {}
-        self._num_skipped: Tensor | None = None  # steps that a GradScaler left out, counted on the device
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Adds the parameters of these buckets. This rank's part of each is elements [start, stop) of the bucket's
@@ -193,7 +192,9 @@ class GradShards:
         """[touched parameters] fp64: a number of all gradients, which are finished, with one collective; kept until a
         gradient changes."""
         key = formula, reduction
-        if key not in self._numbers:
+        if key in self._numbers:  # another stream may have made them
+            self.runtime.streams.hand_to_main([self._numbers[key]])
+        else:
             self.runtime.wait_for_host_memory()
             touched = self._touched()
             if not touched:
@@ -228,7 +229,9 @@ class GradShards:
                 self._asked.clear()
             return self._join([value.local], reduction, [value.numel()])[0].to(dtype)
         key = formula, reduction, dtype
-        if key not in self._number_of:
+        if key in self._number_of:
+            self.runtime.streams.hand_to_main([self._number_of[key][name]])
+        else:
             numbers = self._all(formula, reduction).to(dtype).unbind()
             self._number_of[key] = {n: number for (_, n), number in zip(self._touched(), numbers, strict=True)}
         return self._number_of[key][name]
@@ -308,13 +311,14 @@ class GradShards:
             torch.maximum(infinite, own.to(device), out=infinite)
         self.runtime.group.max_(infinite)
         found_inf.copy_(infinite)
-        if self._num_skipped is None:
-            self._num_skipped = torch.zeros_like(infinite)
-        self._num_skipped += infinite - before  # it is called once for each dtype, with one ``found_inf``
+        num_skipped = self.runtime.buffers.num_skipped  # counted on the device
+        if not num_skipped:
+            num_skipped.append(torch.zeros_like(infinite))
+        num_skipped[0] += infinite - before  # it is called once for each dtype, with one ``found_inf``
 
     def say_skipped(self) -> None:
         """Notes that a GradScaler left out steps, if it did. The host waits for the device."""
-        if self._num_skipped is not None and self._num_skipped.item():
+        if any(count.item() for count in self.runtime.buffers.num_skipped):
             self.runtime.say_once(
                 "a GradScaler found inf or NaN in the gradients: no rank takes that step, nothing changes"
             )
