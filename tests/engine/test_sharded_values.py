@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zc.errors import ZcError
 from zc.optim.sharded_value import Part, ShardedValue
 from zc.planning.layout import Slot
 
