@@ -587,7 +587,7 @@ def put_back(s: Script) -> None:
 
 
 @row(6, "a learning rate for each layer, and a layer taken out of the optimizer by hand",
-     optimizer=lambda params: SGD([{"params": [p], "lr": 0.1 / (k + 1)} for k, p in enumerate(params)], lr=0.1))  # fmt: skip
+     optimizer=lambda params: SGD([{"params": [p], "lr": 0.1 / (k + 1)} for k, p in enumerate(params)]))  # fmt: skip
 def layers_taken_out(s: Script) -> None:
     for step in range(STEPS):
         if step == 2:
