@@ -43,8 +43,8 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
 def _sink(graph: fx.Graph) -> None:
     """Moves nodes that read only parameters in front of their first user, those of one user in their old order."""
     order = {node: k for k, node in enumerate(graph.nodes)}
-    for node in reversed(list(graph.nodes)):
-        if node.op != "call_function" or not node.users or not _is_of_params(node):
+    for node in reversed(_of_params(graph)):
+        if not node.users:
             continue
         first = min(node.users, key=order.__getitem__)
         if first.op != "output":
@@ -52,9 +52,14 @@ def _sink(graph: fx.Graph) -> None:
             order[node] = order[first]
 
 
-def _is_of_params(node: fx.Node) -> bool:
-    inputs = node.all_input_nodes
-    return bool(inputs) and all("buffer" in n.meta or (n.op == "call_function" and _is_of_params(n)) for n in inputs)
+def _of_params(graph: fx.Graph) -> list[fx.Node]:
+    """The operations that read parameters, and values made of parameters, alone."""
+    found: dict[fx.Node, None] = {}  # in order
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and inputs and all("buffer" in n.meta or n in found for n in inputs):
+            found[node] = None
+    return list(found)
 
 
 PASS = Pass("cut_forward", run)
