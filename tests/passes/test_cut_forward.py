@@ -58,8 +58,42 @@ def test_a_chain_of_diamonds_costs_as_much_as_its_nodes() -> None:
 
 
 def test_what_reads_parameters_alone_moves_behind_the_cut() -> None:
-    new = cut_forward.run(traced(2), plan_for(["a", "b"]))
+    graph = traced(2)
+    before = [n.name for n in graph.nodes if n.op == "call_function"]
+    new = cut_forward.run(graph, plan_for(["a", "b"]))
+    new.lint()  # each value before its readers
     names = [n.name for n in new.nodes if n.op == "call_function" and not is_schedule_node(n)]
-    assert names[0] == "mm" and names[-1] == "mm_5" and len(names) == 14
-    cut = [n.name for n in new.nodes if n.meta.get("cut")]
-    assert cut == [names[1]], "before the first operation that reads the other bucket"
+    assert before[0] == names[0] == "mm" and names == before, "mm reads the other bucket, and stands first already"
+    assert [n.name for n in new.nodes if n.meta.get("cut")] == [names[1]]
+
+
+def test_diamonds_that_stand_first_move_in_their_old_order() -> None:
+    def late(x: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        for _ in range(2):  # each step's value is read by two operations, of which the later one needs the other
+            last = 1.5 * last - 0.5 * torch.mm(torch.mm(last, last.t()), last)
+        return torch.mm(torch.mm(x, first), last)
+
+    gm = make_fx(late, tracing_mode="fake")(*(torch.ones(4, 4) for _ in range(3)))
+    gm.graph.owning_module = gm
+    _, first, last = gm.graph.find_nodes(op="placeholder")
+    first.meta["buffer"], last.meta["buffer"] = "gathered[1]", "gathered[0]"
+    before = [n.name for n in gm.graph.nodes if n.op == "call_function"]
+    new = cut_forward.run(gm.graph, plan_for(["a", "b"]))
+    new.lint()
+    names = [n.name for n in new.nodes if n.op == "call_function" and not is_schedule_node(n)]
+    assert names == [before[-2], *before[:-2], before[-1]]
+    assert [n.name for n in new.nodes if n.meta.get("cut")] == [before[0]]
+
+
+def test_random_operations_keep_their_order() -> None:
+    def dropped(x: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        last = torch.rand_like(last) * last
+        return torch.mm(torch.mm(torch.rand_like(x) * x, first), last)
+
+    gm = make_fx(dropped, tracing_mode="fake")(*(torch.ones(4, 4) for _ in range(3)))
+    gm.graph.owning_module = gm
+    _, first, last = gm.graph.find_nodes(op="placeholder")
+    first.meta["buffer"], last.meta["buffer"] = "gathered[1]", "gathered[0]"
+    new = cut_forward.run(gm.graph, plan_for(["a", "b"]))
+    names = [n.name for n in new.nodes if n.op == "call_function" and not is_schedule_node(n)]
+    assert names == ["rand_like", "mul", "rand_like_1", "mul_1", "mm", "mm_1"]
