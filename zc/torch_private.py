@@ -218,6 +218,21 @@ def hook_functions() -> frozenset[Any]:
     return frozenset([*accessors, of_class.register_hook, of_class.register_post_accumulate_grad_hook])
 
 
+def lacks_forward_mode(error: NotImplementedError) -> bool:
+    """Whether dual numbers met an autograd function without a ``jvp``, such as all of AOTAutograd's. (The text of the
+    error in torch/csrc/autograd/custom_function.cpp, 2.11 to 2.15.)"""
+    return "implement the jvp function" in str(error)
+
+
+def outside_of_func_transforms() -> contextlib.AbstractContextManager[object]:
+    """Inside, no grad, jvp or vmap of torch.func runs: they refuse writes to tensors that they do not know.
+    (torch._functorch.pyfunctorch: what torch itself uses to look at tensors inside of a transform; 2.11 to 2.15.)"""
+    from torch._functorch import pyfunctorch
+
+    context: contextlib.AbstractContextManager[object] = pyfunctorch.temporarily_clear_interpreter_stack()
+    return context
+
+
 def storage_number(tensor: torch.Tensor) -> int:
     """Equal for tensors that share a storage, while it lives, whether or not it has bytes. (``UntypedStorage._cdata``,
     the address of the C++ object, 2.11 to 2.15.)"""
