@@ -228,6 +228,18 @@ class Absent:
         return load is not None and load(param, value)
 
 
+def give_bytes(param: nn.Parameter) -> Tensor:
+    """Gives a parameter memory of its own, with nothing defined in it. Returns its ``data`` without bytes.
+
+    To take the memory away again, assign that to ``data``. The memory then goes with the last tensor that shares it,
+    such as a view that the program has kept: to empty its storage would leave that one without memory.
+    """
+    with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
+        empty = param.data
+        param.data = torch.empty_like(empty, memory_format=torch.preserve_format)
+    return empty
+
+
 def without_bytes(param: nn.Parameter, slot_dtype: torch.dtype) -> Tensor:
     """A tensor of the shape, strides and device of ``param``, whose storage has no bytes."""
     empty = torch.empty_like(param.detach(), dtype=slot_dtype, memory_format=torch.preserve_format)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zc import torch_private
-from zc.engine.absent import Absent
+from zc.engine.absent import Absent, give_bytes
 from zc.engine.forward_waits import Places
 from zc.engine.memory_order import in_shape
 from zc.engine.model_passes import ModelPasses
@@ -93,14 +93,12 @@ class ShardedWeights(Part):
     @contextmanager
     def with_bytes(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
         """These parameters have memory of their own inside, on this rank, and nothing defined is in it."""
-        lent = [param for param in params if self.absent.lend(param)]
+        lent = [(param, give_bytes(param)) for param in params if self.absent.lend(param)]
         try:
-            for param in lent:
-                param.untyped_storage().resize_(param.numel() * param.element_size())
             yield
         finally:
-            for param in lent:
-                param.untyped_storage().resize_(0)
+            for param, empty in lent:
+                param.data = empty
                 self.absent.take_back(param)
 
     @contextmanager
@@ -184,9 +182,12 @@ class ShardedWeights(Part):
         finally:
             self.passes.is_exposed = False
             self.synchronize()
-            self.whole.write_shards(before - encoded)
-            self.whole.make(encoded)  # as the forward has read them, for its backward
-            self.passes.make_absent()
+            try:
+                self.whole.refuse_others()
+                self.whole.write_shards(before - encoded)
+                self.whole.make(encoded)  # as the forward has read them, for its backward
+            finally:
+                self.passes.make_absent()
 
     # --- updates ---
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zc import torch_private
+from zc.engine.absent import give_bytes
 from zc.engine.memory_order import in_shape
 from zc.engine.part import Part
 from zc.engine.program import Program
@@ -36,6 +37,7 @@ class WholeParams(Part):
         self.buckets: set[int] = set()
         self._asked: set[int] = set()  # those that code which is not compiled has read since the last update
         self._bucket_of: dict[int, int] = {}  # by the parameter's id
+        self._empty: dict[str, Tensor] = {}  # each whole parameter's ``data`` without bytes
         self._versions: dict[str, int] = {}  # of the parameters, as they became whole
         self._programs: dict[tuple[int, bool], Program] = {}
         self._reasons: dict[str, set[int]] = {}  # why buckets became whole in this pass
@@ -56,7 +58,7 @@ class WholeParams(Part):
             flat = self.gathered_once(index, is_exact=is_exact)
             with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
                 for slot, param in core.params_in(core.plan.bucket(index)):
-                    param.untyped_storage().resize_(slot.numel * param.element_size())
+                    self._empty[slot.name] = give_bytes(param)
                     param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
                     self._versions[slot.name] = torch_private.version(param)
             self.buckets.add(index)
@@ -123,13 +125,20 @@ class WholeParams(Part):
                     )
 
     def free(self, buckets: Iterable[int]) -> None:
-        """The parameters of those of ``buckets`` that are whole have no bytes any more."""
+        """The parameters of those of ``buckets`` that are whole have no bytes any more. Other tensors that share their
+        memory keep it, and the values of this moment."""
         core = self.core
         for index in self.buckets.intersection(buckets):
-            for _, param in core.params_in(core.plan.bucket(index)):
-                with torch_private.without_torch_function():
-                    param.untyped_storage().resize_(0)
+            with torch.inference_mode(False), torch_private.without_torch_function():
+                for slot, param in core.params_in(core.plan.bucket(index)):
+                    param.data = self._empty.pop(slot.name)
             self.buckets.discard(index)
+
+    def _saved(self) -> set[int]:
+        """The whole buckets that a backward may still read: autograd has saved a parameter itself, not a view of it."""
+        core = self.core
+        buckets = ((index, core.params_in(core.plan.bucket(index))) for index in self.buckets)
+        return {index for index, items in buckets if any(torch_private.is_saved(param) for _, param in items)}
 
     def end_update(self) -> None:
         """The weights are new: nothing has read them."""
@@ -147,7 +156,24 @@ class WholeParams(Part):
                     core.unset.params.discard(slot.name)
                 self._versions[slot.name] = torch_private.version(param)
         self._reads.open()
-        self.free(set(core.sharded_buckets).difference(read_before))
+        self.free(set(core.sharded_buckets).difference(read_before, self._saved()))
+
+    def refuse_others(self) -> None:
+        """Raises ZcError for a whole parameter that the program has given a tensor which its shards can't take. What is
+        whole is freed, and nothing else has changed."""
+        core = self.core
+        for bucket in map(core.plan.bucket, sorted(self.buckets)):
+            for slot, param in core.params_in(bucket):
+                with torch_private.without_torch_function():
+                    got = tuple(param.shape), param.dtype, param.device
+                if got != (slot.shape, bucket.param_dtype, bucket.device):
+                    self.free(core.sharded_buckets)
+                    raise ZcError(
+                        f"parameter {slot.name} is {got[1]} of shape {got[0]} on {got[2]} now (param.data = ..., "
+                        f"model.to), and {core.plan.why_sharded} has shards of {bucket.param_dtype} of shape "
+                        f"{slot.shape} on {bucket.device}. Give it values of that kind (param.copy_). What was written "
+                        "into parameters since the last update is lost, and nothing else has changed"
+                    )
 
     def load(self, param: nn.Parameter, value: Tensor) -> None:
         """This rank's elements of one parameter get their part of ``value``. No rank reads a shard meanwhile."""
