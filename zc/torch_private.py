@@ -672,11 +672,12 @@ def with_forward_metadata(metadata: Any) -> Iterator[None]:
 def written_inputs() -> list[int]:
     """Positions among the inputs of a backend's graph that the graph writes in place, inside an inner compiler.
 
-    Relies on ``TracingContext.fw_metadata.input_info[i].mutates_data``, whose inputs are in the order of
-    ``PlainAOTInput`` (2.11 to 2.15).
+    Relies on ``TracingContext.fw_metadata.input_info[i].mutates_data`` and ``mutates_storage_metadata`` (``param.data =
+    ...``), whose inputs are in the order of ``PlainAOTInput`` (2.11 to 2.15).
     """
     metadata = forward_metadata()
-    return [] if metadata is None else [k for k, info in enumerate(metadata.input_info) if info.mutates_data]
+    inputs = [] if metadata is None else enumerate(metadata.input_info)
+    return [k for k, info in inputs if info.mutates_data or info.mutates_storage_metadata]
 
 
 @contextlib.contextmanager

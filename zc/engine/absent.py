@@ -28,13 +28,12 @@ _VIEWS = frozenset((Tensor.view_as, Tensor.expand_as))
 _DATA: Any = Tensor.data
 _ALIASES = (_DATA.__get__, Tensor.detach)
 _AS_ANOTHER = frozenset((Tensor.to, Tensor.type_as))  # of another tensor they read dtype and device
-_RAW = frozenset(
+_RAW = frozenset(  # may lead to writes that autograd does not count
     (
-        _DATA.__get__, Tensor.numpy, Tensor.data_ptr, Tensor.untyped_storage, Tensor.__array__, Tensor.__dlpack__,
-        "copy.deepcopy", "pickling",
+        _DATA.__get__, _DATA.__set__, Tensor.numpy, Tensor.data_ptr, Tensor.untyped_storage, Tensor.__array__,
+        Tensor.__dlpack__,
     )
 )  # fmt: skip
-_WRITES = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"))
 _BACKWARD = frozenset((Tensor.backward, torch.autograd.backward))
 
 
@@ -144,16 +143,10 @@ def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool, **others: Any) 
         return tuple(torch.zeros_like(p) if grad is None and materialize_grads else grad for p, grad in pairs)
 
 
-def _may_write(what: Any) -> bool:
-    """Whether this function writes its first argument or gives access to its memory."""
-    name = getattr(what, "__name__", str(what))
-    return what in _RAW or name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-
-
 def _can_read(what: Any, params: list[AbsentParameter]) -> bool:
     """Makes these parameters whole if their owners can, and says whether they are."""
     owners = [(_OWNERS.get(param), param) for param in params]
-    return all(owner is None or owner.read(param, _may_write(what)) for owner, param in owners)
+    return all(owner is None or owner.read(param, what in _RAW) for owner, param in owners)
 
 
 def _need(what: Any, params: list[AbsentParameter]) -> None:

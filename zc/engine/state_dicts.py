@@ -37,16 +37,21 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def write_value(core: Core, bucket: Bucket, slot: Slot, value: Tensor) -> None:
-    """This rank's elements of the whole ``value`` of a parameter go into its shard. Masters adopt what differs."""
+def write_value(core: Core, bucket: Bucket, slot: Slot, value: Tensor, before: Tensor | None = None) -> None:
+    """This rank's elements of the whole ``value`` of a parameter go into its shard. Masters adopt what differs from
+    them. With ``before`` [n], both take only what differs from that."""
     flat = flattened(value.detach(), slot)
     shard, elements = core.buffers.weight_part(bucket, slot)
-    shard.copy_(flat[elements])
+    if before is None:
+        shard.copy_(flat[elements])
+    elif shard.numel():
+        copy_writes(shard, flat[elements].contiguous(), before[elements])
     part = core.buffers.master_part(bucket, slot)
     if part is not None and part[0].numel():
         master, elements = part
         core.wait_for_host_memory()  # with offload the last update may still copy from the masters
-        copy_writes(master, flat[elements].to(master.device, bucket.param_dtype).contiguous())
+        new = flat[elements].to(master.device, bucket.param_dtype).contiguous()
+        copy_writes(master, new, None if before is None else before[elements].to(master.device))
 
 
 def rows_of(whole: Tensor, mesh: DeviceMesh | None) -> Tensor:
@@ -77,6 +82,7 @@ def _rows(weights: ShardedWeights, params: Collection[nn.Parameter]) -> Iterator
         f"With {weights.absent.why} all ranks call it together, and each gets its rows; zc.full_state_dict(model) "
         "gives rank 0 whole tensors, also on all ranks",
     )
+    weights.adopt_writes()
     mesh, where = core.group.shard.mesh(), core.plan.slot_of()
     if mesh is not None:
         core.say_once(
