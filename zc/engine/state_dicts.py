@@ -16,7 +16,7 @@ SHARDED_STATE_DICT.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,6 +104,7 @@ class StateDicts:
         self._weights: ShardedWeights = weakref.proxy(weights)
         self._read: weakref.ref[nn.Module] | None = None  # whose state_dict runs
         self._loaded: weakref.ref[nn.Module] | None = None  # whose load_state_dict runs
+        self._state: Callable[[], object] = lambda: None  # the state that it loads, while it lives
         self._is_closed = False  # this rank's shards, since the first value of that
 
     @property
@@ -150,15 +151,19 @@ class StateDicts:
         here = ((name, param) for name, param in module.named_parameters(recurse=False) if prefix + name in state)
         own = [name for name, param in here if weights.whole.any_sharded([param])]
         if own and local.get("assign_to_params_buffers", False):
+            self._end_load()  # of the modules around this one
             raise ZcError(
                 f"load_state_dict(assign=True) would put another tensor in the place of {prefix}{own[0]}, and with "
                 f"{weights.absent.why} its bytes lie in shards: leave assign out, so that values are copied"
             )
         if not prefix:
-            self._loaded = weakref.ref(module)
+            # torch makes this dict for one call, so it dies with a call that raises before `end_load`
+            self._loaded, self._state = weakref.ref(module), weakref.ref(state)
 
     def write(self, param: nn.Parameter, value: Tensor) -> bool:
         """Somebody copies into a parameter without bytes. False: it is no load_state_dict."""
+        if self._loaded is not None and self._state() is None:
+            self._end_load()
         if self._loaded is None:
             return False
         if not self._is_closed:
@@ -171,8 +176,11 @@ class StateDicts:
 
     def end_load(self, module: nn.Module, _: Any) -> None:
         """The hook after a module and all inside it."""
-        if self._loaded is None or self._loaded() is not module:
-            return
+        if self._loaded is not None and self._loaded() is module:
+            self._end_load()
+
+    def _end_load(self) -> None:
+        """No load_state_dict runs any more."""
         self._loaded = None
         if self._is_closed:
             self._weights.whole.end_load()
