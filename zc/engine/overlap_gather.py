@@ -159,6 +159,9 @@ class WeightGather(Part):
         """Before masters are written."""
         self.synchronize()
 
+    def adopt_writes(self) -> None:
+        """Parameters are the weights themselves here: nothing to do."""
+
     def watch(self) -> None:
         """Called at the end of a step. From then on a read of a parameter waits for its gather. If zc could miss such a
         read, the step waits itself, and says so once."""
