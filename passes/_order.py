@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import fx
 
 from zc.schedule.buffer import HOST, MAIN, Access, Buffer, Place, carried_event, overlap
-from zc.schedule.nodes import accesses, maker, op_of, stream_of, value
+from zc.schedule.nodes import accesses, op_of, stream_of, value
 from zc.schedule.spec import LaunchReduce, RecordEvent, Sync, WaitEvent, WaitReduce
 
 Clock = tuple[list[int], int]  # positions by stream, bits of carried events
@@ -234,7 +234,7 @@ class Order:
                 self.obligations[k].append(Obligation(*need, touch.node, access, (touch.writes, is_write)))
 
     def _oblige_end(self, lasting: set[str]) -> None:
-        """Streams that are no carrier end in the main stream; a release on them needs no order."""
+        """Streams that are no carrier end in the main stream."""
         end = len(self.nodes) - 1
         last: dict[int, int] = {}
         for k in range(end):
@@ -245,15 +245,6 @@ class Order:
                 touched = Access(f"all of {self.streams[stream]}")
                 need = Obligation(stream, self.position[k], 0, self.nodes[k], touched, (True, False))
                 self.obligations[end].append(need)
-
-    def crossing(self) -> list[tuple[fx.Node, str]]:
-        """Values that are used on another stream than the one that made them, and that stream."""
-        values = []
-        for node in {n: None for step in self.nodes for n in step.all_input_nodes}:
-            owner = stream_of(maker(node))
-            if any(user in self.index and user.op != "output" and stream_of(user) != owner for user in node.users):
-                values.append((node, owner))
-        return values
 
 
 def _replaces(later: _Touch, earlier: _Touch) -> bool:

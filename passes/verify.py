@@ -8,7 +8,6 @@ elements conflict if one of them writes; happens-before is program order on a st
     (c) exactly once  a gradient that the graph owes is written once and in full, before its bucket's one reduction,
                       which enters the accumulator once; or it is deposited, for the flush that owes it then
     (d) completion    each launch has one, and nothing touches its buffers in between
-    (e) release       a value that crosses streams is released once, on its own stream, after all its uses
     (f) across ranks  no rank writes memory that another one reads, by signals that are all needed
     (g) residency     gathered weights are there while they are read, in bytes of their own, within the cap (stage 3)
 
@@ -33,8 +32,8 @@ from zc.passes._order import Obligation, Order
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COPY, HOST, carried_by, carried_event
-from zc.schedule.nodes import kind_of, shared_buffers, steps, stream_of, summary
-from zc.schedule.spec import Event, Release, Sync, WaitEvent
+from zc.schedule.nodes import kind_of, maker, shared_buffers, steps, stream_of, summary
+from zc.schedule.spec import Event, Sync, WaitEvent
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
     ]
     faults = [f"{stream_of(n)} waits for {event}, which no node before records" for n, event in order.unrecorded]
     races += _carried(order)
-    faults += exactly_once.check(order, plan, output.meta.get("debt")) + _released(order) + _misplaced(order)
+    faults += exactly_once.check(order, plan, output.meta.get("debt")) + _misplaced(order)
     faults += residency.check(order, plan)
     between, redundant = across_ranks.check(order, plan)
     races += between
@@ -121,32 +120,18 @@ def _carried(order: Order) -> list[str]:
 
 
 def _misplaced(order: Order) -> list[str]:
-    """Host memory is touched by the processor and by copies on the copy stream: whose events it can wait for."""
+    """Host memory is touched by the processor and by copies on the copy stream: whose events it can wait for. A value
+    is used on the stream that made it, whose allocations may reuse its storage after the last use there."""
     faults: list[str] = []
     for node, op in zip(order.nodes, order.ops, strict=True):
+        stream = stream_of(node)
+        for used in node.all_input_nodes:
+            if (owner := stream_of(maker(used))) != stream:
+                faults.append(f"%{used.name} of {owner} is used by {kind_of(node)} ({node.name}) on {stream}")
         if op is None or isinstance(op, Sync):
             continue
-        stream = stream_of(node)
         if stream != op.stream and (op.stream in (HOST, COPY) or stream == HOST):
             faults.append(f"{kind_of(node)} ({node.name}) can't be on {stream}")
-    return faults
-
-
-def _released(order: Order) -> list[str]:
-    faults: list[str] = []
-    released: dict[fx.Node, fx.Node] = {}
-    for node, op in zip(order.nodes, order.ops, strict=True):
-        for used in node.all_input_nodes:
-            if used in released:
-                faults.append(f"{node.name} uses %{used.name} after {released[used].name} releases it")
-        if isinstance(op, Release):
-            released.update(dict.fromkeys(op.values, node))
-    returned = set(order.nodes[-1].all_input_nodes)
-    for value, owner in order.crossing():
-        if value in released and stream_of(released[value]) != owner:
-            faults.append(f"%{value.name} of {owner} is released on {stream_of(released[value])}")
-        if value not in released and value not in returned:
-            faults.append(f"%{value.name} of {owner} is used on other streams and never released")
     return faults
 
 

@@ -24,7 +24,6 @@ from zc.schedule.spec import (
     LaunchReduce,
     Op,
     RecordEvent,
-    Release,
     Role,
     Segment,
     WgradInto,
@@ -41,7 +40,6 @@ def test_a_record_comes_back_as_it_was_put_in() -> None:
         Segment("segment_0", (x, x)), Segment("segment_1", ()), FlattenCast(2, RING, (0, 1), (x, x)),
         FlattenCast(2, RING, (), (), ((3, 8),)), FlattenCast(2, RING, (0,), (x,), ()), Deposit(2, 1, x),
         WgradInto(2, ACC, 0, 0, 3, (x,), "scatter"), WgradInto(2, ACC, 0, 0, 3, (x,)), Accumulate(2, ACC, RING),
-        Release((x, x)),
     ]  # fmt: skip
     nodes = [put(graph, op) for op in records]
     assert [op_of(node) for node in nodes] == records
@@ -65,7 +63,6 @@ def test_a_record_comes_back_as_it_was_put_in() -> None:
         (FlattenCast, (2, "flat_grad[0]", (0,), ["x"]), None),
         (FlattenCast, (2, "flat_grad[0]", (0.0,), ["x"]), r"slots=\(0.0,\)"),
         (WgradInto, (2, "acc[2]", 0, 0), r"wgrad_into is no WgradInto"),
-        (Release, (1,), r"values=\(1,\)"),
         (RecordEvent, ("done/akk[0]",), r"event='done/akk\[0\]': akk\[0\] is no buffer"),
     ],
 )
@@ -108,7 +105,7 @@ def test_whoever_changes_arguments_changes_the_record() -> None:
 
 def test_every_kind_has_its_own_name() -> None:
     names = [target.__name__ for target in TARGETS.values()]
-    assert len(names) == len(set(names)) == 36 and {"wgrad_into", "copy_to_device", "record_event"} <= set(names)
+    assert len(names) == len(set(names)) == 35 and {"wgrad_into", "copy_to_device", "record_event"} <= set(names)
 
 
 def test_every_kind_says_what_it_does() -> None:

@@ -67,7 +67,7 @@ def test_inserted_events_are_needed_and_enough(schedule: tuple[fx.Graph, Plan]) 
 
 
 def test_the_sanitizer_agrees_over_all_mutants() -> None:
-    """It sees races only: what is released too early, but in order, is verify's alone."""
+    """It sees races only."""
     agreed = 0
     for case in cases():
         if "b64" in case.name:

@@ -64,21 +64,20 @@ def test_a_microbatch_waits_for_the_boundary_before_it() -> None:
 
 
 def test_near_linear() -> None:
-    """5,000 nodes and 8 streams in under 0.5 s of one core, and twice the nodes in little more than twice the time."""
+    """5,000 nodes in under 0.5 s of one core, and twice the nodes in little more than twice the time."""
 
     def seconds(num_buckets: int) -> tuple[float, int]:
         plan = make(num_buckets, ring=4)
-        graph = schedule("encdec", plan, producers=7)
+        graph = schedule("encdec", plan)
         times = []
         for _ in range(3):
             start = time.process_time()  # the processor's time: other work on the machine must not decide
             verdict = verify(graph, plan)
             times.append(time.process_time() - start)
-        assert verdict.streams == 8
         return min(times), verdict.nodes
 
-    small, num_small = seconds(180)
-    large, num_large = seconds(375)
+    small, num_small = seconds(300)
+    large, num_large = seconds(620)
     assert num_large >= 5000, num_large
     print(f"verify: {num_large} nodes {large:.3f} s, {num_small} nodes {small:.3f} s")
     assert large < 0.5

@@ -148,8 +148,6 @@ def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
     its results. A parameter as an input is a read of the buffer in which it lies."""
     inputs = tuple(value(n) for n in node.all_input_nodes)
     op = op_of(node)
-    if isinstance(op, spec.Release):
-        return (), inputs
     inputs += tuple(Access(Buffer.named(n.meta["buffer"])) for n in node.all_input_nodes if "buffer" in n.meta)
     returned = tuple(value(n) for n in results(node))
     if op is None:  # a placeholder, the output

@@ -4,9 +4,8 @@ Passes and the proof match on the records. A class also says what is true of all
 stream, which of their buffers they read and write, what they need in these and what they leave there.
 
 A field's name means the same in every kind: ``bucket`` and ``slot`` are numbers in the plan; ``buffer``, ``dst`` and
-``src`` name buffers; ``start`` and ``stop`` are elements of one; ``grad``, ``grads``, ``inputs``, ``values`` and
-``work`` are values that other nodes return. `zc.schedule.arguments` says how a field of each type appears in a node's
-arguments.
+``src`` name buffers; ``start`` and ``stop`` are elements of one; ``grad``, ``grads``, ``inputs`` and ``work``
+are values that other nodes return. `zc.schedule.arguments` says how a field of each type appears in a node's arguments.
 
 To add a kind of node, write its record here and its function in the engine's operations.
 """
@@ -170,8 +169,7 @@ class AccumulateCast(Cast, reads=("buffer",)):
 
 @dataclass(frozen=True)
 class WgradInto(BucketOp, role=Role.WRITE, reads=("buffer",), writes=("buffer",)):
-    """Computes one gradient into its slot, the elements [start, stop); in stage 1 adds it. The slots of one bucket may
-    have producers on several streams."""
+    """Computes one gradient into its slot, the elements [start, stop); in stage 1 adds it."""
 
     buffer: Buffer
     slot: int
@@ -602,13 +600,6 @@ class RecordEvent(Event):
 
 class WaitEvent(Event):
     """As torch.Stream.wait_event: for the latest record issued before."""
-
-
-@dataclass(frozen=True)
-class Release(Sync):
-    """Frees the values' storage, on the stream that allocated it."""
-
-    values: Operands
 
 
 AnyOp = TypeVar("AnyOp", bound=Op)
