@@ -1,13 +1,12 @@
-"""Parts (c) and (d) of the proof: each gradient that is owed arrives, in full and once; each launch completes once.
+"""Part (c) of the proof: each gradient that is owed arrives, in full and once.
 
-They don't depend on streams: without a race, the order in which the nodes are issued is as good as any. A buffer holds
+It does not depend on streams: without a race, the order in which the nodes are issued is as good as any. A buffer holds
 one thing of one bucket at a time. Each kind of node says what it needs in the buffers that it names, and what it leaves
 there (`zc.schedule.contents`). Bucket 2 in stage 2::
 
-    flatten_cast(2, "flat_grad[0]", ...)               flat_grad[0]: nothing -> gradient
-    %w = launch_reduce(2, "recv[0]", "flat_grad[0]")   flat_grad[0]: gradient -> nothing; recv[0]: nothing -> flight
-    wait_reduce(2, %w, "recv[0]", "flat_grad[0]")      recv[0]: flight -> rows
-    accumulate(2, "acc[2]", "recv[0]")                 recv[0]: rows -> nothing; acc[2]: sum -> total
+    flatten_cast(2, "flat_grad[0]", ...)        flat_grad[0]: nothing -> gradient
+    exchange(2, "recv[0]", "flat_grad[0]")      flat_grad[0]: gradient -> nothing; recv[0]: nothing -> rows
+    accumulate(2, "acc[2]", "recv[0]")          recv[0]: rows -> nothing; acc[2]: sum -> total
 
 So these are faults: a gradient that is overwritten before it was sent, rows that no accumulate takes, and a second
 reduction of one bucket (deepspeed#7985, #7981 and #7366). On top of that:
@@ -32,7 +31,7 @@ from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.contents import GRADIENT, NOTHING, at_entry, facts_of, may_be_left, rows_for
 from zc.schedule.nodes import op_of
-from zc.schedule.spec import BucketOp, CopyToHost, Deposit, LaunchReduce, RowSum, Spans, WaitReduce, WgradInto, Write
+from zc.schedule.spec import BucketOp, CopyToHost, Deposit, RowSum, Spans, WgradInto, Write
 
 if TYPE_CHECKING:
     from zc.passes._order import Order
@@ -65,8 +64,6 @@ class _Ledger:
             self.reduced.add(op.bucket)
         if isinstance(op, CopyToHost):
             self.landed.add(op.bucket)
-        if isinstance(op, WaitReduce):
-            self._check_work(node, op)
         for name in dict.fromkeys((*(row.field for row in op.contents), *op.writes)):
             buffer = op.buffers[name]
             of, content = self.holds.get(buffer) or at_entry(buffer)
@@ -138,13 +135,6 @@ class _Ledger:
             elif start < reached:
                 self.faults.append(f"the elements [{start}, {min(stop, reached)}) of bucket {bucket} are written twice")
             reached = max(reached, stop)
-
-    def _check_work(self, node: fx.Node, op: WaitReduce) -> None:
-        launch = op_of(op.work)
-        if not isinstance(launch, LaunchReduce):
-            self.faults.append(f"{node.name} completes {op.work}, which is no launch")
-        elif launch != LaunchReduce(op.bucket, op.dst, op.src, op.among):
-            self.faults.append(f"{node.name} names another bucket or buffers than {op.work}, which it completes")
 
     def close(self) -> None:
         for buffer, (bucket, content) in self.holds.items():

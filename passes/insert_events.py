@@ -3,13 +3,13 @@ per stream.
 
 Before and after, buffer ``flat_grad[0]`` written on compute and read on comm::
 
-    compute | flatten_cast(0, "flat_grad[0]", ...)            compute | wait_event("done/flat_grad[0]")
-       comm | launch_reduce(0, "recv[0]", "flat_grad[0]")     compute | flatten_cast(0, "flat_grad[0]", ...)
-                                                       ->     compute | record_event("e0")
-                                                                 comm | wait_event("e0")
-                                                                 comm | launch_reduce(0, "recv[0]", "flat_grad[0]")
-                                                                 ...
-                                                                 comm | record_event("done/flat_grad[0]")
+    compute | flatten_cast(0, "flat_grad[0]", ...)       compute | wait_event("done/flat_grad[0]")
+       comm | exchange(0, "recv[0]", "flat_grad[0]")     compute | flatten_cast(0, "flat_grad[0]", ...)
+                                                  ->     compute | record_event("e0")
+                                                            comm | wait_event("e0")
+                                                            comm | exchange(0, "recv[0]", "flat_grad[0]")
+                                                            ...
+                                                            comm | record_event("done/flat_grad[0]")
 
 The wait in front is for an earlier schedule's reduction out of the same ring buffer; the record at the end is for a
 later one's (carried events: zc.schedule.buffer; docs/proof.md has the contract). A stream that carries no buffer is
@@ -23,13 +23,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from zc.errors import PassError
 from zc.passes._timeline import Timeline
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.buffer import MAIN, Buffer, carried_event
-from zc.schedule.nodes import accesses, ops, put, shared_buffers, stream_of
-from zc.schedule.spec import LaunchReduce, Op, RecordEvent, Sync, WaitReduce
+from zc.schedule.nodes import ops, put, shared_buffers, stream_of
+from zc.schedule.spec import RecordEvent, Sync
 
 
 def run(graph: fx.Graph, plan: Plan, prefix: str = "e") -> fx.Graph:
@@ -40,28 +39,13 @@ def run(graph: fx.Graph, plan: Plan, prefix: str = "e") -> fx.Graph:
         return new
     shared = shared_buffers(new, plan)
     timeline = Timeline(new, shared, prefix)
-    in_flight: dict[fx.Node, LaunchReduce] = {}
-    for node, op in nodes:
-        _refuse_in_flight(node, op, in_flight)
+    for node, _ in nodes:
         timeline.visit(node)
     lasting = {b.carrier for b in timeline.touches if isinstance(b, Buffer)}
     ends = {side: timeline.length(side) for side in {stream_of(node) for node, _ in nodes} - {MAIN} - lasting}
     timeline.order(new.output_node(), timeline.unknown(MAIN, ends | _uncovered(timeline, lasting, shared)))
     _record_carried(new, shared, timeline)
     return new
-
-
-def _refuse_in_flight(node: fx.Node, op: Op, in_flight: dict[fx.Node, LaunchReduce]) -> None:
-    """No wait can order a node after a completion that is issued later."""
-    if isinstance(op, WaitReduce):
-        in_flight.pop(op.work, None)
-    for launch, exchange in in_flight.items():
-        read, written = ({access.buffer for access in group} for group in accesses(node))
-        touched = read & {exchange.dst} or written & {exchange.dst, exchange.src}
-        if touched:
-            raise PassError(f"{node.name} touches {min(map(str, touched))} while {launch.name} is in flight")
-    if isinstance(op, LaunchReduce):
-        in_flight[node] = op
 
 
 def _uncovered(timeline: Timeline, lasting: set[str], shared: frozenset[Buffer]) -> dict[str, int]:

@@ -3,9 +3,8 @@
 Accumulators in host memory visit the device for each backward, through a ring of staging buffers (stage 2, bucket 0)::
 
     flatten_cast(0, "flat_grad[0]", ...)                  copy_to_device(0, "staging[0]", "host[0]")
-    %w = launch_reduce(0, "recv[0]", "flat_grad[0]")      flatten_cast(0, "flat_grad[0]", ...)
-    wait_reduce(0, %w, "recv[0]", "flat_grad[0]")         %w = launch_reduce(0, "recv[0]", "flat_grad[0]")
-    accumulate(0, "acc[0]", "recv[0]")                ->  wait_reduce(0, %w, "recv[0]", "flat_grad[0]")
+    exchange(0, "recv[0]", "flat_grad[0]")                flatten_cast(0, "flat_grad[0]", ...)
+    accumulate(0, "acc[0]", "recv[0]")                ->  exchange(0, "recv[0]", "flat_grad[0]")
                                                           accumulate(0, "staging[0]", "recv[0]")
                                                           copy_to_host(0, "host[0]", "staging[0]")
 

@@ -4,7 +4,7 @@ Before and after (the stream in front, as `zc.schedule.nodes.text` prints it)::
 
     segment("segment_0", %x)                                  compute | segment("segment_0", %x)
     flatten_cast(0, "flat_grad[0]", (0,), [%g])        ->     compute | flatten_cast(0, "flat_grad[0]", (0,), [%g])
-    launch_reduce(0, "recv[0]", "flat_grad[0]")                  comm | launch_reduce(0, "recv[0]", "flat_grad[0]")
+    exchange(0, "recv[0]", "flat_grad[0]")                       comm | exchange(0, "recv[0]", "flat_grad[0]")
 
 Placeholders, getitems and the output get none. Without ``plan.overlap`` communication runs on compute. Copies and the
 processor's work keep their streams, since the processor must be able to wait for a single copy. Where a plan reduces

@@ -7,14 +7,13 @@ elements conflict if one of them writes; happens-before is program order on a st
     (b) necessary     without any one wait, some conflict would not be
     (c) exactly once  a gradient that the graph owes is written once and in full, before its bucket's one reduction,
                       which enters the accumulator once; or it is deposited, for the flush that owes it then
-    (d) completion    each launch has one, and nothing touches its buffers in between
     (f) across ranks  no rank writes memory that another one reads, by signals that are all needed
     (g) residency     gathered weights are there while they are read, in bytes of their own, within the cap (stage 3)
 
 Before and after: a proved schedule comes back equal. One that isn't raises, here with ``wait_event("e0")`` deleted::
 
-    compute | flatten_cast(0, "flat_grad[0]", ...)         RaceError: flat_grad[0] is written by flatten_cast on compute
-       comm | launch_reduce(0, "recv[0]", "flat_grad[0]")  and read by launch_reduce on comm, and nothing orders them
+    compute | flatten_cast(0, "flat_grad[0]", ...)     RaceError: flat_grad[0] is written by flatten_cast on compute
+       comm | exchange(0, "recv[0]", "flat_grad[0]")   and read by exchange on comm, and nothing orders them
 
 A schedule on one stream has nothing to wait for; (c) to (g) are still checked. `zc.passes._order` has the clocks. The
 cost is near-linear: one walk, and for each wait the steps whose clock it changes, as a rule one.

@@ -11,7 +11,7 @@ import time
 import adversary
 import pytest
 import torch
-from adversary import Transfer, Values
+from adversary import Values
 from schedules import SHAPES, make, schedule
 from simulation import Simulation, same
 from torch import Tensor
@@ -22,21 +22,12 @@ from zc.schedule.nodes import op_of, results, steps
 from zc.schedule.spec import Segment
 
 
-class _AtOnce:
-    """The simulation's exchanges on threads: done where they are launched."""
-
-    def transfer(self, task: object) -> Transfer:
-        transfer = Transfer(task)
-        transfer.finish()
-        return transfer
-
-
 def run_on_threads(shape: str, delays: dict[str, float]) -> dict[str, Tensor]:
     plan = make(3, ring=2)
     graph = schedule(shape, plan)
     counts = {str(n.args[0]): len(results(n)) for n in steps(graph) if isinstance(op_of(n), Segment)}
-    sim = Simulation(plan, _AtOnce(), counts)
     streams = ThreadStreams(delays)
+    sim = Simulation(plan, streams, counts)
     for _ in range(2):
         names = [n.name for n in graph.nodes if n.op == "placeholder"]
         values = Values({n: torch.full((2,), 0.1 * k, dtype=torch.float64) for k, n in enumerate(names)})

@@ -84,14 +84,11 @@ class Ops:
     def accumulate_cast(self, bucket: int, buffer: str, slots: Sequence[int], grads: Sequence[Tensor]) -> None:
         self.buffers[buffer].mul_(0.5).add_(torch.stack(list(grads)))
 
-    def launch_reduce(self, bucket: int, dst: str, src: str) -> torch.cuda.Event:
+    def exchange(self, bucket: int, dst: str, src: str) -> None:
         self.wire.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.wire):
             self.buffers[dst].copy_(self.buffers[src]).mul_(1.25)
-            return self.wire.record_event()
-
-    def wait_reduce(self, bucket: int, work: torch.cuda.Event, dst: str, src: str) -> None:
-        torch.cuda.current_stream().wait_event(work)
+        torch.cuda.current_stream().wait_stream(self.wire)
 
     def accumulate(self, bucket: int, acc: str, src: str) -> None:
         self.buffers[acc].mul_(0.5).add_(self.buffers[src])

@@ -20,8 +20,8 @@ from zc.schedule.nodes import TARGETS, change, op_of, put, text
 from zc.schedule.spec import (
     Accumulate,
     Deposit,
+    Exchange,
     FlattenCast,
-    LaunchReduce,
     Op,
     RecordEvent,
     Role,
@@ -58,7 +58,7 @@ def test_a_record_comes_back_as_it_was_put_in() -> None:
         (Accumulate, (2, "akk[2]", "recv[0]"), r"accumulate is no Accumulate: dst='akk\[2\]': akk\[2\] is no buffer"),
         (Accumulate, (2, "acc[2]", "recv"), r"src='recv': 'recv' is no buffer's name"),
         (Accumulate, (2, "acc[2]", "recv[-1]"), r"src='recv\[-1\]'"),
-        (LaunchReduce, (2, "recv[0]", 3), r"src=3: no str"),
+        (Exchange, (2, "recv[0]", 3), r"src=3: no str"),
         (FlattenCast, (2, "flat_grad[0]", 0, []), r"slots=0: no tuple"),
         (FlattenCast, (2, "flat_grad[0]", (0,), ["x"]), None),
         (FlattenCast, (2, "flat_grad[0]", (0.0,), ["x"]), r"slots=\(0.0,\)"),
@@ -83,9 +83,9 @@ def test_a_node_is_checked_where_it_is_made_and_where_it_is_changed() -> None:
     x = graph.placeholder("x")
     with pytest.raises(PassError, match=r"deposit is no Deposit: slot=None"):
         put(graph, Deposit(0, None, x))
-    node = put(graph, LaunchReduce(0, Buffer("recv", 0), RING))
-    with pytest.raises(PassError, match=r"launch_reduce is no LaunchReduce: bucket='0'"):
-        change(node, LaunchReduce("0", Buffer("recv", 0), RING))
+    node = put(graph, Exchange(0, Buffer("recv", 0), RING))
+    with pytest.raises(PassError, match=r"exchange is no Exchange: bucket='0'"):
+        change(node, Exchange("0", Buffer("recv", 0), RING))
 
 
 def test_whoever_changes_arguments_changes_the_record() -> None:
@@ -105,7 +105,7 @@ def test_whoever_changes_arguments_changes_the_record() -> None:
 
 def test_every_kind_has_its_own_name() -> None:
     names = [target.__name__ for target in TARGETS.values()]
-    assert len(names) == len(set(names)) == 35 and {"wgrad_into", "copy_to_device", "record_event"} <= set(names)
+    assert len(names) == len(set(names)) == 34 and {"wgrad_into", "copy_to_device", "record_event"} <= set(names)
 
 
 def test_every_kind_says_what_it_does() -> None:
@@ -116,7 +116,7 @@ def test_every_kind_says_what_it_does() -> None:
         assert {*kind.writes} <= {row.field for row in kind.contents}, kind
         assert {fact for row in kind.contents for fact in row.when.split()} <= facts_of(None), kind
     reductions = {kind.__name__ for kind in TARGETS if kind.role is Role.REDUCTION}
-    by_messages = {"LaunchReduce", "WaitReduce", "Accumulate", "Quantise", "AccumulateQuantised"}
+    by_messages = {"Exchange", "Accumulate", "Quantise", "AccumulateQuantised"}
     assert reductions == {"ReduceRows"} | by_messages
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from adversary import AdversarialStreams, Chooser, Transfer, _Fence, _Silent
+from adversary import AdversarialStreams, Chooser, _Fence, _Silent
 from simulation import MAIN, NAN, Case, Simulation, Values, _enter, _future, _leave, _past, is_lasting, lanes
 from torch import Tensor, fx
 
@@ -70,9 +70,6 @@ class RankStreams:
 
     def wait(self, event: str, stream: str) -> None:
         self._all.wait(f"{self.rank}/{event}", self._lane(stream))
-
-    def transfer(self, task: Task) -> Transfer:
-        return self._all.transfer(task)
 
     def join_main(self) -> None:
         for lane in sorted(self._all._lanes):

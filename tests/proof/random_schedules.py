@@ -8,25 +8,23 @@ from hypothesis import strategies as st
 from schedules import make
 from torch import fx
 
-from zc.errors import PassError
 from zc.passes import insert_events
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMM_HOST, COPY, HOST, MAIN, Buffer
-from zc.schedule.nodes import op_of, ops, put, steps, stream_of
+from zc.schedule.nodes import ops, put, steps, stream_of
 from zc.schedule.spec import (
     Accumulate,
     CopyToDevice,
     CopyToHost,
     Event,
+    Exchange,
     FlattenCast,
     Gather,
-    LaunchReduce,
     RecordEvent,
     Segment,
     StageShard,
     Update,
     WaitEvent,
-    WaitReduce,
     WgradInto,
 )
 
@@ -76,10 +74,7 @@ def schedules(draw: st.DrawFn) -> tuple[fx.Graph, Plan]:
     by_pass = draw(st.booleans())
     graph = _operations(draw)
     if by_pass:
-        try:
-            graph = insert_events.run(graph, plan)
-        except PassError:  # something stands between a launch and its completion: no wait can help
-            return graph, plan
+        graph = insert_events.run(graph, plan)
         for _ in range(draw(st.integers(0, 2))):
             _edit(draw, graph)
     else:
@@ -92,12 +87,7 @@ def _operations(draw: st.DrawFn) -> fx.Graph:
     graph = fx.Graph()
     values = {stream: list[fx.Node]() for stream in STREAMS}  # a value is used on the stream that made it
     values[MAIN].append(graph.placeholder("x"))
-    flying: list[fx.Node] = []
-    kinds = ("segment", "wgrad", "flatten", "launch", "wait", "accumulate")
-
-    def complete(launch: fx.Node) -> None:
-        op = op_of(launch)
-        put(graph, WaitReduce(op.bucket, launch, op.dst, op.src), stream=stream_of(launch))
+    kinds = ("segment", "wgrad", "flatten", "exchange", "accumulate")
 
     for k in range(draw(st.integers(1, 6))):
         kind, stream = draw(st.sampled_from(kinds)), draw(st.sampled_from(STREAMS))
@@ -112,14 +102,10 @@ def _operations(draw: st.DrawFn) -> fx.Graph:
             put(graph, WgradInto(index, ring, slot, 2 * slot, 2 * slot + 2, inputs), stream=stream)
         elif kind == "flatten":
             put(graph, FlattenCast(index, ring, (0,), inputs), stream=stream)
-        elif kind == "launch":
-            flying.append(put(graph, LaunchReduce(index, RECV, draw(st.sampled_from((ring, ACC)))), stream=stream))
-        elif kind == "wait" and flying:
-            complete(flying.pop(0))
+        elif kind == "exchange":
+            put(graph, Exchange(index, RECV, draw(st.sampled_from((ring, ACC)))), stream=stream)
         elif kind == "accumulate":
             put(graph, Accumulate(0, ACC, RECV), stream=stream)
-    for launch in flying:
-        complete(launch)
     graph.output((draw(st.sampled_from(values[MAIN])),) if draw(st.booleans()) else ())
     return graph
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from adversary import AdversarialStreams, Chooser, Transfer, Values
+from adversary import AdversarialStreams, Chooser, Values
 from torch import Tensor, fx
 
 from zc.planning.plan import Plan
@@ -139,18 +139,8 @@ class Simulation:
         before = self.kept.get((bucket, slot))
         self.kept[bucket, slot] = grad.clone() if before is None else self.keep * before + grad
 
-    def launch_reduce(self, bucket: int, dst: str, src: str, among: str | None = None) -> Transfer:
-        out, sent = self.part(dst, bucket), self.part(src, bucket)
-        out.fill_(NAN)  # nobody may look at it now
-
-        def exchange() -> None:
-            out.copy_(self.gain * sent + self.shift * bucket)
-
-        return self.streams.transfer(exchange)
-
-    def wait_reduce(self, bucket: int, work: Transfer, dst: str, src: str, among: str | None = None) -> None:
-        if isinstance(work, Transfer):  # else: a completion that ran before its launch
-            work.finish()
+    def exchange(self, bucket: int, dst: str, src: str, among: str | None = None) -> None:
+        self.part(dst, bucket).copy_(self.gain * self.part(src, bucket) + self.shift * bucket)
         self._spend(src)
 
     def _spend(self, src: str) -> None:

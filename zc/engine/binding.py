@@ -14,7 +14,7 @@ from torch import Tensor
 from zc.engine.accumulators import Accumulators
 from zc.engine.operations import TABLE, Function, Grads, compute
 from zc.schedule.nodes import TARGETS
-from zc.schedule.spec import FlattenCast, LaunchReduce, Op, Quantise, Role, SignalFull, Spans, WgradInto
+from zc.schedule.spec import Exchange, FlattenCast, Op, Quantise, Role, SignalFull, Spans, WgradInto
 
 if TYPE_CHECKING:
     from zc.engine.program import Segment
@@ -52,7 +52,7 @@ class Operations:
         each reduction. In stage 2 gradients pass through the ring, so the host asks before the first write: everything
         before it is issued by then, and keeps a GPU busy while the host waits."""
         if self._replaced is None:
-            starting = (LaunchReduce, Quantise, SignalFull)
+            starting = (Exchange, Quantise, SignalFull)
             instead = instead_of_reducing(self._accs)
             self._replaced = [(TARGETS[kind].__name__, kind in starting, other) for kind, other in instead.items()]
         run = copy.copy(self)

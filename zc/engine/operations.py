@@ -11,7 +11,7 @@ await_full writes it to `Accumulators.places`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from zc.engine import owners, wire
 from zc.engine import weight_operations as weights
 from zc.engine.accumulators import Acc, Accumulators
 from zc.engine.memory_order import in_order
-from zc.engine.sums import sum_over_replicas, sum_rows
+from zc.engine.sums import sum_over_replicas, sum_rows, wait
 from zc.kernels import accumulate_cast as add_cast
 from zc.kernels import flatten_cast as overwrite
 from zc.kernels import matmul_into, rows_into, scatter_into
@@ -30,9 +30,6 @@ from zc.ranks.journal import GATHER, REDUCE
 from zc.schedule import spec
 from zc.schedule.buffer import Buffer
 from zc.schedule.spec import Op, Spans
-
-if TYPE_CHECKING:
-    from zc.ranks.work import Work
 
 Grads = Sequence[Tensor | None]
 Function = Callable[..., Any]
@@ -121,9 +118,10 @@ def _present(accs: Accumulators, bucket: int, slots: Sequence[int], grads: Grads
 # --- gradients are reduced ---
 
 
-def launch_reduce(accs: Accumulators, bucket: int, dst: str, src: str, among: str | None = None) -> Work | None:
+def exchange(accs: Accumulators, bucket: int, dst: str, src: str, among: str | None = None) -> None:
     if Buffer.named(src).kind == "wire":
-        return wire.launch_encoded(accs, bucket, dst, src)
+        wire.exchange_encoded(accs, bucket, dst, src)
+        return
     record = accs.plan.buckets[bucket]
     is_of_sums = Buffer.named(src).kind == "host_sum"
     level = level_of(accs.plan, is_of_sums=is_of_sums, among=among)
@@ -133,18 +131,11 @@ def launch_reduce(accs: Accumulators, bucket: int, dst: str, src: str, among: st
     if level is Level.REPLICAS:
         assert accs.replicas is not None
         sum_over_replicas(accs.replicas, received, sent, bucket)
-        return None
-    if accs.plan.reduce == "native":
-        return accs.sharers.reduce_scatter(received, sent, bucket)
-    return accs.sharers.of_level(level).all_to_all(received, sent, bucket)
-
-
-def wait_reduce(
-    accs: Accumulators, bucket: int, work: Work | None, dst: str, src: str, among: str | None = None
-) -> None:
-    if work is not None:
-        work.wait()
-        log.debug("bucket %d: its reduction has arrived in %s", bucket, dst)
+    elif accs.plan.reduce == "native":
+        wait(accs.sharers.reduce_scatter(received, sent, bucket))
+    else:
+        wait(accs.sharers.of_level(level).all_to_all(received, sent, bucket))
+    log.debug("bucket %d: its reduction has arrived in %s", bucket, dst)
 
 
 def accumulate(accs: Accumulators, bucket: int, acc: str, src: str, among: str | None = None) -> None:
@@ -249,8 +240,8 @@ def copy_to_device(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
 TABLE: dict[type[Op], Function] = {
     spec.FlattenCast: flatten_cast, spec.AccumulateCast: accumulate_cast, spec.WgradInto: wgrad_into,
     spec.Deposit: deposit,
-    spec.LaunchReduce: launch_reduce, spec.WaitReduce: wait_reduce, spec.Accumulate: accumulate,
-    spec.ReduceRows: reduce_rows, spec.Quantise: wire.quantise, spec.AccumulateQuantised: wire.accumulate_quantised,
+    spec.Exchange: exchange, spec.Accumulate: accumulate, spec.ReduceRows: reduce_rows,
+    spec.Quantise: wire.quantise, spec.AccumulateQuantised: wire.accumulate_quantised,
     spec.SignalFull: signal_full, spec.AwaitFull: await_full, spec.SignalFree: signal_free,
     spec.AwaitFree: await_free,
     spec.StageShard: stage_shard, spec.CopyToHost: copy_to_host, spec.CopyToDevice: copy_to_device,

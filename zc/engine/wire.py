@@ -26,7 +26,6 @@ from zc.schedule.buffer import Buffer
 if TYPE_CHECKING:
     from zc.engine.accumulators import Accumulators
     from zc.planning.plan import Bucket
-    from zc.ranks.work import Work
 
 
 class Code(NamedTuple):
@@ -78,11 +77,11 @@ def quantise(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
     encode_blocks(sent, accs.buffers.raw(dst)[: code.rows.nbytes], code.blocks)
 
 
-def launch_encoded(accs: Accumulators, bucket: int, dst: str, src: str) -> Work:
+def exchange_encoded(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
     """Sends each rank its row."""
     sent = _rows(accs.buffers.raw(src), _sent(accs, bucket).rows)
     received = list(_received_rows(accs, bucket, dst))
-    return accs.sharers.net.exchange(list(enumerate(received)), list(enumerate(sent)), REDUCE, bucket)
+    accs.sharers.net.exchange(list(enumerate(received)), list(enumerate(sent)), REDUCE, bucket).wait()
 
 
 def _received_rows(accs: Accumulators, bucket: int, buffer: str) -> Tensor:

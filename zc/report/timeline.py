@@ -25,16 +25,15 @@ from zc.schedule.spec import (
     BucketOp,
     Cast,
     Deposit,
+    Exchange,
     FreeWeights,
     GatherShards,
-    LaunchReduce,
     Op,
     ReadWeights,
     RecordEvent,
     Role,
     Segment,
     WaitEvent,
-    WaitReduce,
     WgradInto,
 )
 
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
     Scheduled: TypeAlias = Program | PlannedPass  # what was clocked: a schedule, or the gathers of a pass
 
-LOOP, IN_FLIGHT = "loop", "in flight"
+LOOP = "loop"
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Timeline:
             return self.exposed_on_host
         busy = (b for b in self.boxes if b.lane.startswith(COMPUTE) or (b.lane == LOOP and b.label == "forward"))
         compute = _union([(b.start, b.stop) for b in busy])
-        comm = _union([(b.start, b.stop) for b in self.boxes if isinstance(b.op, LaunchReduce) or b.lane == COMM])
+        comm = _union([(b.start, b.stop) for b in self.boxes if isinstance(b.op, Exchange) or b.lane == COMM])
         covered = sum(max(0.0, min(s, t) - max(a, b)) for a, s in comm for b, t in compute)
         return sum(stop - start for start, stop in comm) - covered
 
@@ -193,9 +192,6 @@ def _place(
             if isinstance(op, ReadWeights | FreeWeights):
                 continue  # it does nothing itself
             boxes.append(Box(node, lane, start, stop, label(node, program.plan), detail(node, program.plan, program)))
-            if isinstance(op, WaitReduce) and op.work.name in spans:
-                text = detail(op.work, program.plan, program)
-                boxes.append(Box(op.work, IN_FLIGHT, spans[op.work.name][0], stop, label(op.work, program.plan), text))
 
 
 def simulate(graph: fx.Graph, plan: Plan, costs: Mapping[str, float] | None = None) -> Timeline:
@@ -203,7 +199,6 @@ def simulate(graph: fx.Graph, plan: Plan, costs: Mapping[str, float] | None = No
     cost, own = estimate(plan), dict(costs or {})
     free: dict[str, float] = {}
     events: dict[str, tuple[str, float]] = {}
-    arrival: dict[fx.Node, float] = {}
     boxes: list[Box] = []
     arrows: list[Arrow] = []
     for node, op in ops(graph):
@@ -219,15 +214,6 @@ def simulate(graph: fx.Graph, plan: Plan, costs: Mapping[str, float] | None = No
                 arrows.append(Arrow(source, time, lane, free[lane], op.event, delayed=free[lane] <= time))
             continue
         duration = own.get(node.name, cost(node))
-        if isinstance(op, LaunchReduce):
-            # exchanges of one group run one after another, whatever stream launched them
-            start = max(now, *(b.stop for b in boxes if isinstance(b.op, LaunchReduce)), 0.0)
-            arrival[node] = start + duration
-            boxes.append(Box(node, IN_FLIGHT, start, start + duration, label(node, plan), detail(node, plan)))
-            continue
-        if isinstance(op, WaitReduce):
-            free[lane] = max(now, arrival.get(op.work, 0.0))
-            continue
         boxes.append(Box(node, lane, now, now + duration, label(node, plan), detail(node, plan)))
         free[lane] = now + duration
     return Timeline(tuple(boxes), tuple(arrows))

@@ -6,7 +6,7 @@
         on('compute', lambda: ops.flatten_cast(0, 'flat_grad[0]', (0,), [v.pop('getitem')]))
         record('e0', 'compute')
         wait('e0', 'comm')
-        on('comm', lambda: put(v, ('launch_reduce',), (ops.launch_reduce(0, 'recv[0]', 'flat_grad[0]'),)))
+        on('comm', lambda: ops.exchange(0, 'recv[0]', 'flat_grad[0]'))
 
 ``v`` holds the values by name. A value leaves it at its last use in program order, in the list that the segment gets,
 so that the segment can free it. Values that the output returns stay.
@@ -111,14 +111,14 @@ def _call(node: fx.Node, op: Op, last: LastUses) -> str:
     else:
         args = [_show(arg, node, last) for arg in node.args] + [f"{key}={item!r}" for key, item in node.kwargs.items()]
     call = f"ops.{kind_of(node)}({', '.join(args)})"
-    if op.returns == "items":
+    if op.returns_items:
         returned = results(node)
         names: list[str | None] = [None] * (1 + max(map(item_of, returned), default=-1))
         for item in returned:
             if item.users:  # nobody would take it out again
                 names[item_of(item)] = item.name
         return f"put(v, {tuple(names)!r}, {call})"
-    return f"put(v, ({node.name!r},), ({call},))" if op.returns == "value" else call
+    return call
 
 
 def _show(arg: Any, node: fx.Node, last: LastUses) -> str:

@@ -1,8 +1,8 @@
 """What buffers hold while a schedule runs. Each kind of node says in its record (`zc.schedule.spec`) what it needs in
 the buffers that it names, and what it leaves there; `zc.passes.exactly_once` proves that a schedule fits together.
 
-    launch_reduce(2, "recv[0]", "flat_grad[0]")     stage 2: flat_grad holds a GRADIENT, then NOTHING
-                                                    recv holds NOTHING, then FLIGHT
+    exchange(2, "recv[0]", "flat_grad[0]")     stage 2: flat_grad holds a GRADIENT, then NOTHING
+                                               recv holds NOTHING, then ROWS
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ if TYPE_CHECKING:
     from zc.schedule.buffer import Buffer
     from zc.schedule.spec import Op
 
-# Gradients. SUM: of the backwards before. GRADIENT: of this backward; an accumulator has it added to SUM. FLIGHT and
-# ROWS: all ranks' shards, on their way and there. SENT: a partial sum that has left. TOTAL: the mean over ranks is
-# added. LANDED: it is in host memory.
-NOTHING, SUM, GRADIENT, FLIGHT, ROWS = "nothing", "sum", "gradient", "rows in flight", "rows"
+# Gradients. SUM: of the backwards before. GRADIENT: of this backward; an accumulator has it added to SUM. ROWS: all
+# ranks' shards. SENT: a partial sum that has left. TOTAL: the mean over ranks is added. LANDED: it is in host memory.
+NOTHING, SUM, GRADIENT, ROWS = "nothing", "sum", "gradient", "rows"
 SENT, TOTAL, LANDED = "sent sum", "total", "landed total"
-# Of two reductions: the sum of the first, and those of the other hosts or replicas, on their way and there. Where the
+# Of two reductions: the sum of the first, and those of the other hosts or replicas. Where the
 # ranks of a host exchange messages: the rows of these ranks.
-HOST_SUM, SUMS_FLIGHT, SUMS = "sum of some ranks", "sums in flight", "sums"
-HOST_FLIGHT, HOST_ROWS = "rows of a host in flight", "rows of a host"
-# In few bits: a gradient or HOST_SUM, then on its way, then of all ranks. DIFFERENCE: what this rank's masters are
+HOST_SUM, SUMS, HOST_ROWS = "sum of some ranks", "sums", "rows of a host"
+# In few bits: a gradient or HOST_SUM, then of all ranks. DIFFERENCE: what this rank's masters are
 # ahead of weights that are BEHIND until the DIFFERENCES of all ranks are added.
-ENCODED, ENCODED_FLIGHT, ENCODED_ROWS = "encoded gradient", "encoded rows in flight", "encoded rows"
+ENCODED, ENCODED_ROWS = "encoded gradient", "encoded rows"
 DIFFERENCE, DIFFERENCES, BEHIND = "encoded difference", "encoded differences", "weights without their difference"
 # What other ranks read where it lies: offered by this rank, open by all, read here, returned by this rank.
 OFFERED, OPEN, READ, RETURNED = "offered rows", "open rows", "read rows", "returned rows"

@@ -22,11 +22,10 @@ from zc.schedule.spec import (
     BucketOp,
     Cast,
     EncodeUpdate,
-    LaunchReduce,
+    Exchange,
     ReduceRows,
     Role,
     Segment,
-    WaitReduce,
     WgradInto,
 )
 
@@ -110,12 +109,12 @@ def estimate(plan: Plan | None) -> Cost:
         op = op_of(node)
         if isinstance(op, Segment):
             return segment_us(node, c)
-        if isinstance(op, WaitReduce) or not isinstance(op, BucketOp) or op.role is Role.SIGNAL:
+        if not isinstance(op, BucketOp):
             return 0.0
         if plan is None:
-            return 50.0 if isinstance(op, LaunchReduce | ReduceRows) else 2 * c.us_launch
+            return 50.0 if isinstance(op, Exchange | ReduceRows) else 2 * c.us_launch
         bucket = plan.bucket(op.bucket)
-        if isinstance(op, LaunchReduce):
+        if isinstance(op, Exchange):
             is_between_replicas = plan.num_replicas > 1 and (plan.world_size == 1 or op.src.kind == "host_sum")
             return replicas_us(bucket, plan) if is_between_replicas else exchange_us(bucket, plan)
         if isinstance(op, WgradInto):

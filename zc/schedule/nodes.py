@@ -136,11 +136,11 @@ def value(node: fx.Node) -> Access:
 
 
 def results(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The values that a node returns: a segment's getitems, a launch's work."""
+    """The values that a node returns: a segment's getitems."""
     op = op_of(node)
-    if op is not None and op.returns == "items":
+    if op is not None and op.returns_items:
         return tuple(user for user in node.users if is_getitem(user))
-    return (node,) if node.op == "placeholder" or (op is not None and op.returns == "value") else ()
+    return (node,) if node.op == "placeholder" else ()
 
 
 def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:

@@ -4,8 +4,8 @@ Passes and the proof match on the records. A class also says what is true of all
 stream, which of their buffers they read and write, what they need in these and what they leave there.
 
 A field's name means the same in every kind: ``bucket`` and ``slot`` are numbers in the plan; ``buffer``, ``dst`` and
-``src`` name buffers; ``start`` and ``stop`` are elements of one; ``grad``, ``grads``, ``inputs`` and ``work``
-are values that other nodes return. `zc.schedule.arguments` says how a field of each type appears in a node's arguments.
+``src`` name buffers; ``start`` and ``stop`` are elements of one; ``grad``, ``grads`` and ``inputs`` are
+values that other nodes return. `zc.schedule.arguments` says how a field of each type appears in a node's arguments.
 
 To add a kind of node, write its record here and its function in the engine's operations.
 """
@@ -25,12 +25,9 @@ from zc.schedule.contents import (
     DIFFERENCE,
     DIFFERENCES,
     ENCODED,
-    ENCODED_FLIGHT,
     ENCODED_ROWS,
-    FLIGHT,
     GATHERED,
     GRADIENT,
-    HOST_FLIGHT,
     HOST_ROWS,
     HOST_SUM,
     LANDED,
@@ -47,7 +44,6 @@ from zc.schedule.contents import (
     SENT,
     SUM,
     SUMS,
-    SUMS_FLIGHT,
     TOTAL,
     Row,
 )
@@ -81,7 +77,7 @@ class Op:
     ``stream``: where they run under a plan with overlap (`zc.passes.place_on_streams`).
     ``reads``, ``writes``: the fields whose buffers they access; every node also reads its inputs and writes its results
     (`zc.schedule.nodes.accesses`).
-    ``returns``: "items", which operator.getitem takes, or one "value".
+    ``returns_items``: whether they return a list, whose items operator.getitem takes; others return nothing.
     ``contents``: what they need in their buffers, and what they leave there. The proof refuses a node that writes a
     buffer of which its kind says nothing here.
     """
@@ -90,7 +86,7 @@ class Op:
     stream: ClassVar[str] = COMPUTE
     reads: ClassVar[tuple[str, ...]] = ()
     writes: ClassVar[tuple[str, ...]] = ()
-    returns: ClassVar[str] = ""
+    returns_items: ClassVar[bool] = False
     contents: ClassVar[tuple[Row, ...]] = ()
 
     def __init_subclass__(cls, **traits: Any) -> None:
@@ -113,7 +109,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Segment(Op, role=Role.COMPUTE, returns="items"):
+class Segment(Op, role=Role.COMPUTE, returns_items=True):
     """Compiled pure compute."""
 
     key: str
@@ -219,46 +215,29 @@ class Reduction(Move, role=Role.REDUCTION):
     among: str | None = None
 
 
-class LaunchReduce(Reduction, returns="value"):
-    """Starts the exchange of src into dst, and returns its work. Until its wait_reduce it reads src and writes dst,
-    whatever else runs. Out of a ``host_sum`` it is the second reduction: between hosts, or between replicas."""
+class Exchange(Reduction):
+    """dst <- src of all ranks, by messages. Out of a ``host_sum`` it is the second reduction: between hosts, or between
+    replicas."""
 
     contents = (
         Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring", among=WITHIN_HOST),
         Row("src", "acc staging", (GRADIENT,), SENT, "partial", among=WITHIN_HOST),
-        Row("dst", "recv", (NOTHING,), HOST_FLIGHT, "in_place", among=WITHIN_HOST),
+        Row("dst", "recv", (NOTHING,), HOST_ROWS, "in_place", among=WITHIN_HOST),
         Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring plain direct"),
         Row("src", "acc staging", (GRADIENT,), SENT, "partial plain direct"),
         Row("src", "flat_grad", (HOST_SUM,), NOTHING, "ring plain in_place"),
         Row("src", "acc staging", (HOST_SUM,), SENT, "partial plain in_place"),
         Row("src", "host_sum", (HOST_SUM,), NOTHING, "twice plain"),
         Row("src", "wire", (ENCODED,), NOTHING, "encoded"),
-        Row("dst", "recv", (NOTHING,), FLIGHT, beside="flat_grad acc staging"),
-        Row("dst", "recv", (NOTHING,), SUMS_FLIGHT, "twice", beside="host_sum"),
-        Row("dst", "recv", (NOTHING,), ENCODED_FLIGHT, "encoded", beside="wire"),
-    )
-
-
-@dataclass(frozen=True)
-class WaitReduce(BucketOp, role=Role.REDUCTION, stream=COMM, reads=("src",), writes=("dst",)):
-    """Waits until a launch has completed."""
-
-    work: fx.Node
-    dst: Buffer
-    src: Buffer
-    among: str | None = None
-
-    contents = (
-        Row("dst", "recv", (HOST_FLIGHT,), HOST_ROWS, among=WITHIN_HOST),
-        Row("dst", "recv", (FLIGHT,), ROWS),
-        Row("dst", "recv", (SUMS_FLIGHT,), SUMS),
-        Row("dst", "recv", (ENCODED_FLIGHT,), ENCODED_ROWS, "encoded"),
+        Row("dst", "recv", (NOTHING,), ROWS, beside="flat_grad acc staging"),
+        Row("dst", "recv", (NOTHING,), SUMS, "twice", beside="host_sum"),
+        Row("dst", "recv", (NOTHING,), ENCODED_ROWS, "encoded", beside="wire"),
     )
 
 
 class Quantise(Reduction):
-    """dst <- src in 8 bits, one row per rank that gets a part; then a launch sends dst instead of src. No row crosses
-    hosts twice, and no gradient is encoded twice."""
+    """dst <- src in 8 bits, one row per rank that gets a part; then an exchange sends dst. No row crosses hosts twice,
+    and no gradient is encoded twice."""
 
     contents = (
         Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring once direct"),
@@ -281,7 +260,7 @@ class RowSum(Reduction, reads=("src", "dst")):
 
 class Accumulate(RowSum):
     """acc (+)= mean over ranks of the rows in src; or host_sum <- their sum, which a second reduction takes. Among the
-    ranks of a host: the start of dst, which the launch has sent, <- their sum, which the next launch takes."""
+    ranks of a host: the start of dst, which has been sent, <- their sum, which the next exchange takes."""
 
     contents = (
         Row("src", "recv", (HOST_ROWS,), NOTHING, "in_place", among=WITHIN_HOST),
@@ -453,7 +432,7 @@ class Publish(Weights, stream=COMPUTE):
 
 
 @dataclass(frozen=True)
-class TakeWeights(Op, role=Role.WEIGHTS, returns="items"):
+class TakeWeights(Op, role=Role.WEIGHTS, returns_items=True):
     """A graph's window: until the next one it reads the parameters at ``places``, (bucket, slot) each, and no others.
     Without places it ends the last window."""
 
