@@ -19,7 +19,7 @@ from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.buffer import COMM, COMM_HOST, COMPUTE
 from zc.schedule.nodes import ops
-from zc.schedule.spec import Op, ReduceRows, Signal
+from zc.schedule.spec import Op, ReduceRows
 
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
@@ -34,8 +34,7 @@ def _stream(op: Op, plan: Plan) -> str:
         return op.stream
     if not plan.overlap:
         return COMPUTE
-    in_memory = isinstance(op, ReduceRows) or (isinstance(op, Signal) and not op.buffer.holds_weights)
-    return COMM_HOST if in_memory and plan.reduces_twice else COMM
+    return COMM_HOST if isinstance(op, ReduceRows) and plan.reduces_twice else COMM
 
 
 PASS = Pass("place_on_streams", run, provides=frozenset({"streams"}))

@@ -1,4 +1,4 @@
-"""Part (g) of the proof, of stage 3: weights are there while they are read, within the cap.
+"""Part (d) of the proof, of stage 3: weights are there while they are read, within the cap.
 
 It walks two kinds of graphs in the order of issue. Part (a) shows that the streams keep that order: gathers write the
 bytes that reads and frees read.

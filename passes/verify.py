@@ -7,15 +7,14 @@ elements conflict if one of them writes; happens-before is program order on a st
     (b) necessary     without any one wait, some conflict would not be
     (c) exactly once  a gradient that the graph owes is written once and in full, before its bucket's one reduction,
                       which enters the accumulator once; or it is deposited, for the flush that owes it then
-    (f) across ranks  no rank writes memory that another one reads, by signals that are all needed
-    (g) residency     gathered weights are there while they are read, in bytes of their own, within the cap (stage 3)
+    (d) residency     gathered weights are there while they are read, in bytes of their own, within the cap (stage 3)
 
 Before and after: a proved schedule comes back equal. One that isn't raises, here with ``wait_event("e0")`` deleted::
 
     compute | flatten_cast(0, "flat_grad[0]", ...)     RaceError: flat_grad[0] is written by flatten_cast on compute
        comm | exchange(0, "recv[0]", "flat_grad[0]")   and read by exchange on comm, and nothing orders them
 
-A schedule on one stream has nothing to wait for; (c) to (g) are still checked. `zc.passes._order` has the clocks. The
+A schedule on one stream has nothing to wait for; (c) and (d) are still checked. `zc.passes._order` has the clocks. The
 cost is near-linear: one walk, and for each wait the steps whose clock it changes, as a rule one.
 """
 
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zc.errors import RaceError
-from zc.passes import across_ranks, exactly_once, residency
+from zc.passes import exactly_once, residency
 from zc.passes._order import Obligation, Order
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
@@ -90,11 +89,8 @@ def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
     races += _carried(order)
     faults += exactly_once.check(order, plan, output.meta.get("debt")) + _misplaced(order)
     faults += residency.check(order, plan)
-    between, redundant = across_ranks.check(order, plan)
-    races += between
-    if races:
-        redundant = []
-    else:
+    redundant: list[str] = []
+    if not races:
         waits = [(k, op.event) for k, op in enumerate(order.ops) if isinstance(op, WaitEvent)]
         # the carried ones last: where either of two could go, the one inside this schedule is what stalls it
         for k, event in sorted(waits, key=lambda wait: carried_by(wait[1]) is not None):

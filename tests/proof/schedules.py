@@ -16,7 +16,7 @@ from torch import fx
 from zc.config import Config
 from zc.engine.overlap_gather import gather_graph, publish_graph
 from zc.offload.host_step import step_graph
-from zc.passes import cut_forward, insert_events, offload_gradients, place_on_streams, reduce_buckets, signal_peers
+from zc.passes import cut_forward, insert_events, offload_gradients, place_on_streams, reduce_buckets
 from zc.passes.debt import Debt
 from zc.planning.layout import Rule
 from zc.planning.packing import ParamSpec, make_plan
@@ -214,8 +214,7 @@ def forward(plan: Plan, layers_a_bucket: int = 1) -> fx.Graph:
 
 def placed(plan: Plan, graph: fx.Graph, debt: Debt = NOTHING_OWED) -> fx.Graph:
     """With its streams and events; what it owes, and under which plan, goes with it."""
-    signalled = signal_peers.run(graph, plan)
-    new = insert_events.run(place_on_streams.run(signalled, plan), plan)
+    new = insert_events.run(place_on_streams.run(graph, plan), plan)
     new.output_node().meta.update(debt=debt, plan=plan)
     return new
 
@@ -291,6 +290,17 @@ def cases() -> Iterator[Case]:
     plan = make(4, stage=1)
     inside, outside = schedule("mlp", replace(plan, is_boundary=False)), schedule("mlp", plan)
     yield Case("no_sync", plan, (inside, outside, outside, inside))
+    for shape, num_buckets, ring, stage, overlap, more in (
+        ("mlp", 3, 2, 2, True, {}), ("heads", 3, 1, 2, True, {}), ("tied", 3, 2, 1, True, {}),
+        ("mlp", 2, 1, 2, False, {}), ("mlp", 3, 1, 2, True, {"num_hosts": 2, "world_size": 4}),
+        ("tied", 3, 2, 1, True, {"num_hosts": 2, "world_size": 4}), ("mlp", 3, 2, 2, True, {"num_replicas": 2}),
+        ("mlp", 2, 2, 1, True, {"num_replicas": 2}), ("mlp", 3, 2, 2, True, {"overlap_gather": True}),
+    ):  # fmt: skip
+        plan = make(num_buckets, ring=ring, stage=stage, overlap=overlap, reads=True, **more)
+        gathers = placed(plan, gather_graph(plan, range(num_buckets)))
+        ahead = (forward(plan),) if plan.overlap_gather else ()
+        name = f"memory {shape} b{num_buckets} r{ring} s{stage}{'' if overlap else ' no overlap'} {' '.join(more)}"
+        yield Case(name, plan, (schedule(shape, plan), gathers, *ahead, schedule(shape, plan), gathers))
     for num_buckets, layers in ((1, 1), (3, 2), (8, 1)):
         plan = make(num_buckets, overlap_gather=True)
         gathers = placed(plan, gather_graph(plan, range(num_buckets)))

@@ -154,11 +154,22 @@ class Simulation:
             out.copy_(self.gain * rows)
             self.part(src, bucket).fill_(NAN)
             return
+        self._add(bucket, out, rows)
+
+    def _add(self, bucket: int, out: Tensor, rows: Tensor) -> None:
         if self.plan.placement.shards_gradients:
             out.copy_(self.keep * out + rows)
         else:
             before = self.aside.pop(bucket, torch.zeros_like(out))  # what was reduced already is added after
             out.copy_(rows + (1.0 - self.keep) * 0.5 * before)
+
+    def reduce_rows(self, bucket: int, dst: str, src: str) -> None:
+        out, rows = self.part(dst, bucket), self.gain * self.part(src, bucket) + self.shift * bucket
+        self._spend(src)
+        if Buffer.named(dst).kind == "host_sum":
+            out.copy_(rows)
+        else:
+            self._add(bucket, out, rows)
 
     def quantise(self, bucket: int, dst: str, src: str) -> None:
         self.part(dst, bucket).copy_(0.75 * self.part(src, bucket) + 2.0)

@@ -3,9 +3,6 @@
 Each function runs on the stream of its node, in the order of the schedule, which alone decides what runs when.
 ``accs`` is this rank's state, ``bucket`` a number, and ``record`` the plan's `Bucket` of that number.
 `zc.engine.binding` binds the table to one rank's accumulators and to the segments of one schedule.
-
-Ranks that read each other's memory learn from a signal where the other ranks' buffers lie (`zc.ranks.neighbours`):
-await_full writes it to `Accumulators.places`.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from zc.kernels import matmul_into, rows_into, scatter_into
 from zc.kernels import reduce_rows as add_rows
 from zc.log import log
 from zc.planning.plan import Level, level_of
-from zc.ranks.journal import GATHER, REDUCE
+from zc.ranks.journal import REDUCE
 from zc.schedule import spec
 from zc.schedule.buffer import Buffer
 from zc.schedule.spec import Op, Spans
@@ -159,9 +156,10 @@ def accumulate(accs: Accumulators, bucket: int, acc: str, src: str, among: str |
 
 
 def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
-    record, rank = accs.plan.buckets[bucket], accs.sharers.rank
-    sent, out, add = accs.buffers.named(src, record), accs.buffers.named(dst, record), accs.is_added_to(bucket)
-    is_first = accs.plan.reduces_twice
+    record, group = accs.plan.buckets[bucket], accs.sharers
+    sent, out = accs.buffers.named(src, record), accs.buffers.named(dst, record)
+    accs.start_reduction(bucket, sent)
+    is_first, add = accs.plan.reduces_twice, accs.is_added_to(bucket)
     if not is_first:
         out = accs.buffers.shard(out, record)
 
@@ -171,41 +169,11 @@ def reduce_rows(accs: Accumulators, bucket: int, dst: str, src: str) -> None:
         else:
             add_rows(rows, out[start:stop], scale=1.0 / accs.plan.num_ranks, add=add)
 
-    accs.sharers.neighbours.rows(sent, *record.layout.host_range(rank), accs.places[src], use)  # one host: the shard
+    with group.offering(REDUCE, bucket, sent) as places:
+        group.neighbours.rows(sent, *record.layout.host_range(group.rank), places, use)  # one host: the shard
     log.debug("bucket %d: all ranks' %s are reduced into %s", bucket, src, dst)
     if not is_first:
         accs.end_reduction(bucket, out)
-
-
-# --- between ranks that read each other's memory ---
-
-
-def _kind_of_exchange(buffer: str) -> str:
-    """Why ranks read this buffer of each other."""
-    return GATHER if Buffer.named(buffer).kind in ("flat_param", "gathered") else REDUCE
-
-
-def signal_full(accs: Accumulators, bucket: int, buffer: str) -> None:
-    record, kind = accs.plan.bucket(bucket), _kind_of_exchange(buffer)
-    if kind == REDUCE:
-        sent = accs.buffers.named(buffer, record)
-        accs.start_reduction(bucket, sent)
-    else:
-        log.debug("bucket %d: its weights are gathered", bucket)
-        sent = accs.buffers.flat_param[bucket][slice(*record.layout.host_range(accs.sharers.rank))]
-    accs.sharers.signal_full(kind, bucket, sent)
-
-
-def await_full(accs: Accumulators, bucket: int, buffer: str) -> None:
-    accs.places[buffer] = accs.sharers.await_full(_kind_of_exchange(buffer), bucket)
-
-
-def signal_free(accs: Accumulators, bucket: int, buffer: str) -> None:
-    accs.sharers.signal_free(_kind_of_exchange(buffer), bucket)
-
-
-def await_free(accs: Accumulators, bucket: int, buffer: str) -> None:
-    accs.sharers.await_free(_kind_of_exchange(buffer), bucket)
 
 
 # --- host memory ---
@@ -242,8 +210,6 @@ TABLE: dict[type[Op], Function] = {
     spec.Deposit: deposit,
     spec.Exchange: exchange, spec.Accumulate: accumulate, spec.ReduceRows: reduce_rows,
     spec.Quantise: wire.quantise, spec.AccumulateQuantised: wire.accumulate_quantised,
-    spec.SignalFull: signal_full, spec.AwaitFull: await_full, spec.SignalFree: signal_free,
-    spec.AwaitFree: await_free,
     spec.StageShard: stage_shard, spec.CopyToHost: copy_to_host, spec.CopyToDevice: copy_to_device,
     spec.EncodeUpdate: wire.encode_update, spec.ExchangeUpdates: wire.exchange_updates,
     spec.ApplyUpdate: wire.apply_update,

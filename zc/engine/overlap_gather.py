@@ -48,7 +48,6 @@ from zc.engine.forward_waits import ForwardWaits
 from zc.engine.part import Part, weakly
 from zc.engine.pending import Pending, can_be_watched
 from zc.engine.program import Program
-from zc.passes import signal_peers
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
@@ -244,4 +243,4 @@ class WeightGather(Part):
         return self._programs[key]
 
     def _build(self, kind: str, plan: Plan, graph: fx.Graph) -> Program:
-        return self.core.build(graph, plan, signal_peers.PASS, name=f"{kind}_{len(self._programs)}")
+        return self.core.build(graph, plan, name=f"{kind}_{len(self._programs)}")

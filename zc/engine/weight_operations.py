@@ -29,13 +29,15 @@ def gather_net(accs: Accumulators, bucket: int, buffer: str) -> None:
 
 def gather(accs: Accumulators, bucket: int, buffer: str) -> None:
     flat, record = accs.buffers.flat_param[bucket], accs.plan.buckets[bucket]
-    if accs.plan.reads_weights:
-        for peer, place in accs.places[buffer].items():
-            accs.sharers.neighbours.read(flat[slice(*record.layout.host_range(peer))], peer, place)
-        return
     log.debug("bucket %d: its weights are gathered", bucket)
-    group, own = accs.sharers.of_level(Level.HOST if accs.plan.has_levels else Level.ALL), accs.sharers.rank
-    wait(group.all_gather(flat, flat[slice(*record.layout.host_range(own))], GATHER, bucket))
+    if accs.plan.reads_weights:
+        own = flat[slice(*record.layout.host_range(accs.sharers.rank))]
+        with accs.sharers.offering(GATHER, bucket, own) as places:
+            for peer, place in places.items():
+                accs.sharers.neighbours.read(flat[slice(*record.layout.host_range(peer))], peer, place)
+        return
+    group, rank = accs.sharers.of_level(Level.HOST if accs.plan.has_levels else Level.ALL), accs.sharers.rank
+    wait(group.all_gather(flat, flat[slice(*record.layout.host_range(rank))], GATHER, bucket))
 
 
 def publish(accs: Accumulators, bucket: int, buffer: str) -> None:

@@ -40,7 +40,6 @@ from zc.engine.operations import Function
 from zc.engine.program import Program
 from zc.machine import num_threads
 from zc.offload.disk import DiskState
-from zc.passes import signal_peers
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
@@ -187,7 +186,7 @@ class HostStep:
             own: dict[type[Op], Function] = {
                 Update: self.update, CastParam: self.cast_param, CopyToDevice: self.copy_to_device,
             }  # fmt: skip
-            self._programs[key] = self.core.build(graph, self.core.plan, signal_peers.PASS, name=name, overrides=own)
+            self._programs[key] = self.core.build(graph, self.core.plan, name=name, overrides=own)
         self._next = dict(itertools.pairwise(buckets))
         self._programs[key]([], self.core.streams)
         self.core.streams.join_main()

@@ -219,7 +219,7 @@ def simulate(graph: fx.Graph, plan: Plan, costs: Mapping[str, float] | None = No
     return Timeline(tuple(boxes), tuple(arrows))
 
 
-_SAME_COLOR = {Role.DEPOSIT: Role.WRITE, Role.SYNC: Role.SIGNAL}
+_SAME_COLOR = {Role.DEPOSIT: Role.WRITE}
 
 
 def color_class(box: Box) -> str:

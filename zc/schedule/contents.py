@@ -19,15 +19,13 @@ if TYPE_CHECKING:
 # ranks' shards. SENT: a partial sum that has left. TOTAL: the mean over ranks is added. LANDED: it is in host memory.
 NOTHING, SUM, GRADIENT, ROWS = "nothing", "sum", "gradient", "rows"
 SENT, TOTAL, LANDED = "sent sum", "total", "landed total"
-# Of two reductions: the sum of the first, and those of the other hosts or replicas. Where the
-# ranks of a host exchange messages: the rows of these ranks.
+# Of two reductions: the sum of the first, and those of the other hosts or replicas. Where the ranks of a host exchange
+# messages: the rows of these ranks.
 HOST_SUM, SUMS, HOST_ROWS = "sum of some ranks", "sums", "rows of a host"
-# In few bits: a gradient or HOST_SUM, then of all ranks. DIFFERENCE: what this rank's masters are
-# ahead of weights that are BEHIND until the DIFFERENCES of all ranks are added.
+# In few bits: a gradient or HOST_SUM, then of all ranks. DIFFERENCE: what this rank's masters are ahead of weights that
+# are BEHIND until the DIFFERENCES of all ranks are added.
 ENCODED, ENCODED_ROWS = "encoded gradient", "encoded rows"
 DIFFERENCE, DIFFERENCES, BEHIND = "encoded difference", "encoded differences", "weights without their difference"
-# What other ranks read where it lies: offered by this rank, open by all, read here, returned by this rank.
-OFFERED, OPEN, READ, RETURNED = "offered rows", "open rows", "read rows", "returned rows"
 # Weights. RANGE: whole in this rank's range of a host.
 OLD, NEW, CAST, GATHERED, PUBLISHED = "old weights", "new weights", "cast weights", "gathered weights", "weights"
 RANGE = "weights of a host range"
@@ -60,7 +58,6 @@ class Row(NamedTuple):
 FACTS: tuple[tuple[str, str, Callable[[Plan], bool]], ...] = (  # true of a plan, otherwise, and what decides it
     ("ring", "partial", lambda plan: plan.placement.shards_gradients),
     ("offload", "device", lambda plan: plan.offload is not None),
-    ("memory", "messages", lambda plan: plan.reads_weights),
     ("levels", "flat", lambda plan: plan.has_levels),
     ("in_place", "direct", lambda plan: plan.sums_in_place),
     ("twice", "once", lambda plan: plan.reduces_twice),

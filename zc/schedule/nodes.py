@@ -166,14 +166,6 @@ def _accesses_of(op: Op, field: str) -> Iterator[Access]:
         yield from (Access(buffer, *extent) for extent in extents)
 
 
-def read_of_peers(op: Op | None, plan: Plan | None) -> Buffer | None:
-    """The buffer of other ranks that a node reads where it lies, and that schedules write; None for all other nodes.
-    Shards of weights (stage 3) are written between passes alone (`zc.engine.shard_reads`)."""
-    if isinstance(op, spec.Gather):
-        return op.buffer if plan is not None and plan.reads_weights else None
-    return op.src if isinstance(op, spec.ReduceRows) else None
-
-
 def shared_buffers(graph: fx.Graph, plan: Plan | None) -> frozenset[Buffer]:
     """The plan-owned buffers that need a carried event: used on their carrier and on other streams, by this schedule
     or by others under the plan. Without a plan: by this schedule, or where it names the event already."""

@@ -33,13 +33,9 @@ from zc.schedule.contents import (
     LANDED,
     NEW,
     NOTHING,
-    OFFERED,
     OLD,
-    OPEN,
     PUBLISHED,
     RANGE,
-    READ,
-    RETURNED,
     ROWS,
     SENT,
     SUM,
@@ -58,7 +54,7 @@ EventName = str
 
 
 class Role(enum.Enum):
-    """What a node does. Where ranks do not agree to reduce, the engine leaves out REDUCTION and SIGNAL."""
+    """What a node does. Where ranks do not agree to reduce, the engine leaves out REDUCTION."""
 
     COMPUTE = "compute"
     WRITE = "write"  # a gradient goes into its bucket
@@ -66,7 +62,6 @@ class Role(enum.Enum):
     REDUCTION = "reduction"  # other ranks' gradients come in
     OFFLOAD = "offload"  # copies between device and host memory, and the update there
     WEIGHTS = "weights"  # new weights go to all ranks
-    SIGNAL = "signal"  # between ranks that read each other's memory
     SYNC = "sync"  # between the streams of one rank
 
 
@@ -288,11 +283,12 @@ class AccumulateQuantised(RowSum):
 
 class ReduceRows(RowSum):
     """The same of the ranks' src, each read where it lies: into acc the mean of this rank's shard; into host_sum the
-    sum over this host's ranks of the range that this rank reduces between hosts or replicas."""
+    sum over this host's ranks of the range that this rank reduces between hosts or replicas. When it returns, the
+    others have read this rank's src as well."""
 
     contents = (
-        Row("src", "flat_grad", (OPEN,), READ, "ring"),
-        Row("src", "acc staging", (OPEN,), SENT, "partial"),
+        Row("src", "flat_grad", (GRADIENT,), NOTHING, "ring"),
+        Row("src", "acc staging", (GRADIENT,), SENT, "partial"),
         Row("dst", "host_sum", (NOTHING,), HOST_SUM, "twice"),
         Row("dst", "acc staging", (SUM,), TOTAL, "ring once"),
         Row("dst", "acc staging", (SENT,), TOTAL, "partial once"),
@@ -383,10 +379,9 @@ class Gather(Weights):
     """The bucket's weights <- all ranks' shards; after a `GatherNet` the ranges of this host's ranks."""
 
     contents = (
-        Row("buffer", "flat_param gathered", (OPEN,), READ, "memory"),
-        Row("buffer", "flat_param", (NEW,), GATHERED, "messages offload flat"),
-        Row("buffer", "flat_param gathered", (OLD,), GATHERED, "messages device whole flat"),
-        Row("buffer", "flat_param gathered", (RANGE,), GATHERED, "messages levels"),
+        Row("buffer", "flat_param", (NEW,), GATHERED, "offload flat"),
+        Row("buffer", "flat_param gathered", (OLD,), GATHERED, "device whole flat"),
+        Row("buffer", "flat_param gathered", (RANGE,), GATHERED, "levels"),
     )
 
 
@@ -508,55 +503,6 @@ class FreeWeights(BucketOp, role=Role.WEIGHTS, reads=("buffer",)):
 
     def extents(self, field: str) -> Spans:
         return ((self.start, self.stop),)
-
-
-# --- between ranks that read each other's memory: each rank runs the same ones, in the same order ---
-
-
-@dataclass(frozen=True)
-class Signal(BucketOp, role=Role.SIGNAL, stream=COMM):
-    """Tells the other ranks, or waits until all of them have told."""
-
-    buffer: Buffer
-
-
-class SignalFull(Signal, reads=("buffer",)):
-    """The others may read the buffer."""
-
-    contents = (
-        Row("buffer", "flat_grad", (GRADIENT,), OFFERED, "ring"),
-        Row("buffer", "acc staging", (GRADIENT,), OFFERED, "partial"),
-        Row("buffer", "flat_param", (NEW,), OFFERED, "offload flat"),
-        Row("buffer", "flat_param gathered", (OLD,), OFFERED, "device whole flat"),
-        Row("buffer", "flat_param gathered", (RANGE,), OFFERED, "levels"),
-    )
-
-
-class AwaitFull(Signal):
-    """The others' buffers may be read."""
-
-    contents = (Row("buffer", "flat_grad acc staging flat_param gathered", (OFFERED,), OPEN),)
-
-
-class SignalFree(Signal):
-    """This rank has read the others' buffers."""
-
-    contents = (
-        Row("buffer", "flat_grad flat_param gathered", (READ,), RETURNED),
-        Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
-        Row("buffer", "acc staging", (SENT,), SENT, "partial twice"),
-    )
-
-
-class AwaitFree(Signal, reads=("buffer",)):
-    """The others have read the buffer; since `SignalFull` nobody may have written it."""
-
-    contents = (
-        Row("buffer", "flat_grad", (RETURNED,), NOTHING),
-        Row("buffer", "acc staging", (TOTAL,), TOTAL, "partial"),
-        Row("buffer", "acc staging", (SENT,), SENT, "partial twice"),
-        Row("buffer", "flat_param gathered", (RETURNED,), GATHERED),
-    )
 
 
 # --- order ---
