@@ -189,17 +189,21 @@ def tensors_in(values: object) -> list[Any]:
     return _pytree.tree_leaves(values)
 
 
-def hook_attributes() -> frozenset[Any]:
-    """The functions that ``__torch_function__`` gets when code reads or sets a tensor's hooks, or asks what it is.
-    (``Tensor._backward_hooks``, ``Tensor._post_accumulate_grad_hooks`` and others, 2.11 to 2.15.)"""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse", "is_meta", "is_nested", "retains_grad",
-             "output_nr", "is_quantized", "is_mkldnn")  # fmt: skip
+def map_tensors(function: Callable[[torch.Tensor], object], values: object) -> Any:
+    """The same nested lists, tuples, dicts and registered classes, with ``function`` of each tensor in its place.
+    (``torch.utils._pytree.tree_map_only``, 2.11 to 2.15.)"""
+    from torch.utils import _pytree
+
+    return _pytree.tree_map_only(torch.Tensor, function, values)
+
+
+def hook_functions() -> frozenset[Any]:
+    """The functions that ``__torch_function__`` gets when code reads or sets a tensor's hooks.
+    (``Tensor._backward_hooks`` and ``Tensor._post_accumulate_grad_hooks``, 2.11 to 2.15.)"""
     of_class: Any = torch.Tensor
-    attributes = [getattr(of_class, name) for name in names]
-    setters = [a.__set__ for a in attributes[:2]]
-    functions = [of_class.register_hook, of_class.register_post_accumulate_grad_hook, of_class.__hash__,
-                 of_class._is_view, of_class.is_inference, torch.is_same_size]  # fmt: skip
-    return frozenset([*(a.__get__ for a in attributes), *setters, *functions])
+    attributes = of_class._backward_hooks, of_class._post_accumulate_grad_hooks
+    accessors = [accessor for each in attributes for accessor in (each.__get__, each.__set__)]
+    return frozenset([*accessors, of_class.register_hook, of_class.register_post_accumulate_grad_hook])
 
 
 def storage_number(tensor: torch.Tensor) -> int:

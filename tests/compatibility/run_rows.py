@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import rows_absent_reads
 import rows_backward
 import rows_checkpointing
 import rows_clearing
@@ -44,8 +45,9 @@ from zc.registry import COMPILED
 
 TABLE = (
     rows_tasks, rows_updates, rows_clearing, rows_backward, rows_structure, rows_several_models, rows_conv,
-    rows_params, rows_unfreezing, rows_precision, rows_checkpointing, rows_param_grad, rows_optimizers,
-    rows_dropped_gradients, rows_unequal_ranks, rows_overlap, rows_several, rows_unforeseen, rows_shard_frozen,
+    rows_params, rows_absent_reads, rows_unfreezing, rows_precision, rows_checkpointing, rows_param_grad,
+    rows_optimizers, rows_dropped_gradients, rows_unequal_ranks, rows_overlap, rows_several, rows_unforeseen,
+    rows_shard_frozen,
 )  # fmt: skip
 
 

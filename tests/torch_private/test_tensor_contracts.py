@@ -354,7 +354,13 @@ def test_leaves_of_nested_values() -> None:
     assert torch_private.tensors_in([a, {"b": (b, 3)}]) == [a, b, 3]
 
 
-@contract("hook_attributes", "Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks")
+@contract("map_tensors", "torch.utils._pytree.tree_map_only")
+def test_tensors_of_nested_values_are_exchanged() -> None:
+    a, b = torch.ones(1), torch.ones(2)
+    assert torch_private.map_tensors(torch.Tensor.numel, [a, {"b": (b, 3)}]) == [1, {"b": (2, 3)}]
+
+
+@contract("hook_functions", "Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks")
 def test_what_a_subclass_is_asked_for_hooks() -> None:
     asked = []
 
@@ -369,4 +375,4 @@ def test_what_a_subclass_is_asked_for_hooks() -> None:
     param.__class__ = Asked
     param.register_post_accumulate_grad_hook(lambda p: None)
     param.register_hook(lambda grad: None)
-    assert param._backward_hooks and asked and set(asked) <= torch_private.hook_attributes()
+    assert param._backward_hooks and asked and set(asked) <= torch_private.hook_functions()

@@ -48,8 +48,9 @@ from zc.engine.forward_waits import ForwardWaits
 from zc.engine.part import Part, weakly
 from zc.engine.pending import Pending, can_be_watched
 from zc.engine.program import Program
+from zc.errors import ZcError
 from zc.planning.plan import Plan
-from zc.schedule.buffer import Buffer
+from zc.schedule.buffer import Buffer, carried_event
 from zc.schedule.nodes import put
 from zc.schedule.spec import ApplyUpdate, EncodeUpdate, ExchangeUpdates, Gather, GatherNet, Publish, Spread
 
@@ -190,6 +191,7 @@ class WeightGather(Part):
         buckets = tuple(sorted((bucket for bucket in self._in_flight if bucket >= first), reverse=True))
         if buckets:
             self._publish(buckets)([], self.core.streams)
+            self._refuse_failed(buckets)
             self._in_flight.difference_update(buckets)
         self._pending.release(first)
 
@@ -199,7 +201,23 @@ class WeightGather(Part):
 
     def note_forward(self, forward: Program) -> None:
         """A schedule of a forward has published all buckets of its plan. `zc.recompile` may have added more since."""
-        self._in_flight.difference_update(range(len(forward.plan.buckets)))
+        buckets = self._in_flight.intersection(range(len(forward.plan.buckets)))
+        self._refuse_failed(buckets)
+        self._in_flight.difference_update(buckets)
+
+    def _refuse_failed(self, buckets: Iterable[int]) -> None:
+        """Raises ZcError where a gather has failed, also after its own error has been raised and caught. These buckets
+        stay in flight, so every read of them fails."""
+        core = self.core
+        for index in buckets:
+            bucket = core.plan.buckets[index]
+            error = core.streams.error_before(carried_event(Buffer.named(core.plan.weights_buffer(index))))
+            if error is not None:
+                raise ZcError(
+                    f"the new weights of {bucket.slots[0].name} and others in bucket {index} have not arrived on rank "
+                    f"{core.group.rank}: their gather failed with {type(error).__name__}: {error}. What the parameters "
+                    "have is no step's weights: start again from the last checkpoint"
+                ) from error
 
     def _read(self, params: Sequence[nn.Parameter]) -> None:
         """Somebody reads these parameters; without any, nobody knows which."""
