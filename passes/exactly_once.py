@@ -65,7 +65,8 @@ class _Ledger:
         if isinstance(op, CopyToHost):
             self.landed.add(op.bucket)
         for name in dict.fromkeys((*(row.field for row in op.contents), *op.writes)):
-            buffer = op.buffers[name]
+            if (buffer := op.buffers.get(name)) is None:
+                continue
             of, content = self.holds.get(buffer) or at_entry(buffer)
             rows = rows_for(op, name, buffer, self.facts)
             row = next((row for row in rows if content in row.needs and (of == op.bucket or content == NOTHING)), None)

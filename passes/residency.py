@@ -31,7 +31,7 @@ from zc.planning.layout import ALIGN_NBYTES
 from zc.planning.plan import MOVED, Plan
 from zc.schedule.buffer import MAIN, Buffer
 from zc.schedule.nodes import item_of, results, stream_of
-from zc.schedule.spec import Cast, Deposit, FreeWeights, GatherShards, Op, ReadWeights, Segment, TakeWeights
+from zc.schedule.spec import Cast, Deposit, FreeWeights, GatherWeights, Op, ReadWeights, Segment, TakeWeights
 
 if TYPE_CHECKING:
     from zc.passes._order import Order
@@ -53,7 +53,7 @@ class _Arena:
         self._num_uses = 0
         self._uses: tuple[tuple[int, ...], ...] | None = order.nodes[-1].meta.get("uses")
         for node, op in zip(order.nodes, order.ops, strict=True):
-            if isinstance(op, GatherShards) and op.dst.kind == "arena":
+            if isinstance(op, GatherWeights) and op.dst.kind == "arena":
                 self._gather(node, op)
             elif isinstance(op, ReadWeights):
                 self._read(node, op)
@@ -66,7 +66,7 @@ class _Arena:
         if self._uses is not None and self._num_uses != len(self._uses):
             self.faults.append(f"the schedule has {self._num_uses} uses, and the pass {len(self._uses)}")
 
-    def _gather(self, node: fx.Node, op: GatherShards) -> None:
+    def _gather(self, node: fx.Node, op: GatherWeights) -> None:
         place = f"bucket {op.bucket} into {op.dst} {_range(op.start, op.stop)}"
         if (op.dst, op.bucket) in self._alive:
             name, *extent = self._alive[op.dst, op.bucket]

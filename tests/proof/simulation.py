@@ -140,11 +140,12 @@ class Simulation:
         self.kept[bucket, slot] = grad.clone() if before is None else self.keep * before + grad
 
     def exchange(self, bucket: int, dst: str, src: str, among: str | None = None) -> None:
-        self.part(dst, bucket).copy_(self.gain * self.part(src, bucket) + self.shift * bucket)
+        gain = self.gain if among is None else 1.0 + 2.0 * self.shift  # other ranks than those between hosts
+        self.part(dst, bucket).copy_(gain * self.part(src, bucket) + self.shift * bucket)
         self._spend(src)
 
     def _spend(self, src: str) -> None:
-        if Buffer.named(src).kind in ("flat_grad", "host_sum", "wire"):  # the next bucket must write its own
+        if Buffer.named(src).kind != "recv":  # nobody needs it any more
             self.buffer(src).fill_(NAN)
 
     def accumulate(self, bucket: int, acc: str, src: str, among: str | None = None) -> None:
@@ -180,16 +181,6 @@ class Simulation:
         self.accumulate(bucket, acc, src)
         self.part(src, bucket).fill_(NAN)
 
-    def encode_update(self, bucket: int, dst: str, src: str) -> None:
-        self.part(dst, bucket).copy_(0.5 * self.part(src, bucket) + bucket)
-
-    def exchange_updates(self, bucket: int, buffer: str) -> None:
-        self.part(buffer, bucket).mul_(1.25)
-
-    def apply_update(self, bucket: int, dst: str, src: str) -> None:
-        self.part(dst, bucket).add_(self.part(src, bucket))
-        self.part(src, bucket).fill_(NAN)
-
     def _copy(self, bucket: int, dst: str, src: str) -> None:
         self.part(dst, bucket).copy_(self.part(src, bucket))
 
@@ -211,14 +202,16 @@ class Simulation:
         self.part(dst, bucket).copy_(self.gain * self.part(src, bucket) + bucket)
         self.part(src, bucket).fill_(NAN)
 
-    def gather_weights(self, bucket: int, dst: str, src: str, start: int, stop: int) -> None:
+    def gather_weights(self, bucket: int, dst: str, src: str, start: int, stop: int, via: str | None = None) -> None:
         self.part(dst, bucket).copy_(1.25 * self.part(src, bucket) + bucket)
 
-    def gather_net(self, bucket: int, buffer: str) -> None:
-        self.buffer(buffer).copy_(0.75 * self.buffer(buffer) + 2.0)
-
-    def gather(self, bucket: int, buffer: str) -> None:
-        self.buffer(buffer).copy_(1.25 * self.buffer(buffer) + bucket)
+    def gather(self, bucket: int, buffer: str, via: str | None = None) -> None:
+        out = self.buffer(buffer)
+        if via is not None:  # as if another bucket's rows had been there
+            self.part(via, bucket).copy_(0.5 * self.part(buffer, bucket) + 2.0)
+            self.part(buffer, bucket).add_(self.part(via, bucket))
+            self.part(via, bucket).fill_(NAN)
+        out.copy_(1.25 * out + bucket)
 
     def publish(self, bucket: int, buffer: str) -> None:
         self.published.append(self.buffer(buffer).clone())

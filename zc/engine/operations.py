@@ -211,11 +211,8 @@ TABLE: dict[type[Op], Function] = {
     spec.Exchange: exchange, spec.Accumulate: accumulate, spec.ReduceRows: reduce_rows,
     spec.Quantise: wire.quantise, spec.AccumulateQuantised: wire.accumulate_quantised,
     spec.StageShard: stage_shard, spec.CopyToHost: copy_to_host, spec.CopyToDevice: copy_to_device,
-    spec.EncodeUpdate: wire.encode_update, spec.ExchangeUpdates: wire.exchange_updates,
-    spec.ApplyUpdate: wire.apply_update,
-    spec.Spread: owners.spread, spec.SpreadShards: owners.spread_shards, spec.GatherNet: weights.gather_net,
+    spec.Spread: owners.spread, spec.SpreadShards: owners.spread_shards,
     spec.Gather: weights.gather, spec.Publish: weights.publish,
     spec.TakeWeights: weights.take_weights, spec.GatherWeights: weights.gather_weights,
     spec.ReadWeights: weights.read_weights, spec.FreeWeights: weights.free_weights,
-    spec.GatherEncoded: wire.gather_encoded,
 }  # fmt: skip

@@ -43,7 +43,7 @@ from zc.offload.disk import DiskState
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import CastParam, CopyToDevice, Gather, GatherNet, Op, Publish, Spread, SpreadShards, Update
+from zc.schedule.spec import CastParam, CopyToDevice, Gather, Op, Publish, Spread, SpreadShards, Update
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -83,8 +83,6 @@ def _bring_weights(graph: fx.Graph, plan: Plan, index: int, source: Buffer, stag
     if spreads:
         put(graph, Spread(index, weights))
     if plan.world_size > 1:
-        if plan.has_levels:
-            put(graph, GatherNet(index, weights))
         put(graph, Gather(index, weights))
 
 

@@ -27,7 +27,7 @@ from zc.schedule.spec import (
     Deposit,
     Exchange,
     FreeWeights,
-    GatherShards,
+    GatherWeights,
     Op,
     ReadWeights,
     RecordEvent,
@@ -125,7 +125,7 @@ def measured(step: ClockedStep, programs: Iterable[Scheduled]) -> Timeline:
     boxes = [Box(None, LOOP, p.start, p.stop, p.name, f"the caller's loop: {p.name}") for p in step.phases]
     arrows: list[Arrow] = []
     free: dict[str, float] = {}
-    moves: list[tuple[float, GatherShards | FreeWeights]] = []
+    moves: list[tuple[float, GatherWeights | FreeWeights]] = []
     for (name, _), spans in sorted(runs.items(), key=lambda run: min(run[1].values())):
         if name in by_name:
             _place(by_name[name], spans, free, boxes, arrows)
@@ -144,25 +144,25 @@ def measured(step: ClockedStep, programs: Iterable[Scheduled]) -> Timeline:
 
 def _moves(
     graph: fx.Graph, spans: Mapping[str, tuple[float, float]]
-) -> Iterator[tuple[float, GatherShards | FreeWeights]]:
+) -> Iterator[tuple[float, GatherWeights | FreeWeights]]:
     """When a gather began to fill its bytes of the arena, and when these were free again."""
     for node, op in ops(graph):
-        if node.name in spans and isinstance(op, GatherShards) and op.dst.kind == "arena":
+        if node.name in spans and isinstance(op, GatherWeights) and op.dst.kind == "arena":
             yield spans[node.name][0], op
         elif node.name in spans and isinstance(op, FreeWeights):
             yield spans[node.name][1], op
 
 
-def _gathered(moves: Iterable[tuple[float, GatherShards | FreeWeights]]) -> tuple[tuple[float, int], ...]:
+def _gathered(moves: Iterable[tuple[float, GatherWeights | FreeWeights]]) -> tuple[tuple[float, int], ...]:
     """The bytes of gathered weights from each of these times on.
 
     A pass that ended early freed nothing: its weights count until the next gather overwrites them.
     """
     alive: set[tuple[int, int]] = set()  # extents
     points: dict[float, int] = {}
-    for time, op in sorted(moves, key=lambda move: (move[0], isinstance(move[1], GatherShards))):
+    for time, op in sorted(moves, key=lambda move: (move[0], isinstance(move[1], GatherWeights))):
         alive = {(start, stop) for start, stop in alive if stop <= op.start or op.stop <= start}
-        if isinstance(op, GatherShards):
+        if isinstance(op, GatherWeights):
             alive.add((op.start, op.stop))
         points[time] = sum(stop - start for start, stop in alive)
     return tuple(points.items())

@@ -22,13 +22,10 @@ SENT, TOTAL, LANDED = "sent sum", "total", "landed total"
 # Of two reductions: the sum of the first, and those of the other hosts or replicas. Where the ranks of a host exchange
 # messages: the rows of these ranks.
 HOST_SUM, SUMS, HOST_ROWS = "sum of some ranks", "sums", "rows of a host"
-# In few bits: a gradient or HOST_SUM, then of all ranks. DIFFERENCE: what this rank's masters are ahead of weights that
-# are BEHIND until the DIFFERENCES of all ranks are added.
+# In few bits: a gradient or HOST_SUM, then of all ranks.
 ENCODED, ENCODED_ROWS = "encoded gradient", "encoded rows"
-DIFFERENCE, DIFFERENCES, BEHIND = "encoded difference", "encoded differences", "weights without their difference"
-# Weights. RANGE: whole in this rank's range of a host.
+# Weights.
 OLD, NEW, CAST, GATHERED, PUBLISHED = "old weights", "new weights", "cast weights", "gathered weights", "weights"
-RANGE = "weights of a host range"
 
 AT_ENTRY = {  # all others: NOTHING
     "acc": SUM, "host": SUM, "master": OLD, "flat_param": OLD, "gathered": OLD, "weight": OLD,
@@ -58,7 +55,6 @@ class Row(NamedTuple):
 FACTS: tuple[tuple[str, str, Callable[[Plan], bool]], ...] = (  # true of a plan, otherwise, and what decides it
     ("ring", "partial", lambda plan: plan.placement.shards_gradients),
     ("offload", "device", lambda plan: plan.offload is not None),
-    ("levels", "flat", lambda plan: plan.has_levels),
     ("in_place", "direct", lambda plan: plan.sums_in_place),
     ("twice", "once", lambda plan: plan.reduces_twice),
     ("encoded", "plain", lambda plan: plan.reduce_bits > 0),

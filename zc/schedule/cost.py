@@ -21,7 +21,6 @@ from zc.schedule.nodes import op_of
 from zc.schedule.spec import (
     BucketOp,
     Cast,
-    EncodeUpdate,
     Exchange,
     ReduceRows,
     Role,
@@ -127,8 +126,6 @@ def estimate(plan: Plan | None) -> Cost:
         numel = bucket.numel
         if isinstance(op, Cast) and op.spans is not None:
             numel = sum(stop - start for start, stop in op.spans)
-        elif isinstance(op, EncodeUpdate):
-            numel = bucket.layout.numel_shard
         elif op.role is Role.REDUCTION:
             numel = bucket.layout.numel_shard * plan.world_size
         return c.us_launch + 2.0 * numel * bucket.reduce_dtype.itemsize / c.nbytes_memory

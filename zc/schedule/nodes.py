@@ -160,6 +160,8 @@ def accesses(node: fx.Node) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
 
 def _accesses_of(op: Op, field: str) -> Iterator[Access]:
     buffer, extents = getattr(op, field), op.extents(field)
+    if buffer is None:  # scratch that this one does without
+        return
     if extents is None:
         yield Access(buffer)
     else:

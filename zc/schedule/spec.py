@@ -20,10 +20,7 @@ from torch import fx
 
 from zc.schedule.buffer import COMM, COMPUTE, COPY, HOST, Buffer
 from zc.schedule.contents import (
-    BEHIND,
     CAST,
-    DIFFERENCE,
-    DIFFERENCES,
     ENCODED,
     ENCODED_ROWS,
     GATHERED,
@@ -35,7 +32,6 @@ from zc.schedule.contents import (
     NOTHING,
     OLD,
     PUBLISHED,
-    RANGE,
     ROWS,
     SENT,
     SUM,
@@ -366,49 +362,19 @@ class SpreadShards(Move, role=Role.WEIGHTS):
     contents = (Row("src", "staging", (NEW,), NOTHING), Row("dst", "weight", (OLD,), NEW, "sharded"))
 
 
-class GatherNet(Weights):
-    """This rank's range of the bucket's weights <- the shards in it, from the ranks of its number on other hosts."""
+@dataclass(frozen=True)
+class Gather(Weights, writes=("buffer", "via")):
+    """The bucket's weights <- all ranks' shards. With ``via`` they += what all masters are ahead of them, encoded in
+    via: all ranks have the same bits. Like the weights, only the main stream writes masters, before the schedule or
+    after it; so the order of ``buffer`` is theirs, too."""
+
+    via: Buffer | None = None
 
     contents = (
-        Row("buffer", "flat_param", (NEW,), RANGE, "levels offload"),
-        Row("buffer", "flat_param gathered", (OLD,), RANGE, "levels device whole"),
-    )
-
-
-class Gather(Weights):
-    """The bucket's weights <- all ranks' shards; after a `GatherNet` the ranges of this host's ranks."""
-
-    contents = (
-        Row("buffer", "flat_param", (NEW,), GATHERED, "offload flat"),
-        Row("buffer", "flat_param gathered", (OLD,), GATHERED, "device whole flat"),
-        Row("buffer", "flat_param gathered", (RANGE,), GATHERED, "levels"),
-    )
-
-
-class EncodeUpdate(Move, role=Role.WEIGHTS):
-    """dst <- what this rank's masters are ahead of the weights src, encoded. Like src, only the main stream writes
-    masters, before the schedule or after it; so the order of src is theirs, too."""
-
-    contents = (
-        Row("src", "flat_param gathered", (OLD,), BEHIND, "differs"),
-        Row("dst", "update", (NOTHING,), DIFFERENCE, "differs"),
-    )
-
-
-class ExchangeUpdates(Weights):
-    """The encoded differences of all ranks that share the bucket's weights (of two levels: of the ranks of this number)
-    come together."""
-
-    contents = (Row("buffer", "update", (DIFFERENCE,), DIFFERENCES, "differs"),)
-
-
-class ApplyUpdate(Move, role=Role.WEIGHTS, reads=("src", "dst")):
-    """The weights dst += the differences in src, this rank's own included: all ranks have the same bits."""
-
-    contents = (
-        Row("src", "update", (DIFFERENCES,), NOTHING, "differs"),
-        Row("dst", "flat_param gathered", (BEHIND,), GATHERED, "differs flat"),
-        Row("dst", "flat_param gathered", (BEHIND,), RANGE, "differs levels"),
+        Row("buffer", "flat_param", (NEW,), GATHERED, "offload"),
+        Row("buffer", "flat_param gathered", (OLD,), GATHERED, "device whole"),
+        Row("buffer", "flat_param gathered", (OLD,), GATHERED, "differs", beside="update"),
+        Row("via", "update", (NOTHING,), NOTHING, "differs"),
     )
 
 
@@ -439,44 +405,32 @@ class TakeWeights(Op, role=Role.WEIGHTS, returns_items=True):
 
 
 @dataclass(frozen=True)
-class GatherShards(BucketOp, role=Role.WEIGHTS, stream=COMM, reads=("src",), writes=("dst",)):
-    """Bytes [start, stop) of dst <- the bucket's weights, from all ranks' shards src."""
+class GatherWeights(BucketOp, role=Role.WEIGHTS, stream=COMM, reads=("src",), writes=("dst", "via")):
+    """Bytes [start, stop) of dst <- the bucket's weights, from all ranks' shards src. With ``via`` they leave a host
+    encoded: each rank encodes its shard into its row of via, all rows are gathered there, and each rank decodes all of
+    them, its own included. So all ranks read the same values."""
 
     dst: Buffer
     src: Buffer
     start: int
     stop: int
+    via: Buffer | None = None
 
-    contents: ClassVar[tuple[Row, ...]] = (
+    contents = (
         Row("src", "weight", (OLD,), OLD),
         Row("dst", "flat_param", (OLD,), GATHERED),
         Row("dst", "arena", (NOTHING,), NOTHING),  # `zc.passes.residency` knows what its extents hold
+        Row("via", "update", (NOTHING,), NOTHING),
     )
 
     def extents(self, field: str) -> Spans | None:
         return ((self.start, self.stop),) if field == "dst" else None
 
 
-class GatherWeights(GatherShards):
-    """The weights as they are."""
-
-
-@dataclass(frozen=True)
-class GatherEncoded(GatherShards, writes=("dst", "via")):
-    """Weights that leave a host encoded: each rank encodes its shard into its row of via, all rows are gathered there,
-    and each rank decodes all of them, its own included. So all ranks read the same values."""
-
-    via: Buffer
-
-    contents = (*GatherShards.contents, Row("via", "update", (NOTHING,), NOTHING))
-
-
-def gather_node(plan: Plan, bucket: int, dst: Buffer, start: int, stop: int) -> GatherShards:
+def gather_node(plan: Plan, bucket: int, dst: Buffer, start: int, stop: int) -> GatherWeights:
     """The node that gathers the weights of a bucket for a forward or backward."""
-    src = Buffer("weight", bucket)
-    if plan.encodes_weights(plan.bucket(bucket)):
-        return GatherEncoded(bucket, dst, src, start, stop, Buffer("update", 0))
-    return GatherWeights(bucket, dst, src, start, stop)
+    via = Buffer("update", 0) if plan.encodes_weights(plan.bucket(bucket)) else None
+    return GatherWeights(bucket, dst, Buffer("weight", bucket), start, stop, via)
 
 
 @dataclass(frozen=True)
