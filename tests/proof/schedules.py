@@ -297,10 +297,10 @@ def cases() -> Iterator[Case]:
         ("mlp", 2, 2, 1, True, {"num_replicas": 2}), ("mlp", 3, 2, 2, True, {"overlap_gather": True}),
     ):  # fmt: skip
         plan = make(num_buckets, ring=ring, stage=stage, overlap=overlap, reads=True, **more)
-        gathers = placed(plan, gather_graph(plan, range(num_buckets)))
+        graph, gathers = schedule(shape, plan), placed(plan, gather_graph(plan, range(num_buckets)))
         ahead = (forward(plan),) if plan.overlap_gather else ()
         name = f"memory {shape} b{num_buckets} r{ring} s{stage}{'' if overlap else ' no overlap'} {' '.join(more)}"
-        yield Case(name, plan, (schedule(shape, plan), gathers, *ahead, schedule(shape, plan), gathers))
+        yield Case(name, plan, (graph, graph, gathers, *ahead, graph))
     for num_buckets, layers in ((1, 1), (3, 2), (8, 1)):
         plan = make(num_buckets, overlap_gather=True)
         gathers = placed(plan, gather_graph(plan, range(num_buckets)))
