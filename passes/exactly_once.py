@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from zc.passes._order import Order
 
 
-def check(order: Order, plan: Plan | None, debt: Debt | None) -> list[str]:
+def check(order: Order, plan: Plan, debt: Debt | None) -> list[str]:
     """The faults, as texts that name the bucket and the nodes."""
     ledger = _Ledger(plan, debt)
     for node, op in zip(order.nodes, order.ops, strict=True):
@@ -50,7 +50,7 @@ def check(order: Order, plan: Plan | None, debt: Debt | None) -> list[str]:
 
 
 class _Ledger:
-    def __init__(self, plan: Plan | None, debt: Debt | None) -> None:
+    def __init__(self, plan: Plan, debt: Debt | None) -> None:
         self.plan, self.debt, self.facts = plan, debt, facts_of(plan)
         self.faults: list[str] = []
         self.holds: dict[Buffer, tuple[int, str]] = {}  # buffer -> bucket, and what of it
@@ -100,8 +100,7 @@ class _Ledger:
             self.writers[bucket, slot] = node
             if self.debt is not None and (bucket, slot) not in value.meta.get("gradient_of", ()):
                 self.faults.append(f"{node.name} takes %{value.name} for {gradient}, which it is not")
-            if self.plan is not None:
-                self._check_extent(node.name, op, self.plan.buckets[bucket].slots, slot, spans)
+            self._check_extent(node.name, op, self.plan.buckets[bucket].slots, slot, spans)
 
     def _spans(self, op: Write | Deposit) -> Spans:
         """The elements that a node writes."""
@@ -109,7 +108,7 @@ class _Ledger:
             return ((op.start, op.stop),)
         if isinstance(op, Write) and op.spans is not None:
             return op.spans
-        return ((0, self.plan.buckets[op.bucket].numel if self.plan is not None else 1 << 62),)
+        return ((0, self.plan.buckets[op.bucket].numel),)
 
     def _check_extent(self, name: str, op: Write | Deposit, layout: Sequence[Slot], slot: int, spans: Spans) -> None:
         if slot >= len(layout):
@@ -127,8 +126,6 @@ class _Ledger:
     def _check_whole(self, bucket: int, buffer: Buffer) -> None:
         """Checks that each element of the bucket was written once, padding included."""
         spans = self.written.pop(buffer, [])
-        if self.plan is None:
-            return
         reached, numel = 0, self.plan.buckets[bucket].numel
         for start, stop in [*sorted(spans), (numel, numel)]:
             if start > reached:
@@ -143,7 +140,7 @@ class _Ledger:
                 self.faults.append(f"{buffer} holds the {content} of bucket {bucket} at the end, and nobody takes it")
             elif content == GRADIENT:
                 self._check_whole(bucket, buffer)
-        if self.plan is not None and self.debt is not None:
+        if self.debt is not None:
             self._settle(self.plan, self.debt)
 
     def _settle(self, plan: Plan, debt: Debt) -> None:

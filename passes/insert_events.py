@@ -28,15 +28,13 @@ from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import Plan
 from zc.schedule.buffer import MAIN, Buffer, carried_event
 from zc.schedule.nodes import ops, put, shared_buffers, stream_of
-from zc.schedule.spec import RecordEvent, Sync
+from zc.schedule.spec import RecordEvent
 
 
 def run(graph: fx.Graph, plan: Plan, prefix: str = "e") -> fx.Graph:
     """``prefix``: of the names of all events but the carried ones."""
     new = copy_graph(graph)
     nodes = list(ops(new))
-    if any(isinstance(op, Sync) for _, op in nodes):
-        return new
     shared = shared_buffers(new, plan)
     timeline = Timeline(new, shared, prefix)
     for node, _ in nodes:

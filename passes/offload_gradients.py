@@ -47,7 +47,7 @@ _Chain = list[tuple[fx.Node, BucketOp]]
 
 def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
     new = copy_graph(graph)
-    if plan.offload is None or any(isinstance(op, CopyToHost) for _, op in ops(new)):
+    if plan.offload is None:
         return new
     chains = _chains(new)
     if plan.offload.accumulates_on_host:
@@ -97,4 +97,4 @@ def insert_landing(graph: fx.Graph, plan: Plan, after: fx.Node, bucket: int, k: 
     put_after(graph, after, snapshot, CopyToHost(bucket, Buffer("host", bucket), staging))
 
 
-PASS = Pass("offload_gradients", run, requires=frozenset({"reductions"}), provides=frozenset({"copies"}))
+PASS = Pass("offload_gradients", run, requires=frozenset({"reductions"}))

@@ -47,7 +47,7 @@ from torch import fx
 from zc.passes.base import Pass, copy_graph
 from zc.planning.plan import NUM_HOST_SUMS, Plan
 from zc.schedule.buffer import Buffer
-from zc.schedule.nodes import op_of, ops, put_after
+from zc.schedule.nodes import ops, put_after
 from zc.schedule.spec import (
     WITHIN_HOST,
     Accumulate,
@@ -55,7 +55,6 @@ from zc.schedule.spec import (
     Exchange,
     Quantise,
     ReduceRows,
-    Role,
     Write,
 )
 
@@ -71,7 +70,7 @@ def run(graph: fx.Graph, plan: Plan) -> fx.Graph:
             last.pop(op.bucket, None)
             last[op.bucket] = node
             writes.setdefault(op.bucket, []).append(op)
-    complete = [b for b in last if is_complete(writes[b], plan) and not _is_reduced(last[b])]
+    complete = [b for b in last if is_complete(writes[b], plan)]
     for k, bucket in enumerate(complete):
         insert_reduction(new, plan, last[bucket], bucket, k)
     return new
@@ -113,12 +112,6 @@ def _exchange(
         after, src = put_after(graph, after, Quantise(bucket, wire, src)), wire
     add = AccumulateQuantised(bucket, dst, recv) if is_encoded else Accumulate(bucket, dst, recv, among)
     return put_after(graph, after, Exchange(bucket, recv, src, among), add)
-
-
-def _is_reduced(write: fx.Node) -> bool:
-    """Whether a reduction follows already: a second run of the pass then changes nothing."""
-    following = op_of(write.next)
-    return following is not None and following.role is Role.REDUCTION
 
 
 PASS = Pass("reduce_buckets", run, requires=frozenset({"writes"}), provides=frozenset({"reductions"}))

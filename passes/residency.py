@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from zc.passes._order import Order
 
 
-def check(order: Order, plan: Plan | None) -> list[str]:
+def check(order: Order, plan: Plan) -> list[str]:
     """The faults, as texts that name the bucket, the use and the extents."""
     return _Arena(order, plan).faults + _Windows(order, plan).faults
 
@@ -45,7 +45,7 @@ def check(order: Order, plan: Plan | None) -> list[str]:
 class _Arena:
     """The buckets that are alive in an arena, gather by gather."""
 
-    def __init__(self, order: Order, plan: Plan | None) -> None:
+    def __init__(self, order: Order, plan: Plan) -> None:
         self.plan = plan
         self.faults: list[str] = []
         self._alive: dict[tuple[Buffer, int], tuple[str, int, int]] = {}  # buffer, bucket -> gather, start, stop
@@ -78,12 +78,11 @@ class _Arena:
                 self.faults.append(f"{node.name} gathers {place}, and {other}")
         if op.start < 0 or op.start % ALIGN_NBYTES:
             self.faults.append(f"{node.name} gathers {place}, which starts at no multiple of {ALIGN_NBYTES} bytes")
-        if self.plan is not None:
-            nbytes, cap = self.plan.bucket(op.bucket).nbytes, self.plan.weight_cap
-            if op.stop - op.start != nbytes:
-                self.faults.append(f"{node.name} gathers {place}, and its weights have {nbytes} bytes")
-            if op.stop > cap:
-                self.faults.append(f"{node.name} gathers {place}, and weight_nbytes allows {cap} bytes")
+        nbytes, cap = self.plan.bucket(op.bucket).nbytes, self.plan.weight_cap
+        if op.stop - op.start != nbytes:
+            self.faults.append(f"{node.name} gathers {place}, and its weights have {nbytes} bytes")
+        if op.stop > cap:
+            self.faults.append(f"{node.name} gathers {place}, and weight_nbytes allows {cap} bytes")
         self._alive[op.dst, op.bucket] = (node.name, op.start, op.stop)
 
     def _read(self, node: fx.Node, op: ReadWeights) -> None:
@@ -121,7 +120,7 @@ def _range(start: int, stop: int) -> str:
 class _Windows:
     """Which window each value of a graph belongs to."""
 
-    def __init__(self, order: Order, plan: Plan | None) -> None:
+    def __init__(self, order: Order, plan: Plan) -> None:
         self.faults: list[str] = []
         self._window: fx.Node | None = None  # the take of the present one
         self._of: dict[fx.Node, fx.Node] = {}  # a parameter, or what shares storage with one -> the take of its window
@@ -143,15 +142,13 @@ class _Windows:
         if self._window is not None and takes[self._window].places:
             self.faults.append(f"the window of {self._window.name} is never ended: a take without places has to")
 
-    def _open(self, node: fx.Node, op: TakeWeights, plan: Plan | None) -> None:
+    def _open(self, node: fx.Node, op: TakeWeights, plan: Plan) -> None:
         self._window = node
         if stream_of(node) != MAIN:
             self.faults.append(f"{node.name} takes weights on {stream_of(node)}; graphs read on {MAIN}")
         for item in results(node):
             if item_of(item) >= len(op.places):
                 self.faults.append(f"%{item.name} is item {item_of(item)} of {node.name}, which has {len(op.places)}")
-        if plan is None:
-            return
         names = {b.index: [s.name for s in b.slots] for b in plan.with_weights}
         for bucket, slot in op.places:
             if not (bucket in names and 0 <= slot < len(names[bucket]) and names[bucket][slot] != MOVED):

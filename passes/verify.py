@@ -61,13 +61,13 @@ class Findings:
         return bool(self.races or self.redundant or self.faults)
 
 
-def verify(graph: fx.Graph, plan: Plan | None = None) -> Verdict:
+def verify(graph: fx.Graph, plan: Plan) -> Verdict:
     """Proves a schedule. Raises RaceError naming both nodes, their streams and the buffer, or the wait that nothing
     needs, or the gradient that does not arrive once.
 
-    With ``plan``, the proof knows the buffers that other schedules under it share, and compares slots with its layouts.
-    Every schedule that zc has made has its debt on its output, ``meta["debt"]``. For one made by hand without it, (c)
-    says that nothing arrives twice or in parts, and does not see a gradient that is missing altogether.
+    The plan says which buffers other schedules share, and where slots lie. Every schedule that zc has made has its debt
+    on its output, ``meta["debt"]``. For one made by hand without it, (c) says that nothing arrives twice or in parts,
+    and does not see a gradient that is missing altogether.
     """
     findings = examine(graph, plan)
     if findings:
@@ -75,7 +75,7 @@ def verify(graph: fx.Graph, plan: Plan | None = None) -> Verdict:
     return Verdict(**summary(graph))
 
 
-def examine(graph: fx.Graph, plan: Plan | None = None) -> Findings:
+def examine(graph: fx.Graph, plan: Plan) -> Findings:
     """Everything that `verify` would refuse, without raising."""
     output = graph.output_node()
     order = Order([*steps(graph), output], shared_buffers(graph, plan))

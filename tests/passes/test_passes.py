@@ -151,8 +151,7 @@ def fingerprint(graph: fx.Graph) -> str:
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("step", PIPELINE, ids=lambda p: p.name)
 def test_contract(step: Pass, stage: int) -> None:
-    """Input unchanged; deterministic; an unrelated graph comes back equal; a second run changes nothing or raises
-    PassError."""
+    """Input unchanged; deterministic; an unrelated graph comes back equal."""
     graph, plan = inputs_of(step, stage=stage)
     before = fingerprint(graph)
     first = step.run(graph, plan)
@@ -163,11 +162,6 @@ def test_contract(step: Pass, stage: int) -> None:
     empty = fx.Graph()
     empty.output((empty.placeholder("x"),))
     assert str(step.run(empty, plan)) == str(empty), f"{step.name} changed a graph that has nothing for it"
-    try:
-        second = step.run(first, plan)
-    except PassError:
-        return
-    assert fingerprint(second) == fingerprint(first), f"a second {step.name} changed the graph"
 
 
 def test_the_whole_pipeline_gives_one_text_whatever_the_hash_seed() -> None:

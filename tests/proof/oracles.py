@@ -35,7 +35,7 @@ class Op(NamedTuple):
     node: fx.Node | None = None
 
 
-def operations(graph: fx.Graph, plan: Plan | None) -> list[Op]:
+def operations(graph: fx.Graph, plan: Plan) -> list[Op]:
     """The schedule, with what the contract says of before and after."""
     shared = sorted(shared_buffers(graph, plan))
     nodes = list(steps(graph))
@@ -114,7 +114,7 @@ class _NoTrace(list[Any]):
         return []
 
 
-def sanitizer_finds_a_race(graph: fx.Graph, plan: Plan | None) -> bool:
+def sanitizer_finds_a_race(graph: fx.Graph, plan: Plan) -> bool:
     """What torch's CUDA sanitizer says of the same operations. It sees races only."""
     ops = operations(graph, plan)
     cells = _cells(ops)
@@ -144,7 +144,7 @@ def sanitizer_finds_a_race(graph: fx.Graph, plan: Plan | None) -> bool:
 class Enumeration:
     """All orders that the events allow: which operation may run while an earlier, conflicting one has not."""
 
-    def __init__(self, graph: fx.Graph, plan: Plan | None) -> None:
+    def __init__(self, graph: fx.Graph, plan: Plan) -> None:
         self.ops = operations(graph, plan)
         last: dict[str, int] = {}
         recorded: dict[str, int] = {}

@@ -65,10 +65,8 @@ FACTS: tuple[tuple[str, str, Callable[[Plan], bool]], ...] = (  # true of a plan
 )
 
 
-def facts_of(plan: Plan | None) -> frozenset[str]:
-    """The facts of a plan, as ``Row.when`` names them; without a plan, all facts."""
-    if plan is None:
-        return frozenset(fact for *both, _ in FACTS for fact in both)
+def facts_of(plan: Plan) -> frozenset[str]:
+    """The facts of a plan, as ``Row.when`` names them."""
     return frozenset(fact if decides(plan) else otherwise for fact, otherwise, decides in FACTS)
 
 

@@ -22,7 +22,6 @@ from zc.schedule.spec import (
     BucketOp,
     Cast,
     Exchange,
-    ReduceRows,
     Role,
     Segment,
     WgradInto,
@@ -49,9 +48,9 @@ CEILINGS = {
 }
 
 
-def ceilings_of(plan: Plan | None) -> Ceilings:
+def ceilings_of(plan: Plan) -> Ceilings:
     """Of the plan's device; a GPU's without a plan."""
-    return CEILINGS.get(plan.buckets[0].device.type if plan is not None and plan.buckets else "cuda", CEILINGS["cuda"])
+    return CEILINGS.get(plan.buckets[0].device.type if plan.buckets else "cuda", CEILINGS["cuda"])
 
 
 def exchange_us(bucket: Bucket, plan: Plan) -> float:
@@ -100,7 +99,7 @@ def segment_us(node: fx.Node, ceilings: Ceilings) -> float:
     return total
 
 
-def estimate(plan: Plan | None) -> Cost:
+def estimate(plan: Plan) -> Cost:
     """Microseconds of any node of a schedule."""
     c = ceilings_of(plan)
 
@@ -110,8 +109,6 @@ def estimate(plan: Plan | None) -> Cost:
             return segment_us(node, c)
         if not isinstance(op, BucketOp):
             return 0.0
-        if plan is None:
-            return 50.0 if isinstance(op, Exchange | ReduceRows) else 2 * c.us_launch
         bucket = plan.bucket(op.bucket)
         if isinstance(op, Exchange):
             is_between_replicas = plan.num_replicas > 1 and (plan.world_size == 1 or op.src.kind == "host_sum")

@@ -26,7 +26,7 @@ from torch import fx
 from zc.errors import PassError
 from zc.schedule import spec
 from zc.schedule.arguments import read, written
-from zc.schedule.buffer import MAIN, Access, Buffer, carried_by
+from zc.schedule.buffer import MAIN, Access, Buffer
 from zc.schedule.spec import Op
 
 if TYPE_CHECKING:
@@ -168,21 +168,16 @@ def _accesses_of(op: Op, field: str) -> Iterator[Access]:
         yield from (Access(buffer, *extent) for extent in extents)
 
 
-def shared_buffers(graph: fx.Graph, plan: Plan | None) -> frozenset[Buffer]:
+def shared_buffers(graph: fx.Graph, plan: Plan) -> frozenset[Buffer]:
     """The plan-owned buffers that need a carried event: used on their carrier and on other streams, by this schedule
-    or by others under the plan. Without a plan: by this schedule, or where it names the event already."""
+    or by others under the plan."""
     users: dict[Buffer, set[bool]] = {}
-    named: set[Buffer | None] = set()
-    for node, op in ops(graph):
+    for node, _ in ops(graph):
         for group in accesses(node):
             for buffer in (access.buffer for access in group):
                 if isinstance(buffer, Buffer):
                     users.setdefault(buffer, set()).add(stream_of(node) == buffer.carrier)
-        if isinstance(op, spec.Event):
-            named.add(carried_by(op.event))
-    shared = named - {None} if plan is None else {b for b in users if b.is_shared(plan)}
-    both = {b for b, sides in users.items() if len(sides) == 2}
-    return frozenset(b for b in shared | both if b is not None and b.carrier != MAIN)
+    return frozenset(b for b, sides in users.items() if b.carrier != MAIN and (len(sides) == 2 or b.is_shared(plan)))
 
 
 def summary(graph: fx.Graph) -> dict[str, int]:
