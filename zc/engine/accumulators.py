@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from zc.log import log
@@ -63,7 +62,6 @@ class Accumulators:
         # The entries of one bucket belong to the operations on its accumulator, which the schedule orders. The issuing
         # thread uses them when it has joined the streams.
         self.state = [Acc.EMPTY] * len(plan.buckets)
-        self._spill: dict[int, Tensor] = {}  # bucket -> [S], allocated when microbatches were not declared (stage 1)
         self._spilled: set[int] = set()  # buckets whose reduced gradient was moved aside
         # slots of a partial sum that hold nothing yet: the schedule that emptied it fills them in place (stage 1)
         self.unfilled: list[set[int]] = [set() for _ in plan.buckets]
@@ -111,15 +109,15 @@ class Accumulators:
         self.landed[bucket] = False
         if bucket in self._spilled:
             self._spilled.discard(bucket)
-            out.add_(self._spill[bucket])
+            out.add_(self.buffers.spill[bucket])
         self.state[bucket] = Acc.REDUCED
 
     def move_aside(self, bucket: int, reduced: Tensor) -> Tensor:
-        """Lifetime of the copy: the plan's, since the comm stream still reads it when the next backward has begun."""
-        if bucket not in self._spill:
-            self._spill[bucket] = torch.empty_like(reduced, device=self.plan.buckets[bucket].device)
+        """Copies a reduced gradient, where microbatches were not declared (stage 1). Lifetime of the copy: the plan's,
+        since the comm stream still reads it when the next backward has begun."""
+        self.buffers.allocate_spill(self.plan.buckets[bucket], reduced.numel())
         self._spilled.add(bucket)
-        return self._spill[bucket].copy_(reduced, non_blocking=True)
+        return self.buffers.spill[bucket].copy_(reduced, non_blocking=True)
 
     def move(self, out: Tensor, tensor: Tensor, way: str) -> None:
         """Copies over the bus, on the current stream. The host does not wait: both tensors live as long as the plan."""
@@ -153,7 +151,7 @@ class Accumulators:
         self.touched[bucket][slot] = self.touched[bucket][slot] and not set_to_none
         inside, _ = record.layout.shard_part(record.slots[slot], rank)
         accs = [tensors[bucket] for tensors in (self.buffers.host, self.buffers.acc) if tensors]
-        for tensor in (*accs, *([self._spill[bucket]] if bucket in self._spilled else ())):
+        for tensor in (*accs, *([self.buffers.spill[bucket]] if bucket in self._spilled else ())):
             if tensor.numel() == record.numel:
                 tensor[record.slots[slot].offset : record.slots[slot].stop] = 0
             else:

@@ -64,7 +64,7 @@ class CudaStreams:
         elif event in self._events:
             self._stream(stream).wait_event(self._events[event])
 
-    def error_before(self, event: str) -> BaseException | None:
+    def error_before(self, event: str) -> str | None:
         """None: the issuing thread raises the errors of tasks, and the device's end the process."""
         return None
 

@@ -37,7 +37,7 @@ class Streams(Protocol):
     def wait(self, event: str, stream: str) -> None:
         """Makes later tasks of ``stream`` start after the latest record of ``event``."""
 
-    def error_before(self, event: str) -> BaseException | None:
+    def error_before(self, event: str) -> str | None:
         """The error because of which tasks before the latest record of ``event`` did not run; None: the host knows of
         none. It stays after it has been raised."""
 
@@ -114,10 +114,11 @@ class _Fence:
 
     def __init__(self) -> None:
         self.reached = threading.Event()
-        self.error: BaseException | None = None  # because of which the lane has not run the tasks before it
+        # because of which the lane has not run the tasks before it; in words, since a traceback keeps a model alive
+        self.error: str | None = None
 
     def reach(self, error: BaseException | None = None) -> None:
-        self.error = error
+        self.error = None if error is None else f"{type(error).__name__}: {error}"
         self.reached.set()
 
 
@@ -163,7 +164,7 @@ class ThreadStreams:
         elif not fence.reached.is_set():
             self._lane(stream).put(fence.reached.wait)
 
-    def error_before(self, event: str) -> BaseException | None:
+    def error_before(self, event: str) -> str | None:
         _, fence = self._fences.get(event, (MAIN, None))
         return None if fence is None else fence.error
 

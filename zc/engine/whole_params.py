@@ -71,7 +71,10 @@ class WholeParams(Part):
 
     def make_params(self, params: Iterable[nn.Parameter]) -> None:
         """The same, for the buckets of these parameters."""
+        params = list(params)
         self.make_for("code that is not compiled reads", self._buckets_of(params))
+        with torch_private.without_torch_function():  # another stream than the reader's may have made them whole
+            self.core.streams.hand_to_main(params)
 
     def was_read(self, param: nn.Parameter) -> bool:
         """Whether code that is not compiled has read this parameter since the last update, and it is still whole."""
@@ -105,9 +108,9 @@ class WholeParams(Part):
         self._reads.open()
         bucket = core.plan.bucket(index)
         with torch.inference_mode(False), torch.no_grad():
-            core.buffers.whole[index] = torch.empty(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)
+            core.buffers.whole[:] = [torch.empty(bucket.numel, dtype=bucket.param_dtype, device=bucket.device)]
             self._program(index, is_exact=is_exact)([], core.streams)
-        return core.buffers.whole.pop(index)
+        return core.buffers.whole.pop()
 
     def refuse_writes(self) -> None:
         """Before an update: raises ZcError for a whole parameter that the program has written. Nothing has changed."""
@@ -124,12 +127,14 @@ class WholeParams(Part):
 
     def free(self, buckets: Iterable[int]) -> None:
         """The parameters of those of ``buckets`` that are whole have no bytes any more."""
-        core = self.core
-        for index in self.buckets.intersection(buckets):
-            for _, param in core.params_in(core.plan.bucket(index)):
-                with torch_private.without_torch_function():
-                    param.untyped_storage().resize_(0)
-            self.buckets.discard(index)
+        core, freed = self.core, self.buckets.intersection(buckets)
+        params = [param for index in freed for _, param in core.params_in(core.plan.bucket(index))]
+        with torch_private.without_torch_function():
+            if params:  # they were made whole on some stream, and read on any that main comes after
+                core.streams.hand_to_main(params)
+            for param in params:
+                param.untyped_storage().resize_(0)
+        self.buckets -= freed
 
     def end_update(self) -> None:
         """The weights are new: nothing has read them."""

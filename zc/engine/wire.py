@@ -59,7 +59,7 @@ def _code(accs: Accumulators, use: str, bucket: int, rows_of: Callable[[Bucket],
     if (use, bucket) not in accs.codes:
         rows = rows_of(accs.plan.buckets[bucket])
         bits = accs.plan.reduce_bits if use in ("sent", "received") else accs.plan.gather_bits
-        accs.codes[use, bucket] = Code(rows, Blocks(rows.runs, bits))
+        accs.codes[use, bucket] = Code(rows, Blocks(rows.runs, bits, accs.buffers.tables))
     return accs.codes[use, bucket]
 
 

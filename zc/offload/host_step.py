@@ -103,7 +103,9 @@ class HostStep:
         self.core, self.optimizer, self._by_bucket = core, optimizer, by_bucket
         plan = core.plan
         self._slices = [[slices[s.name] for s in b.slots if s.name in slices] for b in plan.buckets]
-        self._programs: dict[tuple[tuple[int, ...], bool], Program] = {}
+        # by whether they update, of all its buckets: sets of changed ones are without number (layer drop)
+        self._programs: dict[bool, Program] = {}
+        self._buckets = [bucket.index for bucket in plan.of_optimizer(number)]
         self._hidden_grads: list[tuple[nn.Parameter, Tensor | None]] = []
         self._is_done = False
         self._next: dict[int, int] = {}  # bucket -> the one updated after it
@@ -177,16 +179,16 @@ class HostStep:
     def _run(self, buckets: tuple[int, ...], *, with_update: bool) -> None:
         if not buckets:
             return
-        key = (buckets, with_update)
-        if key not in self._programs:
-            graph = step_graph(self.core.plan, buckets, with_update=with_update)
+        if with_update not in self._programs:
+            graph = step_graph(self.core.plan, self._buckets, with_update=with_update)
             name = f"{self._name}_{len(self._programs)}"
             own: dict[type[Op], Function] = {
                 Update: self.update, CastParam: self.cast_param, CopyToDevice: self.copy_to_device,
             }  # fmt: skip
-            self._programs[key] = self.core.build(graph, self.core.plan, name=name, overrides=own)
+            self._programs[with_update] = self.core.build(graph, self.core.plan, name=name, overrides=own)
         self._next = dict(itertools.pairwise(buckets))
-        self._programs[key]([], self.core.streams)
+        some = None if len(buckets) == len(self._buckets) else frozenset(buckets)
+        self._programs[with_update]([], self.core.streams, buckets=some)
         self.core.streams.join_main()
 
     # --- the operations ---

@@ -38,7 +38,6 @@ class GradShards:
         self._parts: dict[int, dict[str, tuple[int, int, Slot]]] = {}
         self._norms: dict[float, Tensor] = {}  # order -> norms [touched parameters], since the gradients last changed
         self._norm_of: dict[float, dict[str, Tensor]] = {}  # the same by name, 0-d, fp32
-        self._num_skipped: Tensor | None = None  # steps that a GradScaler left out, counted on the device
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Adds the parameters of these buckets. This rank's part of each is elements [start, stop) of the bucket's
@@ -102,7 +101,9 @@ class GradShards:
     def _all_norms(self, order: float) -> Tensor:
         """[touched parameters] fp64: the norms of all gradients, which are finished, with one collective; kept until a
         gradient changes."""
-        if order not in self._norms:
+        if order in self._norms:  # another stream may have made them
+            self.runtime.streams.hand_to_main([self._norms[order]])
+        else:
             self.runtime.wait_for_host_memory()
             parts = [self._part(bucket, name) for bucket, name in self._touched()]
             if not parts:
@@ -141,7 +142,9 @@ class GradShards:
         if not order > 0:
             raise ValueError(f"the norm of a sharded gradient takes an order above 0, got {order}")
         self._finish(name)
-        if order not in self._norm_of:
+        if order in self._norm_of:
+            self.runtime.streams.hand_to_main([self._norm_of[order][name]])
+        else:
             norms = self._all_norms(order).to(torch.float32).unbind()
             self._norm_of[order] = {n: norm for (_, n), norm in zip(self._touched(), norms, strict=True)}
         return self._norm_of[order][name]
@@ -213,13 +216,14 @@ class GradShards:
             torch.maximum(infinite, own.to(device), out=infinite)
         self.runtime.group.max_(infinite)
         found_inf.copy_(infinite)
-        if self._num_skipped is None:
-            self._num_skipped = torch.zeros_like(infinite)
-        self._num_skipped += infinite - before  # it is called once for each dtype, with one ``found_inf``
+        num_skipped = self.runtime.buffers.num_skipped  # counted on the device
+        if not num_skipped:
+            num_skipped.append(torch.zeros_like(infinite))
+        num_skipped[0] += infinite - before  # it is called once for each dtype, with one ``found_inf``
 
     def say_skipped(self) -> None:
         """Notes that a GradScaler left out steps, if it did. The host waits for the device."""
-        if self._num_skipped is not None and self._num_skipped.item():
+        if any(count.item() for count in self.runtime.buffers.num_skipped):
             self.runtime.say_once(
                 "a GradScaler found inf or NaN in the gradients: no rank takes that step, nothing changes"
             )
