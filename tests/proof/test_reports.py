@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from zc.passes.base import copy_graph
 from zc.passes.verify import examine, verify
 from zc.schedule.buffer import COMM, MAIN
 from zc.schedule.nodes import op_of, put, steps
-from zc.schedule.spec import Exchange, FlattenCast, RecordEvent, WaitEvent
+from zc.schedule.spec import Exchange, FlattenCast, RecordEvent, Segment, WaitEvent
 
 
 def reverse_wait(graph: fx.Graph) -> fx.Graph:
@@ -61,6 +62,22 @@ def test_a_microbatch_waits_for_the_boundary_before_it() -> None:
     inside = schedule("mlp", replace(plan, is_boundary=False))
     waits = [n.args[0] for n in steps(inside) if isinstance(op_of(n), WaitEvent)]
     assert waits == ["done/acc[0]", "done/acc[1]"]
+
+
+def test_a_value_stays_on_its_stream() -> None:
+    """deepspeed#8061 has several compute streams. An event orders this use; nothing keeps the value there for it."""
+    graph = fx.Graph()
+    made = put(graph, Segment("segment_0", (graph.placeholder("x"),)), stream=MAIN)
+    value = graph.call_function(operator.getitem, (made, 0))
+    put(graph, RecordEvent("e0"), stream=MAIN)
+    put(graph, WaitEvent("e0"), stream=COMM)
+    put(graph, Segment("segment_1", (value,)), stream=COMM)
+    put(graph, RecordEvent("e1"), stream=COMM)
+    put(graph, WaitEvent("e1"), stream=MAIN)
+    graph.output(())
+    faults = examine(graph, make(1))
+    assert not faults.races and not faults.redundant
+    assert faults.faults == ("%getitem of compute is used by segment (segment_1) on comm",)
 
 
 def test_near_linear() -> None:
