@@ -153,6 +153,9 @@ class Group(Control):
         on_host, on_all_hosts = self.topology.of_host(self.rank), self.topology.across(self.rank)
         self.levels = Levels(self._level(on_host), self._level(on_all_hosts, ", between hosts"))
         self.levels.net._keeps_journal = False  # each of its exchanges belongs to one inside the host
+        # where reductions read memory, these are gathers of stage 3, which run on another stream than reductions, and
+        # one journal has no order of the two
+        self.levels.host._keeps_journal = not self.topology.reads_memory
 
     def _level(self, members: Sequence[int], between: str = "") -> Exchanges:
         level = Exchanges(members.index(self.rank), len(members), self.journal, between)
