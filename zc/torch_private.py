@@ -1049,6 +1049,23 @@ def unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)
 
 
+def let_unscale_fp16(is_ours: Callable[[torch.optim.Optimizer], bool]) -> None:
+    """GradScaler.unscale_ takes optimizers of ours with fp16 parameters: their gradients are fp32 in the accumulators.
+    It refuses fp16 gradients of other optimizers, as before. The first call of a process counts.
+
+    Relies on ``GradScaler._unscale_grads_(optimizer, inverse, found_inf, allow_fp16)`` (2.11 to 2.15).
+    """
+    scaler: Any = torch.amp.GradScaler
+    plain = scaler._unscale_grads_
+    if plain.__module__ == __name__:
+        return
+
+    def unscale(self: Any, optimizer: Any, inverse: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        return plain(self, optimizer, inverse, found_inf, allow_fp16 or is_ours(optimizer))
+
+    scaler._unscale_grads_ = unscale
+
+
 def is_profiling() -> bool:
     """Whether torch.profiler, torch.autograd.profiler or its emit_nvtx runs, in any thread.
 
