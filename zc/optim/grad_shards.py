@@ -289,8 +289,12 @@ class GradShards:
         return {s.name: in_shape(flat[s.offset : s.stop], s).clone() if touched else None for s, touched in pairs}
 
     def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None:
-        """torch.amp.GradScaler: gradients times ``inverse``. ``found_inf`` becomes 1 if any rank has an infinity or a
-        NaN, so all ranks step or none. The host does not wait for the device."""
+        """torch.amp.GradScaler: gradients times ``inverse``, those of ``names`` and all others of the same optimizers
+        and dtypes. ``found_inf`` becomes 1 if any rank has an infinity or a NaN, so all ranks step or none. The host
+        does not wait for the device."""
+        chosen = {(bucket.optimizer, bucket.param_dtype) for bucket in map(self._bucket, names)}
+        buckets = [b for b in self.runtime.plan.buckets if (b.optimizer, b.param_dtype) in chosen]
+        names = [slot.name for bucket in buckets for slot in bucket.slots]  # a rank may not see one that others have
         self.runtime.finish_gradients()
         self.runtime.wait_for_host_memory()
         self.drop_norms()
