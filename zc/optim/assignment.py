@@ -80,12 +80,13 @@ def innermost(optimizer: Optimizer) -> Optimizer:
     own = _params_of(optimizer)
     inside: dict[str, Optimizer] = {}
     for name, value in vars(optimizer).items():
+        if name in ("state", "param_groups", "defaults"):
+            continue
         items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-        named = [(name, value), *((f"{name}[{key!r}]", item) for key, item in items)]
-        for where, item in named:
+        for key, item in (("", value), *items):
             is_new = isinstance(item, Optimizer) and item is not optimizer and item not in inside.values()
             if is_new and _params_of(item) <= own:
-                inside[where] = item
+                inside[name if item is value else f"{name}[{key!r}]"] = item
     if not inside or frozenset[int]().union(*map(_params_of, inside.values())) != own:
         return optimizer
     if len(inside) > 1:
