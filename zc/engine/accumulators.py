@@ -147,7 +147,7 @@ class Accumulators:
             for where in [where for where in self.assigned if where[0] == bucket.index]:
                 value = self.assigned.pop(where)
                 if not set_to_none:
-                    self.assigned[where] = torch.zeros_like(value)
+                    self.assigned[where] = value.new_zeros(value.shape)
         if set_to_none:
             self.buffers.free(buckets)
 
