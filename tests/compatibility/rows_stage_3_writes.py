@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from models import mlp
 from rows import DIM, STEPS, Row, Script, add, plain, row, sgd
 from torch import Tensor, nn
@@ -161,3 +162,23 @@ def loss_outlives(s: Script) -> None:
 
 def _whole(s: Script) -> Any:
     return zc.whole_parameters(s.model) if s.is_zc else torch.enable_grad()
+
+
+@row(ITEM, "the forward returns views of a weight", make=lambda: Returning(), optimizer=sgd)
+def returned(s: Script) -> None:
+    for step in range(STEPS):
+        x, y = s.batch(step)
+        out, view, alone = s.model(x)
+        s.note(f"detached {step}", alone.double().norm())
+        (F.mse_loss(out, y) + 0.1 * view.square().mean()).backward()
+        s.update()
+
+
+class Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        weight = self.net[0].weight
+        return self.net(x), weight[:3].t(), weight.detach()

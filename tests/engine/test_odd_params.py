@@ -1,4 +1,4 @@
-"""Stage 3, compiled: parameters with holes in their memory, and forwards that reduce many weights."""
+"""Stage 3, compiled: parameters with holes in their memory, and forwards that reduce or return weights."""
 
 from __future__ import annotations
 
@@ -35,6 +35,16 @@ class Penalty(nn.Module):
         return self.net(x), torch.stack([(p * p).sum() for p in self.parameters()]).sum()
 
 
+class Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        weight = self.layer.weight
+        return self.layer(x), weight[:3], weight.t(), weight.detach()
+
+
 def trained(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, updates: int = 3) -> None:
     for _ in range(updates):
         torch.stack([output.square().mean() for output in model(x)]).sum().backward()
@@ -42,7 +52,7 @@ def trained(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, updates: in
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("make", [Holes, Penalty])
+@pytest.mark.parametrize("make", [Holes, Penalty, Returning])
 def test_against_float64(make: type[nn.Module]) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

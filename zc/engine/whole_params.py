@@ -82,9 +82,9 @@ class WholeParams(Part):
             self.make(missing)
             self._reasons.setdefault(reason, set()).update(missing)
 
-    def make_params(self, params: Iterable[nn.Parameter]) -> None:
+    def make_params(self, params: Iterable[nn.Parameter], reason: str = "code that is not compiled reads") -> None:
         """The same, for the buckets of these parameters."""
-        self.make_for("code that is not compiled reads", self._buckets_of(params))
+        self.make_for(reason, self._buckets_of(params))
 
     def was_read(self, param: nn.Parameter) -> bool:
         """Whether code that is not compiled has read this parameter since the last update, and it is still whole."""
