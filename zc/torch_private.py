@@ -711,6 +711,17 @@ def written_inputs() -> list[int]:
     return [k for k, info in inputs if info.mutates_data or info.mutates_storage_metadata]
 
 
+def returned_inputs() -> list[int]:
+    """Positions among the inputs of a backend's graph of which it returns views, inside an inner compiler. AOTAutograd
+    makes these views anew of what the graph is called with.
+
+    Relies on ``TracingContext.fw_metadata.output_info[i]``: ``output_type.name`` and ``base_idx`` (2.11 to 2.15).
+    """
+    metadata = forward_metadata()
+    outputs = [] if metadata is None else metadata.output_info
+    return sorted({info.base_idx for info in outputs if info.output_type.name in ("alias_of_input", "is_input")})
+
+
 @contextlib.contextmanager
 def apart_from_the_whole(donated: Sequence[int]) -> Iterator[None]:
     """Inductor reads from the tracing context which inputs it may overwrite, by position in the *whole* backward. For a
