@@ -26,9 +26,7 @@ The forward of any other model is a schedule itself (`zc.compiler.forward`)::
 
 Where weights leave a host as differences (`zc.planning.wire`), ranks gather the differences::
 
-       comm | encode_update(0, "update[0]", "flat_param[0]")
-       comm | exchange_updates(0, "update[0]")
-       comm | apply_update(0, "flat_param[0]", "update[0]")
+       comm | gather(0, "flat_param[0]", via="update[0]")
 
 ``gathered[b]`` is flat_param[b]; its name carries an event from schedule to schedule. After the model's call all
 weights may be read. Before it, any read waits for the buckets of the parameters that it reads.
@@ -48,11 +46,11 @@ from zc.engine.forward_waits import ForwardWaits
 from zc.engine.part import Part, weakly
 from zc.engine.pending import Pending, can_be_watched
 from zc.engine.program import Program
-from zc.passes import signal_peers
+from zc.errors import ZcError
 from zc.planning.plan import Plan
-from zc.schedule.buffer import Buffer
+from zc.schedule.buffer import Buffer, carried_event
 from zc.schedule.nodes import put
-from zc.schedule.spec import ApplyUpdate, EncodeUpdate, ExchangeUpdates, Gather, GatherNet, Publish, Spread
+from zc.schedule.spec import Gather, Publish, Spread
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -66,15 +64,7 @@ def gather_graph(plan: Plan, buckets: Sequence[int]) -> fx.Graph:
         if plan.spreads(plan.buckets[bucket]):
             put(graph, Spread(bucket, Buffer.named(plan.weights_buffer(bucket))))
         weights = Buffer.named(plan.weights_buffer(bucket))
-        if plan.gather_bits:
-            update = Buffer("update", 0)  # one suffices: these three nodes run in order on one stream
-            put(graph, EncodeUpdate(bucket, update, weights))
-            put(graph, ExchangeUpdates(bucket, update))
-            put(graph, ApplyUpdate(bucket, weights, update))
-        elif plan.has_levels:
-            put(graph, GatherNet(bucket, weights))
-        if plan.has_levels or not plan.gather_bits:
-            put(graph, Gather(bucket, weights))
+        put(graph, Gather(bucket, weights, Buffer("update", 0) if plan.gather_bits else None))
     for bucket in () if plan.overlap_gather else order:
         put(graph, Publish(bucket, Buffer.named(plan.weights_buffer(bucket))))
     graph.output(())
@@ -95,8 +85,9 @@ class WeightGather(Part):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        # by kind, "gather" or "publish", buckets, and whether it is an exact gather
-        self._programs: dict[tuple[str, tuple[int, ...], bool], Program] = {}
+        # by kind: "gather" and "gather exactly" of all buckets, "publish" of one. None is made for a set of buckets:
+        # with layer drop, or a head for each task, nearly every update would have another one
+        self._programs: dict[tuple[str, int | None], Program] = {}
         self._in_flight: set[int] = set()  # buckets for whose gathers the main stream has not waited
         self._pending = Pending(self._read)
         self.waits = ForwardWaits(core, self)
@@ -124,6 +115,8 @@ class WeightGather(Part):
         it, or with overlap_gather whoever has waited for it. Encoded differences bring the weights close to the
         masters; with ``is_exact`` they become equal."""
         core = self.core
+        if not buckets:
+            return
         if core.plan.overlap_gather:  # before the gathers are launched, since they have views of their own
             self._unseen = self._why_unseen()
         for index in buckets:
@@ -132,7 +125,8 @@ class WeightGather(Part):
                 shard = core.buffers.owned(core.buffers.flat_param[index], bucket)
                 shard.copy_(core.buffers.master_shard[index].detach())
                 core.buffers.remember_shard(bucket)
-        self._gather(tuple(buckets), is_exact=is_exact and core.plan.gather_bits > 0)([], core.streams)
+        some = None if len(buckets) == len(core.plan.buckets) else frozenset(buckets)
+        self._gather(is_exact=is_exact and core.plan.gather_bits > 0)([], core.streams, buckets=some)
         if core.plan.overlap_gather:
             self._in_flight.update(buckets)
             self.waits.note_gathers()
@@ -153,6 +147,9 @@ class WeightGather(Part):
     def before_writes(self) -> None:
         """Before masters are written."""
         self.synchronize()
+
+    def adopt_writes(self) -> None:
+        """Parameters are the weights themselves here: nothing to do."""
 
     def watch(self) -> None:
         """Called at the end of a step. From then on a read of a parameter waits for its gather. If zc could miss such a
@@ -188,10 +185,10 @@ class WeightGather(Part):
     def arrive(self, first: int) -> None:
         """Makes the main stream wait for the gathers of bucket ``first`` and all later ones, which come before it. On
         CUDA the host does not wait."""
-        buckets = tuple(sorted((bucket for bucket in self._in_flight if bucket >= first), reverse=True))
-        if buckets:
-            self._publish(buckets)([], self.core.streams)
-            self._in_flight.difference_update(buckets)
+        for bucket in sorted((bucket for bucket in self._in_flight if bucket >= first), reverse=True):
+            self._publish(bucket)([], self.core.streams)
+            self._refuse_failed([bucket])
+            self._in_flight.discard(bucket)
         self._pending.release(first)
 
     def synchronize(self) -> None:
@@ -200,7 +197,23 @@ class WeightGather(Part):
 
     def note_forward(self, forward: Program) -> None:
         """A schedule of a forward has published all buckets of its plan. `zc.recompile` may have added more since."""
-        self._in_flight.difference_update(range(len(forward.plan.buckets)))
+        buckets = self._in_flight.intersection(range(len(forward.plan.buckets)))
+        self._refuse_failed(buckets)
+        self._in_flight.difference_update(buckets)
+
+    def _refuse_failed(self, buckets: Iterable[int]) -> None:
+        """Raises ZcError where a gather has failed, also after its own error has been raised and caught. These buckets
+        stay in flight, so every read of them fails."""
+        core = self.core
+        for index in buckets:
+            bucket = core.plan.buckets[index]
+            error = core.streams.error_before(carried_event(Buffer.named(core.plan.weights_buffer(index))))
+            if error is not None:
+                raise ZcError(
+                    f"the new weights of {bucket.slots[0].name} and others in bucket {index} have not arrived on rank "
+                    f"{core.group.rank}: their gather failed with {error}. What the parameters have is no step's "
+                    "weights: start again from the last checkpoint"
+                )
 
     def _read(self, params: Sequence[nn.Parameter]) -> None:
         """Somebody reads these parameters; without any, nobody knows which."""
@@ -225,23 +238,22 @@ class WeightGather(Part):
                 module.register_load_state_dict_pre_hook(wait),  # type: ignore[no-untyped-call]
             ]
 
-    def _gather(self, buckets: tuple[int, ...], *, is_exact: bool) -> Program:
-        """The schedule that gathers these buckets."""
-        key = ("gather", buckets, is_exact)
-        if key not in self._programs:
+    def _gather(self, *, is_exact: bool) -> Program:
+        """The schedule that gathers all buckets."""
+        kind = "gather exactly" if is_exact else "gather"
+        if (kind, None) not in self._programs:
             plan = self.core.plan.exact_gathers() if is_exact else self.core.plan
-            self._programs[key] = self._build("gather", plan, gather_graph(plan, buckets))
-        return self._programs[key]
+            self._programs[kind, None] = self._build("gather", plan, gather_graph(plan, range(len(plan.buckets))))
+        return self._programs[kind, None]
 
-    def _publish(self, buckets: tuple[int, ...]) -> Program:
-        """The schedule that waits for these buckets. They are all alike, and explain shows the first one."""
-        key = ("publish", buckets, False)
-        if key not in self._programs:
-            program = self._build("publish", self.core.plan, publish_graph(self.core.plan, buckets))
-            program.like = next((first for (kind, *_), first in self._programs.items() if kind == "publish"), None)
-            program.block = f"bucket{'s' * (len(buckets) > 1)} {', '.join(map(str, buckets))}"
-            self._programs[key] = program
-        return self._programs[key]
+    def _publish(self, bucket: int) -> Program:
+        """The schedule that waits for one bucket. They are all alike, and explain shows the first one."""
+        if ("publish", bucket) not in self._programs:
+            program = self._build("publish", self.core.plan, publish_graph(self.core.plan, [bucket]))
+            program.like = next((first for (kind, _), first in self._programs.items() if kind == "publish"), None)
+            program.block = f"bucket {bucket}"
+            self._programs["publish", bucket] = program
+        return self._programs["publish", bucket]
 
     def _build(self, kind: str, plan: Plan, graph: fx.Graph) -> Program:
-        return self.core.build(graph, plan, signal_peers.PASS, name=f"{kind}_{len(self._programs)}")
+        return self.core.build(graph, plan, name=f"{kind}_{len(self._programs)}")
