@@ -864,14 +864,14 @@ def compile_graph(
     inner_compile: Callable[..., Any],
     options: Mapping[str, Any] | None = None,
     *,
-    is_cached: bool = False,
+    kept_as: str | None = None,
 ) -> Any:
     """Inductor's backend with ``inner_compile`` in place of the compiler of the forward's and the backward's graph, and
     with ``options`` set in Inductor's configuration meanwhile. The backward is compiled along with its forward.
 
     The AOTAutograd cache's key ignores inner_compile: an entry of a plain run would replace our schedule. So that cache
-    is off, or with ``is_cached`` has our tag in its keys, and ``inner_compile`` returns an `output_code_class`. Where
-    the program has turned the cache off, it stays off. The FX graph cache below it stays on.
+    is off, or with ``kept_as`` has our tag and this word in its keys, and ``inner_compile`` returns an
+    `output_code_class`. Where the program has turned the cache off, it stays off. The FX graph cache below it stays on.
 
     Relies on ``torch.compiler.config.cache_key_tag`` being part of the key, on ``bundled_autograd_cache`` keeping what
     inner compilers return, and on ``force_non_lazy_backward_lowering``: AOTAutograd writes an entry once it has both
@@ -880,13 +880,13 @@ def compile_graph(
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    is_cached = is_cached and functorch_config.enable_autograd_cache
+    is_cached = kept_as is not None and functorch_config.enable_autograd_cache
     settings = functorch_config.patch(
         enable_autograd_cache=is_cached, bundled_autograd_cache=is_cached, force_non_lazy_backward_lowering=True
     )
     shared: Any = torch.compiler.config
     tag = shared.cache_key_tag
-    with settings, shared.patch(cache_key_tag=_TAG + tag if is_cached else tag):
+    with settings, shared.patch(cache_key_tag=f"{_TAG} {kept_as}:{tag}" if is_cached else tag):
         return compile_fx(gm, list(inputs), inner_compile=inner_compile, config_patches=dict(options or {}))
 
 
@@ -1028,7 +1028,9 @@ def compile_inner(
     # what `compile_graph` sets for AOTAutograd's cache is not for Inductor's own
     apart = functorch_config.patch(bundled_autograd_cache=False)
     shared: Any = torch.compiler.config
-    tag = shared.cache_key_tag.removeprefix(_TAG)
+    tag = shared.cache_key_tag
+    if tag.startswith(_TAG):
+        tag = tag.partition(":")[2]
     with config.patch(dict(options or {})), apart, shared.patch(cache_key_tag=tag):
         return compile_fx_inner(gm, example_inputs, **kwargs)
 

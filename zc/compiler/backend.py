@@ -73,10 +73,19 @@ def make_backend(runtime: Runtime, blocks: Blocks | None = None) -> Callable[...
 
         together = torch_private.compiling_kernels_together if on_cpu else contextlib.nullcontext
         with cached(hook) as saving_hook, together():
-            compiled = torch_private.compile_graph(gm, inputs, _inner_compiler(saving_hook), options, is_cached=True)
+            compiler, kept_as = _inner_compiler(saving_hook), _kind_of_forward(runtime)
+            compiled = torch_private.compile_graph(gm, inputs, compiler, options, kept_as=kept_as)
         return _with_returned_weights(origin, compiled)
 
     return zc_backend
+
+
+def _kind_of_forward(runtime: Runtime) -> str:
+    """What the strides that a backward graph is traced with depend on, beside the graph: Inductor chooses those that a
+    whole forward saves, and a schedule saves them as traced."""
+    if runtime.plan.sharded:
+        return "windows"
+    return "cut" if runtime.plan.overlap_gather and not runtime.plan.kinds else "whole"
 
 
 def _one_block(blocks: Blocks, names: Sequence[str | None]) -> Block | None:
