@@ -71,6 +71,9 @@ def launch(flat: Tensor, grads: Sequence[Tensor], offsets: Sequence[int], scale:
         if not add:
             append(0, stop, offset - stop, 0, (1,) * 3, (0,) * 4)
         stop = offset + grad.numel()
+        if grad.is_neg():  # the imaginary part of a lazy conjugate: its memory has the negative
+            grad = grad.resolve_neg()
+            copies.append(grad)
         sizes, strides = collapse(grad)
         if len(sizes) > 4 or (grad.numel() >= 2**31 and strides != [1]):  # the kernel's index has 4 digits of 32 bits
             grad = grad.contiguous()

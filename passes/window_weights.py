@@ -34,7 +34,7 @@ from torch import fx
 
 from zc import torch_private
 from zc.errors import PassError
-from zc.passes.base import Pass
+from zc.passes.base import Pass, is_random
 from zc.planning.layout import ALIGN_NBYTES, align_up
 from zc.planning.plan import Plan
 from zc.schedule.nodes import is_schedule_node, put
@@ -67,16 +67,12 @@ class _Reads:
             if torch_private.mutates(node.target) and node.args[0] in self.of_params:
                 raise PassError(f"{node.name} of a compiled graph writes to a parameter: stage 3 has no bytes of it")
             is_made_of_params = all(n in self.of_params or _is_size(n) for n in node.all_input_nodes)
-            is_kept = is_schedule_node(node) or node in returned or _is_random(node)
+            # made anew in each window, a dropped weight would have two masks
+            is_kept = is_schedule_node(node) or node in returned or is_random(node)
             if is_made_of_params and not is_kept:
                 self.of_params[node] = tuple(dict.fromkeys(sources))
             else:
                 self.by_node[node] = [source.meta["weight"] for source in dict.fromkeys(sources)]
-
-
-def _is_random(node: fx.Node) -> bool:
-    """Whether a second run gives other values: made anew in each window, a dropped weight would have two masks."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _is_size(node: fx.Node) -> bool:

@@ -28,6 +28,7 @@ from zc.engine.runtime import Runtime
 from zc.engine.sharded_weights import ShardedWeights
 from zc.engine.streams import make_streams
 from zc.engine.unset import Unset
+from zc.errors import ZcError
 from zc.fill import broadcast_rest, fill, restore, snapshot
 from zc.meta import place
 from zc.optim import methods
@@ -217,7 +218,24 @@ def make_call(module: nn.Module, runtime: Runtime, sync: BufferSync | None = Non
         call = torch_private.call_after(sync.before_forward, call or torch_private.plain_call(module))
     if isinstance(runtime.weights, ShardedWeights):
         call = forward_of(runtime.weights.passes, call or torch_private.plain_call(module))
-    return call
+    return call if call is None or config.backend == "eager" else _naming_limits(call)
+
+
+def _naming_limits(call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, whose compiled code has no forward-mode derivative: the error names the backend that has one."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except NotImplementedError as error:
+            if not torch_private.lacks_forward_mode(error):
+                raise
+            raise ZcError(
+                "torch.autograd.forward_ad through this model: what torch.compile has compiled has no forward-mode "
+                'derivative. Give zc.compile backend="eager", or use torch.func.jvp, which runs the model uncompiled'
+            ) from error
+
+    return run
 
 
 def _undo_on_failure(undo: contextlib.ExitStack, request: Request, runtime: Runtime) -> None:

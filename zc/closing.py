@@ -65,7 +65,7 @@ def _make_plain(model: nn.Module, compiled: ShardedModel) -> None:
     restore(compiled.runtime, {name: param.dtype for name, param in compiled.runtime.placed.items()})
     for sharded_optimizer in compiled.optimizers:
         sharded_optimizer.let_go()
-        methods.restore(sharded_optimizer.optimizer)
+        methods.restore(sharded_optimizer)
         sharded_optimizer.optimizer.register_step_pre_hook(_refuse)
 
 

@@ -33,7 +33,7 @@ def persistent_nbytes(model: nn.Module) -> dict[str, int]:
     sharded_model = sharded(model)
     runtime = sharded_model.runtime
     nbytes = runtime.buffers.nbytes()
-    by_param = [state for optimizer in sharded_model.optimizers for state in optimizer.optimizer.state.values()]
+    by_param = [state for optimizer in sharded_model.optimizers for state in optimizer.local.state.values()]
     states = [v for state in by_param if isinstance(state, dict) for v in state.values() if isinstance(v, Tensor)]
     whole = sum(param.nbytes for name, param in runtime.frozen.items() if name not in runtime.placed)
     if whole:

@@ -204,13 +204,20 @@ def moved(s: Script) -> None:
     s.update()
 
 
-@row(4, "param.data = other after zc.compile", refused={"always": "ZcError: has left its bucket"})
+@row(4, "param.data = other after zc.compile")
 def new_data(s: Script) -> None:
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.update()
+        s.model[0].weight.data = torch.full_like(s.model[0].weight, 0.01 * step)
+
+
+@row(4, "param.data = other of another shape after zc.compile", refused={"always": "ZcError: has left its bucket"})
+def new_shape(s: Script) -> None:
     s.loss(0).backward()
     s.update()
-    s.model[0].weight.data = torch.zeros_like(s.model[0].weight)
-    s.loss(1).backward()
-    s.update()
+    s.model[0].weight.data = torch.zeros(4, 4)
+    s.optimizer.step()
 
 
 @row(4, "optimizer.add_param_group with a parameter that it holds", refused={"always": "PlanError: has its place"})

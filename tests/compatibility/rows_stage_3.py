@@ -32,9 +32,9 @@ _ERRORS = {
 }  # fmt: skip
 # In eager code what the forward has read stays whole to the update
 _COMPILED = (
+    "clipping by parameter (AGC) over param_groups",
     "a norm read before a GradScaler's step that one rank's overflow skips",
     "losses weighted by learned scalars in the loop",
-    "param.grad: noise added in place",
 )
 _IN_STAGE_3: Mapping[str, str] = {name: error for error, names in _ERRORS.items() for name in names}
 

@@ -11,11 +11,14 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import rows_absent_reads
 import rows_backward
 import rows_checkpointing
 import rows_clearing
 import rows_conv
 import rows_dropped_gradients
+import rows_grad_values
+import rows_optimizer_params
 import rows_optimizers
 import rows_overlap
 import rows_param_grad
@@ -44,8 +47,9 @@ from zc.registry import COMPILED
 
 TABLE = (
     rows_tasks, rows_updates, rows_clearing, rows_backward, rows_structure, rows_several_models, rows_conv,
-    rows_params, rows_unfreezing, rows_precision, rows_checkpointing, rows_param_grad, rows_optimizers,
-    rows_dropped_gradients, rows_unequal_ranks, rows_overlap, rows_several, rows_unforeseen, rows_shard_frozen,
+    rows_params, rows_absent_reads, rows_unfreezing, rows_precision, rows_checkpointing, rows_param_grad,
+    rows_grad_values, rows_optimizers, rows_optimizer_params, rows_dropped_gradients, rows_unequal_ranks, rows_overlap,
+    rows_several, rows_unforeseen, rows_shard_frozen,
 )  # fmt: skip
 
 

@@ -175,3 +175,46 @@ def _own_class(rank: int, world_size: int) -> str:
 def test_a_parameter_that_cannot_be_watched_is_waited_for() -> None:
     for text in run_ranks(_own_class, 2):
         assert "overlap_gather: parameters of class Named can't be watched: step() waits for the weights" in text
+
+
+def _after_a_failed_gather(rank: int, world_size: int, is_compiled: bool) -> list[str]:
+    """What each of several reads of the weights raises after a gather that has failed."""
+    torch.manual_seed(0)
+    model: nn.Module = mlp(DIM, DEPTH)
+    backend = "aot_eager" if is_compiled else "eager"
+    model, optimizer = zc.compile(model, adamw(model), bucket_nbytes=BUCKET, backend=backend, overlap_gather=True)
+    runtime = zc.registry.sharded(model).runtime
+    batch = vectors(DIM, 8)
+    mean_square(model, batch(rank, 0, 0)).backward()
+    runtime.streams.synchronize()  # reductions read the other ranks' memory, too
+
+    def fail(*args: Any) -> None:
+        raise OSError("a page is gone")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(runtime.group.shard.neighbours, "read", fail)
+        optimizer.step()
+        for bucket in range(DEPTH):
+            assert runtime.streams._fences[f"done/gathered[{bucket}]"][1].reached.wait(60)
+    errors = []
+    reads: list[Callable[[], object]] = [
+        model.state_dict,
+        model.state_dict,
+        lambda: model(batch(rank, 1, 0)),
+        lambda: last_weight(model).sum(),
+        lambda: zc.synchronize(model),
+    ]
+    for read in reads:
+        with pytest.raises((OSError, zc.ZcError)) as raised:
+            read()
+        errors.append(f"{type(raised.value).__name__}: {raised.value}")
+    return errors
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_weights_that_did_not_arrive_are_never_read(is_compiled: bool) -> None:
+    """Not the second time either: an emergency save after the first error would keep half an update."""
+    for errors in run_ranks(_after_a_failed_gather, 2, is_compiled):
+        assert errors[0] == "OSError: a page is gone"
+        for error in errors[1:]:
+            assert "have not arrived on rank" in error and "OSError: a page is gone" in error, errors

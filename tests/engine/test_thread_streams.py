@@ -103,6 +103,29 @@ def test_an_error_comes_home_once_and_nobody_waits_for_ever() -> None:
     assert seen == ["again"]
 
 
+def test_a_wait_raises_an_error_also_where_the_fence_is_reached() -> None:
+    """Whoever waits reads next. A reached fence says that the tasks before it were tried."""
+    streams, reached = ThreadStreams(), threading.Event()
+
+    def fail() -> None:
+        raise ValueError("in a lane")
+
+    streams.record("before", "comm")
+    streams.run_on("comm", fail)
+    streams.record("e", "comm")
+    streams.wait("e", "copy")
+    streams.run_on("copy", reached.set)
+    assert reached.wait(60), "so the fence is reached"
+    with pytest.raises(ValueError, match="in a lane"):
+        streams.wait("e", "compute")
+    streams.wait("e", "compute")  # raised once
+    assert streams.error_before("e") == "ValueError: in a lane", "and told for as long as there is no later record"
+    assert streams.error_before("before") is None
+    streams.record("e", "comm")
+    streams.synchronize()
+    assert streams.error_before("e") is None
+
+
 def test_lanes_make_no_autograd_graph() -> None:
     streams, seen = ThreadStreams(), []
     weight = torch.ones(2, requires_grad=True)

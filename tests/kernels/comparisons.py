@@ -74,6 +74,7 @@ def mixed_grads(sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: str
         values((100, 90), dtype, device).t().unsqueeze(1),
         values((100, 90), dtype, device)[:, ::2],  # more than one piece of the kernel's strided loop
         values((6, 7, 7, 3), dtype, device).permute(0, 3, 1, 2),  # channels-last, few
+        torch.view_as_complex(values((40, 2), F32, device)).conj().imag,  # memory has its negative
         *transposed(dtypes, device),
     ]
     odd = [values((2000,), dtype, device)[1:], values((4, 0, 3), dtype, device), values((1025,), dtype, device)]

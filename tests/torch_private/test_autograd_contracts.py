@@ -36,6 +36,39 @@ def test_a_profiler_is_seen() -> None:
 # --- autograd ---
 
 
+@contract("lacks_forward_mode", "torch.autograd.forward_ad")
+def test_a_function_without_jvp_says_so() -> None:
+    class NoJvp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError) as raised:
+        NoJvp.apply(torch.autograd.forward_ad.make_dual(torch.ones(1), torch.ones(1)))
+    assert torch_private.lacks_forward_mode(raised.value)
+    assert not torch_private.lacks_forward_mode(NotImplementedError("of another kind"))
+
+
+@contract("outside_of_func_transforms", "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
+def test_a_write_inside_of_a_transform() -> None:
+    kept = torch.zeros(2)
+
+    def write(x: Tensor) -> Tensor:
+        with torch_private.outside_of_func_transforms():
+            kept.copy_(torch.ones(2))
+        with pytest.raises(RuntimeError, match="would mutate a captured Tensor"):
+            kept.copy_(torch.ones(2))
+        return (x * kept).sum()
+
+    assert torch.func.grad(write)(torch.ones(2)).equal(torch.ones(2)) and kept.equal(torch.ones(2))
+    with torch_private.outside_of_func_transforms():
+        kept.zero_()
+
+
 class Reentrant(torch.autograd.Function):
     """Runs a backward in its backward, and ``Reentrant.look`` in both."""
 

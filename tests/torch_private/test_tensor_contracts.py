@@ -75,6 +75,15 @@ def test_wrapper_without_storage() -> None:
     assert type(wrapper) is _Wrapper
     assert (wrapper.shape, wrapper.stride()) == (like.shape, like.stride())
     assert (wrapper.dtype, wrapper.device) == (like.dtype, like.device)
+    assert torch_private.make_wrapper(_Wrapper, like, torch.bool).dtype == torch.bool
+
+
+@contract("schema_of", "OpOverload._schema")
+def test_the_arguments_of_a_function_of_aten() -> None:
+    defaults, written = torch_private.schema_of(torch.ops.aten.addcmul_.default)
+    assert defaults == {"self": None, "tensor1": None, "tensor2": None, "value": 1} and written == ("self",)
+    assert torch_private.schema_of(torch.ops.aten.add.out)[1] == ("out",)
+    assert torch_private.schema_of(torch.ops.aten.sum.default)[1] == ()
 
 
 @contract("without_torch_function", "torch._C.DisableTorchFunctionSubclass")
@@ -358,7 +367,13 @@ def test_leaves_of_nested_values() -> None:
     assert torch_private.tensors_in([a, {"b": (b, 3)}]) == [a, b, 3]
 
 
-@contract("hook_attributes", "Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks")
+@contract("map_tensors", "torch.utils._pytree.tree_map_only")
+def test_tensors_of_nested_values_are_exchanged() -> None:
+    a, b = torch.ones(1), torch.ones(2)
+    assert torch_private.map_tensors(torch.Tensor.numel, [a, {"b": (b, 3)}]) == [1, {"b": (2, 3)}]
+
+
+@contract("hook_functions", "Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks")
 def test_what_a_subclass_is_asked_for_hooks() -> None:
     asked = []
 
@@ -373,4 +388,4 @@ def test_what_a_subclass_is_asked_for_hooks() -> None:
     param.__class__ = Asked
     param.register_post_accumulate_grad_hook(lambda p: None)
     param.register_hook(lambda grad: None)
-    assert param._backward_hooks and asked and set(asked) <= torch_private.hook_attributes()
+    assert param._backward_hooks and asked and set(asked) <= torch_private.hook_functions()

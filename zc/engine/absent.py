@@ -1,15 +1,17 @@
 """Refuses reads of parameters that have no bytes, with an error that names the way out.
 
 Outside of the model's forward and backward, each parameter has a class whose ``__torch_function__`` refuses functions
-that read an element. In a forward or backward that is not compiled, it first gathers the bytes. torch's lazy parameters
-and `zc.engine.pending` change the class of a tensor in the same way.
+that read an element. Those that read none (`zc.engine.asked`) work, and views that they make refuse reads in the same
+way. In a forward or backward that is not compiled, a read first gathers the bytes. torch's lazy parameters and
+`zc.engine.pending` change the class of a tensor in the same way.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +19,27 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zc import torch_private
+from zc.engine.asked import viewed_by
 from zc.engine.pending import NO_VALUE
 from zc.errors import ZcError, not_compiled, stepping_optimizer
 
+_T = TypeVar("_T")
 _OWNERS: Any = WeakIdKeyDictionary()  # parameter -> its Absent
 
-# functions that read no element, and those that hooks on parameters need
-_ALLOWED = NO_VALUE | torch_private.hook_attributes()
-_VIEWS = frozenset((Tensor.view_as, Tensor.expand_as))
-_DATA: Any = Tensor.data
-_ALIASES = (_DATA.__get__, Tensor.detach)
+# no need to ask what these do: they read no element
+_ALLOWED = NO_VALUE | torch_private.hook_functions() | {Tensor.__hash__}
 _AS_ANOTHER = frozenset((Tensor.to, Tensor.type_as))  # of another tensor they read dtype and device
-_RAW = frozenset(
-    (
-        _DATA.__get__, Tensor.numpy, Tensor.data_ptr, Tensor.untyped_storage, Tensor.__array__, Tensor.__dlpack__,
-        "copy.deepcopy", "pickling",
-    )
-)  # fmt: skip
+_DATA: Any = Tensor.data
+_ADDRESSES = frozenset(getattr(Tensor, name) for name in dir(Tensor) if name.endswith("data_ptr"))
+_RAW = _ADDRESSES | {
+    _DATA.__get__, Tensor.numpy, Tensor.untyped_storage, Tensor.__array__, Tensor.__dlpack__,
+    "copy.deepcopy", "pickling",
+}  # fmt: skip
+# on meta they have no address, and print no element
+_OTHERWISE_ON_META = _ADDRESSES | {Tensor.__repr__}
 _WRITES = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"))
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+_ASK_FOR_GRADS = frozenset((Tensor.requires_grad_, _REQUIRES_GRAD.__set__))
 _BACKWARD = frozenset((Tensor.backward, torch.autograd.backward))
 
 
@@ -67,19 +72,9 @@ class AbsentParameter(nn.Parameter):
             return args[0]
         if func is torch.autograd.grad:
             return _grad(*args, **(kwargs or {}))
-        params = [a for a in torch_private.tensors_in((args, kwargs)) if isinstance(a, AbsentParameter)]
         if func in _BACKWARD:
-            return _backward(func, params, args, kwargs or {})
-        is_view = func in _VIEWS or (func in _ALIASES and not _can_read(func, params))
-        is_of_another = func in _AS_ANOTHER and not isinstance(args[0], AbsentParameter)
-        if func not in _ALLOWED and not is_view and not is_of_another:
-            _need(func, params)
-        with torch_private.without_torch_function():
-            output = func(*args, **(kwargs or {}))
-        if is_view and type(output) is Tensor:
-            view: Any = output
-            view.__class__, view.param = AbsentView, args[0]
-        return output
+            return _backward(func, _absent_in(args, kwargs, AbsentParameter), args, kwargs or {})
+        return _call(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Never raises: debuggers print parameters, too."""
@@ -102,8 +97,8 @@ class AbsentParameter(nn.Parameter):
 
 
 class AbsentView(Tensor):
-    """The result of ``data``, ``detach``, view_as or expand_as of an AbsentParameter, ``param``. Hooks and code like
-    DDP read its ``grad_fn``, which leads to the parameter's own node, or its shape, but no element."""
+    """A view of an AbsentParameter, ``param``. Code reads its shape, and hooks and code like DDP its ``grad_fn``, which
+    leads to the parameter's own node, but no element."""
 
     param: nn.Parameter
 
@@ -111,14 +106,79 @@ class AbsentView(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func not in _ALLOWED:
-            view = next(a for a in torch_private.tensors_in((args, kwargs)) if isinstance(a, AbsentView))
-            raise ZcError(f"{getattr(func, '__name__', func)} reads a view of a parameter {_way_out(view.param)}")
-        with torch_private.without_torch_function():
-            return func(*args, **(kwargs or {}))
+        return _call(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"view of shape {tuple(self.shape)} of a parameter without bytes (zc, {_why(self.param)})"
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function of parameters, or of views of them, that may have no bytes."""
+    params, views = _absent_in(args, kwargs, AbsentParameter), _absent_in(args, kwargs, AbsentView)
+    is_of_another = func in _AS_ANOTHER and not isinstance(args[0], (AbsentParameter, AbsentView))
+    if views and func in _ASK_FOR_GRADS:  # nn.Parameter(view) does
+        _refuse_view(func, views[0])
+    if func in _ALLOWED or is_of_another or (not views and _have_bytes(params) and _can_read(func, params)):
+        return _plainly(func, args, kwargs)
+    viewed = None if func in _OTHERWISE_ON_META or _writes_by_name(func) else viewed_by(func, args, kwargs)
+    if viewed is not None:
+        absent = [tensor if isinstance(tensor, (AbsentParameter, AbsentView)) else None for tensor in viewed]
+        if not any(each is not None for each in absent):
+            return _plainly(func, args, kwargs)
+        if views or not _can_read(func, params):
+            return _views(_with_storages(func, args, kwargs), absent)
+    elif views:
+        _refuse_view(func, views[0])
+    else:
+        _need(func, params)
+    return _plainly(func, args, kwargs)
+
+
+def _absent_in(args: Any, kwargs: Any, kind: type[_T]) -> list[_T]:
+    return [leaf for leaf in torch_private.tensors_in((args, kwargs)) if isinstance(leaf, kind)]
+
+
+def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch_private.without_torch_function():
+        return func(*args, **kwargs)
+
+
+def _views(output: Any, absent: list[AbsentParameter | AbsentView | None]) -> Any:
+    """``output``, whose leaves are views of what ``absent`` has in their places."""
+    for leaf, of in zip(torch_private.tensors_in(output), absent, strict=True):
+        if of is not None and type(leaf) is Tensor:  # not the parameter itself
+            view: Any = leaf
+            view.__class__, view.param = AbsentView, of.param if isinstance(of, AbsentView) else of
+    return output
+
+
+def _with_storages(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a function that makes views. Most check them against the size of the storage, so that is not zero
+    meanwhile; nothing touches the memory."""
+    with torch_private.without_torch_function(), ExitStack() as stack:
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            for leaf in torch_private.tensors_in((args, kwargs)):
+                if isinstance(leaf, (AbsentParameter, AbsentView)) and not _have_bytes([leaf]):
+                    storage, param = leaf.untyped_storage(), leaf.param if isinstance(leaf, AbsentView) else leaf
+                    storage.resize_(_extent(param) * param.element_size())
+                    stack.callback(storage.resize_, 0)
+            return func(*args, **kwargs)
+
+
+def _have_bytes(tensors: Iterable[Tensor]) -> bool:
+    with torch_private.without_torch_function():
+        return all(tensor.untyped_storage().nbytes() > 0 for tensor in tensors)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from its first to its last, with holes between them."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _refuse_view(func: Any, view: AbsentView) -> None:
+    raise ZcError(f"{getattr(func, '__name__', func)} reads a view of a parameter {_way_out(view.param)}")
 
 
 def _backward(func: Any, params: list[AbsentParameter], args: Any, kwargs: Any) -> Any:
@@ -146,8 +206,12 @@ def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool, **others: Any) 
 
 def _may_write(what: Any) -> bool:
     """Whether this function writes its first argument or gives access to its memory."""
+    return what in _RAW or _writes_by_name(what)
+
+
+def _writes_by_name(what: Any) -> bool:
     name = getattr(what, "__name__", str(what))
-    return what in _RAW or name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
 def _can_read(what: Any, params: list[AbsentParameter]) -> bool:

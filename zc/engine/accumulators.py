@@ -72,6 +72,8 @@ class Accumulators:
         # Only the issuing thread uses the rest.
         # by bucket and slot: this rank has had a gradient since zero_grad; from the boundary on, any rank has
         self.touched = [[False] * len(b.slots) for b in plan.buckets]
+        # by bucket and slot: [n] values that the caller has assigned to param.grad, on their way to the accumulator
+        self.assigned: dict[tuple[int, int], Tensor] = {}
         # what `deposit` and `take_weights` call: `Runtime` and `ShardedWeights` put their own functions here
         self.on_deposit: Callable[[int, int, Tensor], None] = lambda bucket, slot, grad: None
         self.on_take: Callable[[Sequence[tuple[int, int]]], list[Tensor]] = lambda places: []
@@ -142,6 +144,8 @@ class Accumulators:
                     if tensors:
                         tensors[bucket.index].zero_()
             self._spilled.discard(bucket.index)
+            for slot in range(len(bucket.slots)) if self.assigned else ():
+                self.assigned.pop((bucket.index, slot), None)
         if set_to_none:
             self.buffers.free(buckets)
 
@@ -149,6 +153,7 @@ class Accumulators:
         """One parameter's gradient becomes zeros in the accumulators, and in what was moved aside. It still counts as a
         gradient, unless ``set_to_none``."""
         record, rank = self.plan.buckets[bucket], self.sharers.rank
+        self.assigned.pop((bucket, slot), None)
         self.touched[bucket][slot] = self.touched[bucket][slot] and not set_to_none
         inside, _ = record.layout.shard_part(record.slots[slot], rank)
         accs = [tensors[bucket] for tensors in (self.buffers.host, self.buffers.acc) if tensors]
@@ -157,6 +162,25 @@ class Accumulators:
                 tensor[record.slots[slot].offset : record.slots[slot].stop] = 0
             else:
                 tensor[inside] = 0
+
+    def put_assigned(self, *, add: bool) -> None:
+        """Writes `assigned` values into the accumulators, in place of the mean over ranks or in addition to it, and
+        forgets them. Called when no stream uses the accumulators."""
+        for (bucket, slot), value in self.assigned.items():
+            record = self.plan.buckets[bucket]
+            if self.state[bucket] is Acc.EMPTY:
+                self.buffers.allocate(record)
+                for tensors in (self.buffers.host, self.buffers.acc):
+                    if tensors:
+                        tensors[bucket].zero_()
+                self.state[bucket], self.landed[bucket] = Acc.REDUCED, True
+            inside, _ = record.layout.shard_part(record.slots[slot], self.sharers.rank)
+            for shard in self.buffers.acc_copies(record):
+                if add:
+                    shard[inside].add_(value.to(shard.device))
+                else:
+                    shard[inside].copy_(value)
+        self.assigned.clear()
 
     def pop_counts(self) -> tuple[Counter[int], dict[str, int]]:
         """`num_reductions` and `nbytes_moved` since the last call."""

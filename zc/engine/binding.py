@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +14,7 @@ from torch import Tensor
 from zc.engine.accumulators import Accumulators
 from zc.engine.operations import TABLE, Function, Grads, compute
 from zc.schedule.nodes import TARGETS
-from zc.schedule.spec import FlattenCast, LaunchReduce, Op, Quantise, Role, SignalFull, Spans, WgradInto
+from zc.schedule.spec import BucketOp, FlattenCast, LaunchReduce, Op, Quantise, Role, SignalFull, Spans, WgradInto
 
 if TYPE_CHECKING:
     from zc.engine.program import Segment
@@ -37,10 +37,10 @@ class Operations:
     def __init__(self, accs: Accumulators, overrides: Mapping[type[Op], Function] | None = None) -> None:
         self._accs = accs
         self.segments: dict[str, Segment] = {}  # by key; `zc.engine.program.build` compiles them
-        for kind, function in TABLE.items():
-            setattr(self, TARGETS[kind].__name__, MethodType(function, accs))
-        for kind, function in (overrides or {}).items():
+        functions = {kind: MethodType(function, accs) for kind, function in TABLE.items()} | dict(overrides or {})
+        for kind, function in functions.items():
             setattr(self, TARGETS[kind].__name__, function)
+        self._of_one_bucket = [TARGETS[kind].__name__ for kind in functions if issubclass(kind, BucketOp)]
         # what `reducing_if` replaces: the name, whether it starts a reduction, and the function without agreement
         self._replaced: list[tuple[str, bool, Function]] | None = None
 
@@ -59,6 +59,14 @@ class Operations:
         for name, starts, other in self._replaced:
             choose = partial(_start_if_agreed, self._accs.plan) if starts else _if_agreed
             setattr(run, name, choose(may_reduce, getattr(self, name), other))
+        return run
+
+    def on_buckets(self, buckets: Collection[int]) -> Operations:
+        """These operations for one run, in which those on other buckets do nothing. The proof of a schedule holds for
+        such a run: what is left has the same order, and fewer nodes touch a buffer."""
+        run = copy.copy(self)
+        for name in self._of_one_bucket:
+            setattr(run, name, partial(_if_among, buckets, getattr(self, name)))
         return run
 
 
@@ -97,6 +105,10 @@ def _compute_and_deposit(
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
+
+
+def _if_among(buckets: Collection[int], operation: Function, bucket: int, *args: Any, **kwargs: Any) -> Any:
+    return operation(bucket, *args, **kwargs) if bucket in buckets else None
 
 
 def _if_agreed(may_reduce: MayReduce, operation: Function, other: Function) -> Function:

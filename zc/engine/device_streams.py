@@ -67,6 +67,10 @@ class DeviceStreams:
         elif event in self._events:
             self._stream(stream).wait_event(self._events[event])
 
+    def error_before(self, event: str) -> str | None:
+        """None: the issuing thread raises the errors of tasks, and the device's end the process."""
+        return None
+
     def join_main(self) -> None:
         for name in list(self._sides):
             self.record(f"join/{name}", name)

@@ -48,9 +48,10 @@ from zc.engine.forward_waits import ForwardWaits
 from zc.engine.part import Part, weakly
 from zc.engine.pending import Pending, can_be_watched
 from zc.engine.program import Program
+from zc.errors import ZcError
 from zc.passes import signal_peers
 from zc.planning.plan import Plan
-from zc.schedule.buffer import Buffer
+from zc.schedule.buffer import Buffer, carried_event
 from zc.schedule.nodes import put
 from zc.schedule.spec import ApplyUpdate, EncodeUpdate, ExchangeUpdates, Gather, GatherNet, Publish, Spread
 
@@ -95,8 +96,9 @@ class WeightGather(Part):
 
     def __init__(self, core: Core) -> None:
         super().__init__(core)
-        # by kind, "gather" or "publish", buckets, and whether it is an exact gather
-        self._programs: dict[tuple[str, tuple[int, ...], bool], Program] = {}
+        # by kind: "gather" and "gather exactly" of all buckets, "publish" of one. None is made for a set of buckets:
+        # with layer drop, or a head for each task, nearly every update would have another one
+        self._programs: dict[tuple[str, int | None], Program] = {}
         self._in_flight: set[int] = set()  # buckets for whose gathers the main stream has not waited
         self._pending = Pending(self._read)
         self.waits = ForwardWaits(core, self)
@@ -124,6 +126,8 @@ class WeightGather(Part):
         it, or with overlap_gather whoever has waited for it. Encoded differences bring the weights close to the
         masters; with ``is_exact`` they become equal."""
         core = self.core
+        if not buckets:
+            return
         if core.plan.overlap_gather:  # before the gathers are launched, since they have views of their own
             self._unseen = self._why_unseen()
         for index in buckets:
@@ -132,7 +136,8 @@ class WeightGather(Part):
                 shard = core.buffers.owned(core.buffers.flat_param[index], bucket)
                 shard.copy_(core.buffers.master_shard[index].detach())
                 core.buffers.remember_shard(bucket)
-        self._gather(tuple(buckets), is_exact=is_exact and core.plan.gather_bits > 0)([], core.streams)
+        some = None if len(buckets) == len(core.plan.buckets) else frozenset(buckets)
+        self._gather(is_exact=is_exact and core.plan.gather_bits > 0)([], core.streams, buckets=some)
         if core.plan.overlap_gather:
             self._in_flight.update(buckets)
             self.waits.note_gathers()
@@ -188,10 +193,10 @@ class WeightGather(Part):
     def arrive(self, first: int) -> None:
         """Makes the main stream wait for the gathers of bucket ``first`` and all later ones, which come before it. On
         CUDA the host does not wait."""
-        buckets = tuple(sorted((bucket for bucket in self._in_flight if bucket >= first), reverse=True))
-        if buckets:
-            self._publish(buckets)([], self.core.streams)
-            self._in_flight.difference_update(buckets)
+        for bucket in sorted((bucket for bucket in self._in_flight if bucket >= first), reverse=True):
+            self._publish(bucket)([], self.core.streams)
+            self._refuse_failed([bucket])
+            self._in_flight.discard(bucket)
         self._pending.release(first)
 
     def synchronize(self) -> None:
@@ -200,7 +205,23 @@ class WeightGather(Part):
 
     def note_forward(self, forward: Program) -> None:
         """A schedule of a forward has published all buckets of its plan. `zc.recompile` may have added more since."""
-        self._in_flight.difference_update(range(len(forward.plan.buckets)))
+        buckets = self._in_flight.intersection(range(len(forward.plan.buckets)))
+        self._refuse_failed(buckets)
+        self._in_flight.difference_update(buckets)
+
+    def _refuse_failed(self, buckets: Iterable[int]) -> None:
+        """Raises ZcError where a gather has failed, also after its own error has been raised and caught. These buckets
+        stay in flight, so every read of them fails."""
+        core = self.core
+        for index in buckets:
+            bucket = core.plan.buckets[index]
+            error = core.streams.error_before(carried_event(Buffer.named(core.plan.weights_buffer(index))))
+            if error is not None:
+                raise ZcError(
+                    f"the new weights of {bucket.slots[0].name} and others in bucket {index} have not arrived on rank "
+                    f"{core.group.rank}: their gather failed with {error}. What the parameters have is no step's "
+                    "weights: start again from the last checkpoint"
+                )
 
     def _read(self, params: Sequence[nn.Parameter]) -> None:
         """Somebody reads these parameters; without any, nobody knows which."""
@@ -225,23 +246,22 @@ class WeightGather(Part):
                 module.register_load_state_dict_pre_hook(wait),  # type: ignore[no-untyped-call]
             ]
 
-    def _gather(self, buckets: tuple[int, ...], *, is_exact: bool) -> Program:
-        """The schedule that gathers these buckets."""
-        key = ("gather", buckets, is_exact)
-        if key not in self._programs:
+    def _gather(self, *, is_exact: bool) -> Program:
+        """The schedule that gathers all buckets."""
+        kind = "gather exactly" if is_exact else "gather"
+        if (kind, None) not in self._programs:
             plan = self.core.plan.exact_gathers() if is_exact else self.core.plan
-            self._programs[key] = self._build("gather", plan, gather_graph(plan, buckets))
-        return self._programs[key]
+            self._programs[kind, None] = self._build("gather", plan, gather_graph(plan, range(len(plan.buckets))))
+        return self._programs[kind, None]
 
-    def _publish(self, buckets: tuple[int, ...]) -> Program:
-        """The schedule that waits for these buckets. They are all alike, and explain shows the first one."""
-        key = ("publish", buckets, False)
-        if key not in self._programs:
-            program = self._build("publish", self.core.plan, publish_graph(self.core.plan, buckets))
-            program.like = next((first for (kind, *_), first in self._programs.items() if kind == "publish"), None)
-            program.block = f"bucket{'s' * (len(buckets) > 1)} {', '.join(map(str, buckets))}"
-            self._programs[key] = program
-        return self._programs[key]
+    def _publish(self, bucket: int) -> Program:
+        """The schedule that waits for one bucket. They are all alike, and explain shows the first one."""
+        if ("publish", bucket) not in self._programs:
+            program = self._build("publish", self.core.plan, publish_graph(self.core.plan, [bucket]))
+            program.like = next((first for (kind, _), first in self._programs.items() if kind == "publish"), None)
+            program.block = f"bucket {bucket}"
+            self._programs["publish", bucket] = program
+        return self._programs["publish", bucket]
 
     def _build(self, kind: str, plan: Plan, graph: fx.Graph) -> Program:
         return self.core.build(graph, plan, signal_peers.PASS, name=f"{kind}_{len(self._programs)}")

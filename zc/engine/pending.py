@@ -38,7 +38,7 @@ NO_VALUE = frozenset(
         )),
         torch.is_tensor, torch.is_floating_point, torch.is_complex, torch.numel,
         *(getattr(torch, f"{name}_like") for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")),
-        *(getattr(Tensor, f"new_{name}") for name in ("zeros", "ones", "empty", "full", "tensor")),
+        *(getattr(Tensor, f"new_{name}") for name in ("zeros", "ones", "empty", "empty_strided", "full", "tensor")),
     }
 )  # fmt: skip
 

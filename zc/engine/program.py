@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,13 +60,20 @@ class Program:
         """Buckets that pass through the ring."""
         return len({op.bucket for _, op in ops_in(self.graph) if isinstance(op, spec.Write)})
 
-    def __call__(self, args: list[Any], streams: Streams, may_reduce: MayReduce | None = None) -> tuple[Any, ...]:
+    def __call__(
+        self,
+        args: list[Any],
+        streams: Streams,
+        may_reduce: MayReduce | None = None,
+        buckets: Collection[int] | None = None,
+    ) -> tuple[Any, ...]:
         """Runs the schedule. Where ``may_reduce`` says no, nothing is reduced: the runtime gets the gradients as
-        deposits, or a partial sum keeps them. None: there is nobody to ask."""
+        deposits, or a partial sum keeps them. None: there is nobody to ask. ``buckets``: it runs for these alone."""
         values: dict[str, Any] = dict(zip(self.placeholders, args, strict=True))
         args.clear()  # the schedule frees each value at its last use; the caller's list must not keep it alive
         self.num_runs += 1
         operations = self.operations if may_reduce is None else self.operations.reducing_if(may_reduce)
+        operations = operations if buckets is None else operations.on_buckets(buckets)
         if streams.clock.needs_names:
             if self._named is None:
                 self._named = codegen.load(self.graph, self.plan)

@@ -37,6 +37,10 @@ class Streams(Protocol):
     def wait(self, event: str, stream: str) -> None:
         """Makes later tasks of ``stream`` start after the latest record of ``event``."""
 
+    def error_before(self, event: str) -> str | None:
+        """The error because of which tasks before the latest record of ``event`` did not run; None: the host knows of
+        none. It stays after it has been raised."""
+
     def join_main(self) -> None:
         """Makes the main stream wait for all tasks issued on other streams."""
 
@@ -64,14 +68,15 @@ class Lane:
     """A worker thread: one stream on a CPU. After an error it runs no task until the error has been raised."""
 
     def __init__(self, name: str) -> None:
-        # Its thread sets it. The issuing thread raises and resets it, after a fence that the lane has reached.
+        # Its thread sets it. The issuing thread raises and resets it: until then the lane runs no task, so it sets no
+        # other one meanwhile.
         self.error: BaseException | None = None
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Task | _Fence | None] = queue.SimpleQueue()
         self.thread = ending.start_thread(_work, (weakref.ref(self), self._tasks), f"zc {name}")
         self.close = weakref.finalize(self, self._tasks.put, None)
         _LANES.add(self)
 
-    def put(self, task: Task) -> None:
+    def put(self, task: Task | _Fence) -> None:
         self._tasks.put(task)
 
 
@@ -88,14 +93,16 @@ def _end_lanes(timeout: float = 10.0) -> None:
     ending.join([lane.thread for lane in lanes], timeout)
 
 
-def _work(lane: weakref.ref[Lane], tasks: queue.SimpleQueue[Task | None]) -> None:
+def _work(lane: weakref.ref[Lane], tasks: queue.SimpleQueue[Task | _Fence | None]) -> None:
     with torch.no_grad():
         while (task := tasks.get()) is not None:
             owner = lane()
             if owner is None:
                 return
             try:
-                if owner.error is None or isinstance(task, _Fence):
+                if isinstance(task, _Fence):
+                    task.reach(owner.error)
+                elif owner.error is None:
                     task()
             except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
                 owner.error = error
@@ -107,8 +114,11 @@ class _Fence:
 
     def __init__(self) -> None:
         self.reached = threading.Event()
+        # because of which the lane has not run the tasks before it; in words, since a traceback keeps a model alive
+        self.error: str | None = None
 
-    def __call__(self) -> None:
+    def reach(self, error: BaseException | None = None) -> None:
+        self.error = None if error is None else f"{type(error).__name__}: {error}"
         self.reached.set()
 
 
@@ -138,20 +148,25 @@ class ThreadStreams:
     def record(self, event: str, stream: str) -> None:
         fence = _Fence()
         if stream == MAIN:
-            fence()  # the issuing thread has run all its tasks
+            fence.reach()  # the issuing thread has run all its tasks
         else:
             self._lane(stream).put(fence)
         self._fences[event] = (stream, fence)
 
     def wait(self, event: str, stream: str) -> None:
         recorded_on, fence = self._fences.get(event, (stream, None))
-        if fence is None or recorded_on == stream or fence.reached.is_set():
+        if fence is None or recorded_on == stream:
             return
         if stream == MAIN:
-            self.wait_for(fence.reached)
-            self._raise(recorded_on)
-        else:
+            if not fence.reached.is_set():
+                self.wait_for(fence.reached)
+            self._raise(recorded_on)  # a lane reaches a fence after an error, too
+        elif not fence.reached.is_set():
             self._lane(stream).put(fence.reached.wait)
+
+    def error_before(self, event: str) -> str | None:
+        _, fence = self._fences.get(event, (MAIN, None))
+        return None if fence is None else fence.error
 
     def join_main(self) -> None:
         fences = {}
@@ -191,8 +206,9 @@ class ThreadStreams:
 
     def _raise(self, stream: str) -> None:
         lane = self._lanes[stream]
-        error, lane.error = lane.error, None
+        error = lane.error
         if error is not None:
+            lane.error = None
             raise error
 
 

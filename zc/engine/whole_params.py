@@ -52,14 +52,15 @@ class WholeParams(Part):
         core, buckets = self.core, set(buckets)
         if is_exact:  # of those that a forward has read, too
             self.free(index for index in buckets if core.plan.encodes_weights(core.plan.bucket(index)))
-        for index in sorted(buckets - self.buckets):
-            flat = self.gathered_once(index, is_exact=is_exact)
-            with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
-                for slot, param in core.params_in(core.plan.bucket(index)):
-                    param.untyped_storage().resize_(slot.numel * param.element_size())
-                    param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
-                    self._versions[slot.name] = torch_private.version(param)
-            self.buckets.add(index)
+        with torch_private.outside_of_func_transforms():  # the model may run inside of one
+            for index in sorted(buckets - self.buckets):
+                flat = self.gathered_once(index, is_exact=is_exact)
+                with torch.inference_mode(False), torch.no_grad(), torch_private.without_torch_function():
+                    for slot, param in core.params_in(core.plan.bucket(index)):
+                        param.untyped_storage().resize_(slot.numel * param.element_size())
+                        param.data.copy_(in_shape(flat[slot.offset : slot.stop], slot))
+                        self._versions[slot.name] = torch_private.version(param)
+                self.buckets.add(index)
 
     def make_for(self, reason: str, buckets: set[int]) -> None:
         """The same, for code that is not compiled; `say_reasons` says so."""

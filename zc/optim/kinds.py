@@ -114,6 +114,11 @@ def is_known(optimizer: Optimizer) -> bool:
     return _is_torchs(type(optimizer), (*ELEMENTWISE, *WHOLE))
 
 
+def is_declared(optimizer: Optimizer) -> bool:
+    """Whether `elementwise` was called for the class."""
+    return type(optimizer) in _DECLARED
+
+
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the class is one of torch's elementwise ones, so that buckets may be updated at different times."""
     return _is_torchs(type(optimizer), ELEMENTWISE)
