@@ -50,6 +50,7 @@ def close(model: nn.Module) -> None:
             runtime.streams.synchronize()
             runtime.weights.synchronize()
             if isinstance(runtime.weights, ShardedWeights):
+                runtime.weights.adopt_writes()
                 sharded = [bucket.index for bucket in runtime.plan.sharded]
                 runtime.weights.whole.make(sharded, is_exact=True)
         runtime.group.close()

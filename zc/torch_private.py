@@ -248,6 +248,17 @@ def num_sharing(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+def is_saved(param: torch.nn.Parameter) -> bool:
+    """Whether an autograd graph has saved ``param`` itself, not a view of it, for a backward that has not freed it.
+
+    Relies on ``Tensor._use_count``, the references of C++: one for all of Python's, one of the node that accumulates
+    its gradient, and one for each operation that has saved it (2.11 to 2.15).
+    """
+    with torch.inference_mode(False), without_torch_function():
+        node = torch.autograd.graph.get_gradient_edge(param).node if param.requires_grad else None
+        return bool(param._use_count() > 1 + (node is not None))  # type: ignore[attr-defined, unused-ignore]
+
+
 _CUT_TAG = 0x7A64  # of a receive that no rank answers
 
 
@@ -694,11 +705,12 @@ def with_forward_metadata(metadata: Any) -> Iterator[None]:
 def written_inputs() -> list[int]:
     """Positions among the inputs of a backend's graph that the graph writes in place, inside an inner compiler.
 
-    Relies on ``TracingContext.fw_metadata.input_info[i].mutates_data``, whose inputs are in the order of
-    ``PlainAOTInput`` (2.11 to 2.15).
+    Relies on ``TracingContext.fw_metadata.input_info[i].mutates_data`` and ``mutates_storage_metadata`` (``param.data =
+    ...``), whose inputs are in the order of ``PlainAOTInput`` (2.11 to 2.15).
     """
     metadata = forward_metadata()
-    return [] if metadata is None else [k for k, info in enumerate(metadata.input_info) if info.mutates_data]
+    inputs = [] if metadata is None else enumerate(metadata.input_info)
+    return [k for k, info in inputs if info.mutates_data or info.mutates_storage_metadata]
 
 
 @contextlib.contextmanager

@@ -187,9 +187,10 @@ def _compile_in_windows(origin: Origin, traced: Traced) -> Any:
     for index in traced.written:
         if origin.names[index] in plan.sharded_names:
             raise ZcError(
-                f"the forward writes parameter {origin.names[index]} in place (an embedding with max_norm does), "
-                f"and with {plan.why_sharded} such a write reaches no shard. Write inside `with "
-                f"zc.whole_parameters(model):` on all ranks, or train without {plan.why_sharded}"
+                f"compiled code of the forward writes parameter {origin.names[index]} (an embedding with max_norm "
+                f"does), and with {plan.why_sharded} such a write reaches no shard. Write it in a function under "
+                "@torch.compiler.disable, all ranks the same; or between two forwards inside `with "
+                f"zc.whole_parameters(model):`; or train without {plan.why_sharded}"
             )
     return _compile_as_schedule(origin, traced)
 

@@ -36,11 +36,10 @@ from zc.engine.operations import Function
 from zc.engine.program import Program
 from zc.machine import num_threads
 from zc.offload.disk import DiskState
-from zc.passes import signal_peers
 from zc.planning.plan import Plan
 from zc.schedule.buffer import Buffer
 from zc.schedule.nodes import put
-from zc.schedule.spec import CastParam, CopyToDevice, Gather, GatherNet, Op, Publish, Spread, SpreadShards, Update
+from zc.schedule.spec import CastParam, CopyToDevice, Gather, Op, Publish, Spread, SpreadShards, Update
 
 if TYPE_CHECKING:
     from zc.engine.core import Core
@@ -80,8 +79,6 @@ def _bring_weights(graph: fx.Graph, plan: Plan, index: int, source: Buffer, stag
     if spreads:
         put(graph, Spread(index, weights))
     if plan.world_size > 1:
-        if plan.has_levels:
-            put(graph, GatherNet(index, weights))
         put(graph, Gather(index, weights))
 
 
@@ -180,9 +177,7 @@ class HostStep:
             own: dict[type[Op], Function] = {
                 Update: self.update, CastParam: self.cast_param, CopyToDevice: self.copy_to_device,
             }  # fmt: skip
-            self._programs[with_update] = self.core.build(
-                graph, self.core.plan, signal_peers.PASS, name=name, overrides=own
-            )
+            self._programs[with_update] = self.core.build(graph, self.core.plan, name=name, overrides=own)
         self._next = dict(itertools.pairwise(buckets))
         some = None if len(buckets) == len(self._buckets) else frozenset(buckets)
         self._programs[with_update]([], self.core.streams, buckets=some)

@@ -137,7 +137,8 @@ class ShardedModel(Listener):
 
     def take_over_writes(self) -> None:
         """Copies into the masters what the caller has written into parameters since the last update. See
-        `ParamWrites`."""
+        `ParamWrites`. All ranks call it."""
+        self.runtime.weights.adopt_writes()
         self._writes.take_over()
         self._writes.remember()
 
