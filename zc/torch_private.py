@@ -186,10 +186,12 @@ def own_storage(part: torch.Tensor) -> torch.Tensor:
 
     Relies on ``from_dlpack`` making a new storage, whose deleter holds ``part``, so the memory lives as long as either
     (the standard's ownership; 2.11 to 2.15). ``Tensor.__dlpack__`` refuses a tensor of a CUDA device that is not the
-    current one. The tensor is passed as bytes, because DLPack lacks some dtypes.
+    current one, and one of a device that a package adds to torch: ``to_dlpack`` takes all. The tensor is passed as
+    bytes, because DLPack lacks some dtypes.
     """
-    with torch.cuda.device_of(part):  # type: ignore[no-untyped-call]
-        content: torch.Tensor = torch.utils.dlpack.from_dlpack(part.detach().view(torch.uint8))
+    with torch.accelerator.device_index(None if part.device.type == "cpu" else part.device.index):
+        capsule = torch.utils.dlpack.to_dlpack(part.detach().view(torch.uint8))  # type: ignore[attr-defined]
+        content: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
     return content.view(part.dtype)
 
 
