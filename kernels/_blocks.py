@@ -41,12 +41,16 @@ class Piece(NamedTuple):
 
 
 class Blocks:
-    """Runs that cover blocks 0, 1, ... of a tensor, in order; ``bits``: of an encoded element."""
+    """Runs that cover blocks 0, 1, ... of a tensor, in order; ``bits``: of an encoded element. ``tables`` gets each
+    `table`, for a caller who keeps it while launched kernels read it."""
 
-    def __init__(self, runs: Sequence[tuple[int, int, int, int]], bits: int) -> None:
+    def __init__(
+        self, runs: Sequence[tuple[int, int, int, int]], bits: int, tables: list[Tensor] | None = None
+    ) -> None:
         self.runs, self.bits = tuple(Run(*run) for run in runs), bits
         self.num_blocks = sum(run.num for run in self.runs)
         self._tables: dict[torch.device, Tensor] = {}
+        self._kept = tables if tables is not None else []
         if bits not in TOP:
             raise ValueError(f"bits is {bits}, expected 8 or 4")
         reached = 0
@@ -84,6 +88,7 @@ class Blocks:
                 words.append(torch.full_like(k, -1) if run.scales < 0 else run.scales + k)
             table = torch.stack([torch.cat(units), torch.cat(words)]).to(torch.int32)
             self._tables[device] = table.to(device)
+            self._kept.append(self._tables[device])
         return self._tables[device]
 
 

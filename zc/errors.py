@@ -50,11 +50,17 @@ def some(names: Iterable[str], at_most: int = 5) -> str:
 
 def stepping_optimizer() -> str | None:
     """The class of the optimizer whose ``step`` is running, if there is one."""
+    optimizer = optimizer_in_step()
+    return None if optimizer is None else type(optimizer).__name__
+
+
+def optimizer_in_step() -> Optimizer | None:
+    """The optimizer whose ``step`` is running, the innermost of several, if there is one."""
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
         if frame.f_code.co_name == "step" and isinstance(owner, Optimizer):
-            return type(owner).__name__
+            return owner
         frame = frame.f_back
     return None
 

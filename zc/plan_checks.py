@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
 from zc.config import Config
 from zc.errors import PlanError
@@ -81,6 +82,22 @@ def check_plan(plan: Plan) -> None:
             f"{largest.nbytes} bytes of weights, so at least weight_nbytes={least} is needed; bucket_nbytes makes "
             "buckets smaller, down to the largest parameter"
         )
+
+
+def check_scripts(model: nn.Module, plan: Plan) -> None:
+    """Raises PlanError for a module of TorchScript with parameters whose bytes come when Python code reads them."""
+    names = {param: name for name, param in model.named_parameters()}
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            continue
+        own = {names[param] for param in module.parameters()}
+        why = plan.why_sharded if own & plan.sharded_names else "overlap_gather=True" if plan.overlap_gather else None
+        if own and why is not None:
+            raise PlanError(
+                f"{name or 'the model'} was made by torch.jit.script or torch.jit.trace, so its code in C++ reads "
+                f"parameters before zc can bring them, as {why} must: leave the option out, or take the module as it "
+                "was before torch.jit"
+            )
 
 
 def check_shards_fit(plan: Plan) -> None:

@@ -14,7 +14,6 @@ import functools
 import inspect
 import itertools
 import os
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -152,13 +151,26 @@ def _runs(node: Any) -> bool:
         return False
 
 
-def make_wrapper(cls: type[_T], like: torch.Tensor) -> _T:
-    """A tensor subclass's instance with the sizes, dtype and device of ``like`` and no storage. (DTensor is made this
-    way.)"""
+def make_wrapper(
+    cls: type[_T], like: torch.Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> _T:
+    """A tensor subclass's instance with the sizes of ``like``, its dtype and device unless others are given, and no
+    storage. (DTensor is made this way.)"""
     wrapper: _T = torch.Tensor._make_wrapper_subclass(
-        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
     )
     return wrapper
+
+
+@functools.cache
+def schema_of(func: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The arguments of an overload of aten in their order, with their defaults, and those that it writes.
+
+    Relies on ``OpOverload._schema`` (2.11 to 2.15), which torch's own dispatch modes read.
+    """
+    arguments = func._schema.arguments
+    written = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return {a.name: a.default_value for a in arguments}, written
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[None]:
@@ -206,6 +218,21 @@ def hook_functions() -> frozenset[Any]:
     return frozenset([*accessors, of_class.register_hook, of_class.register_post_accumulate_grad_hook])
 
 
+def lacks_forward_mode(error: NotImplementedError) -> bool:
+    """Whether dual numbers met an autograd function without a ``jvp``, such as all of AOTAutograd's. (The text of the
+    error in torch/csrc/autograd/custom_function.cpp, 2.11 to 2.15.)"""
+    return "implement the jvp function" in str(error)
+
+
+def outside_of_func_transforms() -> contextlib.AbstractContextManager[object]:
+    """Inside, no grad, jvp or vmap of torch.func runs: they refuse writes to tensors that they do not know.
+    (torch._functorch.pyfunctorch: what torch itself uses to look at tensors inside of a transform; 2.11 to 2.15.)"""
+    from torch._functorch import pyfunctorch
+
+    context: contextlib.AbstractContextManager[object] = pyfunctorch.temporarily_clear_interpreter_stack()
+    return context
+
+
 def storage_number(tensor: torch.Tensor) -> int:
     """Equal for tensors that share a storage, while it lives, whether or not it has bytes. (``UntypedStorage._cdata``,
     the address of the C++ object, 2.11 to 2.15.)"""
@@ -217,6 +244,17 @@ def num_sharing(tensor: torch.Tensor) -> int:
     """How many tensors, arrays and the like hold the storage of ``tensor``, itself and one more counted. (torch._C:
     what torch's CUDA-graph trees ask before they reuse memory; 2.11 to 2.15.)"""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def is_saved(param: torch.nn.Parameter) -> bool:
+    """Whether an autograd graph has saved ``param`` itself, not a view of it, for a backward that has not freed it.
+
+    Relies on ``Tensor._use_count``, the references of C++: one for all of Python's, one of the node that accumulates
+    its gradient, and one for each operation that has saved it (2.11 to 2.15).
+    """
+    with torch.inference_mode(False), without_torch_function():
+        node = torch.autograd.graph.get_gradient_edge(param).node if param.requires_grad else None
+        return bool(param._use_count() > 1 + (node is not None))  # type: ignore[attr-defined, unused-ignore]
 
 
 _CUT_TAG = 0x7A64  # of a receive that no rank answers
@@ -667,11 +705,23 @@ def with_forward_metadata(metadata: Any) -> Iterator[None]:
 def written_inputs() -> list[int]:
     """Positions among the inputs of a backend's graph that the graph writes in place, inside an inner compiler.
 
-    Relies on ``TracingContext.fw_metadata.input_info[i].mutates_data``, whose inputs are in the order of
-    ``PlainAOTInput`` (2.11 to 2.15).
+    Relies on ``TracingContext.fw_metadata.input_info[i].mutates_data`` and ``mutates_storage_metadata`` (``param.data =
+    ...``), whose inputs are in the order of ``PlainAOTInput`` (2.11 to 2.15).
     """
     metadata = forward_metadata()
-    return [] if metadata is None else [k for k, info in enumerate(metadata.input_info) if info.mutates_data]
+    inputs = [] if metadata is None else enumerate(metadata.input_info)
+    return [k for k, info in inputs if info.mutates_data or info.mutates_storage_metadata]
+
+
+def returned_inputs() -> list[int]:
+    """Positions among the inputs of a backend's graph of which it returns views, inside an inner compiler. AOTAutograd
+    makes these views anew of what the graph is called with.
+
+    Relies on ``TracingContext.fw_metadata.output_info[i]``: ``output_type.name`` and ``base_idx`` (2.11 to 2.15).
+    """
+    metadata = forward_metadata()
+    outputs = [] if metadata is None else metadata.output_info
+    return sorted({info.base_idx for info in outputs if info.output_type.name in ("alias_of_input", "is_input")})
 
 
 @contextlib.contextmanager
@@ -696,21 +746,28 @@ def apart_from_the_whole(donated: Sequence[int]) -> Iterator[None]:
         context.output_strides = strides  # type: ignore[union-attr]
 
 
-def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same class and options without parameters, state and hooks, to try an update. It has copies of the object's
-    lists, dicts, sets and small tensors, and shares its other attributes.
+def bare_copy(
+    optimizer: torch.optim.Optimizer, cls: type[torch.optim.Optimizer] | None = None
+) -> torch.optim.Optimizer:
+    """The same class (or ``cls``) and options without parameters, state and hooks, to try an update. It has copies of
+    the object's lists, dicts, sets and small tensors, and shares its other attributes.
 
-    Relies on hooks standing in attributes that begin with ``_optimizer_``, on schedulers setting ``step`` on the object
-    itself, and on ``Optimizer.__setstate__`` making what is missing (torch 2.11 to 2.15).
+    Relies on hooks standing in attributes that begin with ``_optimizer_``, and on ``Optimizer.__setstate__`` making
+    what is missing (torch 2.11 to 2.15). Methods that zc and schedulers have set on the object are left out.
     """
-    left_out = {"state", "param_groups", "step", "zero_grad", "add_param_group", "_opt_called"}
-    attributes = {k: v for k, v in vars(optimizer).items() if k not in left_out and not k.startswith("_optimizer_")}
+    cls, left_out = cls or type(optimizer), {"state", "param_groups", "_opt_called"}
+    attributes = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in left_out and not key.startswith("_optimizer_")
+        and not (callable(value) and callable(getattr(cls, key, None)))
+    }
     for name, item in attributes.items():
         if isinstance(item, (list, dict, set)):
             attributes[name] = copy.copy(item)
         elif isinstance(item, torch.Tensor) and item.numel() <= 4096:
             attributes[name] = item.clone()
-    bare = object.__new__(type(optimizer))
+    bare = object.__new__(cls)
     bare.__setstate__({**attributes, "state": collections.defaultdict(dict), "param_groups": []})
     return bare
 
@@ -732,31 +789,49 @@ def watching_collectives(call: Callable[[str], None]) -> contextlib.AbstractCont
     return _Watching(call)
 
 
-def is_nested_step(optimizer: torch.optim.Optimizer) -> bool:
-    """From a step hook: whether the step that runs it was called by another step of this optimizer that has not ended.
+# attributes of an Optimizer: its hooks around step, each an OrderedDict by handle id (2.11 to 2.15)
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
-    torch wraps the ``step`` of every class that has an instance, and the wrapper runs the object's hooks. If the
-    process also has an optimizer of the parent class, ``super().step()`` runs the hooks again in the middle of the
-    update.
 
-    Looks at the stack and keeps no frame of it: a frame keeps the caller's variables, so after a step that raised the
-    model would live on. Relies on hooks being called by torch's wrapper around ``step``, whose ``self`` is the
-    optimizer or an object with its ``__dict__`` (2.11 to 2.15).
+class _HooksBetween(collections.OrderedDict[int, Any]):
+    """An optimizer's step hooks, with one before and one after all others, whenever those are registered. Handles from
+    before remove their hooks from ``earlier``, later ones from this dict."""
+
+    def __init__(self, earlier: Any, first: Any, last: Any) -> None:
+        super().__init__()
+        self.earlier, self.first, self.last = earlier, first, last
+
+    def others(self) -> list[Any]:
+        return [*self.earlier.values(), *super().values()]
+
+    def values(self) -> list[Any]:  # type: ignore[override]  # torch iterates over it
+        return [hook for hook in (self.first, *self.others(), self.last) if hook is not None]
+
+
+def surround_step(optimizer: torch.optim.Optimizer, begin: Any, last: Any, first: Any) -> Callable[[], None]:
+    """Registers three step hooks: ``begin`` before all other pre-hooks, ``last`` after them, and ``first`` before all
+    other post-hooks, whenever those others are registered. Returns a function that removes them.
+
+    Relies on torch's wrapper around ``step`` calling what ``values()`` of `STEP_HOOKS` has, with the optimizer itself,
+    and passing to ``step`` the arguments that the last pre-hook has returned (2.11 to 2.15).
     """
-    wrapper = sys._getframe(2)
-    frame = wrapper.f_back
-    while frame is not None:
-        if frame.f_code is wrapper.f_code and frame.f_locals["self"].__dict__ is optimizer.__dict__:
-            return True
-        frame = frame.f_back
-    return False
+    around = [(begin, last), (first, None)]
+    for name, (before, after) in zip(STEP_HOOKS, around, strict=True):
+        setattr(optimizer, name, _HooksBetween(getattr(optimizer, name), before, after))
+
+    def remove() -> None:
+        for name in STEP_HOOKS:
+            hooks = getattr(optimizer, name)
+            if isinstance(hooks, _HooksBetween):
+                hooks.first = hooks.last = None
+
+    return remove
 
 
-def has_later_step_hook(optimizer: torch.optim.Optimizer, hook: RemovableHandle) -> bool:
-    """Whether a step pre-hook of the optimizer was registered after ``hook``, and so sees the gradients after it. The
-    hooks' dict is private (torch 2.11 to 2.15: an OrderedDict by handle id); where it is gone, True."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-    return hooks is None or next(reversed(hooks), hook.id) != hook.id
+def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has pre-hooks other than those of `surround_step`."""
+    hooks = getattr(optimizer, STEP_HOOKS[0])
+    return bool(hooks.others() if isinstance(hooks, _HooksBetween) else hooks)
 
 
 def compiled_autograd_is_on() -> bool:
@@ -1012,6 +1087,23 @@ def unscale_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse: torch.
     """Gradients times ``inverse``; ``found_inf`` becomes 1 where one is infinite or NaN. (GradScaler's own call, since
     1.6.)"""
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)
+
+
+def let_unscale_fp16(is_ours: Callable[[torch.optim.Optimizer], bool]) -> None:
+    """GradScaler.unscale_ takes optimizers of ours with fp16 parameters: their gradients are fp32 in the accumulators.
+    It refuses fp16 gradients of other optimizers, as before. The first call of a process counts.
+
+    Relies on ``GradScaler._unscale_grads_(optimizer, inverse, found_inf, allow_fp16)`` (2.11 to 2.15).
+    """
+    scaler: Any = torch.amp.GradScaler
+    plain = scaler._unscale_grads_
+    if plain.__module__ == __name__:
+        return
+
+    def unscale(self: Any, optimizer: Any, inverse: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        return plain(self, optimizer, inverse, found_inf, allow_fp16 or is_ours(optimizer))
+
+    scaler._unscale_grads_ = unscale
 
 
 def is_profiling() -> bool:

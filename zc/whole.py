@@ -49,6 +49,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     is_first = runtime.group.rank == 0
     if isinstance(weights, ShardedWeights):
+        weights.adopt_writes()
         for bucket in runtime.plan.sharded:
             flat = weights.whole.gathered_once(bucket.index)
             for slot in bucket.slots if is_first else ():

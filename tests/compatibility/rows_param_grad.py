@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from models import Heads
-from rows import Row, Script, add, row
+from rows import STEPS, Row, Script, add, row
 from torch import nn
 
 
@@ -76,9 +76,10 @@ def total_norm(s: Script) -> None:
 
 
 USES: dict[str, Callable[[Script, nn.Parameter], Any]] = {
-    "noise added in place": lambda s, p: p.grad.add_(torch.randn_like(p)),
     "NumPy": lambda s, p: p.grad.numpy(),
-    "clip_grad_value_": lambda s, p: torch.nn.utils.clip_grad_value_(s.model.parameters(), 0.1),
+    "one row": lambda s, p: p.grad[0],
+    "the mean of each row": lambda s, p: p.grad.mean(dim=1, keepdim=True),
+    "a product of matrices": lambda s, p: p.grad @ torch.ones_like(p.grad).t(),
     "all_reduce": lambda s, p: torch.distributed.all_reduce(p.grad),
 }
 
@@ -102,8 +103,11 @@ def assigned(s: Script) -> None:
     s.optimizer.step()
 
 
-@row(6, "clipping the optimizer's parameters", refused={"always": "ZcError: model.parameters()"})
+@row(6, "clipping the optimizer's parameters")
 def clip_groups(s: Script) -> None:
-    s.loss(0).backward()
-    params = [p for group in s.optimizer.param_groups for p in group["params"]]
-    torch.nn.utils.clip_grad_norm_(params, 1.0)
+    for step in range(STEPS):
+        s.loss(step).backward()
+        s.reduced()
+        params = [p for group in s.optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(params, 0.01)
+        s.update()

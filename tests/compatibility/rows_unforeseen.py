@@ -144,12 +144,6 @@ def skipped_by_gradients(s: Script) -> None:
         s.optimizer.zero_grad()
 
 
-@row(13, "p.grad.isfinite()", refused={"always": "ZcError: call zc.grads_are_finite(model)"})
-def isfinite(s: Script) -> None:
-    s.loss(0).backward()
-    s.model[0].weight.grad.isfinite()
-
-
 @row(13, "gradient surgery: projected gradients, by torch.autograd.backward(parameters, gradients)", make=Heads)
 def surgery(s: Script) -> None:
     for step in range(STEPS):

@@ -1,5 +1,5 @@
-"""`zc.whole_parameters` between the backwards of an update, of which ranks make other numbers: it waits for all, and what
-they bring before and after it is in the update."""
+"""`zc.whole_parameters` between the backwards of an update, of which ranks make other numbers: it waits for all ranks,
+and what they bring before and after it is in the update."""
 
 from __future__ import annotations
 

@@ -75,6 +75,15 @@ def test_wrapper_without_storage() -> None:
     assert type(wrapper) is _Wrapper
     assert (wrapper.shape, wrapper.stride()) == (like.shape, like.stride())
     assert (wrapper.dtype, wrapper.device) == (like.dtype, like.device)
+    assert torch_private.make_wrapper(_Wrapper, like, torch.bool).dtype == torch.bool
+
+
+@contract("schema_of", "OpOverload._schema")
+def test_the_arguments_of_a_function_of_aten() -> None:
+    defaults, written = torch_private.schema_of(torch.ops.aten.addcmul_.default)
+    assert defaults == {"self": None, "tensor1": None, "tensor2": None, "value": 1} and written == ("self",)
+    assert torch_private.schema_of(torch.ops.aten.add.out)[1] == ("out",)
+    assert torch_private.schema_of(torch.ops.aten.sum.default)[1] == ()
 
 
 @contract("without_torch_function", "torch._C.DisableTorchFunctionSubclass")
@@ -136,6 +145,25 @@ def test_holders_of_a_storage() -> None:
     assert torch_private.num_sharing(tensor) >= alone + 2
     del view, array
     assert torch_private.num_sharing(tensor) == alone
+
+
+@contract("is_saved", "Tensor._use_count")
+def test_saved_by_a_graph() -> None:
+    trains, frozen = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4), requires_grad=False)
+    names = {"another name": trains, "and": frozen}
+    x = torch.ones(4, requires_grad=True)
+    for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+        with mode:
+            assert not any(map(torch_private.is_saved, names.values()))
+    for param in (trains, frozen):
+        loss = (param * x).sum()
+        view = param.detach()
+        assert torch_private.is_saved(param)
+        loss.backward()
+        assert not torch_private.is_saved(param), "a backward frees what was saved; views and graphs are no such thing"
+        assert view.data_ptr() == param.data_ptr() and loss.grad_fn is not None
+    graph = trains.view(2, 2) * 2
+    assert not torch_private.is_saved(trains) and graph.grad_fn is not None
 
 
 @contract("storage_of", "UntypedStorage._cdata, of fake tensors too")

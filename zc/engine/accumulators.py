@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from zc.log import log
@@ -59,11 +58,10 @@ class Accumulators:
         self.sharers, self.replicas = group.shard, group.replicas
         # The streams of communication use these two; the issuing thread does when it has joined them.
         self.codes: dict[tuple[str, int], Code] = {}  # of what travels encoded, by use and bucket
-        self.places: dict[str, dict[int, bytes]] = {}  # by buffer: where the other ranks' is
+        self.places: dict[int, dict[int, bytes]] = {}  # by bucket: where the other ranks' shards of weights are
         # The entries of one bucket belong to the operations on its accumulator, which the schedule orders. The issuing
         # thread uses them when it has joined the streams.
         self.state = [Acc.EMPTY] * len(plan.buckets)
-        self._spill: dict[int, Tensor] = {}  # bucket -> [S], allocated when microbatches were not declared (stage 1)
         self._spilled: set[int] = set()  # buckets whose reduced gradient was moved aside
         # slots of a partial sum that hold nothing yet: the schedule that emptied it fills them in place (stage 1)
         self.unfilled: list[set[int]] = [set() for _ in plan.buckets]
@@ -74,6 +72,8 @@ class Accumulators:
         # Only the issuing thread uses the rest.
         # by bucket and slot: this rank has had a gradient since zero_grad; from the boundary on, any rank has
         self.touched = [[False] * len(b.slots) for b in plan.buckets]
+        # by bucket and slot: [n] values that the caller has assigned to param.grad, on their way to the accumulator
+        self.assigned: dict[tuple[int, int], Tensor] = {}
         # what `deposit` and `take_weights` call: `Runtime` and `ShardedWeights` put their own functions here
         self.on_deposit: Callable[[int, int, Tensor], None] = lambda bucket, slot, grad: None
         self.on_take: Callable[[Sequence[tuple[int, int]]], list[Tensor]] = lambda places: []
@@ -111,15 +111,15 @@ class Accumulators:
         self.landed[bucket] = False
         if bucket in self._spilled:
             self._spilled.discard(bucket)
-            out.add_(self._spill[bucket])
+            out.add_(self.buffers.spill[bucket])
         self.state[bucket] = Acc.REDUCED
 
     def move_aside(self, bucket: int, reduced: Tensor) -> Tensor:
-        """Lifetime of the copy: the plan's, since the comm stream still reads it when the next backward has begun."""
-        if bucket not in self._spill:
-            self._spill[bucket] = torch.empty_like(reduced, device=self.plan.buckets[bucket].device)
+        """Copies a reduced gradient, where microbatches were not declared (stage 1). Lifetime of the copy: the plan's,
+        since the comm stream still reads it when the next backward has begun."""
+        self.buffers.allocate_spill(self.plan.buckets[bucket], reduced.numel())
         self._spilled.add(bucket)
-        return self._spill[bucket].copy_(reduced, non_blocking=True)
+        return self.buffers.spill[bucket].copy_(reduced, non_blocking=True)
 
     def move(self, out: Tensor, tensor: Tensor, way: str) -> None:
         """Copies over the bus, on the current stream. The host does not wait: both tensors live as long as the plan."""
@@ -128,10 +128,9 @@ class Accumulators:
 
     def weight_places(self, bucket: int) -> dict[int, bytes]:
         """By rank, where its shard of the weights lies (stage 3). Waits until all of them may be read."""
-        name = f"weight[{bucket}]"
-        if name not in self.places:
-            self.places[name] = self.sharers.await_full(GATHER, bucket)
-        return self.places[name]
+        if bucket not in self.places:
+            self.places[bucket] = self.sharers.await_full(GATHER, bucket)
+        return self.places[bucket]
 
     def clear(self, buckets: Sequence[Bucket], *, set_to_none: bool) -> None:
         """zero_grad. With ``set_to_none`` False the gradients become zeros, which still count as gradients."""
@@ -144,6 +143,10 @@ class Accumulators:
                     if tensors:
                         tensors[bucket.index].zero_()
             self._spilled.discard(bucket.index)
+            for where in [where for where in self.assigned if where[0] == bucket.index]:
+                value = self.assigned.pop(where)
+                if not set_to_none:
+                    self.assigned[where] = value.new_zeros(value.shape)
         if set_to_none:
             self.buffers.free(buckets)
 
@@ -151,14 +154,34 @@ class Accumulators:
         """One parameter's gradient becomes zeros in the accumulators, and in what was moved aside. It still counts as a
         gradient, unless ``set_to_none``."""
         record, rank = self.plan.buckets[bucket], self.sharers.rank
+        self.assigned.pop((bucket, slot), None)
         self.touched[bucket][slot] = self.touched[bucket][slot] and not set_to_none
         inside, _ = record.layout.shard_part(record.slots[slot], rank)
         accs = [tensors[bucket] for tensors in (self.buffers.host, self.buffers.acc) if tensors]
-        for tensor in (*accs, *([self._spill[bucket]] if bucket in self._spilled else ())):
+        for tensor in (*accs, *([self.buffers.spill[bucket]] if bucket in self._spilled else ())):
             if tensor.numel() == record.numel:
                 tensor[record.slots[slot].offset : record.slots[slot].stop] = 0
             else:
                 tensor[inside] = 0
+
+    def put_assigned(self, *, add: bool) -> None:
+        """Writes `assigned` values into the accumulators, in place of the mean over ranks or in addition to it, and
+        forgets them. Called when no stream uses the accumulators."""
+        for (bucket, slot), value in self.assigned.items():
+            record = self.plan.buckets[bucket]
+            if self.state[bucket] is Acc.EMPTY:
+                self.buffers.allocate(record)
+                for tensors in (self.buffers.host, self.buffers.acc):
+                    if tensors:
+                        tensors[bucket].zero_()
+                self.state[bucket], self.landed[bucket] = Acc.REDUCED, True
+            inside, _ = record.layout.shard_part(record.slots[slot], self.sharers.rank)
+            for shard in self.buffers.acc_copies(record):
+                if add:
+                    shard[inside].add_(value.to(shard.device))
+                else:
+                    shard[inside].copy_(value)
+        self.assigned.clear()
 
     def pop_counts(self) -> tuple[Counter[int], dict[str, int]]:
         """`num_reductions` and `nbytes_moved` since the last call."""

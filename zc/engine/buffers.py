@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -60,26 +61,38 @@ class Buffers:
     memory of its parameters, each with a storage of its own that keeps it alive.
 
     A new object has no tensors; `add` and `add_staging` allocate those that live as long as the plan.
+
+    Each tensor that an operation on a stream uses, and that outlives the call which makes it, lies in one of
+    `all_tensors`. When a model is dropped, its streams may still use them, and these lists name all such memory.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
-        self.flat_param: list[Tensor] = []
-        self.weight: list[Tensor] = []
-        self.frozen: list[Tensor] = []
-        self.arena: list[Tensor] = []  # the issuing thread makes and drops it, when no stream uses it
-        self.whole: dict[int, Tensor] = {}  # [P] each, while a sharded bucket is gathered into memory of its own
-        self.master_shard: list[Tensor] = []
-        self.acc: list[Tensor] = []
-        self.host: list[Tensor] = []
+        self.ring = Ring(plan)
+        # All lists of tensors. A list stays the same object while its tensors come and go.
+        self.all_tensors: Final[list[list[Tensor]]] = [*self.ring.tensors]
+        self.flat_param: Final = self._new_list()
+        self.weight: Final = self._new_list()
+        self.frozen: Final = self._new_list()
+        self.arena: Final = self._new_list()  # the issuing thread makes and drops it, when no stream uses it
+        self.whole: Final = self._new_list()  # [P], while a sharded bucket is gathered into memory of its own
+        self.master_shard: Final = self._new_list()
+        self.acc: Final = self._new_list()
+        self.spill: Final = self._new_list()  # stage 1: reduced gradients [S] that were moved aside
+        self.host: Final = self._new_list()
+        self._staging: Final = self._new_list()
+        self._param: Final = self._new_list()
+        self._update: Final = self._new_list()
+        self.published: Final = self._new_list()
+        self.tables: Final = self._new_list()  # where blocks of encoded rows lie, as kernels read it
+        self.num_skipped: Final = self._new_list()  # [1], at most: the steps that a GradScaler has left out
         # cached views of a bucket's gradient; `free` drops them, since a view keeps the memory alive
         self.cuts: dict[int, dict[str, list[Tensor]]] = {}
         self._memory = HostMemory(plan.buckets[0].device) if plan.offload is not None and plan.buckets else None
-        self._staging: list[Tensor] = []
-        self._param: list[Tensor] = []
-        self.ring = Ring(plan)
-        self._update: list[Tensor] = []
-        self.published: list[Tensor] = []
+
+    def _new_list(self) -> list[Tensor]:
+        self.all_tensors.append([])
+        return self.all_tensors[-1]
 
     def add(self, bucket: Bucket) -> None:
         """Allocates the tensors of the plan's next bucket that live as long as the plan."""
@@ -105,6 +118,8 @@ class Buffers:
             self.published.append(torch.zeros_like(flat[start:stop]))
         if self.plan.offload is None or not self.plan.offload.accumulates_on_host:
             self.acc.append(empty(0, bucket.acc_dtype, bucket.device))
+        if not self.plan.placement.shards_gradients:
+            self.spill.append(empty(0, bucket.acc_dtype, bucket.device))
 
     def weight_shard(self, index: int) -> Tensor:
         """[S]: this rank's shard of the weights of a sharded bucket, frozen or not."""
@@ -144,7 +159,7 @@ class Buffers:
         """[P]: the whole weights of a bucket, at byte ``start`` of the arena or in memory of their own."""
         buffer = Buffer.named(name)
         if buffer.kind == "flat_param":
-            return self.whole[buffer.index]
+            return self.whole[0]
         return self.arena[buffer.index][start : start + bucket.nbytes].view(bucket.param_dtype)
 
     def allocate(self, bucket: Bucket) -> None:
@@ -156,6 +171,11 @@ class Buffers:
             numel = numel_acc(self.plan, bucket)
             self.acc[bucket.index] = empty(numel, bucket.acc_dtype, bucket.device)
             self.cuts.pop(bucket.index, None)
+
+    def allocate_spill(self, bucket: Bucket, numel: int) -> None:
+        """Allocates what a reduced gradient of ``numel`` elements is moved to, if it does not exist."""
+        if not self.spill[bucket.index].numel():
+            self.spill[bucket.index] = empty(numel, bucket.acc_dtype, bucket.device)
 
     def free(self, buckets: Sequence[Bucket]) -> None:
         """Frees the accumulators of ``buckets``, and the ring if no accumulator is left. They contain no gradient, and
@@ -196,14 +216,6 @@ class Buffers:
         """Says why host memory is not as requested, if it is not."""
         return self._memory.note if self._memory is not None else None
 
-    @property
-    def all_tensors(self) -> tuple[list[Tensor], ...]:
-        """All lists of tensors. A list stays the same object while its tensors come and go."""
-        return (
-            self.flat_param, self.weight, self.frozen, self.arena, self.master_shard, self.acc, self.host,
-            self._staging, self._param, *self.ring.tensors, self._update, self.published,
-        )  # fmt: skip
-
     def remember_shard(self, bucket: Bucket) -> None:
         """Remembers this rank's shard of flat_param after an update: a later difference is a write of the caller."""
         if bucket.sends_differences:
@@ -221,8 +233,8 @@ class Buffers:
         largest = max(map(plan.nbytes_staging, plan.buckets))
         cast = max((self.numel_owned(b) * b.param_dtype.itemsize for b in plan.buckets if b.has_master), default=0)
         device = plan.buckets[0].device
-        self._staging = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(plan.num_staging)]
-        self._param = [memory.zeros(cast, torch.uint8) for _ in range(plan.num_staging if cast else 0)]
+        self._staging[:] = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(plan.num_staging)]
+        self._param[:] = [memory.zeros(cast, torch.uint8) for _ in range(plan.num_staging if cast else 0)]
 
     def shard(self, tensor: Tensor, bucket: Bucket) -> Tensor:
         """[S]: this rank's shard of an accumulator, which has [P] or [S] elements."""

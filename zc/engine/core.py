@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -46,9 +46,23 @@ class Listener:
     def gradients_cleared(self, optimizer: int | None) -> None:
         """One optimizer, by its number, has no gradient any more, or all have none: nobody may hold a view of one."""
 
-    def cleared_optimizers(self) -> list[int]:
-        """Numbers of the optimizers on whose own tensors the caller has set ``.grad`` to None."""
-        return []
+    def gradients_dropped(self, names: Sequence[str]) -> None:
+        """These parameters have no gradient any more: their ``.grad`` was set to None."""
+
+    def gradients_change(self) -> None:
+        """A backward begins."""
+
+    def is_value(self, name: str, grad: Tensor) -> bool:
+        """Whether ``grad`` is a sharded value that the caller may assign to ``.grad`` of this parameter."""
+        return False
+
+    def has_taken(self, grad: Tensor) -> bool:
+        """Whether ``grad`` was taken by `take_value`, so that a backward has added to the accumulator in its place."""
+        return False
+
+    def take_value(self, name: str, grad: Tensor) -> Tensor:
+        """[n]: the elements of such a value that lie in this rank's shard. The accumulator gets them."""
+        raise NotImplementedError
 
 
 class Core:

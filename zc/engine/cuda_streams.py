@@ -22,10 +22,10 @@ class CudaStreams:
     are made when first used. Only comm has high priority, so that a reduction's kernels do not queue behind compute.
 
     Side streams need no record_stream for memory that crosses streams. It lives as long as the plan; or the main stream
-    makes it before others use it, and drops it after it has joined them (`zc.engine.buffers`); or the schedule has a
-    ``release`` for it. `hand_to_main` calls record_stream when the main stream differs from the allocating one, for
-    example if a forward and its backward run on different streams. There is one event object per name: a wait captures
-    the record before it, so recording the event again later is safe.
+    makes it before others use it, and drops it after it has joined them (`zc.engine.buffers`). `hand_to_main` calls
+    record_stream when the main stream differs from the allocating one, for example if a forward and its backward run on
+    different streams. There is one event object per name: a wait captures the record before it, so recording the event
+    again later is safe.
 
     The host stream is the calling thread: its tasks run at once, and a wait on it blocks until the event has happened.
     Kernels issued before continue meanwhile.

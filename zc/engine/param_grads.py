@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -21,15 +22,21 @@ def refuse_accumulate_hooks(params: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def check(params: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]) -> None:
-    """Raises UncoveredGradientError if a ``.grad`` is not the one that zc has set, and ZcError if a frozen parameter
-    requires a gradient."""
+def check(
+    params: Mapping[str, nn.Parameter],
+    frozen: Mapping[str, nn.Parameter],
+    grads: Mapping[str, Tensor],
+    is_value: Callable[[str, Tensor], bool],
+) -> None:
+    """Raises UncoveredGradientError if a ``.grad`` is neither the one that zc has set nor a sharded value of this
+    parameter, and ZcError if a frozen parameter requires a gradient."""
     for name, param in params.items():
-        if (grad := param.grad) is not None and grad is not grads.get(name):
+        if (grad := param.grad) is not None and grad is not grads.get(name) and not is_value(name, grad):
             raise UncoveredGradientError(
                 f"{name}.grad holds a full gradient that did not come through a backward of this model; zc trains "
-                "from its own shards. Don't assign param.grad by hand: torch.autograd.backward(parameters, gradients) "
-                "adds such gradients as a backward does"
+                "from its own shards. Don't assign such a param.grad by hand: param.grad.copy_(whole) writes a tensor "
+                "that all ranks have, torch.autograd.backward(parameters, gradients) adds gradients as a backward "
+                "does, and values that were made of param.grad, such as param.grad * 0.5, can be assigned"
             )
     for name, param in frozen.items():
         if param.requires_grad:
@@ -39,15 +46,26 @@ def check(params: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter]
             )
 
 
-def cleared(plan: Plan, flags: Sequence[Sequence[bool]], params: Mapping[str, nn.Parameter]) -> list[tuple[int, int]]:
-    """(bucket, slot) of the parameters that have a gradient, by ``flags``, and whose ``param.grad`` the caller has set
-    to None: by hand, or by torch's own model.zero_grad()."""
-    return [
-        (bucket.index, k)
-        for bucket, of_bucket in zip(plan.buckets, flags, strict=True)
-        for k, slot in enumerate(bucket.slots)
-        if of_bucket[k] and params[slot.name].grad is None
-    ]
+class Changes(NamedTuple):
+    """What the caller has done to ``param.grad`` without calling zc, by bucket and slot."""
+
+    cleared: list[tuple[int, int]]  # set to None by hand, or by torch's own model.zero_grad()
+    assigned: list[tuple[int, int]]  # set to another tensor
+
+
+def changes(
+    plan: Plan, flags: Sequence[Sequence[bool]], params: Mapping[str, nn.Parameter], grads: Mapping[str, Tensor]
+) -> Changes:
+    """``flags``: which parameters have a gradient. ``grads``: the ``.grad`` of each that zc has set."""
+    found = Changes([], [])
+    for bucket, of_bucket in zip(plan.buckets, flags, strict=True):
+        for k, slot in enumerate(bucket.slots):
+            grad = params[slot.name].grad
+            if grad is None and of_bucket[k]:
+                found.cleared.append((bucket.index, k))
+            elif grad is not None and grad is not grads[slot.name]:
+                found.assigned.append((bucket.index, k))
+    return found
 
 
 def grads_differ(plan: Plan, own: Sequence[Sequence[bool]], of_any: Sequence[Sequence[bool]]) -> str:

@@ -3,6 +3,8 @@ largest bucket."""
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -15,11 +17,11 @@ class Ring:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.flat_grad: list[Tensor] = []
-        self.recv: list[Tensor] = []
-        self.host_sum: list[Tensor] = []
-        self.wire: list[Tensor] = []
-        self.tensors = self.flat_grad, self.recv, self.host_sum, self.wire
+        self.flat_grad: Final[list[Tensor]] = []
+        self.recv: Final[list[Tensor]] = []
+        self.host_sum: Final[list[Tensor]] = []
+        self.wire: Final[list[Tensor]] = []
+        self.tensors: Final = self.flat_grad, self.recv, self.host_sum, self.wire
         self.exists = False
 
     @property

@@ -137,14 +137,15 @@ class Runtime(Core):
         """Called before each gradient comes, by ``program`` or by a hook, in autograd's thread. For the first one of a
         backward, makes sure that `_end_backward` is called at its end."""
         param_grads.refuse_compiled_autograd()
-        if self._phase is not Phase.FAILED:  # then `_notice_cleared` raises, or drops all gradients
+        if self._phase is not Phase.FAILED:  # then `_notice_changes` raises, or drops all gradients
             self._phase = Phase.OPEN
         if not self.backwards.has_begun():
             self.streams.clock.phase("backward")
             param_grads.refuse_accumulate_hooks(self.params)
             drop_failed()
             if not self.backwards.is_any_open:  # a backward around this one has not shown its own gradients yet
-                self._notice_cleared()
+                self._notice_changes()
+            self.listener.gradients_change()
             self.backwards.begin(self._end_backward)
         self._announce(program)
 
@@ -180,15 +181,21 @@ class Runtime(Core):
     def _post_accumulate_grad(self, bucket: int, slot: int, param: nn.Parameter) -> None:
         """The hook on a parameter: the gradient leaves ``param.grad`` for the plan."""
         grad = param.grad
-        if grad is None or grad is self.sharded_grads.get(self.plan.buckets[bucket].slots[slot].name):
+        name = self.plan.buckets[bucket].slots[slot].name
+        if grad is None or grad is self.sharded_grads.get(name) or self.listener.has_taken(grad):
             return  # nothing came, or it was added to a ShardedGrad, which has called `receive`
         param.grad = None
         self.receive(bucket, slot, grad)
 
     def receive(self, bucket: int, slot: int, grad: Tensor) -> None:
         """A gradient [shape of the parameter] from outside compiled graphs."""
+        name = self.plan.buckets[bucket].slots[slot].name
+        if self.listener.is_value(name, grad):
+            raise UncoveredGradientError(
+                f"a backward went through the param.grad of {name}, which is sharded over ranks and a mean over them "
+                "already: use param.grad.full_tensor() in a loss"
+            )
         if grad.is_sparse or grad.is_complex():
-            name = self.plan.buckets[bucket].slots[slot].name
             raise UncoveredGradientError(
                 f"the gradient of {name} is {grad.layout} {grad.dtype}: zc takes dense real ones"
             )
@@ -229,7 +236,7 @@ class Runtime(Core):
         self.streams.clock.phase("forward")
 
     def _drop_failed(self) -> None:
-        """After a backward that raised, whose end never came: drops its deposits. `_notice_cleared` refuses what it has
+        """After a backward that raised, whose end never came: drops its deposits. `_notice_changes` refuses what it has
         left in the accumulators."""
         self.backwards.forget_raised()
         if self.backwards.is_any_open:
@@ -275,9 +282,9 @@ class Runtime(Core):
         """
         self.streams.clock.phase("update")
         self.weights.synchronize()
-        param_grads.check(self.params, self.frozen, self.sharded_grads)
+        param_grads.check(self.params, self.frozen, self.sharded_grads, self.listener.is_value)
         drop_failed()
-        self._notice_cleared()
+        self._notice_changes()
         if self._phase is Phase.FINAL or (by_grad and self.is_finished):
             return
         is_alone = self._meet_ranks(by_grad=by_grad)
@@ -290,7 +297,7 @@ class Runtime(Core):
         drop_failed()
         if self.plan.num_ranks == 1 or self._phase in (Phase.FAILED, Phase.FINAL):
             return
-        self._notice_cleared()
+        self._notice_changes()
         self._meet_ranks(by_grad=False)
         self._phase = Phase.IDLE  # the boundary is still to come
         self.listener.gradients_ready()
@@ -312,6 +319,8 @@ class Runtime(Core):
         if self.buffer_sync is not None:
             self.buffer_sync.receive_all()
         self._land()
+        self.wait_for_host_memory()
+        self.accumulators.put_assigned(add=True)
         return is_alone
 
     def _land(self) -> None:
@@ -346,14 +355,13 @@ class Runtime(Core):
             else:
                 self.deposits.reduce(self.plan, index, may_reduce=self.announcements.agreed)
 
-    def _notice_cleared(self) -> None:
+    def _notice_changes(self) -> None:
         """Drops gradients that the caller has dropped in a way that does not call zc: ``param.grad = None``, the stock
-        model.zero_grad(), the zero_grad of the optimizer's class, its own tensors' ``.grad``. Raises ZcError if some of
-        the others may hold a part of a backward that raised."""
-        for optimizer in self.listener.cleared_optimizers():
-            self.clear(set_to_none=True, optimizer=optimizer)
-        cleared = param_grads.cleared(self.plan, self.announcements.has_grad, self.params)
-        num_others = sum(map(sum, self.announcements.has_grad)) - len(cleared)
+        model.zero_grad(), the zero_grad of the optimizer's class. Takes over sharded values that were assigned to
+        ``param.grad``. Raises ZcError if some of the others may hold a part of a backward that raised."""
+        flags = self.announcements.has_grad
+        cleared, assigned = self._changes()
+        num_others = sum(map(sum, flags)) - len(cleared) + sum(not flags[bucket][slot] for bucket, slot in assigned)
         has_failed = self._phase is Phase.FAILED
         if num_others == 0 and (cleared or has_failed):
             self.clear(set_to_none=True)
@@ -365,6 +373,35 @@ class Runtime(Core):
             )
         if cleared:
             self.drop(cleared, set_to_none=True)
+        self._take_values(assigned)
+
+    def _changes(self) -> param_grads.Changes:
+        return param_grads.changes(self.plan, self.announcements.has_grad, self.params, self.sharded_grads)
+
+    def _take_values(self, assigned: Sequence[Where]) -> None:
+        """Takes over the sharded values among these parameters' ``.grad``. Finished gradients are replaced at once.
+        Others are dropped, and the next boundary adds the values: until then sums may be on their way to other ranks.
+        Asks no other rank, as `drop`."""
+        values = dict[Where, Tensor]()
+        for bucket, slot in assigned:
+            name = self.plan.buckets[bucket].slots[slot].name
+            grad = self.params[name].grad
+            if grad is not None and self.listener.is_value(name, grad):
+                values[bucket, slot] = self.listener.take_value(name, grad)
+                if not self.backwards.is_any_open and torch_private.current_graph_task() == -1:
+                    self.params[name].grad = self.sharded_grads[name]  # else autograd may be adding to it
+        if not values:
+            return
+        if self.is_finished:
+            self.wait_for_host_memory()
+        else:
+            self.drop(list(values), set_to_none=False)
+        self.announcements.assign(values)
+        for (bucket, slot), value in values.items():
+            self.accumulators.touched[bucket][slot] = True
+            self.accumulators.assigned[bucket, slot] = value
+        if self.is_finished:
+            self.accumulators.put_assigned(add=False)
 
     def _join_gradients(self) -> None:
         """Makes the main stream wait for all gradients. Without any on its way, gathers may go on (overlap_gather)."""
@@ -380,10 +417,14 @@ class Runtime(Core):
         for bucket, slot in slots:
             self.deposits.drop(bucket, slot)
             self.accumulators.drop(bucket, slot, set_to_none=set_to_none)
+        if set_to_none:
+            self.listener.gradients_dropped([self.plan.buckets[bucket].slots[slot].name for bucket, slot in slots])
 
     def clear(self, *, set_to_none: bool, optimizer: int | None = None) -> None:
         """zero_grad of the module (None) or of one optimizer."""
         buckets = self.plan.of_optimizer(optimizer)
+        if not set_to_none:  # what was assigned becomes zeros, too
+            self._take_values(self._changes().assigned)
         self._cut_short()
         self._join_gradients()
         self.streams.hand_to_main(self.buffers.gradients(buckets) if set_to_none else ())

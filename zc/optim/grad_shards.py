@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zc import torch_private
 from zc.engine.memory_order import flattened, in_shape
-from zc.errors import ZcError
-from zc.kernels import sums_of_squares
+from zc.errors import ZcError, not_compiled, optimizer_in_step
+from zc.optim.reductions import GRADIENT, Formula, Reduction
+from zc.optim.sharded_value import Part, ShardedValue
 from zc.planning.layout import Slot
 from zc.planning.plan import Bucket
 from zc.ranks.journal import GATHER_GRADIENT
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
     from zc.engine.runtime import Runtime
 
 
-_IS_GONE = "the gradient of {} was set to None (zero_grad) since: take param.grad anew"
+_IS_GONE = "the gradient of {} was set to None (zero_grad) or assigned since: take param.grad anew, or clone it before"
+_MOST_ASKED = 64
 
 
 class GradShards:
@@ -30,15 +34,20 @@ class GradShards:
     the others.
     """
 
-    def __init__(self, runtime: Runtime, may_be_cleared: Callable[[], bool]) -> None:
-        """``may_be_cleared``: whether the caller may have set gradients of an optimizer's own tensors to None."""
-        self.runtime, self._may_be_cleared = runtime, may_be_cleared
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
         self._where: dict[str, tuple[int, int]] = {}  # bucket and slot
         # by bucket and name: elements of S
         self._parts: dict[int, dict[str, tuple[int, int, Slot]]] = {}
-        self._norms: dict[float, Tensor] = {}  # order -> norms [touched parameters], since the gradients last changed
-        self._norm_of: dict[float, dict[str, Tensor]] = {}  # the same by name, 0-d, fp32
-        self._num_skipped: Tensor | None = None  # steps that a GradScaler left out, counted on the device
+        # numbers [touched parameters] fp64 of all gradients, since the gradients last changed
+        self._numbers: dict[tuple[Formula, Reduction], Tensor] = {}
+        self._number_of: dict[tuple[Formula, Reduction, torch.dtype], dict[str, Tensor]] = {}  # the same by name, 0-d
+        self._asked: dict[tuple[Formula, Reduction], str] = {}  # which parameter was asked for such a number first
+        self.num_changes = 0  # of any gradient
+        self.optimizers: list[Optimizer] = []  # the caller's
+        # values that were assigned to param.grad, by name, until that gradient changes or is cleared
+        self._taken: dict[str, weakref.ref[ShardedValue]] = {}
+        self.unscaled: set[int] = set()  # numbers of optimizers whose gradients a GradScaler has unscaled, before step
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Adds the parameters of these buckets. This rank's part of each is elements [start, stop) of the bucket's
@@ -68,24 +77,104 @@ class GradShards:
         """The views of one parameter's part, as `of` has them; empty where this rank owns no element of it."""
         return self.of(self.runtime.plan.buckets[self._where[name][0]]).get(name, [])
 
-    def _finish(self, name: str) -> None:
-        """Waits until the gradient of ``name`` is reduced. Raises ZcError if it has been set to None."""
+    def part(self, name: str, *, is_owned: bool = False) -> Part:
+        """This rank's elements of a parameter: those of its gradient, or those that this rank updates."""
+        bucket, slot = self._bucket(name), self._slot(name)
+        is_owned = is_owned and bucket.layout.owners is not None  # otherwise they are the same
+        cut = bucket.layout.owned_part if is_owned else bucket.layout.shard_part
+        return Part(slot, cut(slot, self.runtime.group.shard.rank)[1], is_owned)
+
+    def _bucket(self, name: str) -> Bucket:
+        return self.runtime.plan.buckets[self._where[name][0]]
+
+    def _slot(self, name: str) -> Slot:
+        bucket, k = self._where[name]
+        return self.runtime.plan.buckets[bucket].slots[k]
+
+    def acc_dtype(self, name: str) -> torch.dtype:
+        return self._bucket(name).acc_dtype
+
+    def shows(self, value: ShardedValue) -> bool:
+        """Whether it is the ``.grad`` of its parameter."""
+        return self.runtime.params[value.param_name].grad is value
+
+    def live(self, grad: Tensor, name: str) -> list[Tensor]:
+        """[n] each: the copies of this rank's elements of a gradient, which is finished."""
+        self._finish(grad, name)
+        self.runtime.wait_for_host_memory()
+        bucket, slot = self._bucket(name), self._slot(name)
+        copies = [flattened(copy, slot).view(-1) for copy in self.copies(name)]
+        return copies or [shard[:0] for shard in self.runtime.buffers.acc_copies(bucket)]
+
+    def _finish(self, grad: Tensor, name: str) -> None:
+        """Waits until a gradient is reduced. Raises ZcError if it has been set to None."""
         runtime = self.runtime
-        grad = runtime.params[name].grad
-        if not runtime.is_finished or grad is None or grad is not runtime.sharded_grads[name] or self._may_be_cleared():
+        shown = runtime.params[name].grad
+        if not runtime.is_finished or shown is not runtime.sharded_grads[name]:
             runtime.finish_gradients(by_grad=True)
-        if not self._is_touched(name):
+        if grad is not runtime.sharded_grads[name] or not self._is_touched(name):
             raise ZcError(_IS_GONE.format(name))
 
-    def drop_norms(self) -> None:
-        """To be called wherever a gradient changes."""
-        self._norms.clear()
-        self._norm_of.clear()
+    def refuse_whole_write(self, func: object, name: str) -> None:
+        """Raises ZcError where a whole tensor must not be written with values of ``name``: by an optimizer that zc does
+        not know, and inside a backward, where other ranks may not be."""
+        optimizer = optimizer_in_step()
+        own = {id(each) for each in self.optimizers}
+        if optimizer is not None and own.isdisjoint(map(id, (optimizer, *vars(optimizer).values()))):
+            raise ZcError(
+                f"{type(optimizer).__name__}.step() met the gradient of {name}, which is sharded over ranks: "
+                f"{not_compiled(type(optimizer).__name__)}"
+            )
+        if torch_private.current_graph_task() != -1:
+            raise ZcError(
+                f"{func} inside a backward met the gradient of {name}, which is sharded over ranks and not finished. "
+                "Is the model inside a DistributedDataParallel? Leave that out"
+            )
+
+    def forget_numbers(self) -> None:
+        """The gradients may have changed: norms and the like are computed anew."""
+        self._numbers.clear()
+        self._number_of.clear()
+        self.num_changes += 1
+
+    def drop_norms(self, name: str | None = None) -> None:
+        """To be called wherever a gradient changes: that of ``name``, or any."""
+        self.forget_numbers()
+        for value in self._let_go([name] if name is not None else list(self._taken)):
+            value.is_stale = True
+
+    # --- values that are assigned to param.grad ---
+
+    def take(self, name: str, value: ShardedValue) -> Tensor:
+        """[n]: what the accumulator is to hold of a parameter whose ``.grad`` is ``value``, which may still be used
+        until the gradient changes. Handles of the gradient before are gone."""
+        self._let_go([name])
+        self.forget_numbers()
+        local = value.local
+        value.is_taken, self._taken[name] = True, weakref.ref(value)
+        return local
+
+    def write_taken(self, value: ShardedValue) -> None:
+        """A value that was taken has been written, and so is the gradient."""
+        for copy in self.live(self.runtime.sharded_grads[value.param_name], value.param_name):
+            copy.copy_(value.local)
+        self.forget_numbers()
+
+    def forget_taken(self, names: Iterable[str]) -> None:
+        """These gradients were cleared: values that were assigned to them are values of their own again."""
+        self._let_go(names)
+
+    def _let_go(self, names: Iterable[str]) -> list[ShardedValue]:
+        refs = [self._taken.pop(name, None) for name in names] if self._taken else []
+        values = [value for ref in refs if ref is not None and (value := ref()) is not None]
+        for value in values:
+            value.is_taken = False
+        return values
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """See `zc.clip_grad_norm_`."""
         self.runtime.finish_gradients()
-        norm: Tensor = torch.linalg.vector_norm(self._all_norms(2.0))
+        norm: Tensor = torch.linalg.vector_norm(self._all(GRADIENT, Reduction("norm")))
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         for bucket in self.runtime.plan.buckets:
             if any(self.runtime.accumulators.touched[bucket.index]):
@@ -97,27 +186,55 @@ class GradShards:
     def are_finite(self) -> bool:
         """See `zc.grads_are_finite`. A sum of squares may overflow where a sum of magnitudes does not."""
         self.runtime.finish_gradients()
-        return any(bool(self._all_norms(order).isfinite().all()) for order in (2.0, 1.0))
+        return any(bool(self._all(GRADIENT, Reduction("norm", order)).isfinite().all()) for order in (2.0, 1.0))
 
-    def _all_norms(self, order: float) -> Tensor:
-        """[touched parameters] fp64: the norms of all gradients, which are finished, with one collective; kept until a
+    def _all(self, formula: Formula, reduction: Reduction) -> Tensor:
+        """[touched parameters] fp64: a number of all gradients, which are finished, with one collective; kept until a
         gradient changes."""
-        if order not in self._norms:
+        key = formula, reduction
+        if key in self._numbers:  # another stream may have made them
+            self.runtime.streams.hand_to_main([self._numbers[key]])
+        else:
             self.runtime.wait_for_host_memory()
-            parts = [self._part(bucket, name) for bucket, name in self._touched()]
-            if not parts:
+            touched = self._touched()
+            if not touched:
                 return torch.zeros(0, dtype=torch.float64)
-            joint = _sums(parts, order).to(self.runtime.plan.buckets[0].device)
-            if order == float("inf"):
-                self.runtime.group.max_(joint)
-            else:
-                replicas = self.runtime.group.replicas
-                if replicas is not None and replicas.rank > 0:
-                    joint.zero_()  # counted once, by the first; among all, so that all have the same bits
-                self.runtime.group.sum_(joint)
-                joint = joint ** (1.0 / order)
-            self._norms[order] = joint
-        return self._norms[order]
+            parts = [formula.of(self._part(bucket, name)) for bucket, name in touched]
+            self._numbers[key] = self._join(parts, reduction, [self._slot(name).numel for _, name in touched])
+        return self._numbers[key]
+
+    def _join(self, parts: Sequence[Tensor], reduction: Reduction, numels: Sequence[int]) -> Tensor:
+        """[parts] fp64: the numbers of values of which this rank has these parts, with one collective."""
+        joint = reduction.partials(parts).to(self.runtime.plan.buckets[0].device)
+        if not reduction.is_sum:
+            self.runtime.group.max_(joint)
+        else:
+            replicas = self.runtime.group.replicas
+            if replicas is not None and replicas.rank > 0:
+                joint.zero_()  # counted once, by the first; among all, so that all have the same bits
+            self.runtime.group.sum_(joint)
+        return reduction.finish(joint, torch.tensor(numels, dtype=torch.float64, device=joint.device))
+
+    def reduce(self, value: ShardedValue, reduction: Reduction, dtype: torch.dtype) -> Tensor:
+        """0-d: a number of all elements of ``value``. A loop that asks for the same number of several gradients, or of
+        the same function of each, has two collectives at most: the second one is for all gradients."""
+        name = value.param_name
+        if value.is_live:
+            self._finish(value, name)
+        formula, made_at = value.formula or (None, 0)
+        if formula is None or made_at != self.num_changes:
+            return self._join([value.local], reduction, [value.numel()])[0].to(dtype)
+        if formula is not GRADIENT and self._asked.setdefault((formula, reduction), name) == name:
+            if len(self._asked) > _MOST_ASKED:
+                self._asked.clear()
+            return self._join([value.local], reduction, [value.numel()])[0].to(dtype)
+        key = formula, reduction, dtype
+        if key in self._number_of:
+            self.runtime.streams.hand_to_main([self._number_of[key][name]])
+        else:
+            numbers = self._all(formula, reduction).to(dtype).unbind()
+            self._number_of[key] = {n: number for (_, n), number in zip(self._touched(), numbers, strict=True)}
+        return self._number_of[key][name]
 
     def _touched(self) -> list[tuple[Bucket, str]]:
         """Every parameter with a gradient on some rank, in the same order on all."""
@@ -136,34 +253,6 @@ class GradShards:
         bucket, k = self._where[name]
         return self.runtime.accumulators.touched[bucket][k]
 
-    def grad_norm(self, name: str, order: float) -> Tensor:
-        """0-d, fp32: the norm of one parameter's whole gradient. ``order`` > 0, or inf."""
-        if not order > 0:
-            raise ValueError(f"the norm of a sharded gradient takes an order above 0, got {order}")
-        self._finish(name)
-        if order not in self._norm_of:
-            norms = self._all_norms(order).to(torch.float32).unbind()
-            self._norm_of[order] = {n: norm for (_, n), norm in zip(self._touched(), norms, strict=True)}
-        return self._norm_of[order][name]
-
-    def scale_grad(self, name: str, factor: Tensor | float) -> None:
-        """In place. ``factor``: a number, or a tensor that broadcasts to the parameter's shape, such as a mask; this
-        rank takes its part of it."""
-        self._finish(name)
-        self.runtime.wait_for_host_memory()
-        self.drop_norms()
-        copies = self.copies(name)
-        if isinstance(factor, Tensor) and factor.numel() != 1:
-            bucket, k = self._where[name]
-            slot, rank = self.runtime.plan.buckets[bucket].slots[k], self.runtime.group.shard.rank
-            _, elements = self.runtime.plan.buckets[bucket].layout.shard_part(slot, rank)
-            whole = flattened(factor.expand(slot.shape), slot)
-            factor = in_shape(whole[elements], slot) if copies else whole
-        elif isinstance(factor, Tensor):
-            factor = factor.reshape(())  # a shard may have fewer dimensions
-        for shard in copies:
-            shard.mul_(factor.to(device=shard.device, dtype=shard.dtype) if isinstance(factor, Tensor) else factor)
-
     def zero_grad_of(self, name: str) -> None:
         """Exchanges nothing: a rank may have more backwards than others between this and the update."""
         runtime = self.runtime
@@ -172,11 +261,16 @@ class GradShards:
         self.drop_norms()
         runtime.drop([self._where[name]], set_to_none=False)
 
-    def full_grad_of(self, name: str) -> Tensor:
-        self._finish(name)
-        grad = self.full_grads(self.runtime.plan.buckets[self._where[name][0]])[name]
-        assert grad is not None
-        return grad
+    def gather(self, part: Part, local: Tensor) -> Tensor:
+        """The whole tensor [shape], on every rank, of which this one has ``local`` [n]. All ranks call it."""
+        bucket, ranks = self._bucket(part.slot.name), self.runtime.group.shard
+        whole = torch.empty(part.slot.numel, dtype=local.dtype, device=bucket.device)
+        cut = bucket.layout.owned_part if part.is_owned else bucket.layout.shard_part
+        rows = [whole[cut(part.slot, rank)[1]] for rank in range(ranks.world_size)]
+        rows[ranks.rank].copy_(local)
+        if ranks.world_size > 1 and whole.numel():  # as bytes, because a backend may lack the dtype
+            ranks.gather_rows([row.view(torch.uint8) for row in rows], GATHER_GRADIENT, bucket.index).wait()
+        return in_shape(whole, part.slot)
 
     def full_grads(self, bucket: Bucket) -> dict[str, Tensor | None]:
         """The whole gradients [shape] of one bucket's parameters, in acc_dtype, on every rank; None where none came."""
@@ -195,11 +289,16 @@ class GradShards:
         return {s.name: in_shape(flat[s.offset : s.stop], s).clone() if touched else None for s, touched in pairs}
 
     def unscale(self, names: Sequence[str], found_inf: Tensor, inverse: Tensor) -> None:
-        """torch.amp.GradScaler: gradients times ``inverse``. ``found_inf`` becomes 1 if any rank has an infinity or a
-        NaN, so all ranks step or none. The host does not wait for the device."""
+        """torch.amp.GradScaler: gradients times ``inverse``, those of ``names`` and all others of the same optimizers
+        and dtypes. ``found_inf`` becomes 1 if any rank has an infinity or a NaN, so all ranks step or none. The host
+        does not wait for the device."""
+        chosen = {(bucket.optimizer, bucket.param_dtype) for bucket in map(self._bucket, names)}
+        buckets = [b for b in self.runtime.plan.buckets if (b.optimizer, b.param_dtype) in chosen]
+        names = [slot.name for bucket in buckets for slot in bucket.slots]  # a rank may not see one that others have
         self.runtime.finish_gradients()
         self.runtime.wait_for_host_memory()
         self.drop_norms()
+        self.unscaled.update(self.runtime.plan.buckets[self._where[name][0]].optimizer for name in names)
         device = self.runtime.plan.buckets[0].device
         before = found_inf.to(device, copy=True)  # with offload it is on the CPU, and NCCL takes no CPU tensor
         infinite = before.clone()
@@ -213,13 +312,21 @@ class GradShards:
             torch.maximum(infinite, own.to(device), out=infinite)
         self.runtime.group.max_(infinite)
         found_inf.copy_(infinite)
-        if self._num_skipped is None:
-            self._num_skipped = torch.zeros_like(infinite)
-        self._num_skipped += infinite - before  # it is called once for each dtype, with one ``found_inf``
+        num_skipped = self.runtime.buffers.num_skipped  # counted on the device
+        if not num_skipped:
+            num_skipped.append(torch.zeros_like(infinite))
+        num_skipped[0] += infinite - before  # it is called once for each dtype, with one ``found_inf``
+
+    def say_if_skipped(self, optimizer: int) -> None:
+        """Called when an optimizer's gradients are cleared. Unscaled gradients that no step used were probably not
+        finite. Only then is it worth waiting for the device to check."""
+        if optimizer in self.unscaled:
+            self.unscaled.discard(optimizer)
+            self.say_skipped()
 
     def say_skipped(self) -> None:
         """Notes that a GradScaler left out steps, if it did. The host waits for the device."""
-        if self._num_skipped is not None and self._num_skipped.item():
+        if any(count.item() for count in self.runtime.buffers.num_skipped):
             self.runtime.say_once(
                 "a GradScaler found inf or NaN in the gradients: no rank takes that step, nothing changes"
             )
@@ -241,12 +348,3 @@ def _cut(shard: Tensor, parts: Sequence[tuple[int, int, Slot]]) -> list[Tensor]:
         at = stop
     cut = shard.split_with_sizes([*sizes, shard.numel() - at])
     return [in_shape(cut[k], slot) for k, (_, _, slot) in zip(places, parts, strict=True)]
-
-
-def _sums(parts: list[Tensor], order: float) -> Tensor:
-    """[len(parts)] fp64: of each the sum of magnitudes to the power ``order``; the largest magnitude for inf."""
-    if order == 2.0:
-        return sums_of_squares(parts)
-    zero = torch.zeros((), dtype=torch.float64, device=parts[0].device)  # of a part without elements
-    joint = torch.stack([torch.linalg.vector_norm(p, order, dtype=zero.dtype) if p.numel() else zero for p in parts])
-    return joint if order == float("inf") else joint.pow(order)

@@ -10,10 +10,11 @@ the buckets of one optimizer. Gradients that another optimizer has not used yet 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from zc import torch_private
 from zc.engine.core import Listener
@@ -24,6 +25,7 @@ from zc.optim.grad_shards import GradShards
 from zc.optim.optimizer import ShardedOptimizer
 from zc.optim.param_writes import ParamWrites
 from zc.optim.sharded_grad import ShardedGrad
+from zc.optim.sharded_value import ShardedValue
 from zc.planning.plan import Bucket
 
 if TYPE_CHECKING:
@@ -31,17 +33,22 @@ if TYPE_CHECKING:
     from zc.offload.disk_file import StateFile
 
 
+_KEPT = {0: object()}
+_ALONE = sys.getrefcount(_KEPT[0])  # of an object that a dictionary alone holds
+
+
 class ShardedModel(Listener):
     """The state of one model on one rank. ``file``: the state file, with offload="disk"."""
 
     def __init__(self, runtime: Runtime, assignment: Assignment, file: StateFile | None) -> None:
         self.runtime, self.container = runtime, assignment.container
-        self.grad_shards = GradShards(runtime, self._may_be_cleared)
+        self.grad_shards = GradShards(runtime)
         self._writes = ParamWrites(runtime)
         self.optimizers = [
             ShardedOptimizer(k, runtime, optimizer, rule, self.grad_shards, self._writes)
             for k, (optimizer, rule) in enumerate(zip(assignment.optimizers, assignment.rules, strict=True))
         ]
+        self.grad_shards.optimizers = [each.optimizer for each in self.optimizers]
         self.adopt(runtime.plan.buckets)
         runtime.listener = self
         for optimizer in self.optimizers:
@@ -51,8 +58,7 @@ class ShardedModel(Listener):
         """Gives the parameters in these buckets their ShardedGrads, and their optimizers slices of them."""
         self.grad_shards.adopt(buckets)
         for slot in (slot for bucket in buckets for slot in bucket.slots):
-            grad = ShardedGrad(self.grad_shards, slot.name, self.runtime.params[slot.name])
-            self.runtime.sharded_grads[slot.name] = grad
+            self.runtime.sharded_grads[slot.name] = ShardedGrad(self.grad_shards, slot.name)
         for optimizer in self.optimizers:
             optimizer.adopt([b for b in buckets if b.optimizer == optimizer.number])
         self._writes.adopt(buckets)
@@ -70,42 +76,56 @@ class ShardedModel(Listener):
         self.runtime.streams.synchronize()
         self.disk.flush(self._writes.take_over)
 
-    def cleared_optimizers(self) -> list[int]:
-        return [o.number for o in self.optimizers if o.are_cleared()]
-
-    def _may_be_cleared(self) -> bool:
-        """The same from one tensor of each optimizer, so that a loop over all gradients stays linear."""
-        return any(o.is_one_cleared() for o in self.optimizers)
-
     def gradients_ready(self) -> None:
-        """Sets ``param.grad`` of every parameter with a gradient to its ShardedGrad, and ``.grad`` of the slices."""
-        for optimizer in self.optimizers:
-            optimizer.stand_in()
-        self.grad_shards.drop_norms()
+        """Sets ``param.grad`` of every parameter with a gradient to its ShardedGrad."""
+        self.grad_shards.forget_numbers()
         self._writes.check_places()
         for bucket in self.runtime.plan.buckets:
             for slot, has_grad in zip(bucket.slots, self.runtime.announcements.has_grad[bucket.index], strict=True):
                 param = self.runtime.params[slot.name]
-                if has_grad and param.grad is None:
+                if has_grad and (param.grad is None or self.is_value(slot.name, param.grad)):
                     param.grad = self.runtime.sharded_grads[slot.name]
                 elif not has_grad and param.grad is self.runtime.sharded_grads[slot.name]:
                     param.grad = None  # its gradient was dropped after this backward had begun
 
+    def gradients_change(self) -> None:
+        self.grad_shards.drop_norms()
+
+    def is_value(self, name: str, grad: Tensor) -> bool:
+        return isinstance(grad, ShardedValue) and not grad.is_live and grad.part == self.grad_shards.part(name)
+
+    def has_taken(self, grad: Tensor) -> bool:
+        return isinstance(grad, ShardedValue) and (grad.is_taken or grad.is_stale)
+
+    def take_value(self, name: str, grad: Tensor) -> Tensor:
+        assert isinstance(grad, ShardedValue)
+        local = self.grad_shards.take(name, grad)
+        self.runtime.sharded_grads[name] = ShardedGrad(self.grad_shards, name)  # handles of the one before are gone
+        return local
+
     def gradients_cleared(self, optimizer: int | None) -> None:
         """Inside a backward, autograd may be adding to a ``param.grad``, so there they are cleared at its end."""
-        self.grad_shards.drop_norms()
-        chosen = self.optimizers if optimizer is None else [self.optimizers[optimizer]]
         slots = [slot for bucket in self.runtime.plan.of_optimizer(optimizer) for slot in bucket.slots]
         params: list[nn.Parameter] = []
         if torch_private.current_graph_task() == -1:
             params = [self.runtime.params[slot.name] for slot in slots]
+        for each in self.optimizers if optimizer is None else [self.optimizers[optimizer]]:
+            self.grad_shards.say_if_skipped(each.number)
         with torch_private.without_torch_function():  # faster: parameters may be watched (engine/pending.py)
-            for each in chosen:
-                each.forget_grads()
-                for own_slice in each.slices.values():
-                    own_slice.grad = None
             for param in params:
                 param.grad = None
+        self.gradients_dropped([slot.name for slot in slots])
+
+    def gradients_dropped(self, names: Sequence[str]) -> None:
+        """Also makes a new ShardedGrad in place of one that the caller still holds, or that has a history of autograd:
+        the old one must not show the next gradient."""
+        self.grad_shards.forget_taken(names)
+        self.grad_shards.forget_numbers()
+        grads = self.runtime.sharded_grads
+        for name in names:
+            is_old = sys.getrefcount(grads[name]) > _ALONE or grads[name].requires_grad
+            if is_old and self.runtime.params[name].grad is not grads[name]:
+                grads[name] = ShardedGrad(self.grad_shards, name)
 
     def publish_all(self) -> None:
         """Publishes all weights again after the masters were loaded, and waits, so that the caller may read them."""
@@ -121,11 +141,11 @@ class ShardedModel(Listener):
 
     def take_over_writes(self) -> None:
         """Copies into the masters what the caller has written into parameters since the last update. See
-        `ParamWrites`."""
+        `ParamWrites`. All ranks call it."""
+        self.runtime.weights.adopt_writes()
         self._writes.take_over()
         self._writes.remember()
 
     def zero_grad(self) -> None:
         """Clears the gradients of all parameters."""
-        self.grad_shards.drop_norms()
         self.runtime.clear(set_to_none=True)

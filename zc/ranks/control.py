@@ -110,11 +110,11 @@ class Control(Exchanges):
         assert group is not None, "a process group is initialised"
         return group
 
-    def _call(self, run: Callable[[], Any], text: str = _COMPILE) -> Any:
-        """Calls ``run``, which blocks until all ranks answer, in a thread, and returns its result. The watch may raise
-        meanwhile."""
+    def _call(self, run: Callable[[], Any], text: str = _COMPILE, device: torch.device | None = None) -> Any:
+        """Calls ``run``, which blocks until all ranks answer, in a thread, whose device is ``device``, and returns its
+        result. The watch may raise meanwhile."""
         assert self.journal is not None, "there are several ranks"
-        call = Call(run)
+        call = Call(run, device)
         self.journal.wait(call, text, is_call=True)
         return call.result()
 
@@ -125,17 +125,23 @@ class Control(Exchanges):
         return values
 
     def new_group(
-        self, backend: str | None = None, timeout: timedelta | None = None, *, text: str = _COMPILE, **options: Any
+        self,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        *,
+        text: str = _COMPILE,
+        device: torch.device | None = None,
+        **options: Any,
     ) -> dist.ProcessGroup:
         """Makes a group of the same ranks, as `ProcessGroups.new`; by default for host memory. It lives as long as this
         object, or until `close`. ``text`` names the caller's function in errors.
 
         Making a gloo group waits for all ranks. An NCCL group waits in its first collective instead, and belongs to the
-        calling thread's device.
+        calling thread's device. Any other is made where ``device``, that of its tensors, is the current one.
         """
         assert self._process_groups is not None, "one rank needs no group"
-        new = partial(self._process_groups.new, backend, timeout, **options)
-        group: dist.ProcessGroup = new() if backend == "nccl" else self._call(new, text)
+        new = partial(self._process_groups.new, backend, timeout, device=device, **options)
+        group: dist.ProcessGroup = new() if backend == "nccl" else self._call(new, text, device)
         return group
 
     def keep_alive(self, tensor: Tensor) -> None:

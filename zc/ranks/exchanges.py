@@ -83,7 +83,9 @@ class Exchanges:
         call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         work = self._post(call, out, flat, op=dist.ReduceOp.SUM, group=self.data, async_op=True)
         if not self._waits_on_stream:  # gloo's work for it waits without end, whatever time limit it is given
-            return self._work(entry, messages([work]))
+            is_on_host = self._device.type == "cpu"
+            stream = None if is_on_host else torch.accelerator.current_stream(self._device)
+            return self._work(entry, messages([work], stream=stream))
         return self._data_work(work, entry)
 
     def all_gather(self, out: Tensor, shard: Tensor, kind: str, bucket: int) -> Work:
@@ -104,20 +106,19 @@ class Exchanges:
         entry = self._begin(kind, bucket, row.nbytes * (self.world_size - 1))
         if self._by_pairs:
             return self._between_pairs(rows, [row] * self.world_size, entry)
+        if not self._waits_on_stream:  # gloo gathers only rows of equal length
+            received = [(rank, each) for rank, each in enumerate(rows) if each.numel()]
+            sent = list(enumerate(row.repeat(self.world_size, 1))) if row.numel() else []
+            return self._exchange_all(received, sent, entry)
         return self._data_work(self._post(dist.all_gather, rows, row, group=self.data, async_op=True), entry)
 
-    def exchange(
-        self, received: Pieces, sent: Pieces, kind: str, bucket: int
-    ) -> Work:
+    def exchange(self, received: Pieces, sent: Pieces, kind: str, bucket: int) -> Work:
         """``received`` <- the pieces that other ranks send to this one, each straight into its place, at most one per
         rank. This rank's own piece is copied, unless it is there already. ``kind`` is one of EXCHANGES. Asynchronous.
         All ranks call it, also those without a piece."""
         entry = self._begin(kind, bucket, sum(piece.nbytes for rank, piece in sent if rank != self.rank))
         if not self._by_pairs:
-            out, rows = _joined(received, sent, self._device), _joined(sent, received, self._device)
-            splits = _lengths(received, self.world_size), _lengths(sent, self.world_size)
-            work = self._post(dist.all_to_all_single, out, rows, splits[0], splits[1], group=self.data, async_op=True)
-            return self._data_work(work, entry)
+            return self._exchange_all(received, sent, entry)
         others = [(rank, piece) for rank, piece in received if rank != self.rank]
         works = [self._pair(dist.irecv, piece, rank, entry) for rank, piece in others]
         for rank, piece in sorted(sent, key=lambda item: (item[0] - self.rank) % self.world_size):
@@ -125,6 +126,13 @@ class Exchanges:
                 works.append(self._pair(dist.isend, piece, rank, entry))
         copy_own_piece(received, sent, self.rank)
         return self._work(entry, messages(works))
+
+    def _exchange_all(self, received: Pieces, sent: Pieces, entry: Entry) -> Work:
+        """The same by one collective."""
+        out, rows = _joined(received, sent, self._device), _joined(sent, received, self._device)
+        splits = _lengths(received, self.world_size), _lengths(sent, self.world_size)
+        work = self._post(dist.all_to_all_single, out, rows, splits[0], splits[1], group=self.data, async_op=True)
+        return self._data_work(work, entry)
 
     def _between_pairs(self, received: list[Tensor], sent: list[Tensor], entry: Entry) -> Work:
         """received[s] <- sent[this rank] of rank s, for all others, straight into place. (gloo's own all_gather fills

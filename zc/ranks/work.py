@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -56,7 +57,7 @@ class Work:
 
 class Call:
     """``run()`` in a thread of its own, which may be abandoned: a step for a call that blocks until others answer.
-    ``group``: the group in which it waits, if that is the caller's."""
+    ``device``: the current one of that thread. ``group``: the group in which it waits, if that is the caller's."""
 
     def __init__(
         self,
@@ -118,15 +119,19 @@ def collective(work: dist.Work | None) -> Step:
     return step
 
 
-def messages(works: Sequence[dist.Work | None], group: dist.ProcessGroup | None = None) -> Step:
+def messages(
+    works: Sequence[dist.Work | None], group: dist.ProcessGroup | None = None, stream: torch.Stream | None = None
+) -> Step:
     """Sends and receives; ``group``: theirs, if it is the caller's. gloo can't tell whether one is done, nor stop
-    waiting for it, so a wait with a time limit hands them to a thread, once."""
+    waiting for it, so a wait with a time limit hands them to a thread, once. ``stream``: the one on which they were
+    issued, if they are of a device's tensors: gloo's wait queues copies on the waiting thread's current stream."""
     call: Call | None = None
 
     def wait_for_all() -> None:
-        for work in works:
-            assert work is not None, "this rank is a member of the group"
-            work.wait()
+        with stream or contextlib.nullcontext():
+            for work in works:
+                assert work is not None, "this rank is a member of the group"
+                work.wait()
 
     def step(seconds: float | None) -> bool:
         nonlocal call

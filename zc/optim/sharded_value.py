@@ -1,0 +1,514 @@
+"""A tensor of a parameter's shape of which each rank holds some elements: what gradients and optimizer states are.
+
+    p.grad            every rank holds the elements whose gradients it reduces
+    state["exp_avg"]  every rank holds the elements that it updates; other ones where whole parameters have an owner
+
+Functions on such values follow one table over the schemas of aten. An *elementwise* function, in place or not, takes
+this rank's elements of each operand, be it a number, another value of the same parameter, or a whole tensor that
+broadcasts to the parameter's shape. Its result is such a value again. Where a whole tensor is written, the values are
+gathered first, on all ranks. A *reduction* over all elements is a plain tensor, the same on all ranks. A *random*
+function draws the whole tensor's numbers on every rank, as one process would, and each keeps its own. Everything else,
+such as rows, views and products of matrices, raises an error that says what to call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zc import torch_private
+from zc.engine.memory_order import flattened, in_shape
+from zc.errors import ZcError
+from zc.optim import reductions
+from zc.planning.layout import Slot
+
+if TYPE_CHECKING:
+    from zc.optim.grad_shards import GradShards
+
+aten = torch.ops.aten
+DEEPEST = 8  # of functions of a gradient that many gradients may be asked for at once
+
+# elementwise functions that torch tags in no form
+_UNTAGGED = frozenset((
+    "copy", "_to_copy", "zero", "fill", "floor_divide", "hardswish", "log_sigmoid_forward", "isclose", "isin",
+    "complex", "polar", "real", "_add_relu", "_prelu_kernel", "special_ndtr",
+    "zeros_like", "ones_like", "empty_like", "full_like",
+))  # fmt: skip
+_NEW = frozenset(("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"))
+
+
+class Part(NamedTuple):
+    """The elements of a parameter that this rank holds. ``is_owned``: those that it updates, where these are not those
+    whose gradients it reduces; the same on all ranks."""
+
+    slot: Slot
+    elements: slice  # of the slot
+    is_owned: bool
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """[n]: this rank's elements of a tensor that broadcasts to the parameter's shape. Raises ZcError for others."""
+        if whole.numel() == 1:
+            return whole.reshape(1).expand(self.elements.stop - self.elements.start)
+        try:
+            whole = whole.expand(self.slot.shape)
+        except RuntimeError as error:
+            raise ZcError(
+                f"a tensor of shape {tuple(whole.shape)} does not broadcast to {self.slot.shape}, the shape of "
+                f"{self.slot.name}, whose values are sharded over ranks: use .full_tensor() of them"
+            ) from error
+        return flattened(whole, self.slot)[self.elements]
+
+
+class ShardedValue(Tensor):
+    """See the module. It has the parameter's shape and device, a dtype, and no storage.
+
+    ``local`` [n]: this rank's elements, which functions in place write. They may be wider than the dtype shows, as a
+    gradient's are for a bf16 parameter.
+    """
+
+    part: Part
+    _owner: weakref.ref[GradShards]  # weak: a parameter holds its .grad where Python's collector does not look
+    _local: Tensor
+    _source: Tensor | None = None  # what ``_local`` is a copy of, and is copied to when it was written
+    # the function of the live gradient that it is, if it is one, and when it was made (`GradShards.num_changes`)
+    formula: tuple[Any, int] | None = None
+    is_live = False  # whether it is a gradient, whose elements lie in the accumulators
+    # it was assigned to param.grad, and zc has taken it over: it may be read until that gradient changes
+    is_taken = False
+    is_stale = False
+
+    @staticmethod
+    def __new__(
+        cls,
+        owner: GradShards,
+        part: Part,
+        local: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> ShardedValue:
+        like = owner.runtime.params[part.slot.name]
+        wrapper = torch_private.make_wrapper(cls, like, dtype or local.dtype, device)
+        # 1-D, so that an operand that was cut meets it
+        wrapper.part, wrapper._owner, wrapper._local = part, weakref.ref(owner), flattened(local, part.slot).view(-1)
+        if wrapper._local.data_ptr() != local.data_ptr():  # it lies in another order than the parameter
+            wrapper._source = local
+        return wrapper
+
+    @property
+    def param_name(self) -> str:
+        return self.part.slot.name
+
+    @property
+    def owner(self) -> GradShards:
+        """Knows the ranks. Raises ZcError if the compiled model is gone."""
+        owner = self._owner()
+        if owner is None:
+            raise ZcError(f"{self._what()} is gone with its compiled model")
+        return owner
+
+    def copies(self) -> list[Tensor]:
+        """[n] each: this rank's elements; of a live gradient two where device and host both have them."""
+        if self.is_stale:
+            raise ZcError(
+                f"{self._what()} was assigned to param.grad, and that gradient has changed since: take param.grad, or "
+                "assign a clone()"
+            )
+        return [self._local]
+
+    @property
+    def local(self) -> Tensor:
+        return self.copies()[0]
+
+    def changed(self) -> None:
+        """To be called when ``local`` was written."""
+        self.formula = None
+        if self._source is not None:
+            self._source.copy_(in_shape(self._local, self.part.slot))
+        if self.is_taken:
+            self.owner.write_taken(self)
+
+    def set_to_zero(self) -> None:
+        self.local.zero_()
+        self.changed()
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor on every rank (a collective: call it on all of them), in the dtype of ``local``."""
+        return self.owner.gather(self.part, self.local)
+
+    @property
+    def data(self) -> ShardedValue:
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.copy_(value)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise ZcError(self._refusal("Tensor.numpy"))
+
+    def tolist(self) -> Any:
+        raise ZcError(self._refusal("Tensor.tolist"))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as torch.Tensor has it
+        return f"{type(self).__name__}({self.param_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        raise ZcError(f"{self._what()} is sharded over ranks: save full_tensor() instead")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedValue:
+        copied = self.clone()
+        assert isinstance(copied, ShardedValue)
+        memo[id(self)] = copied
+        return copied
+
+    def _what(self) -> str:
+        return f"a value of {self.param_name}"
+
+    def _refusal(self, what: Any) -> str:
+        return (
+            f"{what} does not work on {self._what()}, which is sharded over ranks: functions by element, and sums, "
+            "norms and the like of all elements do. Call .full_tensor() on all ranks for anything else; "
+            "value.copy_(whole) writes a whole tensor back"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates the disabled default, a plain function
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _handler(func)(func, args, kwargs or {})
+
+
+def values_in(items: Any) -> Iterator[ShardedValue]:
+    """The sharded values among these arguments, and in lists of them."""
+    for item in items:
+        if isinstance(item, ShardedValue):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from values_in(item)
+
+
+# --- the table ---
+
+_Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@cache
+def _handler(func: Any) -> _Handler:
+    """What a function of aten does with sharded values. Every overload is looked up once."""
+    name = func.overloadpacket.__name__
+    if name in _OTHERS:
+        return _OTHERS[name]
+    if name.startswith("_foreach_"):
+        return _for_each
+    if name in _NEW:
+        return _new
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _draw
+    if torch.Tag.pointwise in func.tags or (name not in reductions.NAMES and _is_by_element(name.removesuffix("_"))):
+        return _by_element
+    if name in reductions.NAMES:
+        return _reduce
+    return _refuse
+
+
+def _is_by_element(name: str) -> bool:
+    """Whether the function that gives a new tensor is elementwise: forms in place and with out= may have no tag."""
+    packet = getattr(aten, name, None)
+    tags = [getattr(packet, overload).tags for overload in packet.overloads()] if packet is not None else []
+    return name in _UNTAGGED or any(torch.Tag.pointwise in of_overload for of_overload in tags)
+
+
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by their names in the schema, with its defaults."""
+    defaults, _ = torch_private.schema_of(func)
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+
+
+def _written(func: Any) -> tuple[str, ...]:
+    """The arguments that a function writes, by name."""
+    return torch_private.schema_of(func)[1]
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    value = next(values_in((*args, *kwargs.values())))
+    raise ZcError(value._refusal(func))
+
+
+def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A whole new tensor of any shape."""
+    like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+    return func(like, *args[1:], **kwargs)
+
+
+def _zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args[0].set_to_zero()
+    return args[0]
+
+
+def _add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """AccumulateGrad adds to an existing ``.grad``: in place, or with create_graph out of place."""
+    value = args[0]
+    if torch_private.current_graph_task() == -1 or not isinstance(value, ShardedValue) or not value.owner.shows(value):
+        return _by_element(func, args, kwargs)
+    if func is aten.add.Tensor:
+        raise ZcError(_CREATE_GRAPH.format(value.param_name))
+    value.owner.add_grad(value.param_name, args[1])
+    return value
+
+
+_CREATE_GRAPH = (
+    "backward(create_graph=True) found a gradient of {0}, and can't add to it: it is sharded over ranks, without a "
+    "graph. Call zero_grad() before each such backward, or take what is to be differentiated again by "
+    "torch.autograd.grad(..., create_graph=True), and call backward() once on the whole loss"
+)
+
+
+# --- elementwise functions ---
+
+
+def _by_element(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = _arguments(func, args, kwargs) if _written(func) else {}
+    written = [given[name] for name in _written(func)]
+    values = list(values_in((*args, *kwargs.values())))
+    for tensor in written:
+        if not isinstance(tensor, ShardedValue):
+            return _into_whole(func, args, kwargs, values[0])
+    first: ShardedValue = written[0] if written else values[0]
+    if "memory_format" in kwargs:  # values have the parameter's
+        kwargs = {name: item for name, item in kwargs.items() if name != "memory_format"}
+    copies = first.copies()  # finishes gradients
+    formula = None if written else _formula(func, args, kwargs, values)
+    results = []
+    for k in range(len(copies) if written else 1):
+        place = copies[k].device
+        own = [copies[k] if a is first else _operand(a, first, k, place) for a in args]
+        results.append(func(*own, **{name: _operand(a, first, k, place) for name, a in kwargs.items()}))
+    if written:
+        for value in written:
+            value.changed()
+        return written[0] if len(written) == 1 else tuple(written)
+    result = results[0]
+    if isinstance(result, Tensor):
+        return _wrap(result, func, args, kwargs, first, values, formula)
+    return type(result)(_wrap(item, func, args, kwargs, first, values, None) for item in result)
+
+
+def _operand(item: Any, first: ShardedValue, k: int, place: torch.device) -> Any:
+    """What this rank's elements of ``first``, in its ``k``-th copy, are combined with."""
+    if not isinstance(item, Tensor):
+        return item
+    part = first.part
+    if isinstance(item, ShardedValue):
+        if item.part == part:
+            copies = item.copies()
+            return copies[min(k, len(copies) - 1)].to(place)
+        if item.part.slot != part.slot:
+            raise ZcError(
+                f"{item._what()} meets {first._what()}: both are sharded over ranks, each in its own way. Use "
+                ".full_tensor() of one of them"
+            )
+        item = item.full_tensor()  # the rank that updates an element is not the one that reduces its gradient
+    if item.dim() == 0 and part.slot.shape:
+        return item.to(place)
+    return part.cut(item).to(place)
+
+
+def _wrap(
+    result: Tensor,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    first: ShardedValue,
+    values: Sequence[ShardedValue],
+    formula: tuple[Any, int] | None,
+) -> ShardedValue:
+    dtype = result.dtype
+    if any(value.dtype != value._local.dtype for value in values):
+        dtype = _shown_dtype(func, args, kwargs)
+    device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else first.device
+    value = ShardedValue(first.owner, first.part, result, dtype=dtype, device=device)
+    value.formula = formula
+    return value
+
+
+def _shown_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    """The dtype of the result if values were as wide as they show."""
+
+    def empty(item: Any) -> Any:
+        if not isinstance(item, Tensor) or (item.dim() == 0 and not isinstance(item, ShardedValue)):
+            return item
+        return torch.empty(0, dtype=item.dtype)
+
+    result = func(*map(empty, args), **{name: empty(item) for name, item in kwargs.items() if name != "device"})
+    dtype: torch.dtype = (result if isinstance(result, Tensor) else result[0]).dtype
+    return dtype
+
+
+def _formula(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Sequence[ShardedValue]
+) -> tuple[Any, int] | None:
+    """The result as a function of one live gradient and numbers, so that `GradShards.reduce` can take it of many."""
+    made_at = values[0].owner.num_changes
+    is_of_one = all(
+        value.part == values[0].part and value.formula is not None and value.formula[1] == made_at for value in values
+    )
+    if not is_of_one or sum(isinstance(a, Tensor) for a in (*args, *kwargs.values())) > len(values):
+        return None
+    inner = tuple(value.formula[0] for value in values if value.formula is not None)
+    depth = 1 + max(formula.depth for formula in inner)
+    if depth > DEEPEST:
+        return None
+    items = tuple(a.formula[0] if isinstance(a, ShardedValue) and a.formula else a for a in args)
+    named = tuple((n, a.formula[0] if isinstance(a, ShardedValue) and a.formula else a) for n, a in kwargs.items())
+    formula = reductions.Formula(func, items, named, depth)
+    try:
+        hash(formula)
+    except TypeError:
+        return None
+    return formula, made_at
+
+
+def _into_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: ShardedValue) -> Any:
+    """A function that writes a whole tensor: all ranks gather the values, and write the same."""
+    value.owner.refuse_whole_write(func, value.param_name)
+
+    def whole(item: Any) -> Any:
+        return item.full_tensor().to(item.dtype) if isinstance(item, ShardedValue) else item
+
+    return func(*map(whole, args), **{name: whole(item) for name, item in kwargs.items()})
+
+
+# --- random ones ---
+
+
+def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Random numbers for the whole tensor on every rank, of which each keeps its own."""
+    first = next(values_in((*args, *kwargs.values())))
+    name = func.overloadpacket.__name__
+    overwrites = name.endswith(("_like", "_")) and name != "dropout_"
+
+    def whole(item: Any) -> Any:
+        if not isinstance(item, ShardedValue):
+            return item
+        if overwrites and item is first:
+            return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device)
+        return item.full_tensor().to(item.dtype)
+
+    written = _written(func)
+    result = func(*map(whole, args), **{name: whole(item) for name, item in kwargs.items()})
+    if written:
+        for copy in first.copies():
+            copy.copy_(first.part.cut(result))
+        first.changed()
+        return first
+    several = isinstance(result, tuple)
+    values = []
+    for item in result if several else (result,):
+        if tuple(item.shape) != tuple(first.shape):
+            _refuse(func, args, kwargs)
+        values.append(ShardedValue(first.owner, first.part, first.part.cut(item).to(first.local.device).clone()))
+    return tuple(values) if several else values[0]
+
+
+# --- reductions ---
+
+
+def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = _arguments(func, args, kwargs)
+    value = next(iter(given.values()))
+    if not isinstance(value, ShardedValue) or _written(func):
+        _refuse(func, args, kwargs)
+    dim = given.get("dim")
+    dims = [dim] if isinstance(dim, int) else list(dim or ())
+    if dims and value.dim() and len({d % value.dim() for d in dims}) < value.dim():
+        name = func.overloadpacket.__name__.removeprefix("linalg_vector_")
+        raise ZcError(value._refusal(f"{name}(dim={dims})"))
+    if func.overloadpacket.__name__ in ("max", "min") and dims:
+        _refuse(func, args, kwargs)  # it asks for the place, too
+    name = func.overloadpacket.__name__
+    dtype = reductions.dtype_of(name, value._local.dtype, given)
+    result: Tensor = value.owner.reduce(value, reductions.choose(name, given), dtype)
+    return result.reshape([1] * value.dim()) if given.get("keepdim") else result
+
+
+def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    one, other = args
+    return (one * other).sum()
+
+
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    one, other = args
+    return tuple(one.shape) == tuple(other.shape) and bool((one == other).all())
+
+
+def _all_close(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
+def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].full_tensor().item()
+
+
+def _put_by_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``value[mask] = number``."""
+    value, indices, source = args[:3]
+    is_mask = len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool
+    if not is_mask or tuple(indices[0].shape) != tuple(value.shape) or source.numel() != 1 or any(args[3:]):
+        _refuse(func, args, kwargs)
+    return value.masked_fill_(indices[0], source.reshape(()))
+
+
+# --- lists ---
+
+# functions of one tensor with another name than that of lists
+_OF_ONE = {("maximum", True): "clamp_min", ("minimum", True): "clamp_max", ("norm", True): "linalg_vector_norm"}
+
+
+def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function of one tensor, for each."""
+    name = func.overloadpacket.__name__.removeprefix("_foreach_")
+    base, end = name.rstrip("_"), "_" * name.endswith("_")
+    call = getattr(aten, _OF_ONE.get((base, str(func).split(".")[-1].startswith("Scalar")), base) + end)
+    num = max(len(arg) for arg in args if isinstance(arg, (list, tuple)))
+    if base in ("addcmul", "addcdiv") and len(args) > 3:  # numbers, one for all or one each
+        args, kwargs = args[:3], {**kwargs, "value": args[3].tolist() if isinstance(args[3], Tensor) else args[3]}
+
+    def nth(item: Any, k: int) -> Any:
+        return item[k] if isinstance(item, (list, tuple)) else item
+
+    results = [call(*(nth(a, k) for a in args), **{n: nth(a, k) for n, a in kwargs.items()}) for k in range(num)]
+    return None if end else results
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's GradScaler: what it finds in ``param.grad``."""
+    grads, found_inf, inverse = args
+    first = next(values_in(grads))
+    first.owner.unscale([grad.param_name for grad in values_in(grads)], found_inf, inverse)
+
+
+_OTHERS: dict[str, _Handler] = {
+    "add": _add,
+    "add_": _add,
+    "zero_": _zero,
+    "detach": _same,
+    "detach_": _same,
+    "alias": _same,
+    "dot": _dot,
+    "vdot": _dot,
+    "equal": _equal,
+    "allclose": _all_close,
+    "_local_scalar_dense": _item,
+    "index_put_": _put_by_mask,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+}
