@@ -29,8 +29,8 @@ CUT_S = 5.0  # how long all threads together may take to end after their groups 
 # threads that may be in C++, with the group of the caller's that each waits in; None: it waits in groups of zc's alone
 _THREADS: weakref.WeakKeyDictionary[threading.Thread, dist.ProcessGroup | None] = weakref.WeakKeyDictionary()
 _GROUPS: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # zc's own
-# lifetime: to the next `zc.compile`, of groups that can be cut. gloo's destructor waits for started collectives, which a
-# lost rank never finishes.
+# lifetime: to the next `zc.compile`, of groups that can be cut. gloo's destructor waits for started collectives, which
+# a lost rank never finishes.
 _ABANDONED: list[dist.ProcessGroup] = []
 
 
